@@ -1,0 +1,25 @@
+"""What rebind raises and warns: every message says what was got, what was expected, what to do next."""
+
+
+class RebindError(Exception):
+    """Anything rebind refuses to do."""
+
+
+class InputError(RebindError, ValueError):
+    """An argument cannot be used as it is."""
+
+
+class ShapeError(InputError):
+    """Widths or sizes do not fit together."""
+
+
+class UnknownNameError(InputError, LookupError):
+    """A name that no rule, feature or method answers to."""
+
+
+class NumericalError(RebindError, ArithmeticError):
+    """The numbers admit no trustworthy answer."""
+
+
+class NumericalWarning(UserWarning):
+    """An answer was found, but only after a rescue; the message says which and how large."""

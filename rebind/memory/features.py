@@ -1,0 +1,208 @@
+"""φ: where keys and queries are taken before they meet the memory.
+
+A wider φ(k) leaves more room for keys that do not disturb each other. Every feature is an object
+made for an input width `dim`; it says its output width before anything is computed, and keeps its
+own state (FAVOR+'s projection is drawn once, when the object is made).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rebind.errors import InputError, ShapeError
+from rebind.memory.checks import known, require_floating, require_rank, require_width, unknown_name
+from rebind.memory.precision import working_dtype
+
+
+class Feature(ABC):
+    """A feature map [..., dim] → [..., width]. Subclasses with a `name` are found by `get_feature`."""
+
+    name: ClassVar[str]
+    _known: ClassVar[dict[str, type[Feature]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in cls.__dict__:
+            Feature._known[cls.name] = cls
+
+    def __init__(self, dim: int) -> None:
+        if dim < 1:
+            raise ShapeError(f"dim is {dim}, expected 1 or more: the width of the keys that enter")
+        self.dim = dim
+
+    @property
+    def width(self) -> int:
+        """How wide φ(x) is."""
+        return self.dim
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What besides `dim` rebuilds this feature."""
+        return {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        require_rank(1, x=x)
+        require_floating(x=x)
+        require_width("x", x, self.dim, f"feature {self.name!r}")
+        return self._map(x.to(working_dtype(x))).to(x.dtype)
+
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        return f"{type(self).__name__}({self.dim}{options})"
+
+    @abstractmethod
+    def _map(self, x: Tensor) -> Tensor: ...
+
+
+class Identity(Feature):
+    """φ(x) = x."""
+
+    name = "identity"
+
+    def _map(self, x: Tensor) -> Tensor:
+        return x
+
+
+class EluPlusOne(Feature):
+    """φ(x) = elu(x) + 1: positive everywhere (the Linear Transformer's)."""
+
+    name = "elu+1"
+
+    def _map(self, x: Tensor) -> Tensor:
+        return functional.elu(x) + 1
+
+
+class Relu(Feature):
+    """φ(x) = max(x, 0)."""
+
+    name = "relu"
+
+    def _map(self, x: Tensor) -> Tensor:
+        return functional.relu(x)
+
+
+class Dpfp(Feature):
+    """DPFP-ν, deterministic parameter-free projection (seed 002 eq. 37 and its listing).
+
+    With r = [relu(x), relu(−x)] the features are r_i · r_{i−j} for shifts j = 1…ν, cyclically: 2·dim·ν
+    of them, most of them zero, so that different keys seldom share a direction.
+    """
+
+    name = "dpfp"
+
+    def __init__(self, dim: int, nu: int = 1) -> None:
+        super().__init__(dim)
+        if not 1 <= nu <= 2 * dim - 1:
+            raise InputError(
+                f"nu is {nu}, expected 1 to {2 * dim - 1} for keys {dim} wide: beyond that the shifts come round again"
+            )
+        self.nu = nu
+
+    @property
+    def width(self) -> int:
+        return 2 * self.dim * self.nu
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"nu": self.nu}
+
+    def _map(self, x: Tensor) -> Tensor:
+        halves = torch.cat([functional.relu(x), functional.relu(-x)], dim=-1)
+        return torch.cat([halves * halves.roll(shift, dims=-1) for shift in range(1, self.nu + 1)], dim=-1)
+
+
+class Favor(Feature):
+    """FAVOR+: positive random features whose inner product estimates exp(q·k/√dim) without bias.
+
+    x is scaled by dim^(−1/4), so the product of two features carries softmax's 1/√dim. Each of the m
+    projections w gives the pair exp(±w·x − ‖x‖²/2)/√(2m): 2m features. Directions come in orthogonal
+    blocks (less variance than independent ones) with the norms of Gaussian vectors.
+
+    The projection is drawn from `seed` when the object is made and never again.
+    """
+
+    name = "favor"
+
+    def __init__(self, dim: int, m: int | None = None, seed: int = 0) -> None:
+        super().__init__(dim)
+        self.m = dim if m is None else m
+        if self.m < 1:
+            raise InputError(f"m is {m}, expected 1 or more: the number of random projections")
+        self.seed = seed
+        self.projection = orthogonal_projection(self.m, dim, seed)  # [m, dim]
+
+    @property
+    def width(self) -> int:
+        return 2 * self.m
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"m": self.m, "seed": self.seed}
+
+    def _map(self, x: Tensor) -> Tensor:
+        x = x * self.dim**-0.25
+        angle = x @ self.projection.to(x).mT
+        exponent = torch.cat([angle, -angle], dim=-1) - x.square().sum(-1, keepdim=True) / 2
+        return exponent.exp() * self.width**-0.5
+
+
+def orthogonal_projection(rows: int, dim: int, seed: int) -> Tensor:
+    """Rows in orthogonal blocks of `dim`, each as long as a Gaussian vector: [rows, dim] float64."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = []
+    for start in range(0, rows, dim):
+        gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+        basis, triangle = torch.linalg.qr(gaussian)
+        basis = basis * triangle.diagonal().sign()  # makes the rotation uniformly distributed
+        blocks.append(basis.mT[: rows - start])
+    norms = torch.randn(rows, dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+    return torch.cat(blocks) * norms
+
+
+def sum_normalise(x: Tensor) -> Tensor:
+    """x / Σx for non-negative features (seed 002 A.2); a row of zeros stays zero.
+
+    Under the delta rule it balances what a write adds to a column against what it removes, and
+    spares the read its denominator.
+    """
+    require_rank(1, x=x)
+    require_floating(x=x)
+    if known((x < 0).any()):
+        raise InputError(
+            f"sum normalisation got entries down to {float(x.min()):.3g}, expected none below 0: use a non-negative "
+            f"feature (elu+1, relu, dpfp, favor), or normalise by L2"
+        )
+    wide = x.to(working_dtype(x))
+    return (wide / wide.sum(-1, keepdim=True).clamp_min(1e-12)).to(x.dtype)
+
+
+def l2_normalise(x: Tensor) -> Tensor:
+    """x / ‖x‖; a row of zeros stays zero. With it a delta write at β = 1 replaces exactly."""
+    require_rank(1, x=x)
+    require_floating(x=x)
+    return functional.normalize(x.to(working_dtype(x)), dim=-1).to(x.dtype)
+
+
+def get_feature(name: str | Feature, dim: int, **options: int) -> Feature:
+    """The feature of that name for inputs `dim` wide; a feature object passes through."""
+    if isinstance(name, Feature):
+        if name.dim != dim:
+            raise ShapeError(f"{name!r} takes inputs {name.dim} wide, expected {dim}: make it for the keys' width")
+        return name
+    if name not in Feature._known:
+        raise unknown_name("feature", name, Feature._known)
+    try:
+        return Feature._known[name](dim, **options)
+    except TypeError:
+        raise InputError(
+            f"feature {name!r} does not take {', '.join(options)}: pass the options its class names"
+        ) from None
+
+
+def feature_names() -> list[str]:
+    return sorted(Feature._known)

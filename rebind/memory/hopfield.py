@@ -1,0 +1,162 @@
+"""Hopfield networks: memories that complete a pattern from a part of it.
+
+The classical network stores ±1 patterns in a Hebbian matrix, which is the `sum` rule with every
+pattern its own key. It holds about 0.138·N of them. The modern network keeps the patterns and
+descends an exponential energy; one step of it is one pass of softmax attention, and it holds
+exponentially many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rebind.errors import InputError
+from rebind.memory.checks import known, require_finite, require_floating, require_rank, require_width
+from rebind.memory.precision import working_dtype
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Where a recall ended."""
+
+    state: Tensor  # [..., N]
+    steps: int  # updates (sweeps, when asynchronous) made
+    converged: bool  # whether the last one changed nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Classical:
+    """±1 patterns, quadratic energy −½ xᵀWx."""
+
+    weights: Tensor  # [..., N, N], symmetric, zero diagonal
+
+    @classmethod
+    def store(cls, patterns: Tensor) -> Classical:
+        """Hebb: W = (1/N) Σ ξξᵀ with the diagonal removed, for patterns [..., n, N] of ±1."""
+        require_rank(2, patterns=patterns)
+        require_floating(patterns=patterns)
+        if known((patterns.abs() != 1).any()):
+            raise InputError("patterns hold entries other than +1 and −1: classical Hopfield units have two states")
+        wide = patterns.to(working_dtype(patterns))
+        weights = wide.mT @ wide / patterns.shape[-1]
+        diagonal = torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))
+        return cls((weights - diagonal).to(patterns.dtype))
+
+    @property
+    def units(self) -> int:
+        return self.weights.shape[-1]
+
+    def energy(self, state: Tensor) -> Tensor:
+        """−½ xᵀWx, [...]; no asynchronous update raises it."""
+        self._check(state)
+        return -0.5 * (state * self._field(state)).sum(-1)
+
+    def recall(
+        self,
+        cue: Tensor,
+        *,
+        mode: Literal["synchronous", "asynchronous"] = "synchronous",
+        steps: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Recall:
+        """Update until nothing changes, for at most `steps` updates or sweeps. A unit with no input stays.
+
+        Synchronous: all units at once; fast, but it can end in a cycle of two states. Asynchronous: one
+        unit after another, in an order drawn from `generator` (in index order without one); it always
+        comes to rest.
+        """
+        self._check(cue)
+        if mode not in ("synchronous", "asynchronous"):
+            raise InputError(f"mode is {mode!r}, expected 'synchronous' or 'asynchronous': leave it out for the first")
+        state = cue.clone()
+        for step in range(1, steps + 1):
+            together = mode == "synchronous"
+            new = _sign(self._field(state), state) if together else self._sweep(state, generator)
+            if torch.equal(new, state):
+                return Recall(state, step, converged=True)
+            state = new
+        return Recall(state, steps, converged=False)
+
+    def _sweep(self, state: Tensor, generator: torch.Generator | None) -> Tensor:
+        state = state.clone()
+        order = range(self.units) if generator is None else torch.randperm(self.units, generator=generator).tolist()
+        for unit in order:
+            field = (self.weights[..., unit, :] * state).sum(-1)
+            state[..., unit] = _sign(field, state[..., unit])
+        return state
+
+    def _field(self, state: Tensor) -> Tensor:
+        return _overlap(self.weights, state)
+
+    def _check(self, state: Tensor) -> None:
+        require_rank(1, state=state)
+        require_width("state", state, self.units, "this network")
+        require_finite(state=state)
+
+
+@dataclass(frozen=True, eq=False)
+class Modern:
+    """Continuous patterns X [..., M, N], energy −lse(β, Xξ) + ½ξᵀξ + const."""
+
+    patterns: Tensor  # [..., M, N]
+    beta: float = 1.0  # β: inverse temperature; large β picks one pattern, small β averages them
+
+    def __post_init__(self) -> None:
+        require_rank(2, patterns=self.patterns)
+        require_floating(patterns=self.patterns)
+        require_finite(patterns=self.patterns)
+        if self.patterns.shape[-2] == 0:
+            raise InputError("got no patterns, expected at least one: there is nothing to retrieve")
+        if not self.beta > 0:
+            raise InputError(f"beta is {self.beta}, expected a positive number: the softmax's inverse temperature")
+
+    def step(self, state: Tensor) -> Tensor:
+        """ξ ← Xᵀ softmax(β X ξ) for states [..., N]: softmax attention with X as keys and values."""
+        self._check(state)
+        patterns, query = self._wide(state)
+        weights = torch.softmax(self.beta * _overlap(patterns, query), dim=-1)
+        return (weights.unsqueeze(-2) @ patterns).squeeze(-2).to(state.dtype)
+
+    def recall(self, cue: Tensor, *, steps: int = 1, tolerance: float = 0.0) -> Recall:
+        """Repeat `step` until it moves no entry by more than `tolerance`."""
+        state = cue
+        for count in range(1, steps + 1):
+            new = self.step(state)
+            moved = (new - state).abs().max() if new.numel() else new.new_zeros(())
+            state = new
+            if moved <= tolerance:
+                return Recall(state, count, converged=True)
+        return Recall(state, steps, converged=False)
+
+    def energy(self, state: Tensor) -> Tensor:
+        """−β⁻¹ log Σ exp(β xᵢ·ξ) + ½‖ξ‖² + β⁻¹ log M + ½ max‖xᵢ‖², [...]; never negative, and no step raises it."""
+        self._check(state)
+        patterns, query = self._wide(state)
+        lse = torch.logsumexp(self.beta * _overlap(patterns, query), dim=-1) / self.beta
+        count = torch.tensor(float(patterns.shape[-2]), dtype=patterns.dtype)
+        longest = patterns.square().sum(-1).amax(-1)
+        energy = query.square().sum(-1) / 2 - lse + count.log() / self.beta + longest / 2
+        return energy.to(state.dtype)
+
+    def _wide(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = working_dtype(self.patterns, state)
+        return self.patterns.to(dtype), state.to(dtype)
+
+    def _check(self, state: Tensor) -> None:
+        require_rank(1, state=state)
+        require_floating(state=state)
+        require_width("state", state, self.patterns.shape[-1], "this network")
+        require_finite(state=state)
+
+
+def _overlap(patterns: Tensor, state: Tensor) -> Tensor:
+    """xᵢ·ξ for every row xᵢ, [..., M]."""
+    return (state.unsqueeze(-2) @ patterns.mT).squeeze(-2)
+
+
+def _sign(field: Tensor, previous: Tensor) -> Tensor:
+    return torch.where(field > 0, 1.0, torch.where(field < 0, -1.0, previous)).to(previous.dtype)

@@ -1,0 +1,75 @@
+"""A matrix kept as the product of two thin ones: the change that a write makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rebind.errors import InputError, ShapeError
+from rebind.memory.checks import require_rank
+from rebind.memory.precision import common_dtype, working_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """`left @ right`, never multiplied out unless `dense` is called."""
+
+    left: Tensor  # [..., d_v, n]
+    right: Tensor  # [..., n, d_k]
+
+    def __post_init__(self) -> None:
+        require_rank(2, left=self.left, right=self.right)
+        if self.left.shape[-1] != self.right.shape[-2]:
+            raise ShapeError(
+                f"left {list(self.left.shape)} has {self.left.shape[-1]} columns and right "
+                f"{list(self.right.shape)} has {self.right.shape[-2]} rows, expected as many of one "
+                f"as of the other: left is [d_v, n], right is [n, d_k]"
+            )
+
+    @property
+    def rank(self) -> int:
+        """Number of rows of `right`: an upper bound on the rank of the product."""
+        return self.right.shape[-2]
+
+    def dense(self) -> Tensor:
+        """The product, [..., d_v, d_k]."""
+        dtype = working_dtype(self.left, self.right)
+        product = self.left.to(dtype) @ self.right.to(dtype)
+        return product.to(common_dtype(self.left, self.right))
+
+    def truncate(self, rank: int) -> LowRank:
+        """The best approximation of at most `rank` (Eckart–Young), split evenly between the factors.
+
+        Works on the factors' n×n cores, so a change to a large weight is truncated without
+        ever being formed.
+        """
+        if rank < 0:
+            raise InputError(f"rank is {rank}, expected 0 or more: pass the number of components to keep")
+        columns, singular, rows = self._svd()
+        root = singular[..., :rank].sqrt()
+        dtype = common_dtype(self.left, self.right)
+        return LowRank(
+            (columns[..., :, :rank] * root.unsqueeze(-2)).to(dtype),
+            (root.unsqueeze(-1) * rows[..., :rank, :]).to(dtype),
+        )
+
+    def singular_values(self) -> Tensor:
+        """The singular values of the product, largest first."""
+        return self._svd()[1].to(common_dtype(self.left, self.right))
+
+    def truncation_error(self, rank: int) -> Tensor:
+        """‖product − truncate(rank)‖ / ‖product‖ in the Frobenius norm; 0 for a zero product."""
+        energy = self._svd()[1].square()
+        total = energy.sum(-1)
+        lost = energy[..., rank:].sum(-1)
+        relative = (lost / total.where(total > 0, 1.0)).sqrt()
+        return relative.to(common_dtype(self.left, self.right))
+
+    def _svd(self) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = working_dtype(self.left, self.right)
+        left_basis, left_core = torch.linalg.qr(self.left.to(dtype))
+        right_basis, right_core = torch.linalg.qr(self.right.to(dtype).mT)
+        u, singular, vh = torch.linalg.svd(left_core @ right_core.mT, full_matrices=False)
+        return left_basis @ u, singular, vh @ right_basis.mT

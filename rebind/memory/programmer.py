@@ -1,0 +1,62 @@
+"""The original fast weight programmer (seed 004 eqs. 1–2).
+
+    a, b = W_a x, W_b x
+    W ← σ(W + a bᵀ)        (1)
+    y = W x                (2)
+
+The squashing σ bounds the memory and makes its step nonlinear, so steps do not compose: there is
+a `step` here and no `Write`. With σ the identity it is the `sum` rule with b the key, a the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rebind.errors import ShapeError
+from rebind.memory.checks import require_finite, require_floating, require_rank, require_width
+from rebind.memory.precision import working_dtype
+
+
+@dataclass(frozen=True)
+class FastWeightProgrammer:
+    """A matrix memory with a squashed additive step."""
+
+    squash: Callable[[Tensor], Tensor] = torch.tanh  # σ
+
+    def step(self, memory: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """σ(W + a bᵀ) for a memory [..., d_v, d_k], a [..., d_v], b [..., d_k]."""
+        require_rank(2, memory=memory)
+        require_rank(1, a=a, b=b)
+        require_floating(memory=memory, a=a, b=b)
+        require_width("a", a, memory.shape[-2], "this memory")
+        require_width("b", b, memory.shape[-1], "this memory")
+        require_finite(memory=memory, a=a, b=b)
+        dtype = working_dtype(memory, a, b)
+        outer = a.to(dtype).unsqueeze(-1) * b.to(dtype).unsqueeze(-2)
+        return self.squash(memory.to(dtype) + outer).to(memory.dtype)
+
+    def run(self, x: Tensor, slow_a: Tensor, slow_b: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs [..., T, d_v] and the final memory for inputs x [..., T, d].
+
+        `slow_a` [d_v, d] and `slow_b` [d, d] are the slow weights; the memory starts at zero.
+        """
+        require_rank(2, x=x, slow_a=slow_a, slow_b=slow_b)
+        require_width("slow_a", slow_a, x.shape[-1], "this input")
+        require_width("slow_b", slow_b, x.shape[-1], "this input")
+        if slow_b.shape[-2] != x.shape[-1]:
+            raise ShapeError(
+                f"slow_b {list(slow_b.shape)} makes keys {slow_b.shape[-2]} wide, the memory is read with inputs "
+                f"{x.shape[-1]} wide: make it [{x.shape[-1]}, {x.shape[-1]}]"
+            )
+        if memory is None:
+            memory = x.new_zeros(*x.shape[:-2], slow_a.shape[-2], x.shape[-1])
+        a, b = x @ slow_a.mT, x @ slow_b.mT
+        outputs = []
+        for t in range(x.shape[-2]):
+            memory = self.step(memory, a[..., t, :], b[..., t, :])
+            outputs.append((memory @ x[..., t, :].unsqueeze(-1)).squeeze(-1))
+        return torch.stack(outputs, dim=-2) if outputs else x.new_zeros(*x.shape[:-1], slow_a.shape[-2]), memory

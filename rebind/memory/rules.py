@@ -1,0 +1,242 @@
+"""The fast rules: how a memory changes at every token.
+
+Each rule is one class with a name, its gates and their defaults, and two formulas:
+
+- its *coefficients* (α, ε, η) in the recurrence  W ← α W (I − ε k kᵀ) + η v kᵀ;
+- the *online objective* of which that step is the minimum (seed 004's table).
+
+Everything else (the `Write`, the checks, the scan over sequences, the contract tests) follows
+from these, so adding a rule is adding a class here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rebind.errors import InputError, ShapeError
+from rebind.memory.checks import (
+    known,
+    require_broadcastable,
+    require_finite,
+    require_floating,
+    require_rank,
+    require_width,
+    unknown_name,
+)
+from rebind.memory.precision import common_dtype, working_dtype
+from rebind.memory.write import Write
+
+Gate = float | Tensor  # a constant, or one number a key: [...]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """α, ε and η of  W ← α W (I − ε k kᵀ) + η v kᵀ. A plain number is a constant of the rule."""
+
+    decay: Gate  # α: how much of the memory is kept
+    erase: Gate  # ε: how much of what k reads is removed
+    write: Gate  # η: how much of v is written at k
+
+
+class Rule(ABC):
+    """One fast rule. Subclasses with a `name` are found by `get_rule`."""
+
+    name: ClassVar[str]
+    gates: ClassVar[dict[str, float]]  # every gate with its default
+    reads: ClassVar[bool]  # whether the write probes the memory with k; if so ε = η
+
+    _known: ClassVar[dict[str, type[Rule]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in cls.__dict__:
+            Rule._known[cls.name] = cls
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def coefficients(self, k: Tensor, **gates: Gate) -> Coefficients:
+        """α, ε, η for keys [..., d_k]; each a constant or of shape [...]."""
+        require_rank(1, k=k)
+        require_floating(k=k)
+        return self._coefficients(k, self._gates(k, gates))
+
+    def write(self, k: Tensor, v: Tensor, **gates: Gate) -> Write:
+        """The one-row write of each key [..., d_k] and value [..., d_v]: a batch of writes."""
+        require_rank(1, v=v)
+        coefficients = self.coefficients(k, **gates)
+        dtype = common_dtype(k, v, *(gate for gate in gates.values() if isinstance(gate, Tensor)))
+        wide = working_dtype(k)
+        gain = (_column(coefficients.write) * k.to(wide)).unsqueeze(-2)
+        probe = k if self.reads else torch.zeros_like(k)
+        return Write(probe.unsqueeze(-2).to(dtype), v.unsqueeze(-2).to(dtype), gain.to(dtype), coefficients.decay)
+
+    def objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, **gates: Gate) -> Tensor:
+        """What the step from `previous` [..., d_v, d_k] minimises over `memory`: shape [...]."""
+        require_rank(2, memory=memory, previous=previous)
+        require_rank(1, k=k, v=v)
+        require_width("k", k, memory.shape[-1], "this memory")
+        require_width("v", v, memory.shape[-2], "this memory")
+        if memory.shape[-2:] != previous.shape[-2:]:
+            raise ShapeError(
+                f"memory is {list(memory.shape)} and previous {list(previous.shape)}, expected the same last two "
+                f"sizes: both are states of one memory"
+            )
+        return self._objective(memory, previous, k, v, self._gates(k, gates))
+
+    @abstractmethod
+    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients: ...
+
+    @abstractmethod
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor: ...
+
+    def _gates(self, k: Tensor, given: dict[str, Gate]) -> SimpleNamespace:
+        for name, gate in given.items():
+            if name not in self.gates:
+                takes = ", ".join(self.gates) or "no gates"
+                raise InputError(f"rule {self.name!r} got a gate {name!r}, takes {takes}: leave {name!r} out")
+            value = torch.as_tensor(gate)
+            require_finite(**{name: value})
+            if known((value < 0).any()):
+                raise InputError(
+                    f"gate {name!r} of rule {self.name!r} goes down to {value.min():.3g}, expected 0 or more: "
+                    f"pass it through a sigmoid or softplus"
+                )
+            require_broadcastable(f"k and {name}", k.shape[:-1], value.shape)
+        return SimpleNamespace(**{**self.gates, **given})
+
+
+class Sum(Rule):
+    """Hebbian sum, linear attention: W + v kᵀ (seed 002 eq. 17). It only ever adds."""
+
+    name = "sum"
+    gates: ClassVar[dict[str, float]] = {}
+    reads = False
+
+    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+        return Coefficients(decay=1.0, erase=0.0, write=1.0)
+
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+        return _distance(memory, previous) - 2 * _agreement(memory, k, v)
+
+
+class Rfa(Rule):
+    """Random feature attention's gate: (1−β) W + β v kᵀ (seed 002 eq. 52)."""
+
+    name = "rfa"
+    gates: ClassVar[dict[str, float]] = {"beta": 0.5}
+    reads = False
+
+    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+        return Coefficients(decay=1 - gate.beta, erase=0.0, write=gate.beta)
+
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+        kept = _matrix(1 - gate.beta) * previous
+        return _distance(memory, kept) - 2 * gate.beta * _agreement(memory, k, v)
+
+
+class Mamba2(Rule):
+    """A scalar decay a token: α W + dt · v kᵀ."""
+
+    name = "mamba2"
+    gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "dt": 1.0}
+    reads = False
+
+    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+        return Coefficients(decay=gate.alpha, erase=0.0, write=gate.dt)
+
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+        return _distance(memory, _matrix(gate.alpha) * previous) - 2 * gate.dt * _agreement(memory, k, v)
+
+
+class Delta(Rule):
+    """DeltaNet: W + β (v − W k) kᵀ (seed 002 eq. 24). Replaces what k read, in part β."""
+
+    name = "delta"
+    gates: ClassVar[dict[str, float]] = {"beta": 1.0}
+    reads = True
+
+    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+        return Coefficients(decay=1.0, erase=gate.beta, write=gate.beta)
+
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+        error = v - _read(previous, k)
+        return _distance(memory, previous) - 2 * gate.beta * _agreement(memory, k, error)
+
+
+class Longhorn(Rule):
+    """The implicit delta rule: ε = β / (1 + β‖k‖²), stable for keys of any norm (β ≥ 0).
+
+    Its objective weighs staying put against answering right, ‖S − S′‖² + β‖S k − v‖², solved
+    exactly. The seed prints the second term with a minus; the update it prints needs the plus.
+    """
+
+    name = "longhorn"
+    gates: ClassVar[dict[str, float]] = {"beta": 1.0}
+    reads = True
+
+    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+        energy = k.to(working_dtype(k)).square().sum(-1)
+        rate = gate.beta / (1 + gate.beta * energy)
+        return Coefficients(decay=1.0, erase=rate, write=rate)
+
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+        miss = (_read(memory, k) - v).square().sum(-1)
+        return _distance(memory, previous) + gate.beta * miss
+
+
+class GatedDelta(Rule):
+    """Gated DeltaNet: α W (I − β k kᵀ) + β v kᵀ. Forgets everything a little and k's value a lot."""
+
+    name = "gated_delta"
+    gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "beta": 1.0}
+    reads = True
+
+    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+        return Coefficients(decay=gate.alpha, erase=gate.beta, write=gate.beta)
+
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+        kept = _matrix(gate.alpha) * previous
+        error = v - _read(kept, k)
+        return _distance(memory, kept) - 2 * gate.beta * _agreement(memory, k, error)
+
+
+def get_rule(name: str | Rule) -> Rule:
+    """The rule of that name; a rule object passes through."""
+    if isinstance(name, Rule):
+        return name
+    if name not in Rule._known:
+        raise unknown_name("rule", name, Rule._known)
+    return Rule._known[name]()
+
+
+def rule_names() -> list[str]:
+    return sorted(Rule._known)
+
+
+def _column(gate: Gate) -> Gate:
+    return gate.unsqueeze(-1) if isinstance(gate, Tensor) else gate
+
+
+def _matrix(gate: Gate) -> Gate:
+    return gate[..., None, None] if isinstance(gate, Tensor) else gate
+
+
+def _read(memory: Tensor, k: Tensor) -> Tensor:
+    return (memory @ k.unsqueeze(-1)).squeeze(-1)
+
+
+def _distance(memory: Tensor, other: Tensor) -> Tensor:
+    """‖S − S′‖²_F."""
+    return (memory - other).square().sum((-2, -1))
+
+
+def _agreement(memory: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """⟨S k, v⟩."""
+    return (_read(memory, k) * v).sum(-1)

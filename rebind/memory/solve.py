@@ -1,0 +1,231 @@
+"""Symmetric positive definite systems: factor once, solve many, never invert.
+
+Two factorisations answer to the same calls:
+
+- `Cholesky`, from `factor(A)`: the direct route, d³/3 operations once.
+- `Woodbury`, from `factor(C).plus(K)`: C + KᵀK for n new rows on top of a factor of C that is
+  already there. Only an n×n system is factored (seed 003); no d×d inverse is ever formed.
+
+Systems are solved in float64 whatever the inputs are (float32 where the device has no other) and
+answers come back in the right-hand side's dtype. A matrix that is singular or slightly indefinite
+gets the smallest multiple of the identity, on a ladder of powers of ten, that makes it
+factorisable; the amount is in the result and in a `NumericalWarning`. When none up to 1 % of the
+mean diagonal does, a `NumericalError` says what to do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rebind.errors import NumericalError, NumericalWarning, ShapeError
+from rebind.memory.checks import known, require_finite, require_floating, require_rank, require_width
+from rebind.memory.precision import solving_dtype
+
+LARGEST_JITTER = 1e-2  # relative to the mean diagonal
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """An answer and how it was found."""
+
+    value: Tensor
+    method: str  # which form was solved: cholesky, woodbury, primal, dual, block
+    order: int  # size of the system that was factored
+    jitter: float  # what was added to a diagonal to make it factorisable; 0 when nothing was
+    _residual: Callable[[], Tensor] = field(repr=False)
+
+    @cached_property
+    def residual(self) -> float:
+        """Relative residual of the equation as it was posed (no jitter in it), the worst of a batch.
+
+        Computed when first asked for: it costs about as much as a solve.
+        """
+        with torch.no_grad():
+            return float(self._residual().max())
+
+
+@dataclass(frozen=True, eq=False)
+class Cholesky:
+    """A = L Lᵀ, ready to solve with."""
+
+    matrix: Tensor  # [..., d, d] A itself, without jitter
+    lower: Tensor  # [..., d, d] L
+    jitter: float
+
+    @property
+    def width(self) -> int:
+        return self.matrix.shape[-1]
+
+    def solve(self, right: Tensor) -> Solution:
+        """X with A X = right [..., d, m]."""
+        self._check(right)
+        wide = right.to(self.lower.dtype)
+        value = torch.cholesky_solve(wide, self.lower)
+        return Solution(
+            value.to(right.dtype),
+            method="cholesky",
+            order=self.width,
+            jitter=self.jitter,
+            _residual=lambda: relative_residual(self.matrix @ value, wide),
+        )
+
+    def whiten(self, rows: Tensor) -> Tensor:
+        """L⁻¹ rowsᵀ, [..., d, n]: half a solve. Inner products of its columns are those under A⁻¹."""
+        require_width("keys", rows, self.width, "this factor")
+        return torch.linalg.solve_triangular(self.lower, rows.to(self.lower.dtype).mT, upper=False)
+
+    def unwhiten(self, columns: Tensor) -> Tensor:
+        """L⁻ᵀ columns: the other half, so that `unwhiten(whiten(K))` is A⁻¹Kᵀ."""
+        return torch.linalg.solve_triangular(self.lower.mT, columns, upper=True)
+
+    def plus(self, rows: Tensor) -> Woodbury:
+        """A + KᵀK for rows K [..., n, d], from this factor."""
+        require_rank(2, keys=rows)
+        require_floating(keys=rows)
+        require_finite(keys=rows)
+        half = self.whiten(rows)
+        eye = torch.eye(rows.shape[-2], dtype=half.dtype, device=half.device)
+        inner = factor(eye + half.mT @ half, "I + K C⁻¹ Kᵀ")
+        return Woodbury(self, rows, half, inner)
+
+    def _check(self, right: Tensor) -> None:
+        require_rank(2, right=right)
+        require_floating(right=right)
+        if right.shape[-2] != self.width:
+            raise ShapeError(
+                f"right-hand side {list(right.shape)} has {right.shape[-2]} rows, the system has {self.width}: "
+                f"right-hand sides are columns; transpose rows of keys"
+            )
+        require_finite(right=right)
+
+
+@dataclass(frozen=True, eq=False)
+class Woodbury:
+    """A + KᵀK on top of a factor of A: only the n×n matrix I + K A⁻¹ Kᵀ is factored."""
+
+    base: Cholesky
+    rows: Tensor  # [..., n, d] K
+    half: Tensor  # [..., d, n] L⁻¹Kᵀ
+    inner: Cholesky  # of I + K A⁻¹ Kᵀ, n×n
+
+    @property
+    def jitter(self) -> float:
+        return max(self.base.jitter, self.inner.jitter)
+
+    def solve(self, right: Tensor) -> Solution:
+        """X with (A + KᵀK) X = right [..., d, m].
+
+        (A + KᵀK)⁻¹ = L⁻ᵀ (I − H (I + HᵀH)⁻¹ Hᵀ) L⁻¹ with H = L⁻¹Kᵀ: seed 003's identity with A⁻¹
+        replaced by its factor.
+        """
+        self.base._check(right)
+        wide = right.to(self.half.dtype)
+        white = torch.linalg.solve_triangular(self.base.lower, wide, upper=False)
+        white = white - self.half @ torch.cholesky_solve(self.half.mT @ white, self.inner.lower)
+        value = self.base.unwhiten(white)
+        return Solution(
+            value.to(right.dtype),
+            method="woodbury",
+            order=self.rows.shape[-2],
+            jitter=self.jitter,
+            _residual=lambda: relative_residual(self.multiply(value), wide),
+        )
+
+    def gain(self) -> Solution:
+        """K (A + KᵀK)⁻¹ = (I + K A⁻¹ Kᵀ)⁻¹ K A⁻¹, [..., n, d]: the push-through form, shorter still."""
+        value = torch.cholesky_solve(self.base.unwhiten(self.half).mT, self.inner.lower)
+        return Solution(
+            value.to(self.rows.dtype),
+            method="dual",
+            order=self.rows.shape[-2],
+            jitter=self.jitter,
+            _residual=lambda: relative_residual(self.multiply(value.mT), self.rows.to(value.dtype).mT),
+        )
+
+    def multiply(self, columns: Tensor) -> Tensor:
+        """(A + KᵀK) columns, without forming the sum."""
+        rows = self.rows.to(columns.dtype)
+        return self.base.matrix @ columns + rows.mT @ (rows @ columns)
+
+
+def factor(matrix: Tensor, what: str = "matrix") -> Cholesky:
+    """Factor a symmetric positive definite matrix [..., d, d], with a visible rescue if it needs one."""
+    return _factor(symmetric(matrix, what), what)
+
+
+def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
+    """The matrix in the solving dtype, its two halves averaged; an error if they truly differ."""
+    require_rank(2, **{what: matrix})
+    require_floating(**{what: matrix})
+    if matrix.shape[-1] != matrix.shape[-2]:
+        raise ShapeError(
+            f"{what} {list(matrix.shape)} is not square, expected [d_k, d_k]: a second moment is keysᵀ @ keys"
+        )
+    require_finite(**{what: matrix})
+    wide = matrix.to(solving_dtype(matrix))
+    if wide.numel() == 0:
+        return wide
+    gap, scale = (wide - wide.mT).abs().amax((-2, -1)), wide.abs().amax((-2, -1))
+    tolerance = torch.finfo(matrix.dtype).eps ** 0.5
+    if known((gap > tolerance * scale).any()):
+        raise ShapeError(
+            f"{what} {list(matrix.shape)} is not symmetric: entries differ from their mirror images by up to "
+            f"{float(gap.max()):.3g}. A second moment is keysᵀ @ keys; check how it was accumulated"
+        )
+    return wide if known((gap == 0).all()) else (wide + wide.mT) / 2
+
+
+def relative_residual(got: Tensor, wanted: Tensor) -> Tensor:
+    """‖got − wanted‖ / ‖wanted‖ in the Frobenius norm, [...]; the plain norm where `wanted` is 0."""
+    size = torch.linalg.vector_norm(wanted, dim=(-2, -1))
+    return torch.linalg.vector_norm(got - wanted, dim=(-2, -1)) / size.where(size > 0, 1.0)
+
+
+def _factor(matrix: Tensor, what: str) -> Cholesky:
+    """Cholesky with the jitter ladder; a batch entry gets jitter only if it needs it."""
+    lower, failed = _try(matrix)
+    if not known(failed.any()):  # also where vmap forbids looking: there is no rescue there
+        return Cholesky(matrix, lower, jitter=0.0)
+    mean = matrix.diagonal(dim1=-2, dim2=-1).detach().mean(-1)
+    relative = matrix.shape[-1] * torch.finfo(matrix.dtype).eps
+    jitter = torch.zeros_like(mean)
+    while relative <= LARGEST_JITTER:
+        jitter = torch.where(failed, relative * mean, jitter)
+        lower, failed = _try(matrix, jitter)
+        if not failed.any():
+            amount = float(jitter.max())
+            warnings.warn(
+                f"{what} {list(matrix.shape)} is singular or indefinite: added {amount:.1e} to its diagonal "
+                f"({relative:.0e} of the mean diagonal)",
+                NumericalWarning,
+                stacklevel=3,
+            )
+            return Cholesky(matrix, lower, jitter=amount)
+        relative *= 10
+    raise NumericalError(
+        f"{what} {list(matrix.shape)} is not positive definite: smallest eigenvalue "
+        f"{float(torch.linalg.eigvalsh(matrix.detach()).min()):.3g}, mean diagonal {float(mean.min()):.3g}, and "
+        f"adding {LARGEST_JITTER:.0%} of the latter does not mend it. Collect the moment from more keys in a "
+        f"wider dtype, or add a multiple of the identity yourself"
+    )
+
+
+def _try(matrix: Tensor, jitter: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The factor, and which batch entries have none worth trusting.
+
+    L_ii² / A_ii is the part of row i not explained by the rows before it: below d·eps it is
+    rounding error, and a factor with it in would return noise.
+    """
+    if jitter is not None:
+        matrix = matrix + torch.diag_embed(jitter.unsqueeze(-1).expand(matrix.shape[:-1]))
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    pivots = lower.diagonal(dim1=-2, dim2=-1).square()
+    floor = matrix.shape[-1] * torch.finfo(matrix.dtype).eps
+    dependent = (pivots <= floor * matrix.diagonal(dim1=-2, dim2=-1)).any(-1)
+    return lower, (info != 0) | dependent

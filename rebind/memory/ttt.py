@@ -1,0 +1,217 @@
+"""Test-time training: the memory is a small model, and writing is a step of gradient descent.
+
+    ℓ(W; k, v) = ‖f(k; W) − v‖²
+    W_t = W_{t'} − Σ_{s ≤ t} η_s ∇ℓ(W_{t'}; k_s, v_s)        t' the start of t's mini-batch
+    z_t = f(q_t; W_t)
+
+Mini-batches of one are online descent; one mini-batch over the whole sequence is batch descent, all
+of its gradients taken at W_0. For a linear f a mini-batch is a `Write` (`Linear.write`); any other f
+makes a nonlinear memory, which has a step and no write.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.nn import functional
+
+from rebind.errors import InputError, ShapeError
+from rebind.memory.checks import (
+    require_broadcastable,
+    require_finite,
+    require_floating,
+    require_rank,
+    require_width,
+)
+from rebind.memory.precision import common_dtype, working_dtype
+from rebind.memory.write import Write
+
+State = tuple[Tensor, ...]
+Loss = Callable[[Tensor, Tensor], Tensor]  # (prediction, value) → a scalar
+
+
+class InnerModel(ABC):
+    """What is trained at test time: a function of a state, a tuple of tensors."""
+
+    event_dims: tuple[int, ...]  # how many trailing dimensions of each state tensor are its own
+
+    @abstractmethod
+    def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
+        """A state to start from."""
+
+    @abstractmethod
+    def __call__(self, state: State, x: Tensor) -> Tensor:
+        """f(x; state) for one x [d_k]; batches are vmapped over it."""
+
+
+@dataclass(frozen=True)
+class Linear(InnerModel):
+    """f(x) = W x."""
+
+    event_dims = (2,)
+
+    def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
+        return (torch.zeros(d_v, d_k, dtype=dtype),)
+
+    def __call__(self, state: State, x: Tensor) -> Tensor:
+        (weight,) = state
+        return weight @ x
+
+    def write(self, k: Tensor, v: Tensor, rate: float | Tensor) -> Write:
+        """One mini-batch of keys [..., n, d_k] and values [..., n, d_v] as a write of n rows: gain 2ηK."""
+        require_rank(2, k=k, v=v)
+        scale = rate.unsqueeze(-1) if isinstance(rate, Tensor) else rate
+        return Write(k, v, (2 * scale * k.to(working_dtype(k))).to(k.dtype))
+
+
+@dataclass(frozen=True)
+class Mlp(InnerModel):
+    """f(x) = W₂ gelu(W₁ x + b₁) + b₂, with a hidden layer `expand` times as wide as the keys."""
+
+    expand: int = 4
+    event_dims = (2, 1, 2, 1)
+
+    def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
+        generator = torch.Generator().manual_seed(seed)
+        hidden = self.expand * d_k
+        first = 0.02 * torch.randn(hidden, d_k, generator=generator, dtype=dtype)
+        second = 0.02 * torch.randn(d_v, hidden, generator=generator, dtype=dtype)
+        return first, first.new_zeros(hidden), second, second.new_zeros(d_v)
+
+    def __call__(self, state: State, x: Tensor) -> Tensor:
+        first, first_bias, second, second_bias = state
+        return second @ functional.gelu(first @ x + first_bias) + second_bias
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualNorm(InnerModel):
+    """f(x) = x + LayerNorm(inner(x)): keeps a deep inner model's outputs at the scale of its inputs.
+
+    `weight` and `bias` belong to the outer model: they are learned across sequences, not within one.
+    """
+
+    inner: InnerModel
+    weight: Tensor | None = None  # [d]
+    bias: Tensor | None = None  # [d]
+
+    @property
+    def event_dims(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.inner.event_dims
+
+    def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
+        if d_k != d_v:
+            raise ShapeError(f"got keys {d_k} and values {d_v} wide, expected equal widths: f adds its input")
+        return self.inner.initial(d_k, d_v, seed=seed, dtype=dtype)
+
+    def __call__(self, state: State, x: Tensor) -> Tensor:
+        return x + functional.layer_norm(self.inner(state, x), x.shape[-1:], self.weight, self.bias)
+
+
+def squared_error(prediction: Tensor, value: Tensor) -> Tensor:
+    """‖prediction − value‖²."""
+    return (prediction - value).square().sum()
+
+
+def learned_rate(x: Tensor, theta: Tensor, base: float) -> Tensor:
+    """η = base · σ(θ·x) for inputs [..., d]: a rate a token, between 0 and `base`."""
+    require_width("theta", theta, x.shape[-1], "this input")
+    return base * torch.sigmoid(x @ theta)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run leaves."""
+
+    out: Tensor  # [..., T, d_v]
+    state: State
+
+
+def run(
+    model: InnerModel,
+    state: State,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rate: float | Tensor = 0.5,
+    mini_batch: int | None = 1,
+    loss: Loss = squared_error,
+) -> Trained:
+    """Read and train over q, k [..., T, d_k] and v [..., T, d_v].
+
+    `rate` is η, a number or one a token [..., T]. `mini_batch` is the number of tokens whose gradients
+    are taken at the same state: 1 is online, None the whole sequence. Differentiable throughout, the
+    starting state and the rates included.
+    """
+    batch = _check(model, state, q, k, v, rate, mini_batch)
+    dtype = working_dtype(q, k, v, *state)
+    length = k.shape[-2]
+    rates = torch.as_tensor(rate, dtype=dtype, device=k.device).expand(*batch, length)
+    size = mini_batch or max(length, 1)
+
+    def one(start: State, q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> tuple[Tensor, State]:
+        """One sequence, unbatched."""
+
+        def error(at: State, key: Tensor, value: Tensor) -> Tensor:
+            return loss(model(at, key), value)
+
+        outputs = []
+        for begin in range(0, length, size):
+            here = slice(begin, begin + size)
+            slopes = vmap(grad(error), in_dims=(None, 0, 0))(start, k[here], v[here])
+            states = tuple(s - _descend(rates[here], slope) for s, slope in zip(start, slopes, strict=True))
+            outputs.append(vmap(model)(states, q[here]))
+            start = tuple(s[-1] for s in states)
+        return torch.cat(outputs), start
+
+    def flat(tensor: Tensor, own: int) -> Tensor:
+        """Give the tensor the whole batch shape and fold it into one dimension."""
+        shape = tensor.shape[tensor.ndim - own :]
+        return tensor.to(dtype).expand(*batch, *shape).reshape(-1, *shape)
+
+    start = tuple(flat(s, own) for s, own in zip(state, model.event_dims, strict=True))
+    if length == 0:
+        out = v.new_zeros(*batch, 0, v.shape[-1])
+        end = start
+    else:
+        out, end = vmap(one)(start, flat(q, 2), flat(k, 2), flat(v, 2), flat(rates, 1))
+        out = out.reshape(*batch, *out.shape[1:]).to(common_dtype(q, k, v))
+    final = tuple(s.reshape(*batch, *s.shape[1:]).to(given.dtype) for s, given in zip(end, state, strict=True))
+    return Trained(out, final)
+
+
+def _descend(rates: Tensor, slopes: Tensor) -> Tensor:
+    """Σ_{s ≤ t} η_s ∇_s for every t of a mini-batch."""
+    return (rates.reshape(-1, *[1] * (slopes.ndim - 1)) * slopes).cumsum(0)
+
+
+def _check(
+    model: InnerModel, state: State, q: Tensor, k: Tensor, v: Tensor, rate: float | Tensor, mini_batch: int | None
+) -> torch.Size:
+    """The common leading shape, once everything fits."""
+    require_rank(2, q=q, k=k, v=v)
+    require_floating(q=q, k=k, v=v)
+    require_width("q", q, k.shape[-1], "a memory with these keys")
+    if not q.shape[-2] == k.shape[-2] == v.shape[-2]:
+        raise ShapeError(
+            f"q, k and v have {q.shape[-2]}, {k.shape[-2]} and {v.shape[-2]} tokens, expected as many of each"
+            f": they come from one sequence"
+        )
+    if mini_batch is not None and mini_batch < 1:
+        raise InputError(f"mini_batch is {mini_batch}, expected 1 or more: 1 is online, None the whole sequence")
+    if len(state) != len(model.event_dims):
+        raise ShapeError(
+            f"state has {len(state)} tensors, {type(model).__name__} keeps {len(model.event_dims)}: "
+            f"start from model.initial(d_k, d_v)"
+        )
+    require_finite(q=q, k=k, v=v, rate=torch.as_tensor(rate))
+    leads = [s.shape[: s.ndim - own] for s, own in zip(state, model.event_dims, strict=True)]
+    if isinstance(rate, Tensor) and rate.ndim:
+        require_width("rate", rate, k.shape[-2], "this sequence, one rate a token,")
+        leads.append(rate.shape[:-1])
+    return require_broadcastable("q, k, v, rate and the state", q.shape[:-2], k.shape[:-2], v.shape[:-2], *leads)

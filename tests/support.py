@@ -1,0 +1,68 @@
+"""Seeded inputs and comparisons."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rebind import Write
+
+BATCHES = [(), (3,), (2, 3)]
+SIZES = [(0, 5), (1, 5), (3, 5), (5, 5), (8, 5), (50, 5)]  # (n, d): n = 0, 1, below, at, above and 10·d
+
+
+class Draw:
+    """Tensors from one seed, in float64 unless said."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def unit(self, *shape: int) -> Tensor:
+        return torch.nn.functional.normalize(self.normal(*shape), dim=-1)
+
+    def orthonormal(self, rows: int, width: int) -> Tensor:
+        return torch.linalg.qr(self.normal(width, rows))[0].mT
+
+    def moment(self, width: int, *batch: int) -> Tensor:
+        """A well-conditioned second moment."""
+        keys = self.normal(*batch, 4 * width, width)
+        return keys.mT @ keys / (4 * width)
+
+    def spectrum(self, eigenvalues: Tensor) -> Tensor:
+        """A symmetric matrix with the given eigenvalues and random eigenvectors."""
+        basis = self.orthonormal(len(eigenvalues), len(eigenvalues))
+        matrix = basis.mT @ torch.diag(eigenvalues) @ basis
+        return (matrix + matrix.mT) / 2
+
+    def write(self, rows: int, d_k: int, d_v: int, *batch: int, retain: float | Tensor = 1.0) -> Write:
+        """An arbitrary write, its gain scaled so that long products stay tame."""
+        scale = 1 / max(rows * d_k, 1) ** 0.5
+        return Write(
+            self.normal(*batch, rows, d_k),
+            self.normal(*batch, rows, d_v),
+            scale * self.normal(*batch, rows, d_k),
+            retain,
+        )
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    """Equal to `tolerance`, relative to the largest expected entry (or 1); same shape, nothing NaN."""
+    assert got.shape == expected.shape, f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    if expected.numel() == 0:
+        return
+    assert torch.isfinite(got).all(), "result holds NaN or infinity"
+    scale = max(1.0, float(expected.abs().max()))
+    error = float((got.double() - expected.double()).abs().max()) / scale
+    assert error <= tolerance, f"relative error {error:.3e} exceeds {tolerance:.1e}"
+
+
+def recurrence(W: Tensor, k: Tensor, v: Tensor, decay: float, erase: float, write: float) -> Tensor:
+    """α W (I − ε k kᵀ) + η v kᵀ, written out, for a single key and value."""
+    return decay * (W - erase * torch.outer(W @ k, k)) + write * torch.outer(v, k)
