@@ -99,7 +99,10 @@ class Memory:
         phi, rows = self._phi(keys), self._values(values, keys)
         if len(phi) == 0:
             return
-        gates = {name: torch.as_tensor(gate).expand(len(phi)) for name, gate in gates.items()}
+        gates = {
+            name: torch.as_tensor(gate, dtype=phi.dtype, device=phi.device).expand(len(phi))
+            for name, gate in gates.items()
+        }
         write = chain(self.rule.write(phi, rows, **gates))
         self._commit(write, self.rows + len(phi))
 

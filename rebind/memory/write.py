@@ -153,7 +153,7 @@ class Write:
         write erases something: a delta write with β‖k‖² = 1 keeps no trace of the old value.
         """
         dtype = solving_dtype(self.keys)
-        retain = torch.as_tensor(self.retain, device=self.keys.device).to(dtype)
+        retain = torch.as_tensor(self.retain, dtype=dtype, device=self.keys.device)
         if known((retain == 0).any()):
             raise NumericalError("a write with retain = 0 forgets everything: keep the memory it was applied to")
         gain, keys = self.gain.to(dtype), self.keys.to(dtype)

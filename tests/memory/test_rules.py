@@ -1,0 +1,151 @@
+"""The contract of a fast rule. Every registered rule is held to it; a new one is picked up by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rebind import chain
+from rebind.errors import InputError, ShapeError, UnknownNameError
+from rebind.memory import Coefficients, Rule, get_rule, rule_names
+from tests.support import BATCHES, Draw, assert_close, recurrence
+
+RULES = rule_names()
+
+
+def gates_of(rule: Rule, draw: Draw, *batch: int) -> dict[str, torch.Tensor]:
+    return {name: draw.uniform(*batch) for name in rule.gates}
+
+
+def test_the_table_is_complete():
+    assert set(RULES) == {"sum", "rfa", "mamba2", "delta", "longhorn", "gated_delta"}
+
+
+@pytest.mark.parametrize("name", RULES)
+class TestContract:
+    def test_write_is_the_recurrence(self, name):
+        rule, draw = get_rule(name), Draw(1)
+        W, k, v = draw.normal(4, 6), draw.normal(6), draw.normal(4)
+        gates = gates_of(rule, draw)
+        c = rule.coefficients(k, **gates)
+        assert isinstance(c, Coefficients)
+        assert_close(rule.write(k, v, **gates).apply(W), recurrence(W, k, v, c.decay, c.erase, c.write))
+
+    @pytest.mark.parametrize("batch", BATCHES)
+    def test_step_is_the_stationary_point_of_the_objective(self, name, batch):
+        rule, draw = get_rule(name), Draw(2)
+        previous, k, v = draw.normal(*batch, 4, 6), draw.normal(*batch, 6), draw.normal(*batch, 4)
+        gates = gates_of(rule, draw, *batch)
+        step = rule.write(k, v, **gates).apply(previous).requires_grad_()
+        value = rule.objective(step, previous, k, v, **gates)
+        assert value.shape == batch
+        (slope,) = torch.autograd.grad(value.sum(), step)
+        assert_close(slope, torch.zeros_like(slope))
+        for _ in range(5):
+            elsewhere = step + 0.1 * draw.normal(*batch, 4, 6)
+            assert (rule.objective(elsewhere, previous, k, v, **gates) > value).all(), "a minimum, not only stationary"
+
+    def test_gates_have_defaults(self, name):
+        rule, draw = get_rule(name), Draw(3)
+        k, v, W = draw.normal(6), draw.normal(4), draw.normal(4, 6)
+        named = rule.write(k, v, **rule.gates).apply(W)
+        assert_close(rule.write(k, v).apply(W), named, 0.0)
+
+    def test_constant_and_tensor_gates_agree(self, name):
+        rule, draw = get_rule(name), Draw(4)
+        k, v, W = draw.normal(5, 6), draw.normal(5, 4), draw.normal(5, 4, 6)
+        constant = dict.fromkeys(rule.gates, 0.3)
+        tensors = {gate: torch.full((5,), 0.3, dtype=W.dtype) for gate in rule.gates}
+        assert_close(rule.write(k, v, **constant).apply(W), rule.write(k, v, **tensors).apply(W))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    def test_dtypes(self, name, dtype):
+        rule, exact, rough = get_rule(name), Draw(5), Draw(5, dtype)
+        k64, v64, g64, W64 = exact.unit(9, 6), exact.normal(9, 4), gates_of(rule, exact, 9), exact.normal(4, 6)
+        k, v, W = k64.to(dtype), v64.to(dtype), W64.to(dtype)
+        g = {name: gate.to(dtype) for name, gate in g64.items()}
+        got = chain(rule.write(k, v, **g)).apply(W)
+        assert got.dtype == dtype
+        assert_close(got, chain(rule.write(k64, v64, **g64)).apply(W64), 16 * torch.finfo(dtype).eps)
+
+    def test_vmap(self, name):
+        rule, draw = get_rule(name), Draw(6)
+        k, v, W, gates = draw.normal(5, 6), draw.normal(5, 4), draw.normal(5, 4, 6), gates_of(rule, draw, 5)
+        got = torch.vmap(lambda k, v, W, gates: rule.write(k, v, **gates).apply(W))(k, v, W, gates)
+        assert_close(got, rule.write(k, v, **gates).apply(W))
+
+    def test_gradients(self, name):
+        rule, draw = get_rule(name), Draw(7)
+        k, v, W = (draw.normal(*shape).requires_grad_() for shape in ((3, 4), (3, 2), (2, 4)))
+        previous = draw.normal(2, 4)
+        gates = [(0.1 + 0.8 * draw.uniform(3)).requires_grad_() for _ in rule.gates]
+
+        def stepped(k, v, W, *gates):
+            return chain(rule.write(k, v, **dict(zip(rule.gates, gates, strict=True))), chunk=2).apply(W)
+
+        def scored(k, v, W, *gates):
+            named = {name: gate[0] for name, gate in zip(rule.gates, gates, strict=True)}
+            return rule.objective(W, previous, k[0], v[0], **named)
+
+        assert torch.autograd.gradcheck(stepped, (k, v, W, *gates))
+        assert torch.autograd.gradgradcheck(stepped, (k, v, W, *gates))
+        assert torch.autograd.gradcheck(scored, (k, v, W, *gates))
+
+    def test_bad_input(self, name):
+        rule, draw = get_rule(name), Draw(8)
+        k, v, W = draw.normal(6), draw.normal(4), draw.normal(4, 6)
+        with pytest.raises(InputError, match=f"rule '{name}' got a gate 'bogus'"):
+            rule.write(k, v, bogus=0.5)
+        with pytest.raises(InputError, match="NaN"):
+            rule.write(k * float("nan"), v)
+        with pytest.raises(ShapeError, match="k .* is 7 wide, this memory takes 6"):
+            rule.objective(W, W, draw.normal(7), v)
+        with pytest.raises(ShapeError, match="v .* is 5 wide, this memory takes 4"):
+            rule.objective(W, W, k, draw.normal(5))
+        with pytest.raises(ShapeError, match="states of one memory"):
+            rule.objective(W, W.mT, k, v)
+        for gate in rule.gates:
+            with pytest.raises(InputError, match="expected 0 or more"):
+                rule.write(k, v, **{gate: -0.1})
+            with pytest.raises(InputError, match=gate):
+                rule.write(k, v, **{gate: float("nan")})
+            with pytest.raises(ShapeError, match=gate):
+                rule.write(draw.normal(3, 6), draw.normal(3, 4), **{gate: torch.ones(2)})
+
+
+def test_unknown_rules_get_a_suggestion():
+    with pytest.raises(UnknownNameError, match=r"unknown rule 'delts'.*did you mean 'delta'\?"):
+        get_rule("delts")
+    with pytest.raises(UnknownNameError, match="choose one of these"):
+        get_rule("zzz")
+
+
+def test_a_rule_object_passes_through():
+    rule = get_rule("delta")
+    assert get_rule(rule) is rule
+
+
+def test_a_new_rule_is_one_class():
+    class Half(type(get_rule("sum"))):
+        name = "half"
+
+        def _coefficients(self, k, gate):
+            return Coefficients(decay=1.0, erase=0.0, write=0.5)
+
+    try:
+        draw = Draw(9)
+        W, k, v = draw.normal(4, 6), draw.normal(6), draw.normal(4)
+        assert_close(get_rule("half").write(k, v).apply(W), W + 0.5 * torch.outer(v, k))
+    finally:
+        del Rule._known["half"]
+
+
+@pytest.mark.parametrize("norm", [1e-6, 1.0, 1e3])
+def test_longhorn_is_bounded_for_keys_of_any_norm(norm):
+    """Its erase never exceeds what the key reads: ε‖k‖² < 1, where delta at β = 1 would blow up."""
+    draw = Draw(10)
+    k, v = norm * draw.unit(50, 6), draw.normal(50, 4)
+    rate = get_rule("longhorn").coefficients(k, beta=1.0).erase
+    assert ((rate * k.square().sum(-1)) < 1).all()
+    written = chain(get_rule("longhorn").write(k, v)).apply(torch.zeros(4, 6, dtype=k.dtype))
+    assert float((k @ written.mT).abs().max()) < 10 * float(v.abs().max())

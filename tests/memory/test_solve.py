@@ -1,0 +1,178 @@
+"""Factoring and solving: right answers, visible rescues, errors that name the remedy."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from rebind.errors import InputError, NumericalError, NumericalWarning, ShapeError
+from rebind.memory import factor
+from tests.support import BATCHES, Draw, assert_close
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("width", [1, 2, 30])
+def test_cholesky_solves(width, batch):
+    draw = Draw(1)
+    A, B = draw.moment(width, *batch), draw.normal(*batch, width, 3)
+    solution = factor(A).solve(B)
+    assert_close(A @ solution.value, B)
+    assert (solution.method, solution.order, solution.jitter) == ("cholesky", width, 0.0)
+    assert solution.residual < 1e-12
+
+
+def test_one_factor_serves_many_right_hand_sides():
+    draw = Draw(2)
+    f = factor(draw.moment(6))
+    for shape in ((6, 1), (6, 9), (4, 6, 2)):
+        B = draw.normal(*shape)
+        assert_close(f.matrix @ f.solve(B).value, B)
+
+
+def test_whitening_halves_a_solve():
+    draw = Draw(3)
+    A, keys = draw.moment(6), draw.normal(4, 6)
+    f = factor(A)
+    half = f.whiten(keys)
+    assert_close(half.mT @ half, keys @ torch.linalg.inv(A) @ keys.mT)
+    assert_close(f.unwhiten(half), f.solve(keys.mT).value)
+
+
+@pytest.mark.parametrize("condition", [1e3, 1e8, 1e12])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_ill_conditioned_matrices_are_solved_without_rescue(condition, dtype):
+    """Backward stable: the residual is at rounding level although the answer's own error grows with the condition."""
+    draw = Draw(4)
+    A = draw.spectrum(torch.logspace(0, -torch.tensor(condition).log10().item(), 40, dtype=torch.float64))
+    X = draw.normal(40, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = factor(A).solve((A @ X).to(dtype))
+    assert solution.jitter == 0.0
+    assert solution.residual < 1e-13 * condition**0.5
+    if dtype == torch.float64:
+        assert_close(solution.value, X, 100 * condition * torch.finfo(torch.float64).eps)
+
+
+def test_float32_moments_are_solved_in_float64():
+    """Condition 1e6: single precision would keep one digit, double keeps all that float32 can show."""
+    draw = Draw(5)
+    A = draw.spectrum(torch.logspace(0, -6, 40, dtype=torch.float64)).float()
+    B = draw.normal(40, 3).float()
+    exact = torch.linalg.solve(A.double(), B.double())
+    got = factor(A).solve(B).value
+    single = torch.cholesky_solve(B, torch.linalg.cholesky(A))
+    error = lambda X: float((X.double() - exact).norm() / exact.norm())  # noqa: E731
+    assert got.dtype == torch.float32
+    assert error(got) < 1e-7 < 1e-3 < error(single)
+
+
+@pytest.mark.parametrize("rank", [0.1, 0.5, 0.99])
+def test_rank_deficient_matrices_get_a_visible_jitter(rank):
+    draw = Draw(6)
+    keys = draw.normal(int(rank * 100), 100)
+    A = keys.mT @ keys
+    with pytest.warns(NumericalWarning, match=r"singular or indefinite: added .*e-.* to its diagonal"):
+        f = factor(A)
+    mean = float(A.diagonal().mean())
+    assert 0 < f.jitter <= 1.01e-10 * mean, "the ladder's first step is enough"
+    solution = f.solve(keys.mT)  # right-hand sides in the range have an answer
+    assert solution.jitter == f.jitter
+    assert solution.residual < 1e-6
+
+
+@pytest.mark.parametrize("negative", [2e-10, 1e-7, 1e-4])
+def test_the_jitter_is_the_smallest_power_of_ten_that_works(negative):
+    draw = Draw(7)
+    A = draw.spectrum(torch.cat([torch.linspace(0.5, 1.5, 19), torch.tensor([-negative])]).double())
+    with pytest.warns(NumericalWarning):
+        f = factor(A)
+    assert negative < f.jitter <= 10.1 * negative
+
+
+def test_only_the_entry_that_needs_it_gets_jitter():
+    draw = Draw(8)
+    good, singular = draw.moment(6), torch.ones(6, 6, dtype=torch.float64)
+    B = draw.normal(2, 6, 3)
+    with pytest.warns(NumericalWarning):
+        f = factor(torch.stack([good, singular]))
+    assert_close(f.solve(B).value[0], factor(good).solve(B[0]).value, 0.0)
+
+
+@pytest.mark.parametrize("matrix", [-torch.eye(4), torch.diag(torch.tensor([1.0, 1.0, -0.5])), torch.zeros(3, 3)])
+def test_a_hopeless_matrix_is_refused_with_a_remedy(matrix):
+    with pytest.raises(NumericalError, match="smallest eigenvalue .*Collect the moment from more keys"):
+        factor(matrix.double())
+
+
+def test_dead_directions_are_rescued():
+    """A key entry that is always 0 leaves a zero row in the moment."""
+    draw = Draw(9)
+    A = draw.moment(6)
+    A[2], A[:, 2] = 0.0, 0.0
+    with pytest.warns(NumericalWarning):
+        assert factor(A).solve(draw.normal(6, 1)).jitter > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_answers_come_back_in_the_right_hand_sides_dtype(dtype):
+    draw = Draw(10)
+    A, B = draw.moment(8), draw.normal(8, 2)
+    got = factor(A.to(torch.float32)).solve(B.to(dtype)).value
+    assert got.dtype == dtype
+    assert_close(got, torch.linalg.solve(A, B), 20 * max(torch.finfo(dtype).eps, 1e-6))
+
+
+def test_vmap_is_batching():
+    draw = Draw(11)
+    A, B, keys = draw.moment(6, 5), draw.normal(5, 6, 2), draw.normal(5, 3, 6)
+    direct = torch.vmap(lambda a, b: factor(a).solve(b).value)(A, B)
+    updated = torch.vmap(lambda a, b, k: factor(a).plus(k).solve(b).value)(A, B, keys)
+    assert_close(direct, factor(A).solve(B).value)
+    assert_close(updated, factor(A).plus(keys).solve(B).value)
+
+
+def test_gradients():
+    draw = Draw(12)
+    root, B, keys = (draw.normal(*s).requires_grad_() for s in ((4, 4), (4, 2), (3, 4)))
+    spd = lambda r: r @ r.mT + torch.eye(4, dtype=r.dtype)  # noqa: E731
+    assert torch.autograd.gradcheck(lambda r, b: factor(spd(r)).solve(b).value, (root, B))
+    assert torch.autograd.gradcheck(lambda r, b, k: factor(spd(r)).plus(k).solve(b).value, (root, B, keys))
+    assert torch.autograd.gradgradcheck(lambda r, b: factor(spd(r)).solve(b).value, (root, B))
+
+
+def test_residual_is_of_the_equation_as_posed():
+    """With jitter in the factor, the residual is measured without it."""
+    A = torch.diag(torch.tensor([1.0, 1e-30], dtype=torch.float64))
+    A[0, 0] = 0.0
+    A[1, 1] = 1.0
+    with pytest.warns(NumericalWarning):
+        solution = factor(A).solve(torch.ones(2, 1, dtype=torch.float64))
+    assert solution.residual == pytest.approx(2**-0.5, rel=1e-3), "the zero row cannot be met"
+
+
+def test_bad_input_is_refused():
+    draw = Draw(13)
+    A = draw.moment(4)
+    with pytest.raises(ShapeError, match="not square"):
+        factor(draw.normal(4, 5))
+    skew = A.clone()
+    skew[0, 1] += 0.1
+    with pytest.raises(ShapeError, match="not symmetric: .* up to 0.1"):
+        factor(skew)
+    A_nan = A.clone()
+    A_nan[0, 0] = float("nan")
+    with pytest.raises(InputError, match="matrix .* 1 NaN"):
+        factor(A_nan)
+    with pytest.raises(ShapeError, match="has 5 rows, the system has 4"):
+        factor(A).solve(draw.normal(5, 2))
+    with pytest.raises(ShapeError, match="keys .* is 5 wide, this factor takes 4"):
+        factor(A).plus(draw.normal(2, 5))
+    with pytest.raises(InputError, match="int64"):
+        factor(A.long())
+    with pytest.raises(InputError, match="right .* NaN"):
+        factor(A).solve(torch.full((4, 1), float("nan"), dtype=A.dtype))
+    with pytest.raises(InputError, match="keys .* NaN"):
+        factor(A).plus(torch.full((1, 4), float("inf"), dtype=A.dtype))

@@ -1,0 +1,244 @@
+"""Write, LowRank and chain: shapes, dtypes, vmap, hypothesis over the algebra, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rebind import LowRank, Write, chain
+from rebind.errors import InputError, ShapeError
+from tests.support import BATCHES, Draw, assert_close
+
+
+@st.composite
+def writes(draw, count: int):
+    """`count` writes on memories of one shape, with any number of rows, retains and gains, zeros among them."""
+    d_k, d_v = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    source = Draw(draw(st.integers(0, 10**6)))
+    made = []
+    for _ in range(count):
+        retain = draw(st.sampled_from([1.0, 0.0, 0.5, 2.0]) | st.floats(-1, 1))
+        write = source.write(draw(st.integers(0, 9)), d_k, d_v, retain=retain)
+        if draw(st.booleans()) and write.rows:
+            write.gain[draw(st.integers(0, write.rows - 1))] = 0.0
+        made.append(write)
+    return source.normal(d_v, d_k), made
+
+
+@given(writes(2))
+def test_composition(case):
+    W, (first, second) = case
+    assert_close((second @ first).apply(W), second.apply(first.apply(W)))
+
+
+@given(writes(3))
+def test_associativity(case):
+    W, (a, b, c) = case
+    assert_close(((c @ b) @ a).apply(W), (c @ (b @ a)).apply(W))
+
+
+@given(writes(1))
+def test_identity_is_neutral(case):
+    W, (write,) = case
+    nothing = Write.identity(write.d_k, write.d_v, dtype=W.dtype)
+    assert_close(nothing.apply(W), W, 0.0)
+    assert_close((nothing @ write).apply(W), write.apply(W), 0.0)
+    assert_close((write @ nothing).apply(W), write.apply(W), 0.0)
+
+
+@given(writes(1))
+def test_zero_gain_only_retains(case):
+    W, (write,) = case
+    silent = Write(write.keys, write.values, torch.zeros_like(write.gain), write.retain)
+    assert_close(silent.apply(W), write.retain * W)
+
+
+@given(writes(1))
+def test_delta_is_the_change(case):
+    W, (write,) = case
+    change = write.delta(W)
+    assert_close(W + change.dense(), write.apply(W))
+    assert change.rank == write.rows + (0 if write.retain == 1.0 else min(W.shape))
+
+
+@given(writes(1))
+def test_compact_is_the_same_map(case):
+    W, (write,) = case
+    assert_close(write.compact().apply(W), write.apply(W))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 12), st.integers(0, 3), st.integers(1, 8))
+def test_chain_is_the_fold_of_its_writes(seed, count, chunk, rows, d_k):
+    draw = Draw(seed)
+    batch = draw.write(rows, d_k, 3, count, retain=draw.uniform(count))
+    W = expected = draw.normal(3, d_k)
+    for i in range(count):
+        expected = Write(batch.keys[i], batch.values[i], batch.gain[i], batch.retain[i]).apply(expected)
+    assert_close(chain(batch, chunk=chunk).apply(W), expected)
+
+
+@pytest.mark.parametrize("retain", [1.0, 0.8, 0.0])
+def test_chain_with_a_constant_retain(retain):
+    draw = Draw(1)
+    batch = draw.write(1, 6, 3, 10, retain=retain)
+    W = expected = draw.normal(3, 6)
+    for i in range(10):
+        expected = Write(batch.keys[i], batch.values[i], batch.gain[i], retain).apply(expected)
+    for chunk in (1, 3, 4, 64):
+        assert_close(chain(batch, chunk=chunk).apply(W), expected)
+
+
+def test_chain_runs_along_the_last_batch_dimension():
+    draw = Draw(2)
+    batch = draw.write(1, 5, 3, 2, 7, retain=draw.uniform(7))  # two sequences of seven writes
+    W = draw.normal(2, 3, 5)
+    both = chain(batch, chunk=3)
+    assert both.batch_shape == (2,)
+    for i in range(2):
+        alone = chain(Write(batch.keys[i], batch.values[i], batch.gain[i], batch.retain), chunk=3)
+        assert_close(both.apply(W)[i], alone.apply(W[i]))
+
+
+def test_chain_of_nothing_changes_nothing():
+    draw = Draw(3)
+    W = draw.normal(3, 5)
+    empty = draw.write(1, 5, 3, 0)
+    assert_close(chain(empty).apply(W), W, 0.0)
+    fading = Write(empty.keys, empty.values, empty.gain, torch.ones(0, dtype=W.dtype))
+    assert_close(chain(fading).apply(W), W, 0.0)
+
+
+def test_one_write_broadcasts_over_many_memories():
+    draw = Draw(4)
+    W, write = draw.normal(7, 4, 5), draw.write(2, 5, 4)
+    assert_close(write.apply(W), torch.stack([write.apply(w) for w in W]))
+    many = draw.write(2, 5, 4, 7, retain=draw.uniform(7))
+    one = W[0]
+    assert many.apply(one).shape == (7, 4, 5)
+    assert_close(many.delta(one).dense() + one, many.apply(one))
+    assert_close((many @ write).apply(W), many.apply(write.apply(W)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    """Computed in float32 or better: only the inputs' and the result's rounding remain."""
+    exact, rough = Draw(5), Draw(5, dtype)
+    W64, W = exact.normal(4, 32), rough.normal(4, 32)
+    a64, a = exact.write(8, 32, 4, retain=0.9), rough.write(8, 32, 4, retain=0.9)
+    b64, b = exact.write(8, 32, 4), rough.write(8, 32, 4)
+    tolerance = 16 * torch.finfo(dtype).eps
+    for got, expected in (
+        (a.apply(W), a64.apply(W64)),
+        (a.delta(W).dense(), a64.delta(W64).dense()),
+        ((b @ a).apply(W), (b64 @ a64).apply(W64)),
+        (a.delta(W).truncate(4).dense(), a64.delta(W64).truncate(4).dense()),
+    ):
+        assert got.dtype == dtype
+        assert_close(got, expected, tolerance)
+    undone = a.inverse().apply(a.apply(W))
+    condition = float(torch.linalg.cond(torch.eye(8).double() - a64.gain @ a64.keys.mT))
+    assert undone.dtype == dtype
+    assert_close(undone, W64, condition * tolerance)
+
+
+def test_a_write_in_float32_keeps_a_bfloat16_memory_bfloat16():
+    draw = Draw(6, torch.float32)
+    W, write = draw.normal(4, 5).bfloat16(), draw.write(2, 5, 4)
+    assert write.apply(W).dtype == torch.bfloat16
+    assert write.delta(W).dense().dtype == torch.float32, "the change itself is not rounded"
+
+
+@pytest.mark.parametrize("batch", [(3,), (2, 3)])
+def test_vmap_is_batching(batch):
+    draw = Draw(7)
+    W, a, b = draw.normal(*batch, 4, 5), draw.write(2, 5, 4, *batch, retain=draw.uniform(*batch)), draw.write(1, 5, 4)
+
+    def both(memory, keys, values, gain, retain):
+        first = Write(keys, values, gain, retain)
+        return (b @ first).apply(memory), first.delta(memory).dense(), first.inverse().apply(memory)
+
+    mapped = both
+    for _ in batch:
+        mapped = torch.vmap(mapped)
+    got = mapped(W, a.keys, a.values, a.gain, a.retain)
+    expected = (b @ a).apply(W), a.delta(W).dense(), a.inverse().apply(W)
+    for g, e in zip(got, expected, strict=True):
+        assert_close(g, e)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_truncation_is_the_best_of_its_rank(batch):
+    draw = Draw(8)
+    product = LowRank(draw.normal(*batch, 9, 6), draw.normal(*batch, 6, 7))
+    u, s, vh = torch.linalg.svd(product.dense(), full_matrices=False)
+    for rank in (0, 1, 3, 6, 20):
+        best = (u[..., :rank] * s[..., None, :rank]) @ vh[..., :rank, :]
+        cut = product.truncate(rank)
+        assert cut.rank == min(rank, 6)
+        assert_close(cut.dense(), best)
+        lost = torch.linalg.matrix_norm(product.dense() - best) / torch.linalg.matrix_norm(product.dense())
+        assert_close(product.truncation_error(rank), lost, 1e-7)
+    assert_close(product.singular_values(), s[..., :6])
+
+
+def test_truncating_nothing():
+    empty = LowRank(torch.zeros(4, 0), torch.zeros(0, 5))
+    assert_close(empty.truncate(2).dense(), torch.zeros(4, 5))
+    assert float(LowRank(torch.zeros(4, 2), torch.zeros(2, 5)).truncation_error(1)) == 0.0
+
+
+def test_bad_writes_are_refused():
+    draw = Draw(9)
+    k, v, g = draw.normal(2, 5), draw.normal(2, 4), draw.normal(2, 5)
+    with pytest.raises(ShapeError, match="gain .* is 6 wide, a write with these keys takes 5"):
+        Write(k, v, draw.normal(2, 6))
+    with pytest.raises(ShapeError, match="3 rows of values"):
+        Write(k, draw.normal(3, 4), g)
+    with pytest.raises(ShapeError, match="broadcast"):
+        Write(draw.normal(3, 2, 5), v, draw.normal(2, 2, 5))
+    with pytest.raises(ShapeError, match="at least 2 dimensions"):
+        Write(k[0], v[0], g[0])
+    with pytest.raises(InputError, match="int64"):
+        Write(k.long(), v, g)
+    for bad in (float("nan"), float("inf")):
+        poisoned = v.clone()
+        poisoned[0, 0] = bad
+        with pytest.raises(InputError, match="values .* holds 1 NaN or infinite entry"):
+            Write(k, poisoned, g)
+    with pytest.raises(InputError, match="retain"):
+        Write(k, v, g, float("nan"))
+
+
+def test_bad_memories_are_refused_and_left_as_they_were():
+    draw = Draw(10)
+    write = draw.write(2, 5, 4)
+    with pytest.raises(ShapeError, match=r"memory \[5, 4\] maps keys 4 wide.*transposed"):
+        write.apply(draw.normal(5, 4))
+    poisoned = draw.normal(4, 5)
+    poisoned[1, 1] = float("nan")
+    before = poisoned.clone()
+    with pytest.raises(InputError, match="memory"):
+        write.apply(poisoned)
+    assert torch.equal(poisoned.nan_to_num(), before.nan_to_num())
+    good = draw.normal(4, 5)
+    before = good.clone()
+    write.apply(good)
+    assert torch.equal(good, before), "apply returns a new memory"
+
+
+def test_bad_compositions_are_refused():
+    draw = Draw(11)
+    with pytest.raises(ShapeError, match="address the same memory"):
+        draw.write(2, 5, 4) @ draw.write(2, 6, 4)
+    with pytest.raises(TypeError):
+        draw.write(2, 5, 4) @ draw.normal(5, 5)
+    with pytest.raises(ShapeError, match="batch"):
+        chain(draw.write(2, 5, 4))
+    with pytest.raises(InputError, match="chunk is 0"):
+        chain(draw.write(2, 5, 4, 3), chunk=0)
+    with pytest.raises(InputError, match="rank is -1"):
+        LowRank(draw.normal(4, 2), draw.normal(2, 5)).truncate(-1)
+    with pytest.raises(ShapeError, match="2 columns .* 3 rows"):
+        LowRank(draw.normal(4, 2), draw.normal(3, 5))
