@@ -57,6 +57,7 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> Non
     assert got.shape == expected.shape, f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     if expected.numel() == 0:
         return
+    got, expected = got.detach(), expected.detach()
     assert torch.isfinite(got).all(), "result holds NaN or infinity"
     scale = max(1.0, float(expected.abs().max()))
     error = float((got.double() - expected.double()).abs().max()) / scale

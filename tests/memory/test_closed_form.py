@@ -180,7 +180,7 @@ def test_vmap_is_batching():
 def test_gradients():
     draw = Draw(12)
     keys, root, values, W = (draw.normal(*s).requires_grad_() for s in ((2, 4), (4, 4), (2, 3), (3, 4)))
-    spd = lambda r: r @ r.mT + torch.eye(4, dtype=r.dtype)  # noqa: E731
+    spd = lambda r: r @ r.mT + torch.eye(4, dtype=r.dtype)
     space = NullSpace.smallest(draw.moment(4), 0.5)
     for gain in (
         lambda k, r: ridge(k, spd(r), 0.7),

@@ -182,7 +182,7 @@ def test_the_equality_write_disturbs_old_keys_least():
     assert_close((W + change) @ keys.mT, values.mT)
     allowed = draw.normal(4, 6)
     allowed = allowed - torch.linalg.lstsq(keys.mT, allowed.mT).solution.mT @ keys  # keeps the answers
-    cost = lambda move: (move @ C * move).sum()  # noqa: E731
+    cost = lambda move: (move @ C * move).sum()
     for step in (1e-3, -1e-3, 1.0):
         assert cost(change + step * allowed) > cost(change)
 

@@ -60,7 +60,7 @@ class TestContract:
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     def test_dtypes(self, name, dtype):
-        rule, exact, rough = get_rule(name), Draw(5), Draw(5, dtype)
+        rule, exact = get_rule(name), Draw(5)
         k64, v64, g64, W64 = exact.unit(9, 6), exact.normal(9, 4), gates_of(rule, exact, 9), exact.normal(4, 6)
         k, v, W = k64.to(dtype), v64.to(dtype), W64.to(dtype)
         g = {name: gate.to(dtype) for name, gate in g64.items()}

@@ -64,7 +64,7 @@ def test_float32_moments_are_solved_in_float64():
     exact = torch.linalg.solve(A.double(), B.double())
     got = factor(A).solve(B).value
     single = torch.cholesky_solve(B, torch.linalg.cholesky(A))
-    error = lambda X: float((X.double() - exact).norm() / exact.norm())  # noqa: E731
+    error = lambda X: float((X.double() - exact).norm() / exact.norm())
     assert got.dtype == torch.float32
     assert error(got) < 1e-7 < 1e-3 < error(single)
 
@@ -137,7 +137,7 @@ def test_vmap_is_batching():
 def test_gradients():
     draw = Draw(12)
     root, B, keys = (draw.normal(*s).requires_grad_() for s in ((4, 4), (4, 2), (3, 4)))
-    spd = lambda r: r @ r.mT + torch.eye(4, dtype=r.dtype)  # noqa: E731
+    spd = lambda r: r @ r.mT + torch.eye(4, dtype=r.dtype)
     assert torch.autograd.gradcheck(lambda r, b: factor(spd(r)).solve(b).value, (root, B))
     assert torch.autograd.gradcheck(lambda r, b, k: factor(spd(r)).plus(k).solve(b).value, (root, B, keys))
     assert torch.autograd.gradgradcheck(lambda r, b: factor(spd(r)).solve(b).value, (root, B))

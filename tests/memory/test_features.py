@@ -1,0 +1,173 @@
+"""Feature maps: against the papers' formulas, their widths, kernels, dtypes, gradients, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rebind.errors import InputError, ShapeError, UnknownNameError
+from rebind.memory import feature_names, get_feature, l2_normalise, sum_normalise
+from rebind.memory.features import Dpfp, Favor, orthogonal_projection
+from tests.support import BATCHES, Draw, assert_close
+
+NAMES = feature_names()
+NON_NEGATIVE = [name for name in NAMES if name != "identity"]
+
+
+def test_the_list_is_complete():
+    assert set(NAMES) == {"identity", "elu+1", "relu", "dpfp", "favor"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestContract:
+    @pytest.mark.parametrize("batch", BATCHES)
+    @pytest.mark.parametrize("dim", [1, 5, 64])
+    def test_width_is_as_stated(self, name, dim, batch):
+        feature = get_feature(name, dim)
+        out = feature(Draw(1).normal(*batch, dim))
+        assert out.shape == (*batch, feature.width)
+        assert torch.isfinite(out).all()
+
+    def test_repeats_itself(self, name):
+        """State is drawn once: calling, remaking and vmapping give the same map."""
+        x = Draw(2).normal(7, 5)
+        feature = get_feature(name, 5)
+        assert_close(feature(x), feature(x), 0.0)
+        assert_close(get_feature(name, 5, **feature.options)(x), feature(x), 0.0)
+        assert_close(torch.vmap(feature)(x), feature(x), 1e-15)
+        assert get_feature(feature, 5) is feature
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    def test_dtypes(self, name, dtype):
+        x = Draw(3).normal(7, 5).to(dtype)
+        out = get_feature(name, 5)(x)
+        assert out.dtype == dtype
+        assert_close(out, get_feature(name, 5)(x.double()), 4 * torch.finfo(dtype).eps)
+
+    def test_gradients(self, name):
+        feature = get_feature(name, 4)
+        x = Draw(4).normal(3, 4).requires_grad_()
+        assert torch.autograd.gradcheck(feature, x)
+        if name in NON_NEGATIVE:
+            assert torch.autograd.gradcheck(lambda x: sum_normalise(feature(x)), x)
+        assert torch.autograd.gradcheck(lambda x: l2_normalise(feature(x)), x)
+
+    def test_bad_input(self, name):
+        with pytest.raises(ShapeError, match=f"x .* is 6 wide, feature '{name.replace('+', '.')}' takes 5"):
+            get_feature(name, 5)(torch.zeros(6))
+        with pytest.raises(InputError, match="int64"):
+            get_feature(name, 5)(torch.zeros(5, dtype=torch.long))
+        with pytest.raises(ShapeError, match="dim is 0"):
+            get_feature(name, 0)
+        with pytest.raises(InputError, match="does not take bogus"):
+            get_feature(name, 5, bogus=1)
+        with pytest.raises(ShapeError, match="takes inputs 5 wide, expected 6"):
+            get_feature(get_feature(name, 5), 6)
+
+
+@pytest.mark.parametrize("name", NON_NEGATIVE)
+def test_non_negative_features_normalise(name):
+    phi = sum_normalise(get_feature(name, 16)(Draw(5).normal(50, 16)))
+    assert (phi >= 0).all()
+    assert_close(phi.sum(-1), torch.ones(50).double(), 1e-12)
+
+
+@pytest.mark.parametrize("nu", [1, 2, 3, 9])
+def test_dpfp_is_the_seeds_listing(nu):
+    """Seed 002, listing 1, written index by index: block j, entry i is r_i · r_{i−j}, cyclically."""
+    x = Draw(6).normal(5)
+    r = [max(float(e), 0.0) for e in x] + [max(-float(e), 0.0) for e in x]
+    expected = [r[i] * r[(i - j) % 10] for j in range(1, nu + 1) for i in range(10)]
+    assert_close(Dpfp(5, nu)(x), torch.tensor(expected, dtype=x.dtype), 0.0)
+
+
+def test_dpfp_is_equation_37():
+    """Eq. 37 pairs r_i with r_{i+j}: the listing's features in another order, so the same kernel."""
+    x, y = Draw(7).normal(2, 5)
+
+    def eq37(x, nu=3):
+        r = torch.cat([x.relu(), (-x).relu()])
+        return torch.stack([r[i] * r[(i + j) % 10] for j in range(1, nu + 1) for i in range(10)])
+
+    phi = Dpfp(5, 3)
+    assert_close(phi(x) @ phi(y), eq37(x) @ eq37(y), 1e-14)
+    assert_close(phi(x).sort().values, eq37(x).sort().values, 0.0)
+
+
+def test_dpfp_keeps_both_signs():
+    """relu(−x), not −relu(x): opposite keys must not meet."""
+    x = Draw(8).normal(6)
+    phi = Dpfp(6, 2)
+    assert (phi(-x) >= 0).all()
+    assert float(phi(x) @ phi(-x)) < float(phi(x) @ phi(x))
+    assert float(phi(-x).sum()) > 0
+
+
+@pytest.mark.parametrize("nu", [0, -1, 10, 11])
+def test_dpfp_refuses_shifts_that_make_no_sense(nu):
+    with pytest.raises(InputError, match=f"nu is {nu}, expected 1 to 9"):
+        Dpfp(5, nu)
+
+
+def test_favor_estimates_the_softmax_kernel():
+    """Unbiased for exp(q·k/√d): over many projections the mean comes within four standard errors."""
+    q, k = 0.7 * Draw(9).normal(2, 8)
+    exact = float(torch.exp(q @ k / 8**0.5))
+    estimates = torch.stack([(phi := Favor(8, m=16, seed=seed))(q) @ phi(k) for seed in range(800)])
+    error = float(estimates.std() / 800**0.5)
+    assert abs(float(estimates.mean()) - exact) < 4 * error
+    assert error < 0.02 * exact
+
+
+def test_favor_gets_closer_with_more_features():
+    keys = 0.5 * Draw(10).normal(20, 8)
+    exact = torch.exp(keys @ keys.mT / 8**0.5)
+    errors = []
+    for m in (8, 512):
+        kernel = torch.stack([(phi := Favor(8, m, seed=s)(keys)) @ phi.mT for s in range(10)])
+        errors.append(float((kernel / exact - 1).square().mean()))
+    assert errors[1] < errors[0] / 20
+
+
+def test_orthogonal_projections_vary_less_than_independent_ones():
+    q, k = 0.3 * Draw(11).normal(2, 8)
+
+    def spread(projection):
+        made = []
+        for seed in range(400):
+            phi = Favor(8, m=8, seed=seed)
+            phi.projection = projection(seed)
+            made.append(phi(q) @ phi(k))
+        return float(torch.stack(made).var())
+
+    independent = spread(lambda s: torch.randn(8, 8, generator=torch.Generator().manual_seed(s), dtype=torch.float64))
+    assert spread(lambda s: orthogonal_projection(8, 8, s)) < 0.6 * independent
+
+
+def test_projections_are_orthogonal_in_blocks():
+    w = orthogonal_projection(10, 4, seed=3)
+    for block in w.split(4):
+        gram = block @ block.mT
+        assert_close(gram, torch.diag(gram.diagonal()), 1e-12)
+    assert 2 < float(w.square().sum(-1).mean()) < 7, "as long as Gaussian vectors of width 4"
+
+
+def test_normalisers():
+    x = Draw(12).uniform(3, 5)
+    assert_close(sum_normalise(x), x / x.sum(-1, keepdim=True), 1e-15)
+    assert_close(l2_normalise(x).norm(dim=-1), torch.ones(3).double(), 1e-15)
+    zero = torch.zeros(5, requires_grad=True)
+    for normalise in (sum_normalise, l2_normalise):
+        out = normalise(zero)
+        assert torch.equal(out, torch.zeros(5)), "zeros stay zeros"
+        (slope,) = torch.autograd.grad(out.sum(), zero)
+        assert torch.isfinite(slope).all()
+    with pytest.raises(InputError, match="entries down to -1, expected none below 0"):
+        sum_normalise(torch.tensor([-1.0, 2.0]))
+
+
+def test_unknown_names():
+    with pytest.raises(UnknownNameError, match=r"unknown feature 'dpf'.*did you mean 'dpfp'\?"):
+        get_feature("dpf", 5)
+    with pytest.raises(InputError, match="m is 0"):
+        Favor(5, m=0)

@@ -1,0 +1,223 @@
+"""Test-time training and the fast weight programmer, against loops written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rebind.errors import InputError, ShapeError
+from rebind.memory import FastWeightProgrammer, ttt
+from tests.support import BATCHES, Draw, assert_close
+
+MODELS = {
+    "linear": (ttt.Linear(), 3),
+    "mlp": (ttt.Mlp(expand=2), 3),
+    "normed linear": (ttt.ResidualNorm(ttt.Linear()), 4),
+    "normed mlp": (ttt.ResidualNorm(ttt.Mlp(expand=2)), 4),
+}  # name: (model, d_v); d_k is 4
+
+
+def start(model, d_v, seed=0):
+    """A state away from zero, so that every gradient is alive."""
+    draw = Draw(seed + 100)
+    return tuple(s + 0.3 * draw.normal(*s.shape) for s in model.initial(4, d_v, seed=seed, dtype=torch.float64))
+
+
+def by_hand(model, state, q, k, v, rates, size):
+    """The definition, with plain autograd and a loop over tokens."""
+    outputs = []
+    for begin in range(0, len(k), size):
+        anchor = tuple(s.detach().clone().requires_grad_() for s in state)
+        total = [torch.zeros_like(s) for s in anchor]
+        for t in range(begin, min(begin + size, len(k))):
+            slopes = torch.autograd.grad((model(anchor, k[t]) - v[t]).square().sum(), anchor)
+            total = [acc + rates[t] * slope for acc, slope in zip(total, slopes, strict=True)]
+            state = tuple(a.detach() - acc for a, acc in zip(anchor, total, strict=True))
+            outputs.append(model(state, q[t]))
+    return torch.stack(outputs), state
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, None])
+def test_run_is_the_definition(name, size):
+    model, d_v = MODELS[name]
+    draw = Draw(1)
+    q, k, v, rates = draw.normal(7, 4), draw.normal(7, 4), draw.normal(7, d_v), 0.1 * draw.uniform(7)
+    trained = ttt.run(model, start(model, d_v), q, k, v, rate=rates, mini_batch=size)
+    out, state = by_hand(model, start(model, d_v), q, k, v, rates, size or 7)
+    assert_close(trained.out, out)
+    for got, expected in zip(trained.state, state, strict=True):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_batches_run_side_by_side(name, batch):
+    model, d_v = MODELS[name]
+    draw = Draw(2)
+    q, k, v = draw.normal(*batch, 5, 4), draw.normal(*batch, 5, 4), draw.normal(*batch, 5, d_v)
+    trained = ttt.run(model, start(model, d_v), q, k, v, rate=0.05, mini_batch=2)
+    assert trained.out.shape == (*batch, 5, d_v)
+    one = tuple(0 for _ in batch)
+    alone = ttt.run(model, start(model, d_v), q[one], k[one], v[one], rate=0.05, mini_batch=2)
+    assert_close(trained.out[one], alone.out)
+    assert_close(trained.state[0][one], alone.state[0])
+
+
+def test_a_run_continues_from_its_state():
+    model = ttt.Mlp()
+    draw = Draw(3)
+    q, k, v = draw.normal(6, 4), draw.normal(6, 4), draw.normal(6, 3)
+    whole = ttt.run(model, start(model, 3), q, k, v, rate=0.05, mini_batch=2)
+    first = ttt.run(model, start(model, 3), q[:4], k[:4], v[:4], rate=0.05, mini_batch=2)
+    second = ttt.run(model, first.state, q[4:], k[4:], v[4:], rate=0.05, mini_batch=2)
+    assert_close(torch.cat([first.out, second.out]), whole.out)
+
+
+def test_training_lowers_the_error_on_repeated_pairs():
+    model = ttt.Mlp()
+    draw = Draw(4)
+    k, v = draw.normal(4, 4).repeat(200, 1), draw.normal(4, 3).repeat(200, 1)
+    trained = ttt.run(model, model.initial(4, 3, dtype=k.dtype), k, k, v, rate=0.05)
+    error = (trained.out - v).square().sum(-1)
+    assert float(error[-4:].mean()) < 0.05 * float(error[:4].mean())
+
+
+def test_a_learned_rate_lies_between_zero_and_its_base():
+    draw = Draw(5)
+    x, theta = draw.normal(9, 4), draw.normal(4)
+    rate = ttt.learned_rate(x, theta, 0.5)
+    assert_close(rate, 0.5 / (1 + torch.exp(-(x @ theta))))
+    with pytest.raises(ShapeError, match="theta .* is 3 wide"):
+        ttt.learned_rate(x, draw.normal(3), 0.5)
+
+
+def test_another_inner_loss():
+    """⟨−f(k), v⟩ instead of the squared error makes online training the plain sum."""
+    draw = Draw(6)
+    k, v = draw.normal(5, 4), draw.normal(5, 3)
+    dot = lambda prediction, value: -(prediction * value).sum()
+    trained = ttt.run(ttt.Linear(), ttt.Linear().initial(4, 3, dtype=k.dtype), k, k, v, rate=1.0, loss=dot)
+    assert_close(trained.state[0], v.mT @ k)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_reach_everything(name, size):
+    """Through the inner steps to q, k, v, the rates and the starting state."""
+    model, d_v = MODELS[name]
+    draw = Draw(7)
+    inputs = [draw.normal(3, 4), draw.normal(3, 4), draw.normal(3, d_v), 0.1 + 0.1 * draw.uniform(3)]
+    inputs = [tensor.requires_grad_() for tensor in (*inputs, *start(model, d_v))]
+
+    def outputs(q, k, v, rate, *state):
+        trained = ttt.run(model, state, q, k, v, rate=rate, mini_batch=size)
+        return (trained.out, *trained.state)
+
+    assert torch.autograd.gradcheck(outputs, inputs)
+
+
+def test_the_norms_own_weights_get_gradients():
+    draw = Draw(8)
+    weight, bias = draw.normal(4).requires_grad_(), draw.normal(4).requires_grad_()
+    x = draw.normal(3, 4)
+
+    def outputs(weight, bias):
+        model = ttt.ResidualNorm(ttt.Linear(), weight, bias)
+        return ttt.run(model, start(model, 4), x, x, x.flip(0), rate=0.1, mini_batch=2).out
+
+    assert torch.autograd.gradcheck(outputs, (weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    draw = Draw(9)
+    q, k, v = (draw.unit(6, 4).to(dtype) for _ in range(3))
+    state = tuple(s.to(dtype) for s in start(ttt.Linear(), 4))
+    trained = ttt.run(ttt.Linear(), state, q, k, v, rate=0.1)
+    exact = ttt.run(ttt.Linear(), (state[0].double(),), q.double(), k.double(), v.double(), rate=0.1)
+    assert trained.out.dtype == trained.state[0].dtype == dtype
+    assert_close(trained.out, exact.out, 16 * torch.finfo(dtype).eps)
+
+
+def test_an_empty_sequence_changes_nothing():
+    state = start(ttt.Linear(), 3)
+    empty = torch.zeros(0, 4).double()
+    trained = ttt.run(ttt.Linear(), state, empty, empty, torch.zeros(0, 3).double())
+    assert trained.out.shape == (0, 3)
+    assert_close(trained.state[0], state[0], 0.0)
+
+
+def test_bad_input_is_refused():
+    draw = Draw(10)
+    q, k, v = draw.normal(5, 4), draw.normal(5, 4), draw.normal(5, 3)
+    state = start(ttt.Linear(), 3)
+    with pytest.raises(InputError, match="mini_batch is 0"):
+        ttt.run(ttt.Linear(), state, q, k, v, mini_batch=0)
+    with pytest.raises(ShapeError, match="5, 5 and 4 tokens"):
+        ttt.run(ttt.Linear(), state, q, k, v[:4])
+    with pytest.raises(ShapeError, match="q .* is 3 wide"):
+        ttt.run(ttt.Linear(), state, q[:, :3], k, v)
+    with pytest.raises(ShapeError, match="state has 1 tensors, Mlp keeps 4"):
+        ttt.run(ttt.Mlp(), state, q, k, v)
+    with pytest.raises(ShapeError, match="rate .* is 4 wide"):
+        ttt.run(ttt.Linear(), state, q, k, v, rate=torch.ones(4))
+    with pytest.raises(InputError, match="k .* NaN"):
+        ttt.run(ttt.Linear(), state, q, k * float("nan"), v)
+    with pytest.raises(InputError, match="rate"):
+        ttt.run(ttt.Linear(), state, q, k, v, rate=float("inf"))
+    with pytest.raises(ShapeError, match="equal widths"):
+        ttt.ResidualNorm(ttt.Linear()).initial(4, 3)
+
+
+# The fast weight programmer of seed 004, eqs. 1–2.
+
+
+def test_programmer_by_hand():
+    draw = Draw(11)
+    x, slow_a, slow_b = draw.normal(6, 4), draw.normal(3, 4), draw.normal(4, 4)
+    W, expected = torch.zeros(3, 4).double(), []
+    for token in x:
+        W = torch.tanh(W + torch.outer(slow_a @ token, slow_b @ token))
+        expected.append(W @ token)
+    out, memory = FastWeightProgrammer().run(x, slow_a, slow_b)
+    assert_close(out, torch.stack(expected))
+    assert_close(memory, W)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_programmer_batches_and_continues(batch):
+    draw = Draw(12)
+    x, slow_a, slow_b = draw.normal(*batch, 6, 4), draw.normal(3, 4), draw.normal(4, 4)
+    programmer = FastWeightProgrammer()
+    out, memory = programmer.run(x, slow_a, slow_b)
+    first, middle = programmer.run(x[..., :2, :], slow_a, slow_b)
+    second, end = programmer.run(x[..., 2:, :], slow_a, slow_b, middle)
+    assert_close(torch.cat([first, second], dim=-2), out)
+    assert_close(end, memory)
+
+
+def test_programmer_steps_do_not_compose_linearly():
+    """Its step is not affine in the memory: that is why it has no `Write`."""
+    draw = Draw(13)
+    V, W, a, b = draw.normal(3, 4), draw.normal(3, 4), draw.normal(3), draw.normal(4)
+    step = FastWeightProgrammer().step
+    middle = step((V + W) / 2, a, b)
+    assert float((middle - (step(V, a, b) + step(W, a, b)) / 2).abs().max()) > 1e-2
+
+
+def test_programmer_dtypes_gradients_and_bad_input():
+    draw = Draw(14)
+    x, slow_a, slow_b = (draw.normal(*s).requires_grad_() for s in ((3, 4), (2, 4), (4, 4)))
+    assert torch.autograd.gradcheck(FastWeightProgrammer().run, (x, slow_a, slow_b))
+    half = FastWeightProgrammer().step(torch.zeros(2, 4).bfloat16(), torch.ones(2).bfloat16(), torch.ones(4).bfloat16())
+    assert half.dtype == torch.bfloat16
+    empty, memory = FastWeightProgrammer().run(x[:0], slow_a, slow_b)
+    assert empty.shape == (0, 2)
+    assert_close(memory, torch.zeros(2, 4).double(), 0.0)
+    with pytest.raises(ShapeError, match="slow_b .* makes keys 3 wide"):
+        FastWeightProgrammer().run(x, slow_a, slow_b[:3])
+    with pytest.raises(ShapeError, match="a .* is 3 wide, this memory takes 2"):
+        FastWeightProgrammer().step(torch.zeros(2, 4), torch.zeros(3), torch.zeros(4))
+    with pytest.raises(InputError, match="b .* NaN"):
+        FastWeightProgrammer().step(torch.zeros(2, 4), torch.zeros(2), torch.full((4,), float("nan")))
