@@ -19,7 +19,7 @@ from torch import Tensor
 from rebind.errors import InputError, NumericalError, ShapeError
 from rebind.memory.checks import require_finite, require_floating, require_rank, require_width
 from rebind.memory.precision import solving_dtype
-from rebind.memory.solve import Cholesky, Solution, factor, relative_residual, symmetric
+from rebind.memory.solve import Cholesky, Solution, cholesky, factor, relative_residual, symmetric
 
 Moment = Tensor | Cholesky | None
 
@@ -62,7 +62,7 @@ def equality(keys: Tensor, moment: Moment = None) -> Solution:
     base = _base(moment)
     wide = keys.to(solving_dtype(keys))
     half = wide.mT if base is None else base.whiten(wide)  # L⁻¹Kᵀ with C = LLᵀ
-    inner = factor(half.mT @ half, "K C⁻¹ Kᵀ")
+    inner = cholesky(half.mT @ half, "K C⁻¹ Kᵀ")
     solved = half if base is None else base.unwhiten(half)  # C⁻¹Kᵀ
     value = torch.cholesky_solve(solved.mT, inner.lower)
     return _equality_solution(keys, value, "dual", keys.shape[-2], max(inner.jitter, _jitter(base)))
@@ -190,7 +190,7 @@ class Recursive:
         """The gain for these keys, and the state that has absorbed them."""
         _check_keys(keys, self.moment)
         moment = _plus_rows(self.moment, keys)
-        solution = factor(moment, "C + KᵀK").solve(keys.to(moment.dtype).mT)
+        solution = cholesky(moment, "C + KᵀK").solve(keys.to(moment.dtype).mT)
         gain = replace(solution, value=solution.value.mT.to(keys.dtype), method="primal")
         return gain, Recursive(moment)
 
@@ -201,7 +201,7 @@ def _primal(keys: Tensor, moment: Moment, lam: float) -> Solution:
         old = torch.eye(keys.shape[-1], dtype=wide.dtype, device=wide.device)
     else:
         old = moment.matrix if isinstance(moment, Cholesky) else symmetric(moment, "moment")
-    solution = factor(_plus_rows(lam * old, keys), "λC + KᵀK").solve(wide.mT)
+    solution = cholesky(_plus_rows(lam * old, keys), "λC + KᵀK").solve(wide.mT)
     return replace(solution, value=solution.value.mT.to(keys.dtype), method="primal")
 
 
@@ -209,7 +209,7 @@ def _dual(keys: Tensor, moment: Moment, lam: float) -> Solution:
     if moment is None:
         wide = keys.to(solving_dtype(keys))
         eye = torch.eye(keys.shape[-2], dtype=wide.dtype, device=wide.device)
-        inner = factor(lam * eye + wide @ wide.mT, "λI + K Kᵀ")
+        inner = cholesky(lam * eye + wide @ wide.mT, "λI + K Kᵀ")
         solution = inner.solve(wide)
         value = solution.value
         return replace(

@@ -72,7 +72,8 @@ class Cholesky:
         """X with A X = right [..., d, m]."""
         self._check(right)
         wide = right.to(self.lower.dtype)
-        value = torch.cholesky_solve(wide, self.lower)
+        half = torch.linalg.solve_triangular(self.lower, wide, upper=False)
+        value = self.unwhiten(half)
         return Solution(
             value.to(right.dtype),
             method="cholesky",
@@ -97,7 +98,7 @@ class Cholesky:
         require_finite(keys=rows)
         half = self.whiten(rows)
         eye = torch.eye(rows.shape[-2], dtype=half.dtype, device=half.device)
-        inner = factor(eye + half.mT @ half, "I + K C⁻¹ Kᵀ")
+        inner = cholesky(eye + half.mT @ half, "I + K C⁻¹ Kᵀ")
         return Woodbury(self, rows, half, inner)
 
     def _check(self, right: Tensor) -> None:
@@ -196,14 +197,19 @@ class Woodbury:
 
 def factor(matrix: Tensor, what: str = "matrix") -> Cholesky:
     """Factor a symmetric positive definite matrix [..., d, d], with a visible rescue if it needs one."""
-    return _factor(symmetric(matrix, what), what)
+    return cholesky(symmetric(matrix, what), what)
 
 
 def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
-    """The matrix in the solving dtype, its two halves averaged; an error if they truly differ."""
+    """The matrix in the solving dtype, once it has shown to be square, finite and symmetric.
+
+    Symmetry is probed with one vector of ±1: A x and Aᵀx take two passes over the matrix where
+    comparing it with its transpose takes many. Only the lower triangle is factored later on.
+    """
     require_rank(2, **{what: matrix})
     require_floating(**{what: matrix})
-    if matrix.shape[-1] != matrix.shape[-2]:
+    d = matrix.shape[-1]
+    if d != matrix.shape[-2]:
         raise ShapeError(
             f"{what} {list(matrix.shape)} is not square, expected [d_k, d_k]: a second moment is keysᵀ @ keys"
         )
@@ -211,14 +217,16 @@ def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
     wide = matrix.to(solving_dtype(matrix))
     if wide.numel() == 0:
         return wide
-    gap, scale = (wide - wide.mT).abs().amax((-2, -1)), wide.abs().amax((-2, -1))
-    tolerance = torch.finfo(matrix.dtype).eps ** 0.5
-    if known((gap > tolerance * scale).any()):
+    probe = torch.arange(d, dtype=wide.dtype, device=wide.device).square().cos().sign()
+    gap = (wide @ probe - wide.mT @ probe).abs().amax(-1).detach()
+    scale = torch.linalg.vector_norm(wide.detach(), ord=float("inf"), dim=(-2, -1))
+    if known((gap > (d * torch.finfo(matrix.dtype).eps) ** 0.5 * scale).any()):
         raise ShapeError(
             f"{what} {list(matrix.shape)} is not symmetric: entries differ from their mirror images by up to "
-            f"{float(gap.max()):.3g}. A second moment is keysᵀ @ keys; check how it was accumulated"
+            f"{float((wide - wide.mT).detach().abs().max()):.3g}, expected none to. A second moment is keysᵀ @ keys; "
+            f"check how it was accumulated"
         )
-    return wide if known((gap == 0).all()) else (wide + wide.mT) / 2
+    return wide
 
 
 def relative_residual(got: Tensor, wanted: Tensor) -> Tensor:
@@ -227,8 +235,11 @@ def relative_residual(got: Tensor, wanted: Tensor) -> Tensor:
     return torch.linalg.vector_norm(got - wanted, dim=(-2, -1)) / size.where(size > 0, 1.0)
 
 
-def _factor(matrix: Tensor, what: str) -> Cholesky:
-    """Cholesky with the jitter ladder; a batch entry gets jitter only if it needs it."""
+def cholesky(matrix: Tensor, what: str) -> Cholesky:
+    """`factor` for a matrix known to be symmetric, finite and in the solving dtype.
+
+    A batch entry gets jitter only if it needs it.
+    """
     lower, failed = _try(matrix)
     if not known(failed.any()):  # also where vmap forbids looking: there is no rescue there
         return Cholesky(matrix, lower, jitter=0.0)

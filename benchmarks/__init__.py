@@ -1,0 +1,1 @@
+"""Measurements: one script a subject. `python -m benchmarks [SUBJECT ...]` runs them."""
