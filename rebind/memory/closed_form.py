@@ -30,7 +30,7 @@ def ridge(
     """MEMIT's gain, K (λC + KᵀK)⁻¹: new answers and old ones in one least-squares problem.
 
     It minimises Σ‖Ŵk − v‖² over the new keys plus λ·tr((Ŵ−W) C (Ŵ−W)ᵀ), the squared disturbance of
-    the old ones (seed 001 eq. 14, seed 003).
+    the old ones (MEMIT eq. 14).
 
     The *primal* form factors the d×d matrix λC + KᵀK. The *dual* form starts from a factor of C and
     factors the n×n matrix λI + K C⁻¹ Kᵀ. `auto` takes the dual when n < d and it needs no d×d factor
@@ -53,7 +53,7 @@ def ridge(
 def equality(keys: Tensor, moment: Moment = None) -> Solution:
     """ROME's and EMMET's gain, (K C⁻¹ Kᵀ)⁻¹ K C⁻¹: the new answers exactly, the old ones disturbed least.
 
-    At n = 1 this is seed 000's eq. 17: u = C⁻¹k, gain uᵀ/(uᵀk). It is `ridge` in the limit λ → 0, and
+    At n = 1 this is ROME's eq. 17: u = C⁻¹k, gain uᵀ/(uᵀk). It is `ridge` in the limit λ → 0, and
     `ridge` with λ = μ is this with μ added to the inner matrix: a rescue of the inner matrix is a
     ridge write with a small λ.
     """
@@ -69,7 +69,7 @@ def equality(keys: Tensor, moment: Moment = None) -> Solution:
 
 
 def equality_block(keys: Tensor, moment: Moment = None) -> Solution:
-    """The same gain from the block system of seed 000's eq. 15.
+    """The same gain from the block system of ROME's eq. 15.
 
         [Ŵ | Λ] [[I, Kᵀ], [−U, 0]] = [W | Vᵀ],   U = K C⁻¹
 

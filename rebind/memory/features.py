@@ -87,7 +87,7 @@ class Relu(Feature):
 
 
 class Dpfp(Feature):
-    """DPFP-ν, deterministic parameter-free projection (seed 002 eq. 37 and its listing).
+    """DPFP-ν, deterministic parameter-free projection (Schlag et al. eq. 37 and listing 1).
 
     With r = [relu(x), relu(−x)] the features are r_i · r_{i−j} for shifts j = 1…ν, cyclically: 2·dim·ν
     of them, most of them zero, so that different keys seldom share a direction.
@@ -165,7 +165,7 @@ def orthogonal_projection(rows: int, dim: int, seed: int) -> Tensor:
 
 
 def sum_normalise(x: Tensor) -> Tensor:
-    """x / Σx for non-negative features (seed 002 A.2); a row of zeros stays zero.
+    """x / Σx for non-negative features (Schlag et al. A.2); a row of zeros stays zero.
 
     Under the delta rule it balances what a write adds to a column against what it removes, and
     spares the read its denominator.

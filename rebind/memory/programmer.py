@@ -1,4 +1,4 @@
-"""The original fast weight programmer (seed 004 eqs. 1–2).
+"""The original fast weight programmer (Schmidhuber, 1992; Schlag et al. eqs. 1–2).
 
     a, b = W_a x, W_b x
     W ← σ(W + a bᵀ)        (1)

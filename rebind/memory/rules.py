@@ -3,7 +3,7 @@
 Each rule is one class with a name, its gates and their defaults, and two formulas:
 
 - its *coefficients* (α, ε, η) in the recurrence  W ← α W (I − ε k kᵀ) + η v kᵀ;
-- the *online objective* of which that step is the minimum (seed 004's table).
+- the *online objective* of which that step is the minimum.
 
 Everything else (the `Write`, the checks, the scan over sequences, the contract tests) follows
 from these, so adding a rule is adding a class here.
@@ -113,7 +113,7 @@ class Rule(ABC):
 
 
 class Sum(Rule):
-    """Hebbian sum, linear attention: W + v kᵀ (seed 002 eq. 17). It only ever adds."""
+    """Hebbian sum, linear attention: W + v kᵀ (Schlag et al. eq. 17). It only ever adds."""
 
     name = "sum"
     gates: ClassVar[dict[str, float]] = {}
@@ -127,7 +127,7 @@ class Sum(Rule):
 
 
 class Rfa(Rule):
-    """Random feature attention's gate: (1−β) W + β v kᵀ (seed 002 eq. 52)."""
+    """Random feature attention's gate: (1−β) W + β v kᵀ (Schlag et al. eq. 52)."""
 
     name = "rfa"
     gates: ClassVar[dict[str, float]] = {"beta": 0.5}
@@ -156,7 +156,7 @@ class Mamba2(Rule):
 
 
 class Delta(Rule):
-    """DeltaNet: W + β (v − W k) kᵀ (seed 002 eq. 24). Replaces what k read, in part β."""
+    """DeltaNet: W + β (v − W k) kᵀ (Schlag et al. eq. 24). Replaces what k read, in part β."""
 
     name = "delta"
     gates: ClassVar[dict[str, float]] = {"beta": 1.0}
@@ -174,7 +174,7 @@ class Longhorn(Rule):
     """The implicit delta rule: ε = β / (1 + β‖k‖²), stable for keys of any norm (β ≥ 0).
 
     Its objective weighs staying put against answering right, ‖S − S′‖² + β‖S k − v‖², solved
-    exactly. The seed prints the second term with a minus; the update it prints needs the plus.
+    exactly. It is also found in print with a minus before the second term; the update needs the plus.
     """
 
     name = "longhorn"

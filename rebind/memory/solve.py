@@ -4,7 +4,7 @@ Two factorisations answer to the same calls:
 
 - `Cholesky`, from `factor(A)`: the direct route, d³/3 operations once.
 - `Woodbury`, from `factor(C).plus(K)`: C + KᵀK for n new rows on top of a factor of C that is
-  already there. Only an n×n system is factored (seed 003); no d×d inverse is ever formed.
+  already there. Only an n×n system is factored; no d×d inverse is ever formed.
 
 Systems are solved in float64 whatever the inputs are (float32 where the device has no other) and
 answers come back in the right-hand side's dtype. A matrix that is singular or slightly indefinite
@@ -128,8 +128,8 @@ class Woodbury:
     def solve(self, right: Tensor) -> Solution:
         """X with (A + KᵀK) X = right [..., d, m].
 
-        (A + KᵀK)⁻¹ = L⁻ᵀ (I − H (I + HᵀH)⁻¹ Hᵀ) L⁻¹ with H = L⁻¹Kᵀ: seed 003's identity with A⁻¹
-        replaced by its factor.
+        (A + KᵀK)⁻¹ = L⁻ᵀ (I − H (I + HᵀH)⁻¹ Hᵀ) L⁻¹ with H = L⁻¹Kᵀ: Woodbury's identity with
+        A⁻¹ replaced by its factor.
         """
         self.base._check(right)
         wide = right.to(self.half.dtype)
@@ -203,8 +203,8 @@ def factor(matrix: Tensor, what: str = "matrix") -> Cholesky:
 def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
     """The matrix in the solving dtype, once it has shown to be square, finite and symmetric.
 
-    Symmetry is probed with one vector of ±1: A x and Aᵀx take two passes over the matrix where
-    comparing it with its transpose takes many. Only the lower triangle is factored later on.
+    Symmetry is probed with one vector: A x and Aᵀx take two passes over the matrix where comparing
+    it with its transpose takes many. Only the lower triangle is factored later on.
     """
     require_rank(2, **{what: matrix})
     require_floating(**{what: matrix})
@@ -217,10 +217,12 @@ def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
     wide = matrix.to(solving_dtype(matrix))
     if wide.numel() == 0:
         return wide
-    probe = torch.arange(d, dtype=wide.dtype, device=wide.device).square().cos().sign()
+    probe = 1.5 + torch.arange(d, dtype=wide.dtype, device=wide.device).square().cos()  # nothing special about it
     gap = (wide @ probe - wide.mT @ probe).abs().amax(-1).detach()
     scale = torch.linalg.vector_norm(wide.detach(), ord=float("inf"), dim=(-2, -1))
-    if known((gap > (d * torch.finfo(matrix.dtype).eps) ** 0.5 * scale).any()):
+    # At least 1e-6: the matrix may have been accumulated in float32 and widened since.
+    tolerance = max(100 * torch.finfo(matrix.dtype).eps, 1e-6) * d**0.5
+    if known((gap > tolerance * scale).any()):
         raise ShapeError(
             f"{what} {list(matrix.shape)} is not symmetric: entries differ from their mirror images by up to "
             f"{float((wide - wide.mT).detach().abs().max()):.3g}, expected none to. A second moment is keysᵀ @ keys; "

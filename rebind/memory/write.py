@@ -157,10 +157,14 @@ class Write:
         if known((retain == 0).any()):
             raise NumericalError("a write with retain = 0 forgets everything: keep the memory it was applied to")
         gain, keys = self.gain.to(dtype), self.keys.to(dtype)
-        system = torch.eye(self.rows, dtype=dtype, device=keys.device) - gain @ keys.mT
+        read = gain @ keys.mT  # what each row's gain shows to each row's key
+        system = torch.eye(self.rows, dtype=dtype, device=keys.device) - read
         factor, pivots, _ = torch.linalg.lu_factor_ex(system)
         pivot = factor.diagonal(dim1=-2, dim2=-1).abs()
-        floor = self.rows * torch.finfo(dtype).eps * torch.linalg.matrix_norm(system, ord=float("inf"))
+        # I − GKᵀ is known to the precision of the write's own tensors; a pivot near that is noise, however
+        # small the rest of the matrix is.
+        noise = torch.finfo(common_dtype(*self.tensors())).eps ** (2 / 3)
+        floor = noise * (1 + torch.linalg.matrix_norm(read, ord=float("inf"))) if self.rows else pivot.new_zeros(())
         if known((pivot <= floor.unsqueeze(-1)).any()):
             raise NumericalError(
                 "this write erases what it overwrites (I − GKᵀ is singular), so its result alone cannot be "

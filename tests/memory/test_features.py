@@ -73,8 +73,8 @@ def test_non_negative_features_normalise(name):
 
 
 @pytest.mark.parametrize("nu", [1, 2, 3, 9])
-def test_dpfp_is_the_seeds_listing(nu):
-    """Seed 002, listing 1, written index by index: block j, entry i is r_i · r_{i−j}, cyclically."""
+def test_dpfp_is_the_papers_listing(nu):
+    """Schlag et al., listing 1, written index by index: block j, entry i is r_i · r_{i−j}, cyclically."""
     x = Draw(6).normal(5)
     r = [max(float(e), 0.0) for e in x] + [max(-float(e), 0.0) for e in x]
     expected = [r[i] * r[(i - j) % 10] for j in range(1, nu + 1) for i in range(10)]

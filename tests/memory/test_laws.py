@@ -93,7 +93,7 @@ def test_ridge_tends_to_equality(n, d, batch):
 
 
 def test_one_row_of_equality_is_rome():
-    """Seed 000 eq. 17: Λ = (v − Wk) / ((C⁻¹k)ᵀk), Ŵ = W + Λ(C⁻¹k)ᵀ."""
+    """ROME eq. 17: Λ = (v − Wk) / ((C⁻¹k)ᵀk), Ŵ = W + Λ(C⁻¹k)ᵀ."""
     draw = Draw(6)
     W, k, v, C = draw.normal(4, 7), draw.normal(7), draw.normal(4), draw.moment(7)
     u = torch.linalg.solve(C, k)
@@ -104,7 +104,7 @@ def test_one_row_of_equality_is_rome():
 
 
 def test_the_block_system_gives_the_same_lambda():
-    """Seed 000 eq. 15, solved as printed for Ŵ and Λ together, against eq. 17."""
+    """ROME eq. 15, solved as printed for Ŵ and Λ together, against eq. 17."""
     draw = Draw(7)
     W, k, v, C = draw.normal(4, 7), draw.normal(7), draw.normal(4), draw.moment(7)
     u = torch.linalg.solve(C, k)
@@ -164,7 +164,7 @@ def test_primal_is_dual(n, d, batch, known):
 
 
 def test_the_ridge_write_minimises_memits_objective():
-    """Seed 001 eq. 9, with C₀ in place of the old keys: its gradient vanishes at the write's result."""
+    """MEMIT eq. 9, with C₀ in place of the old keys: its gradient vanishes at the write's result."""
     draw = Draw(12)
     W, keys, values, C = draw.normal(4, 6), draw.normal(9, 6), draw.normal(9, 4), draw.moment(6)
     edited = Write(keys, values, ridge(keys, C, 2.5).value).apply(W).requires_grad_()
@@ -243,7 +243,7 @@ def test_recursive_writes_are_one_batch(sizes, batch):
 
 
 def test_longhorn_needs_the_plus_sign():
-    """With the seed's minus, the printed update is not where the objective's gradient vanishes."""
+    """With the minus sometimes printed, the printed update is not where the objective's gradient vanishes."""
     draw = Draw(18)
     previous, k, v = draw.normal(4, 6), draw.normal(6), draw.normal(4)
     slopes = []
@@ -259,7 +259,7 @@ def test_longhorn_needs_the_plus_sign():
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_batch_gradient_descent_is_linear_attention(batch):
-    """Seed 004, Theorem 1: f(x) = Wx, one batch, η = 1/2, W₀ = 0."""
+    """TTT, Theorem 1: f(x) = Wx, one batch, η = 1/2, W₀ = 0."""
     draw = Draw(19)
     q, k, v = draw.normal(*batch, 9, 5), draw.normal(*batch, 9, 5), draw.normal(*batch, 9, 4)
     trained = run(Linear(), Linear().initial(5, 4, dtype=q.dtype), q, k, v, rate=0.5, mini_batch=None)
@@ -290,7 +290,7 @@ def test_a_mini_batch_of_training_is_one_write(size):
     assert_close(trained.state[0], expected)
 
 
-# 8. Appendix B of seed 002.
+# 8. Schlag et al., appendix B.
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -312,7 +312,7 @@ def test_delta_rewrites_one_key_and_the_gate_fades_the_other(beta):
 
 
 def test_sum_normalised_keys_balance_a_column_update():
-    """Seed 002 eq. 51: column i gains k_i·v and loses Σ_j k_i k_j w_j; with Σk = 1 the weights are equal."""
+    """Schlag et al. eq. 51: column i gains k_i·v and loses Σ_j k_i k_j w_j; with Σk = 1 the weights are equal."""
     draw = Draw(23)
     W, k, v = draw.normal(4, 6), sum_normalise(draw.uniform(6)), draw.normal(4)
     updated = get_rule("delta").write(k, v).apply(W)
@@ -361,11 +361,19 @@ def test_a_write_that_erases_nothing_has_an_inverse(n, d, batch):
     assert_close(write.inverse().apply(write.apply(W)), W, 1e-7)
 
 
-def test_a_full_overwrite_has_none():
-    draw = Draw(28)
-    write = get_rule("delta").write(draw.unit(6), draw.normal(4), beta=1.0)
-    with pytest.raises(NumericalError, match="erases what it overwrites"):
-        write.inverse()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_full_overwrite_has_none(seed, dtype):
+    """Delta at β = 1 with unit keys, and every equality write: GKᵀ = I up to rounding, never beyond it."""
+    draw = Draw(seed, dtype)
+    keys, values = draw.normal(3, 7), draw.normal(3, 4)
+    for write in (
+        get_rule("delta").write(draw.unit(6), draw.normal(4), beta=1.0),
+        Write(keys, values, equality(keys).value),
+        Write(keys, values, equality(keys, draw.moment(7)).value),
+    ):
+        with pytest.raises(NumericalError, match="erases what it overwrites"):
+            write.inverse()
     with pytest.raises(NumericalError, match="forgets everything"):
         get_rule("mamba2").write(draw.unit(6), draw.normal(4), alpha=0.0).inverse()
 

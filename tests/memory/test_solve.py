@@ -162,6 +162,13 @@ def test_bad_input_is_refused():
     skew[0, 1] += 0.1
     with pytest.raises(ShapeError, match="not symmetric: .* up to 0.1"):
         factor(skew)
+    nudged = torch.eye(1000)
+    nudged[3, 700] += 0.01
+    with pytest.raises(ShapeError, match="not symmetric"):
+        factor(nudged)
+    turning = 4 * torch.eye(3) + torch.tensor([[0.0, 1.0, 1.0], [-1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]])
+    with pytest.raises(ShapeError, match="not symmetric"):
+        factor(turning)
     A_nan = A.clone()
     A_nan[0, 0] = float("nan")
     with pytest.raises(InputError, match="matrix .* 1 NaN"):

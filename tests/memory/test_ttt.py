@@ -170,7 +170,7 @@ def test_bad_input_is_refused():
         ttt.ResidualNorm(ttt.Linear()).initial(4, 3)
 
 
-# The fast weight programmer of seed 004, eqs. 1–2.
+# The fast weight programmer (Schlag et al. eqs. 1–2).
 
 
 def test_programmer_by_hand():

@@ -137,10 +137,10 @@ def test_dtypes(dtype):
     ):
         assert got.dtype == dtype
         assert_close(got, expected, tolerance)
-    undone = a.inverse().apply(a.apply(W))
-    condition = float(torch.linalg.cond(torch.eye(8).double() - a64.gain @ a64.keys.mT))
+    gentle = Write(a.keys, a.values, a.gain / 4, a.retain)  # far from erasing anything, so half precision can undo it
+    undone = gentle.inverse().apply(gentle.apply(W))
     assert undone.dtype == dtype
-    assert_close(undone, W64, condition * tolerance)
+    assert_close(undone, W64, tolerance)
 
 
 def test_a_write_in_float32_keeps_a_bfloat16_memory_bfloat16():
