@@ -11,9 +11,10 @@ import rebind
 
 PACKAGE = Path(rebind.__file__).parent
 
-# What each layer may import of the package, besides itself and `rebind.errors`.
+# What each layer may import of the package, besides itself, `rebind.errors` and `rebind.files`.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
     "memory": set(),
     "ops": {"memory"},
     "nn": {"memory", "ops"},
@@ -44,7 +45,7 @@ def imports(source: str, module: str) -> set[str]:
 
 def goes_up(layer: str, imported: str) -> bool:
     parts = imported.split(".")
-    return len(parts) < 2 or parts[1] not in BELOW[layer] | {layer, "errors"}
+    return len(parts) < 2 or parts[1] not in BELOW[layer] | {layer, "errors", "files"}
 
 
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]

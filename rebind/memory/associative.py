@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +14,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rebind.errors import InputError, ShapeError
+from rebind.files import write_atomically
 from rebind.memory.chain import chain
 from rebind.memory.checks import require_finite, require_floating, require_rank, require_width, unknown_name
 from rebind.memory.closed_form import equality
 from rebind.memory.features import Feature, get_feature, l2_normalise, sum_normalise
+from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Gate, Rule, get_rule
 from rebind.memory.write import Write
 
@@ -67,6 +68,8 @@ class Memory:
     ) -> None:
         if d_v < 1:
             raise ShapeError(f"d_v is {d_v}, expected 1 or more: the width of the values")
+        if not dtype.is_floating_point:
+            raise InputError(f"dtype is {dtype}, expected a real floating-point one: float32 suits most uses")
         if normalise not in NORMALISERS:
             raise unknown_name("normalisation", normalise, NORMALISERS)
         self.rule = get_rule(rule)
@@ -85,7 +88,10 @@ class Memory:
 
     @property
     def load(self) -> float:
-        """Rows stored against the space available: above 1 no memory of this width can keep them all."""
+        """Rows stored against the space available: above 1 no memory of this width can keep them all.
+
+        `rows` counts what was bound and not unbound; binding a key again counts again.
+        """
         return self.rows / self.feature.width
 
     def __repr__(self) -> str:
@@ -99,22 +105,22 @@ class Memory:
         phi, rows = self._phi(keys), self._values(values, keys)
         if len(phi) == 0:
             return
-        gates = {
-            name: torch.as_tensor(gate, dtype=phi.dtype, device=phi.device).expand(len(phi))
-            for name, gate in gates.items()
-        }
+        if keys.ndim == 1:  # a gate of one key is a number; as a batch of one it needs its dimension
+            gates = {name: gate.reshape(-1) if isinstance(gate, Tensor) else gate for name, gate in gates.items()}
         write = chain(self.rule.write(phi, rows, **gates))
         self._commit(write, self.rows + len(phi))
 
     def recall(self, queries: Tensor) -> Tensor:
         """What the memory answers: [d_v] for a query [d_k], [..., d_v] for [..., d_k]."""
-        return self._phi(queries, keep_shape=True) @ self.weights.mT
+        phi = self._phi(queries, queries=True)
+        dtype = working_dtype(phi)
+        return (phi.to(dtype) @ self.weights.to(dtype).mT).to(phi.dtype)
 
     def rebind(self, keys: Tensor, values: Tensor, *, protect: Tensor | None = None) -> None:
         """Replace what stored keys answer, exactly, by the smallest change of the weights that does it.
 
         Keys orthogonal to these keep their answers; others move by their overlap. `protect` names keys
-        [m, d_k] whose answers must not move at all.
+        [m, d_k] whose answers must not move at all (those being rebound excepted).
         """
         self._rewrite(keys, self._values(values, keys), protect, self.rows)
 
@@ -145,19 +151,39 @@ class Memory:
             "d_k": self.d_k,
             "rows": self.rows,
         }
-        data = save({"weights": self.weights.detach().contiguous()}, metadata={"rebind": json.dumps(described)})
-        _write_atomically(Path(path), data)
+        for kind, part, known_as in (("rule", self.rule, Rule._known), ("feature", self.feature, Feature._known)):
+            if known_as.get(part.name) is not type(part):
+                raise InputError(
+                    f"{kind} {type(part).__name__} goes by the name {part.name!r} of another class, expected a name of "
+                    f"its own: give it one, so that loading finds it"
+                )
+        tensors = {"weights": self.weights, **{f"feature.{n}": t for n, t in self.feature.state.items()}}
+        data = save(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+            metadata={"rebind": json.dumps(described)},
+        )
+        write_atomically(Path(path), data)
 
-    def _phi(self, keys: Tensor, *, keep_shape: bool = False) -> Tensor:
+    def _phi(self, keys: Tensor, *, queries: bool = False) -> Tensor:
+        """Keys as they meet the matrix. Queries may have any leading shape and may be empty of features."""
         require_rank(1, keys=keys)
         require_floating(keys=keys)
         require_width("keys", keys, self.d_k, "this memory")
-        require_finite(keys=keys)
-        if not keep_shape:
+        if not queries:
             if keys.ndim > 2:
                 raise ShapeError(f"keys are {list(keys.shape)}, expected [d_k] or [n, d_k]: flatten leading dimensions")
             keys = keys.reshape(-1, self.d_k)
-        return NORMALISERS[self.normalise](self.feature(keys.to(self.weights)))
+        keys = keys.to(self.weights)
+        require_finite(keys=keys)
+        phi = self.feature(keys) if self.normalise == "none" else self.feature.up_to_scale(keys)
+        phi = NORMALISERS[self.normalise](phi)
+        empty = (phi == 0).all(-1)
+        if not queries and empty.any():
+            raise InputError(
+                f"key {int(empty.nonzero()[0])} is all zeros under {self.feature!r}, expected a direction to write "
+                f"along: use another feature, or keys that are not zero"
+            )
+        return phi
 
     def _values(self, values: Tensor, keys: Tensor) -> Tensor:
         require_rank(1, values=values)
@@ -176,6 +202,9 @@ class Memory:
         phi = self._phi(keys)
         if protect is not None:
             held = self._phi(protect)
+            overlap = l2_normalise(held) @ l2_normalise(phi).mT
+            same = (overlap > 1 - 8 * torch.finfo(phi.dtype).eps).any(-1)  # a key cannot both change and stay
+            held = held[~same]
             phi, values = torch.cat([phi, held]), torch.cat([values, held @ self.weights.mT])
         if len(phi):
             self._commit(Write(phi, values, equality(phi).value), rows)
@@ -189,17 +218,32 @@ class Memory:
 
 def load(path: str | Path) -> Memory:
     """Read a memory that `Memory.save` wrote."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is not a file, expected one that Memory.save wrote: check the path")
     try:
         with safe_open(str(path), framework="pt") as file:
             described = json.loads((file.metadata() or {}).get("rebind", "{}"))
-            if described.get("format") != FORMAT:
+            if not isinstance(described, dict) or described.get("format") != FORMAT:
                 raise InputError(
-                    f"{path} is not a saved memory (format {described.get('format')!r}, expected {FORMAT!r})"
-                    f": pass a file that Memory.save wrote"
+                    f"{path} is not a saved memory of format {FORMAT!r}: pass a file that Memory.save wrote"
                 )
-            weights = file.get_tensor("weights")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        return _rebuild(described, tensors)
     except (SafetensorError, json.JSONDecodeError) as problem:
-        raise InputError(f"{path} cannot be read as safetensors ({problem}): it is damaged or something else") from None
+        raise InputError(
+            f"{path} cannot be read as safetensors ({problem}): it is damaged or something else; save the memory again"
+        ) from None
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise InputError(f"{path} describes no memory ({problem!r} is amiss): save the memory again") from None
+
+
+def _rebuild(described: dict[str, Any], tensors: dict[str, Tensor]) -> Memory:
+    weights, rows = tensors["weights"], described["rows"]
+    require_rank(2, weights=weights)
+    require_floating(weights=weights)
+    require_finite(weights=weights)
+    if not isinstance(rows, int) or rows < 0:
+        raise TypeError(f"rows = {rows!r}")
     memory = Memory(
         described["d_k"],
         weights.shape[0],
@@ -209,20 +253,13 @@ def load(path: str | Path) -> Memory:
         dtype=weights.dtype,
         **described["options"],
     )
-    require_width("weights", weights, memory.feature.width, f"feature {memory.feature!r} in {path}")
-    memory.weights, memory.rows = weights, described["rows"]
+    require_width("weights", weights, memory.feature.width, f"feature {memory.feature!r}")
+    for name, drawn in memory.feature.state.items():
+        saved = tensors[f"feature.{name}"]
+        if saved.shape != drawn.shape:
+            raise ShapeError(
+                f"{name} is {list(saved.shape)}, {memory.feature!r} has {list(drawn.shape)}: save it again"
+            )
+        setattr(memory.feature, name, saved)
+    memory.weights, memory.rows = weights, rows
     return memory
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    """Write beside the target, flush to disk, rename over it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -20,10 +20,12 @@ def chain(writes: Write, chunk: int = 64) -> Write:
         Ĝ = (I + U)⁻¹ G,   U = the part of G Kᵀ where the column's write comes later,
 
     which is the WY form of DeltaNet's chunks. The chunks are then composed pairwise, as a tree:
-    composition is associative. A composite never keeps more than d_k rows longer than it must.
+    composition is associative. The composite has at most d_k rows.
     """
     if not writes.batch_shape:
-        raise ShapeError("got a single write, expected a batch of them to compose: nothing is left to chain")
+        raise ShapeError(
+            "got a single write, expected a batch of them to compose: stack writes along a leading dimension"
+        )
     if chunk < 1:
         raise InputError(f"chunk is {chunk}, expected 1 or more: 64 suits most sizes")
     writes = _materialise(writes)
@@ -37,7 +39,7 @@ def chain(writes: Write, chunk: int = 64) -> Write:
         pairs = _group(_materialise(parts.compact()), 2)
         first, second = (_select(pairs, index) for index in (0, 1))
         parts = second @ first
-    return _select(parts, 0)
+    return _select(parts, 0).compact()
 
 
 def _chain_rows(writes: Write) -> Write:

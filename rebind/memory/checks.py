@@ -17,12 +17,14 @@ def known(flag: Tensor) -> bool | None:
     Inside `torch.vmap` and `torch.compile` control flow cannot depend on data; checks and
     rescues that would need it are skipped there.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or flag.is_meta:
         return None
     try:
         return bool(flag)
-    except RuntimeError:  # vmap, meta and fake tensors refuse to give their value away
-        return None
+    except RuntimeError as problem:
+        if "vmap" in str(problem):
+            return None
+        raise  # a device's own failure is not ours to hide
 
 
 def require_floating(**tensors: Tensor) -> None:
@@ -48,6 +50,8 @@ def require_finite(**tensors: Tensor) -> None:
 
 def require_rank(least: int, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} is a {type(tensor).__name__}, expected a tensor: convert it with torch.as_tensor")
         if tensor.ndim < least:
             raise ShapeError(
                 f"{name} has shape {list(tensor.shape)}, expected at least {least} "

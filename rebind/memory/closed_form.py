@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError, NumericalError, ShapeError
-from rebind.memory.checks import require_finite, require_floating, require_rank, require_width
+from rebind.memory.checks import (
+    require_broadcastable,
+    require_finite,
+    require_floating,
+    require_rank,
+    require_width,
+)
 from rebind.memory.precision import solving_dtype
 from rebind.memory.solve import Cholesky, Solution, cholesky, factor, relative_residual, symmetric
 
@@ -37,11 +43,7 @@ def ridge(
     of its own (C was given factored, or is the identity), else the primal; `Solution.method` says which.
     """
     _check_keys(keys, moment)
-    if not lam > 0 or lam == float("inf"):
-        raise InputError(
-            f"lam is {lam}, expected a positive number: it weighs the old keys against the new; "
-            f"its limit 0 is `equality`"
-        )
+    _check_positive("lam", lam)
     if form not in ("auto", "primal", "dual"):
         raise InputError(f"form is {form!r}, expected 'auto', 'primal' or 'dual': leave it out to let n and d decide")
     n, d = keys.shape[-2:]
@@ -151,12 +153,13 @@ def null_space(keys: Tensor, space: NullSpace, *, previous: Tensor | None = None
     directions, whichever is smaller.
     """
     _check_keys(keys, None)
+    _check_positive("l2", l2)
     require_width("keys", keys, space.width, "this null space")
     stacked = keys
     if previous is not None:
         _check_keys(previous, None)
         require_width("previous", previous, keys.shape[-1], "a write with these keys")
-        shape = torch.broadcast_shapes(keys.shape[:-2], previous.shape[:-2])
+        shape = require_broadcastable("keys and previous", keys.shape[:-2], previous.shape[:-2])
         stacked = torch.cat([t.expand(*shape, *t.shape[-2:]) for t in (keys, previous)], dim=-2)
     basis = space.basis.to(keys.device)
     solution = ridge(stacked.to(basis.dtype) @ basis, None, l2)
@@ -169,21 +172,26 @@ class Recursive:
     """Least squares that remembers: C ← C + KᵀK after each batch.
 
     Writing batch after batch with the gains of `step` leaves the memory where one ridge write of all
-    the rows together would have left it. The factor that gives a gain is the factor of the next
-    state, so a step costs one factorisation.
+    the rows together would have left it. A step factors one d×d matrix, whatever the batch's size.
     """
 
     moment: Tensor  # [..., d_k, d_k] C, in the solving dtype
 
     @classmethod
-    def start(cls, moment: Tensor | None = None, lam: float = 1.0, *, width: int | None = None) -> Recursive:
+    def start(
+        cls,
+        moment: Tensor | None = None,
+        lam: float = 1.0,
+        *,
+        width: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> Recursive:
         """From λC, or from λI of the given width when no moment is known."""
-        if not lam > 0 or lam == float("inf"):
-            raise InputError(f"lam is {lam}, expected a positive number: it weighs the old keys against the new")
+        _check_positive("lam", lam)
         if moment is None:
-            if width is None:
-                raise InputError("got neither moment nor width, expected one: width=d_k starts from λI")
-            moment = torch.eye(width, dtype=torch.float64)
+            if width is None or width < 1:
+                raise InputError(f"got no moment and width {width}, expected one: width=d_k starts from λI")
+            moment = torch.eye(width, dtype=torch.float64, device=device)
         return cls(lam * symmetric(moment, "moment"))
 
     def step(self, keys: Tensor) -> tuple[Solution, Recursive]:
@@ -260,10 +268,20 @@ def _check_keys(keys: Tensor, moment: Moment) -> None:
     require_floating(keys=keys)
     if isinstance(moment, Cholesky):
         require_width("keys", keys, moment.width, "this factored moment")
+        require_broadcastable("keys and the moment", keys.shape[:-2], moment.matrix.shape[:-2])
     elif moment is not None:
         require_rank(2, moment=moment)
         require_width("keys", keys, moment.shape[-1], "this moment")
+        require_broadcastable("keys and the moment", keys.shape[:-2], moment.shape[:-2])
     require_finite(keys=keys)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise InputError(
+            f"{name} is {value}, expected a positive number: it weighs what is old against the new keys; "
+            f"its limit 0 is `equality`"
+        )
 
 
 def _check_count(keys: Tensor) -> None:

@@ -7,6 +7,7 @@ own state (FAVOR+'s projection is drawn once, when the object is made).
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -45,11 +46,24 @@ class Feature(ABC):
         """What besides `dim` rebuilds this feature."""
         return {}
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Tensors that belong to this feature and are saved with it, under the names of its attributes."""
+        return {}
+
+    def up_to_scale(self, x: Tensor) -> Tensor:
+        """φ(x) times some positive number a row: all that a normaliser needs, where φ itself may under- or overflow."""
+        return self(x)
+
     def __call__(self, x: Tensor) -> Tensor:
+        return self._map(self._checked(x)).to(x.dtype)
+
+    def _checked(self, x: Tensor) -> Tensor:
+        """The input in the working dtype."""
         require_rank(1, x=x)
         require_floating(x=x)
         require_width("x", x, self.dim, f"feature {self.name!r}")
-        return self._map(x.to(working_dtype(x))).to(x.dtype)
+        return x.to(working_dtype(x))
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self.options.items())
@@ -97,7 +111,7 @@ class Dpfp(Feature):
 
     def __init__(self, dim: int, nu: int = 1) -> None:
         super().__init__(dim)
-        if not 1 <= nu <= 2 * dim - 1:
+        if not isinstance(nu, int) or not 1 <= nu <= 2 * dim - 1:
             raise InputError(
                 f"nu is {nu}, expected 1 to {2 * dim - 1} for keys {dim} wide: beyond that the shifts come round again"
             )
@@ -144,11 +158,22 @@ class Favor(Feature):
     def options(self) -> dict[str, int]:
         return {"m": self.m, "seed": self.seed}
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {"projection": self.projection}
+
+    def up_to_scale(self, x: Tensor) -> Tensor:
+        """The features with the row's largest exponent taken out: softmax's own safeguard."""
+        exponent = self._exponent(self._checked(x))
+        return (exponent - exponent.amax(-1, keepdim=True).detach()).exp().to(x.dtype)
+
     def _map(self, x: Tensor) -> Tensor:
+        return self._exponent(x).exp() * self.width**-0.5
+
+    def _exponent(self, x: Tensor) -> Tensor:
         x = x * self.dim**-0.25
         angle = x @ self.projection.to(x).mT
-        exponent = torch.cat([angle, -angle], dim=-1) - x.square().sum(-1, keepdim=True) / 2
-        return exponent.exp() * self.width**-0.5
+        return torch.cat([angle, -angle], dim=-1) - x.square().sum(-1, keepdim=True) / 2
 
 
 def orthogonal_projection(rows: int, dim: int, seed: int) -> Tensor:
@@ -177,15 +202,25 @@ def sum_normalise(x: Tensor) -> Tensor:
             f"sum normalisation got entries down to {float(x.min()):.3g}, expected none below 0: use a non-negative "
             f"feature (elu+1, relu, dpfp, favor), or normalise by L2"
         )
-    wide = x.to(working_dtype(x))
-    return (wide / wide.sum(-1, keepdim=True).clamp_min(1e-12)).to(x.dtype)
+    wide = _unit_peak(x)
+    total = wide.sum(-1, keepdim=True)
+    return (wide / total.where(total > 0, 1.0)).to(x.dtype)
 
 
 def l2_normalise(x: Tensor) -> Tensor:
     """x / ‖x‖; a row of zeros stays zero. With it a delta write at β = 1 replaces exactly."""
     require_rank(1, x=x)
     require_floating(x=x)
-    return functional.normalize(x.to(working_dtype(x)), dim=-1).to(x.dtype)
+    wide = _unit_peak(x)
+    energy = wide.square().sum(-1, keepdim=True)
+    return (wide * energy.where(energy > 0, 1.0).rsqrt()).to(x.dtype)
+
+
+def _unit_peak(x: Tensor) -> Tensor:
+    """x in the working dtype over its largest entry: rows of 1e-30 and of 1e30 normalise alike."""
+    wide = x.to(working_dtype(x))
+    peak = wide.detach().abs().amax(-1, keepdim=True)
+    return wide / peak.where(peak > 0, 1.0)
 
 
 def get_feature(name: str | Feature, dim: int, **options: int) -> Feature:
@@ -193,15 +228,20 @@ def get_feature(name: str | Feature, dim: int, **options: int) -> Feature:
     if isinstance(name, Feature):
         if name.dim != dim:
             raise ShapeError(f"{name!r} takes inputs {name.dim} wide, expected {dim}: make it for the keys' width")
+        if options:
+            raise InputError(f"got {name!r} and {', '.join(options)} too, expected one of them: set it on the feature")
         return name
-    if name not in Feature._known:
+    if not isinstance(name, str) or name not in Feature._known:
         raise unknown_name("feature", name, Feature._known)
-    try:
-        return Feature._known[name](dim, **options)
-    except TypeError:
+    made = Feature._known[name]
+    takes = list(inspect.signature(made).parameters)[1:]
+    unknown = [option for option in options if option not in takes]
+    if unknown:
         raise InputError(
-            f"feature {name!r} does not take {', '.join(options)}: pass the options its class names"
-        ) from None
+            f"feature {name!r} does not take {', '.join(unknown)}, it takes {', '.join(takes) or 'no options'}: "
+            f"leave {unknown[0]} out"
+        )
+    return made(dim, **options)
 
 
 def feature_names() -> list[str]:

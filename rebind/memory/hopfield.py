@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError
-from rebind.memory.checks import known, require_finite, require_floating, require_rank, require_width
+from rebind.memory.checks import (
+    known,
+    require_broadcastable,
+    require_finite,
+    require_floating,
+    require_rank,
+    require_width,
+)
 from rebind.memory.precision import working_dtype
 
 
@@ -40,7 +47,8 @@ class Classical:
         require_rank(2, patterns=patterns)
         require_floating(patterns=patterns)
         if known((patterns.abs() != 1).any()):
-            raise InputError("patterns hold entries other than +1 and −1: classical Hopfield units have two states")
+            other = float(patterns[patterns.abs() != 1].flatten()[0])
+            raise InputError(f"patterns hold {other:.3g}, expected +1 and −1 alone: take patterns.sign()")
         wide = patterns.to(working_dtype(patterns))
         weights = wide.mT @ wide / patterns.shape[-1]
         diagonal = torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))
@@ -53,7 +61,8 @@ class Classical:
     def energy(self, state: Tensor) -> Tensor:
         """−½ xᵀWx, [...]; no asynchronous update raises it."""
         self._check(state)
-        return -0.5 * (state * self._field(state)).sum(-1)
+        wide = state.to(working_dtype(state, self.weights))
+        return (-0.5 * (wide * self._field(wide)).sum(-1)).to(state.dtype)
 
     def recall(
         self,
@@ -72,7 +81,7 @@ class Classical:
         self._check(cue)
         if mode not in ("synchronous", "asynchronous"):
             raise InputError(f"mode is {mode!r}, expected 'synchronous' or 'asynchronous': leave it out for the first")
-        state = cue.clone()
+        state = cue.expand(*torch.broadcast_shapes(cue.shape[:-1], self.weights.shape[:-2]), self.units)
         for step in range(1, steps + 1):
             together = mode == "synchronous"
             new = _sign(self._field(state), state) if together else self._sweep(state, generator)
@@ -85,16 +94,19 @@ class Classical:
         state = state.clone()
         order = range(self.units) if generator is None else torch.randperm(self.units, generator=generator).tolist()
         for unit in order:
-            field = (self.weights[..., unit, :] * state).sum(-1)
+            field = (self.weights[..., unit, :].to(working_dtype(state, self.weights)) * state).sum(-1)
             state[..., unit] = _sign(field, state[..., unit])
         return state
 
     def _field(self, state: Tensor) -> Tensor:
-        return _overlap(self.weights, state)
+        dtype = working_dtype(self.weights, state)
+        return _overlap(self.weights.to(dtype), state.to(dtype))
 
     def _check(self, state: Tensor) -> None:
         require_rank(1, state=state)
+        require_floating(state=state)
         require_width("state", state, self.units, "this network")
+        require_broadcastable("the network and the state", self.weights.shape[:-2], state.shape[:-1])
         require_finite(state=state)
 
 
@@ -111,7 +123,7 @@ class Modern:
         require_finite(patterns=self.patterns)
         if self.patterns.shape[-2] == 0:
             raise InputError("got no patterns, expected at least one: there is nothing to retrieve")
-        if not self.beta > 0:
+        if not 0 < self.beta < float("inf"):
             raise InputError(f"beta is {self.beta}, expected a positive number: the softmax's inverse temperature")
 
     def step(self, state: Tensor) -> Tensor:
@@ -123,6 +135,7 @@ class Modern:
 
     def recall(self, cue: Tensor, *, steps: int = 1, tolerance: float = 0.0) -> Recall:
         """Repeat `step` until it moves no entry by more than `tolerance`."""
+        self._check(cue)
         state = cue
         for count in range(1, steps + 1):
             new = self.step(state)
@@ -150,6 +163,7 @@ class Modern:
         require_rank(1, state=state)
         require_floating(state=state)
         require_width("state", state, self.patterns.shape[-1], "this network")
+        require_broadcastable("the network and the state", self.patterns.shape[:-2], state.shape[:-1])
         require_finite(state=state)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError, ShapeError
-from rebind.memory.checks import require_rank
+from rebind.memory.checks import require_broadcastable, require_floating, require_rank
 from rebind.memory.precision import common_dtype, working_dtype
 
 
@@ -21,6 +21,8 @@ class LowRank:
 
     def __post_init__(self) -> None:
         require_rank(2, left=self.left, right=self.right)
+        require_floating(left=self.left, right=self.right)
+        require_broadcastable("left and right", self.left.shape[:-2], self.right.shape[:-2])
         if self.left.shape[-1] != self.right.shape[-2]:
             raise ShapeError(
                 f"left {list(self.left.shape)} has {self.left.shape[-1]} columns and right "
@@ -45,8 +47,7 @@ class LowRank:
         Works on the factors' n×n cores, so a change to a large weight is truncated without
         ever being formed.
         """
-        if rank < 0:
-            raise InputError(f"rank is {rank}, expected 0 or more: pass the number of components to keep")
+        _check_rank(rank)
         columns, singular, rows = self._svd()
         root = singular[..., :rank].sqrt()
         dtype = common_dtype(self.left, self.right)
@@ -61,10 +62,11 @@ class LowRank:
 
     def truncation_error(self, rank: int) -> Tensor:
         """‖product − truncate(rank)‖ / ‖product‖ in the Frobenius norm; 0 for a zero product."""
+        _check_rank(rank)
         energy = self._svd()[1].square()
-        total = energy.sum(-1)
-        lost = energy[..., rank:].sum(-1)
-        relative = (lost / total.where(total > 0, 1.0)).sqrt()
+        total, lost = energy.sum(-1), energy[..., rank:].sum(-1)
+        some = lost > 0  # the root's slope at 0 is infinite: keep it out of the graph
+        relative = torch.where(some, (lost.where(some, 1.0) / total.where(some, 1.0)).sqrt(), 0.0)
         return relative.to(common_dtype(self.left, self.right))
 
     def _svd(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,3 +75,8 @@ class LowRank:
         right_basis, right_core = torch.linalg.qr(self.right.to(dtype).mT)
         u, singular, vh = torch.linalg.svd(left_core @ right_core.mT, full_matrices=False)
         return left_basis @ u, singular, vh @ right_basis.mT
+
+
+def _check_rank(rank: int) -> None:
+    if rank < 0:
+        raise InputError(f"rank is {rank}, expected 0 or more: pass the number of components to keep")

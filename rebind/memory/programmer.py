@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 
 from rebind.errors import ShapeError
-from rebind.memory.checks import require_finite, require_floating, require_rank, require_width
-from rebind.memory.precision import working_dtype
+from rebind.memory.checks import (
+    require_broadcastable,
+    require_finite,
+    require_floating,
+    require_rank,
+    require_width,
+)
+from rebind.memory.precision import common_dtype, working_dtype
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class FastWeightProgrammer:
         require_floating(memory=memory, a=a, b=b)
         require_width("a", a, memory.shape[-2], "this memory")
         require_width("b", b, memory.shape[-1], "this memory")
+        require_broadcastable("memory, a and b", memory.shape[:-2], a.shape[:-1], b.shape[:-1])
         require_finite(memory=memory, a=a, b=b)
         dtype = working_dtype(memory, a, b)
         outer = a.to(dtype).unsqueeze(-1) * b.to(dtype).unsqueeze(-2)
@@ -45,6 +52,7 @@ class FastWeightProgrammer:
         `slow_a` [d_v, d] and `slow_b` [d, d] are the slow weights; the memory starts at zero.
         """
         require_rank(2, x=x, slow_a=slow_a, slow_b=slow_b)
+        require_floating(x=x, slow_a=slow_a, slow_b=slow_b)
         require_width("slow_a", slow_a, x.shape[-1], "this input")
         require_width("slow_b", slow_b, x.shape[-1], "this input")
         if slow_b.shape[-2] != x.shape[-1]:
@@ -54,9 +62,12 @@ class FastWeightProgrammer:
             )
         if memory is None:
             memory = x.new_zeros(*x.shape[:-2], slow_a.shape[-2], x.shape[-1])
-        a, b = x @ slow_a.mT, x @ slow_b.mT
+        dtype, out = working_dtype(x, slow_a, slow_b, memory), common_dtype(x, slow_a, slow_b)
+        wide = x.to(dtype)
+        a, b, state = wide @ slow_a.to(dtype).mT, wide @ slow_b.to(dtype).mT, memory.to(dtype)
         outputs = []
         for t in range(x.shape[-2]):
-            memory = self.step(memory, a[..., t, :], b[..., t, :])
-            outputs.append((memory @ x[..., t, :].unsqueeze(-1)).squeeze(-1))
-        return torch.stack(outputs, dim=-2) if outputs else x.new_zeros(*x.shape[:-1], slow_a.shape[-2]), memory
+            state = self.step(state, a[..., t, :], b[..., t, :])
+            outputs.append((state @ wide[..., t, :].unsqueeze(-1)).squeeze(-1))
+        read = torch.stack(outputs, dim=-2) if outputs else wide.new_zeros(*x.shape[:-1], slow_a.shape[-2])
+        return read.to(out), state.to(memory.dtype)

@@ -49,6 +49,7 @@ class Rule(ABC):
 
     name: ClassVar[str]
     gates: ClassVar[dict[str, float]]  # every gate with its default
+    largest: ClassVar[dict[str, float]] = {}  # upper bounds of gates that have one
     reads: ClassVar[bool]  # whether the write probes the memory with k; if so ε = η
 
     _known: ClassVar[dict[str, type[Rule]]] = {}
@@ -88,7 +89,13 @@ class Rule(ABC):
                 f"memory is {list(memory.shape)} and previous {list(previous.shape)}, expected the same last two "
                 f"sizes: both are states of one memory"
             )
-        return self._objective(memory, previous, k, v, self._gates(k, gates))
+        require_broadcastable(
+            "memory, previous, k and v", memory.shape[:-2], previous.shape[:-2], k.shape[:-1], v.shape[:-1]
+        )
+        dtype = working_dtype(memory, previous, k, v)
+        out = common_dtype(memory, previous, k, v)
+        memory, previous, k, v = (tensor.to(dtype) for tensor in (memory, previous, k, v))
+        return self._objective(memory, previous, k, v, self._gates(k, gates)).to(out)
 
     @abstractmethod
     def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients: ...
@@ -101,15 +108,25 @@ class Rule(ABC):
             if name not in self.gates:
                 takes = ", ".join(self.gates) or "no gates"
                 raise InputError(f"rule {self.name!r} got a gate {name!r}, takes {takes}: leave {name!r} out")
-            value = torch.as_tensor(gate)
+            value = self._gate(name, gate)
             require_finite(**{name: value})
-            if known((value < 0).any()):
+            most = self.largest.get(name, float("inf"))
+            if known(((value < 0) | (value > most)).any()):
+                expected = "0 or more" if most == float("inf") else f"0 to {most:g}"
                 raise InputError(
-                    f"gate {name!r} of rule {self.name!r} goes down to {value.min():.3g}, expected 0 or more: "
-                    f"pass it through a sigmoid or softplus"
+                    f"gate {name!r} of rule {self.name!r} ranges from {value.min():.3g} to {value.max():.3g}, expected "
+                    f"{expected}: pass it through a sigmoid or softplus"
                 )
             require_broadcastable(f"k and {name}", k.shape[:-1], value.shape)
         return SimpleNamespace(**{**self.gates, **given})
+
+    def _gate(self, name: str, gate: Gate) -> Tensor:
+        if isinstance(gate, Tensor):
+            require_floating(**{name: gate})
+            return gate.detach()
+        if isinstance(gate, bool) or not isinstance(gate, (int, float)):
+            raise InputError(f"gate {name!r} is {gate!r}, expected a number or a tensor of one a key: convert it first")
+        return torch.tensor(float(gate))
 
 
 class Sum(Rule):
@@ -131,6 +148,7 @@ class Rfa(Rule):
 
     name = "rfa"
     gates: ClassVar[dict[str, float]] = {"beta": 0.5}
+    largest: ClassVar[dict[str, float]] = {"beta": 1.0}
     reads = False
 
     def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
@@ -211,7 +229,7 @@ def get_rule(name: str | Rule) -> Rule:
     """The rule of that name; a rule object passes through."""
     if isinstance(name, Rule):
         return name
-    if name not in Rule._known:
+    if not isinstance(name, str) or name not in Rule._known:
         raise unknown_name("rule", name, Rule._known)
     return Rule._known[name]()
 

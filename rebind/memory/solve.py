@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 
 from rebind.errors import NumericalError, NumericalWarning, ShapeError
-from rebind.memory.checks import known, require_finite, require_floating, require_rank, require_width
+from rebind.memory.checks import (
+    known,
+    require_broadcastable,
+    require_finite,
+    require_floating,
+    require_rank,
+    require_width,
+)
 from rebind.memory.precision import solving_dtype
 
 LARGEST_JITTER = 1e-2  # relative to the mean diagonal
@@ -53,7 +60,8 @@ class Solution:
         Computed when first asked for: it costs about as much as a solve.
         """
         with torch.no_grad():
-            return float(self._residual().max())
+            residual = self._residual()
+            return float(residual.max()) if residual.numel() else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +103,8 @@ class Cholesky:
         """A + KᵀK for rows K [..., n, d], from this factor."""
         require_rank(2, keys=rows)
         require_floating(keys=rows)
+        require_width("keys", rows, self.width, "this factor")
+        require_broadcastable("the factor and the keys", self.matrix.shape[:-2], rows.shape[:-2])
         require_finite(keys=rows)
         half = self.whiten(rows)
         eye = torch.eye(rows.shape[-2], dtype=half.dtype, device=half.device)
@@ -109,6 +119,7 @@ class Cholesky:
                 f"right-hand side {list(right.shape)} has {right.shape[-2]} rows, the system has {self.width}: "
                 f"right-hand sides are columns; transpose rows of keys"
             )
+        require_broadcastable("the factor and the right-hand side", self.matrix.shape[:-2], right.shape[:-2])
         require_finite(right=right)
 
 
@@ -203,8 +214,7 @@ def factor(matrix: Tensor, what: str = "matrix") -> Cholesky:
 def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
     """The matrix in the solving dtype, once it has shown to be square, finite and symmetric.
 
-    Symmetry is probed with one vector: A x and Aᵀx take two passes over the matrix where comparing
-    it with its transpose takes many. Only the lower triangle is factored later on.
+    Only the lower triangle is factored later on.
     """
     require_rank(2, **{what: matrix})
     require_floating(**{what: matrix})
@@ -217,18 +227,26 @@ def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
     wide = matrix.to(solving_dtype(matrix))
     if wide.numel() == 0:
         return wide
-    probe = 1.5 + torch.arange(d, dtype=wide.dtype, device=wide.device).square().cos()  # nothing special about it
-    gap = (wide @ probe - wide.mT @ probe).abs().amax(-1).detach()
     scale = torch.linalg.vector_norm(wide.detach(), ord=float("inf"), dim=(-2, -1))
-    # At least 1e-6: the matrix may have been accumulated in float32 and widened since.
-    tolerance = max(100 * torch.finfo(matrix.dtype).eps, 1e-6) * d**0.5
+    # At least 1e-5: the matrix may have been accumulated in float32 and widened since.
+    tolerance = max(4 * torch.finfo(matrix.dtype).eps, 1e-5)
+    gap = _asymmetry(wide.detach())
     if known((gap > tolerance * scale).any()):
         raise ShapeError(
             f"{what} {list(matrix.shape)} is not symmetric: entries differ from their mirror images by up to "
-            f"{float((wide - wide.mT).detach().abs().max()):.3g}, expected none to. A second moment is keysᵀ @ keys; "
-            f"check how it was accumulated"
+            f"{float(gap.max()):.3g}, expected none to. A second moment is keysᵀ @ keys; check how it was accumulated"
         )
     return wide
+
+
+def _asymmetry(matrix: Tensor, block: int = 256) -> Tensor:
+    """max |A − Aᵀ|, [...], strip by strip: the transpose of a large matrix is never walked through at once."""
+    gaps = []
+    for begin in range(0, matrix.shape[-1], block):
+        end = begin + block
+        strip = matrix[..., begin:end, :end] - matrix[..., :end, begin:end].mT
+        gaps.append(strip.abs().amax((-2, -1)))
+    return torch.stack(gaps).amax(0)
 
 
 def relative_residual(got: Tensor, wanted: Tensor) -> Tensor:
@@ -243,7 +261,10 @@ def cholesky(matrix: Tensor, what: str) -> Cholesky:
     A batch entry gets jitter only if it needs it.
     """
     lower, failed = _try(matrix)
-    if not known(failed.any()):  # also where vmap forbids looking: there is no rescue there
+    rescue = known(failed.any())
+    if rescue is None:  # vmap and compile cannot branch: an entry that needs a rescue becomes NaN, never a wrong number
+        lower = torch.where(failed[..., None, None], torch.nan, lower)
+    if not rescue:
         return Cholesky(matrix, lower, jitter=0.0)
     mean = matrix.diagonal(dim1=-2, dim2=-1).detach().mean(-1)
     # Noise in the rescued directions is about eps/jitter, the bias elsewhere about jitter: eps^(2/3) keeps both small.

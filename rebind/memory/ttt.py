@@ -38,7 +38,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # (prediction, value) → a scalar
 class InnerModel(ABC):
     """What is trained at test time: a function of a state, a tuple of tensors."""
 
-    event_dims: tuple[int, ...]  # how many trailing dimensions of each state tensor are its own
+    @abstractmethod
+    def shapes(self, d_k: int, d_v: int) -> tuple[tuple[int, ...], ...]:
+        """The shape of each tensor of a state."""
 
     @abstractmethod
     def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
@@ -53,7 +55,8 @@ class InnerModel(ABC):
 class Linear(InnerModel):
     """f(x) = W x."""
 
-    event_dims = (2,)
+    def shapes(self, d_k: int, d_v: int) -> tuple[tuple[int, ...], ...]:
+        return ((d_v, d_k),)
 
     def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
         return (torch.zeros(d_v, d_k, dtype=dtype),)
@@ -65,6 +68,8 @@ class Linear(InnerModel):
     def write(self, k: Tensor, v: Tensor, rate: float | Tensor) -> Write:
         """One mini-batch of keys [..., n, d_k] and values [..., n, d_v] as a write of n rows: gain 2ηK."""
         require_rank(2, k=k, v=v)
+        if isinstance(rate, Tensor):
+            require_width("rate", rate, k.shape[-2], "this mini-batch, one rate a row,")
         scale = rate.unsqueeze(-1) if isinstance(rate, Tensor) else rate
         return Write(k, v, (2 * scale * k.to(working_dtype(k))).to(k.dtype))
 
@@ -74,14 +79,20 @@ class Mlp(InnerModel):
     """f(x) = W₂ gelu(W₁ x + b₁) + b₂, with a hidden layer `expand` times as wide as the keys."""
 
     expand: int = 4
-    event_dims = (2, 1, 2, 1)
+
+    def shapes(self, d_k: int, d_v: int) -> tuple[tuple[int, ...], ...]:
+        hidden = self.expand * d_k
+        return (hidden, d_k), (hidden,), (d_v, hidden), (d_v,)
 
     def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
         generator = torch.Generator().manual_seed(seed)
-        hidden = self.expand * d_k
-        first = 0.02 * torch.randn(hidden, d_k, generator=generator, dtype=dtype)
-        second = 0.02 * torch.randn(d_v, hidden, generator=generator, dtype=dtype)
-        return first, first.new_zeros(hidden), second, second.new_zeros(d_v)
+        first, first_bias, second, second_bias = self.shapes(d_k, d_v)
+        return (
+            0.02 * torch.randn(first, generator=generator, dtype=dtype),
+            torch.zeros(first_bias, dtype=dtype),
+            0.02 * torch.randn(second, generator=generator, dtype=dtype),
+            torch.zeros(second_bias, dtype=dtype),
+        )
 
     def __call__(self, state: State, x: Tensor) -> Tensor:
         first, first_bias, second, second_bias = state
@@ -99,13 +110,13 @@ class ResidualNorm(InnerModel):
     weight: Tensor | None = None  # [d]
     bias: Tensor | None = None  # [d]
 
-    @property
-    def event_dims(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.inner.event_dims
-
-    def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
+    def shapes(self, d_k: int, d_v: int) -> tuple[tuple[int, ...], ...]:
         if d_k != d_v:
             raise ShapeError(f"got keys {d_k} and values {d_v} wide, expected equal widths: f adds its input")
+        return self.inner.shapes(d_k, d_v)
+
+    def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
+        self.shapes(d_k, d_v)
         return self.inner.initial(d_k, d_v, seed=seed, dtype=dtype)
 
     def __call__(self, state: State, x: Tensor) -> Tensor:
@@ -119,8 +130,10 @@ def squared_error(prediction: Tensor, value: Tensor) -> Tensor:
 
 def learned_rate(x: Tensor, theta: Tensor, base: float) -> Tensor:
     """η = base · σ(θ·x) for inputs [..., d]: a rate a token, between 0 and `base`."""
+    require_rank(1, x=x, theta=theta)
     require_width("theta", theta, x.shape[-1], "this input")
-    return base * torch.sigmoid(x @ theta)
+    dtype = working_dtype(x, theta)
+    return (base * torch.sigmoid(x.to(dtype) @ theta.to(dtype))).to(common_dtype(x, theta))
 
 
 @dataclass(frozen=True)
@@ -174,9 +187,9 @@ def run(
         shape = tensor.shape[tensor.ndim - own :]
         return tensor.to(dtype).expand(*batch, *shape).reshape(-1, *shape)
 
-    start = tuple(flat(s, own) for s, own in zip(state, model.event_dims, strict=True))
-    if length == 0:
-        out = v.new_zeros(*batch, 0, v.shape[-1])
+    start = tuple(flat(s, len(own)) for s, own in zip(state, model.shapes(k.shape[-1], v.shape[-1]), strict=True))
+    if length == 0 or 0 in batch:
+        out = v.new_zeros(*batch, length, v.shape[-1])
         end = start
     else:
         out, end = vmap(one)(start, flat(q, 2), flat(k, 2), flat(v, 2), flat(rates, 1))
@@ -204,13 +217,17 @@ def _check(
         )
     if mini_batch is not None and mini_batch < 1:
         raise InputError(f"mini_batch is {mini_batch}, expected 1 or more: 1 is online, None the whole sequence")
-    if len(state) != len(model.event_dims):
+    shapes = model.shapes(k.shape[-1], v.shape[-1])
+    got = tuple(tuple(tensor.shape[-len(own) :]) for tensor, own in zip(state, shapes, strict=False))
+    if len(state) != len(shapes) or got != shapes:
         raise ShapeError(
-            f"state has {len(state)} tensors, {type(model).__name__} keeps {len(model.event_dims)}: "
-            f"start from model.initial(d_k, d_v)"
+            f"state has shapes {', '.join(str(list(tensor.shape)) for tensor in state)}, {type(model).__name__} keeps "
+            f"{', '.join(str(list(own)) for own in shapes)} here: start from model.initial(d_k, d_v)"
         )
-    require_finite(q=q, k=k, v=v, rate=torch.as_tensor(rate))
-    leads = [s.shape[: s.ndim - own] for s, own in zip(state, model.event_dims, strict=True)]
+    named = {f"state[{index}]": tensor for index, tensor in enumerate(state)}
+    require_floating(**named)
+    require_finite(q=q, k=k, v=v, rate=torch.as_tensor(rate), **named)
+    leads = [tensor.shape[: tensor.ndim - len(own)] for tensor, own in zip(state, shapes, strict=True)]
     if isinstance(rate, Tensor) and rate.ndim:
         require_width("rate", rate, k.shape[-2], "this sequence, one rate a token,")
         leads.append(rate.shape[:-1])

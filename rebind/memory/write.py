@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rebind.errors import NumericalError, ShapeError
+from rebind.errors import InputError, NumericalError, ShapeError
 from rebind.memory.checks import (
     known,
     require_broadcastable,
@@ -54,8 +54,8 @@ class Write:
                 f"got {', '.join(f'{n} rows of {name}' for name, n in rows.items())}, expected as many of "
                 f"each: one key, one value and one gain make a row"
             )
+        retain = _as_retain(self.retain)
         require_broadcastable("keys, values, gain and retain", *self._leading_shapes())
-        retain = torch.as_tensor(self.retain)
         require_finite(**tensors, retain=retain)
 
     @classmethod
@@ -121,7 +121,7 @@ class Write:
         if (earlier.d_k, earlier.d_v) != (self.d_k, self.d_v):
             raise ShapeError(
                 f"cannot compose a write of keys {self.d_k} and values {self.d_v} wide with one of "
-                f"{earlier.d_k} and {earlier.d_v}: both must address the same memory"
+                f"{earlier.d_k} and {earlier.d_v}, expected equal widths: both must address the same memory"
             )
         require_broadcastable("the two writes", self.batch_shape, earlier.batch_shape)
         dtype = self._working_dtype(*earlier.tensors())
@@ -132,7 +132,7 @@ class Write:
             keys=concatenate(earlier.keys, self.keys, dim=-2).to(out),
             values=concatenate(self._scale(earlier.values.to(dtype), dtype), self.values, dim=-2).to(out),
             gain=concatenate(corrected, late_gain, dim=-2).to(out),
-            retain=self.retain * earlier.retain,
+            retain=_product(self.retain, earlier.retain, dtype),
         )
 
     def compact(self) -> Write:
@@ -224,3 +224,18 @@ def concatenate(first: Tensor, second: Tensor, dim: int) -> Tensor:
     """`torch.cat` with the leading dimensions broadcast and the dtypes promoted."""
     dtype = common_dtype(first, second)
     return torch.cat([expand_rows(first, second).to(dtype), expand_rows(second, first).to(dtype)], dim=dim)
+
+
+def _as_retain(retain: float | Tensor) -> Tensor:
+    if isinstance(retain, Tensor):
+        require_floating(retain=retain)
+        return retain
+    if not isinstance(retain, (int, float)):
+        raise InputError(f"retain is {retain!r}, expected a number or a tensor: leave it out to keep everything")
+    return torch.tensor(float(retain))
+
+
+def _product(first: float | Tensor, second: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """Of two retains, in the working dtype: long products of half-precision numbers drift."""
+    wide = [retain.to(dtype) if isinstance(retain, Tensor) else retain for retain in (first, second)]
+    return wide[0] * wide[1]

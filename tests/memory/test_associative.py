@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -162,7 +163,7 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path):
     save_file({"weights": torch.zeros(2, 2)}, foreign)
     with pytest.raises(InputError, match="cannot be read as safetensors"):
         rebind.load(damaged)
-    with pytest.raises(InputError, match="not a saved memory"):
+    with pytest.raises(InputError, match="not a saved memory of format"):
         rebind.load(foreign)
     with pytest.raises(FileNotFoundError):
         rebind.load(tmp_path / "absent")
@@ -225,3 +226,162 @@ def test_sum_normalisation_needs_non_negative_features():
     m = memory(feature="dpfp", normalise="sum")
     m.bind(Draw(14).normal(8), Draw(14).normal(3))
     assert float(m.recall(Draw(14).normal(8)).norm()) > 0
+
+
+def test_caused_and_suffered_are_not_the_same():
+    """Without normalisation a long key under Longhorn disturbs others more than they disturb it."""
+    m = memory(rule="longhorn", normalise="none")
+    keys = torch.stack([torch.eye(8)[0] * 10, torch.eye(8)[0] + torch.eye(8)[1]]).double()
+    report = m.interference(keys)
+    assert report.overlap[0, 1] != report.overlap[1, 0]
+    assert_close(report.caused, torch.stack([report.overlap[1, 0], report.overlap[0, 1]]).square())
+    assert_close(report.suffered, report.caused.flip(0))
+
+
+def test_load_is_against_the_features_width():
+    m, draw = memory(feature="dpfp"), Draw(15)
+    m.bind(draw.normal(4, 8), draw.normal(4, 3))
+    assert m.load == 4 / 16
+    m.unbind(draw.normal(6, 8))
+    assert m.load == 0.0
+
+
+def test_the_default_rule_is_delta():
+    m, draw = memory(), Draw(16)
+    key, first, second = draw.normal(8), draw.normal(3), draw.normal(3)
+    m.bind(key, first)
+    m.bind(key, second)
+    assert_close(m.recall(key), second)
+
+
+def test_every_setting_is_saved(tmp_path):
+    m = memory(8, 3, "mamba2", "favor", "sum", m=5, seed=3)
+    m.feature.projection = m.feature.projection + 1  # as a learned or replaced projection would be
+    m.bind(Draw(17).normal(8), Draw(17).normal(3))
+    m.weights = m.weights.requires_grad_() * 1.0
+    m.save(tmp_path / "m")
+    back = rebind.load(tmp_path / "m")
+    assert repr(back) == repr(m)
+    assert back.normalise == "sum"
+    assert torch.equal(back.feature.projection, m.feature.projection)
+    assert_close(back.recall(Draw(18).normal(8)), m.recall(Draw(18).normal(8)), 1e-15)
+    assert not back.weights.requires_grad
+
+
+def test_saving_respects_the_umask_and_follows_links(tmp_path):
+    real, link = tmp_path / "real", tmp_path / "link"
+    memory().save(real)
+    assert real.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    link.symlink_to(real)
+    m = memory()
+    m.bind(Draw(19).normal(8), Draw(19).normal(3))
+    m.save(link)
+    assert link.is_symlink()
+    assert rebind.load(real).rows == 1
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(InputError, match=f"{tmp_path / 'none'} does not exist"):
+        memory().save(tmp_path / "none" / "m")
+    with pytest.raises(FileNotFoundError, match="not a file"):
+        rebind.load(tmp_path)
+
+
+def test_a_part_without_a_name_of_its_own_is_not_saved(tmp_path):
+    class Louder(type(get_rule("sum"))):
+        pass
+
+    with pytest.raises(InputError, match="rule Louder goes by the name 'sum' of another class"):
+        memory(rule=Louder()).save(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"d_k": None}, {"rows": -3}, {"rows": "a"}, {"options": None}, {"rule": "nosuch"}, {"d_k": 9}, {"normalise": 1}],
+)
+def test_bad_descriptions_are_refused(tmp_path, change):
+    from safetensors.torch import save_file
+
+    described = {
+        "format": "rebind-memory-1",
+        "rule": "delta",
+        "feature": "identity",
+        "options": {},
+        "normalise": "l2",
+        "d_k": 8,
+        "rows": 0,
+    }
+    changed = {name: value for name, value in {**described, **change}.items() if value is not None or name == "options"}
+    path = tmp_path / "m"
+    save_file({"weights": torch.zeros(3, 8)}, path, metadata={"rebind": json.dumps(changed)})
+    with pytest.raises(InputError):
+        rebind.load(path)
+    save_file({"weights": torch.full((3, 8), float("nan"))}, path, metadata={"rebind": json.dumps(described)})
+    with pytest.raises(InputError, match="weights .* NaN"):
+        rebind.load(path)
+    save_file({"weights": torch.zeros(3, 8)}, path, metadata={"rebind": "[1]"})
+    with pytest.raises(InputError, match="not a saved memory"):
+        rebind.load(path)
+
+
+def test_keys_without_features_are_refused():
+    m = rebind.Memory(8, 2, feature="relu")
+    with pytest.raises(InputError, match=r"key 1 is all zeros under Relu\(8\)"):
+        m.bind(torch.stack([torch.ones(8), -torch.ones(8)]), torch.ones(2, 2))
+    assert m.rows == 0
+    assert torch.equal(m.recall(-torch.ones(8)), torch.zeros(2))
+    with pytest.raises(InputError, match="key 0 is all zeros"):
+        rebind.Memory(8, 2).rebind(torch.zeros(8), torch.ones(2))
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-8, 1.0, 1e8])
+@pytest.mark.parametrize("feature", ["identity", "dpfp", "favor", "elu+1"])
+def test_keys_of_any_scale_are_recalled(scale, feature):
+    m = rebind.Memory(64, 2, feature=feature)
+    key, value = scale * Draw(20).normal(64).float(), torch.ones(2)
+    m.bind(key, value)
+    assert_close(m.recall(key), value, 1e-5)
+
+
+def test_features_that_underflow_are_refused():
+    """DPFP's products of keys of 1e-30 are zero in float32: said, not stored."""
+    with pytest.raises(InputError, match="all zeros"):
+        rebind.Memory(64, 2, feature="dpfp").bind(1e-30 * torch.ones(64), torch.ones(2))
+
+
+def test_half_precision_overflow_is_refused():
+    m = rebind.Memory(8, 2, dtype=torch.float16)
+    with pytest.raises(InputError, match="keys .* NaN or infinite"):
+        m.recall(torch.full((8,), 1e5))
+
+
+def test_protecting_everything_protects_the_others():
+    m, draw = memory(), Draw(21)
+    keys, values = draw.normal(4, 8), draw.normal(4, 3)
+    m.bind(keys, values)
+    before, new = m.recall(keys), draw.normal(3)
+    m.rebind(keys[1], new, protect=keys)
+    assert_close(m.recall(keys[1]), new)
+    assert_close(m.recall(keys)[[0, 2, 3]], before[[0, 2, 3]])
+
+
+def test_gates_that_do_not_fit_are_refused():
+    m, draw = memory(), Draw(22)
+    with pytest.raises(ShapeError, match="beta"):
+        m.bind(draw.normal(3, 8), draw.normal(3, 3), beta=torch.rand(2))
+    with pytest.raises(InputError, match="dtype is torch.int64"):
+        rebind.Memory(8, 2, dtype=torch.int64)
+    m.bind(draw.normal(8), draw.normal(3), beta=torch.tensor(0.5))
+    assert m.rows == 1
+
+
+def test_recall_has_gradients():
+    m, draw = memory(feature="elu+1"), Draw(23)
+    m.bind(draw.normal(4, 8), draw.normal(4, 3))
+    assert torch.autograd.gradcheck(m.recall, draw.normal(2, 8).requires_grad_())

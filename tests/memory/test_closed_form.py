@@ -266,5 +266,85 @@ def test_bad_input_is_refused():
         null_space(draw.normal(3, 5), space)
     with pytest.raises(ShapeError, match="previous .* is 5 wide"):
         null_space(keys, space, previous=draw.normal(3, 5))
-    with pytest.raises(InputError, match="lam is -1"):
+    with pytest.raises(InputError, match="l2 is -1"):
         null_space(keys, space, l2=-1.0)
+
+
+@pytest.mark.parametrize("form", ["primal", "dual"])
+@pytest.mark.parametrize("known", [True, False])
+def test_residuals_are_of_the_whole_equation(form, known):
+    draw = Draw(17)
+    keys, moment = draw.normal(3, 6), draw.moment(6)
+    solution = ridge(keys, moment if known else None, 0.5, form=form)
+    C = moment if known else torch.eye(6).double()
+    assert solution.residual < 1e-12
+    missing = float((solution.value @ (0.5 * C + keys.mT @ keys) - keys).norm() / keys.norm())
+    assert solution.residual == pytest.approx(missing, abs=1e-13)
+
+
+def test_jitter_of_either_matrix_is_reported():
+    draw = Draw(18)
+    k = draw.normal(1, 6)
+    with pytest.warns(NumericalWarning):
+        assert equality(torch.cat([k, k]), draw.moment(6)).jitter > 0
+    old = draw.normal(4, 6)
+    with pytest.warns(NumericalWarning):
+        assert equality(k, old.mT @ old).jitter > 0
+    with pytest.warns(NumericalWarning):
+        block = equality_block(k, old.mT @ old)
+    assert (block.jitter > 0, block.order, block.method) == (True, 7, "block")
+
+
+def test_defaults():
+    draw = Draw(19)
+    keys = draw.normal(2, 6)
+    assert_close(ridge(keys).value, ridge(keys, None, 1.0).value, 0.0)
+    moment = draw.spectrum(torch.tensor([1e-3, 1e-2, 1.9e-2, 2.1e-2, 1.0, 2.0]).double())
+    assert NullSpace.below(moment).size == 3
+    assert NullSpace.smallest(moment, 0.4).size == 2
+    assert_close(
+        null_space(keys, NullSpace.below(moment)).value, null_space(keys, NullSpace.below(moment), l2=1.0).value
+    )
+    assert Recursive.start(moment).step(keys)[0].method == "primal"
+    square = draw.normal(6, 6)
+    assert ridge(square).method == "primal", "at n = d the d×d system is as small and needs no C⁻¹"
+
+
+def test_hard_moments_in_every_form():
+    """Condition 1e12 and rank deficiency for the forms that `ridge`'s own tests leave out."""
+    draw = Draw(20)
+    hard = draw.spectrum(torch.logspace(0, -12, 12, dtype=torch.float64))
+    keys, values, W = draw.normal(3, 12), draw.normal(3, 4), draw.normal(4, 12)
+    for form in (equality, equality_block):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            gain = form(keys, hard)
+        assert_close(keys @ Write(keys, values, gain.value).apply(W).mT, values, 1e-5)
+    step = Recursive.start(hard).step(keys)[0]
+    assert step.residual < 1e-9
+    old = draw.normal(5, 12)
+    space = NullSpace.below(old.mT @ old)
+    assert space.size == 7
+    with pytest.warns(NumericalWarning):
+        assert Recursive.start(old.mT @ old).step(keys)[0].jitter > 0
+    with pytest.warns(NumericalWarning):
+        gain = equality_block(keys, old.mT @ old)
+    assert_close(keys @ Write(keys, values, gain.value).apply(W).mT, values, 1e-4)
+
+
+def test_batches_that_do_not_fit_are_refused():
+    draw = Draw(21)
+    moments, keys = draw.moment(6, 3), draw.normal(2, 2, 6)
+    for form in (ridge, equality, equality_block):
+        with pytest.raises(ShapeError, match="broadcast"):
+            form(keys, moments)
+        with pytest.raises(ShapeError, match="broadcast"):
+            form(keys, factor(moments))
+    with pytest.raises(ShapeError, match="broadcast"):
+        Recursive.start(moments).step(keys)
+    with pytest.raises(ShapeError, match="broadcast"):
+        null_space(keys, NullSpace.smallest(draw.moment(6), 0.5), previous=draw.normal(3, 1, 6))
+    with pytest.raises(InputError, match="width -1"):
+        Recursive.start(width=-1)
+    with pytest.raises(InputError, match="moment is a Cholesky, expected a tensor"):
+        NullSpace.below(factor(draw.moment(6)))

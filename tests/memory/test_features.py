@@ -42,7 +42,7 @@ class TestContract:
         x = Draw(3).normal(7, 5).to(dtype)
         out = get_feature(name, 5)(x)
         assert out.dtype == dtype
-        assert_close(out, get_feature(name, 5)(x.double()), 4 * torch.finfo(dtype).eps)
+        assert_close(out, get_feature(name, 5)(x.double()), (1 if dtype.itemsize == 2 else 4) * torch.finfo(dtype).eps)
 
     def test_gradients(self, name):
         feature = get_feature(name, 4)
@@ -171,3 +171,76 @@ def test_unknown_names():
         get_feature("dpf", 5)
     with pytest.raises(InputError, match="m is 0"):
         Favor(5, m=0)
+
+
+def test_elu_and_relu_by_hand():
+    x = torch.tensor([-2.0, -0.5, 0.0, 0.5, 3.0], dtype=torch.float64)
+    assert_close(get_feature("elu+1", 5)(x), torch.where(x > 0, x + 1, x.exp()), 1e-15)
+    assert_close(get_feature("relu", 5)(x), torch.tensor([0.0, 0.0, 0.0, 0.5, 3.0]).double(), 0.0)
+
+
+def test_favor_by_hand():
+    """φ(x) = exp(±w·x̂ − ‖x̂‖²/2)/√(2m) with x̂ = x/d^¼."""
+    x = Draw(13).normal(4)
+    phi = Favor(4, m=3, seed=7)
+    scaled = x / 4**0.25
+    expected = [
+        torch.exp(sign * (w @ scaled) - scaled @ scaled / 2) / 6**0.5 for sign in (1, -1) for w in phi.projection
+    ]
+    assert_close(phi(x), torch.stack(expected), 1e-14)
+
+
+def test_favor_is_rebuilt_from_its_options():
+    x = Draw(14).normal(5)
+    made = get_feature("favor", 5, m=6, seed=7)
+    assert_close(get_feature("favor", 5, **made.options)(x), made(x), 0.0)
+    assert float((get_feature("favor", 5, m=6)(x) - made(x)).abs().max()) > 1e-3, "another seed, another projection"
+    assert get_feature("favor", 5).width == 10
+    assert set(made.state) == {"projection"}
+
+
+def test_projection_signs_are_balanced():
+    """Without the sign of QR's diagonal the first direction would always lean one way."""
+    leading = torch.stack([orthogonal_projection(3, 3, seed)[0, 0] for seed in range(300)])
+    assert 0.4 < float((leading > 0).double().mean()) < 0.6
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_normalisers_do_not_mind_scale(scale, dtype):
+    x = Draw(15).uniform(3, 5).to(dtype)
+    for normalise in (sum_normalise, l2_normalise):
+        assert_close(normalise(scale * x), normalise(x), 8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_normalisers_work_in_single_precision(dtype):
+    x = Draw(16).uniform(3, 500).to(dtype)
+    for normalise in (sum_normalise, l2_normalise):
+        out = normalise(x)
+        assert out.dtype == dtype
+        assert_close(out, normalise(x.double()), torch.finfo(dtype).eps)
+
+
+def test_favor_survives_long_keys_before_a_normaliser():
+    """Keys of norm 64 underflow φ itself in float32; up to scale they do not."""
+    x = (8 * Draw(17).normal(64)).float()
+    phi = Favor(64)
+    assert float(phi(x).sum()) == 0.0
+    assert_close(sum_normalise(phi.up_to_scale(x)), sum_normalise(phi.up_to_scale(x.double())), 1e-3)
+    assert float(sum_normalise(phi.up_to_scale(x)).sum()) == pytest.approx(1.0, rel=1e-5)
+    small = Draw(18).normal(64)
+    assert_close(sum_normalise(phi.up_to_scale(small)), sum_normalise(phi(small)), 1e-12)
+
+
+def test_options_and_objects():
+    with pytest.raises(InputError, match=r"got Dpfp\(5, nu=1\) and nu too"):
+        get_feature(Dpfp(5), 5, nu=3)
+    with pytest.raises(InputError, match="nu is 1.5"):
+        get_feature("dpfp", 5, nu=1.5)
+    with pytest.raises(UnknownNameError):
+        get_feature([], 5)
+    with pytest.raises(InputError, match="x is a list"):
+        sum_normalise([1.0, 2.0])
+    with pytest.raises(InputError, match="int64"):
+        l2_normalise(torch.ones(3, dtype=torch.long))

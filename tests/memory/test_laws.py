@@ -190,19 +190,21 @@ def test_the_equality_write_disturbs_old_keys_least():
 # 4. Delta with unit keys is a ridge write.
 
 
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("lam", [1e-3, 0.5, 3.0])
-def test_delta_with_unit_keys_is_ridge(lam):
+def test_delta_with_unit_keys_is_ridge(lam, batch):
     draw = Draw(14)
-    W, k, v = draw.normal(4, 6), draw.unit(1, 6), draw.normal(1, 4)
-    delta = get_rule("delta").write(k[0], v[0], beta=1 / (1 + lam)).apply(W)
+    W, k, v = draw.normal(*batch, 4, 6), draw.unit(*batch, 1, 6), draw.normal(*batch, 1, 4)
+    delta = get_rule("delta").write(k[..., 0, :], v[..., 0, :], beta=1 / (1 + lam)).apply(W)
     assert_close(delta, Write(k, v, ridge(k, lam * torch.eye(6, dtype=k.dtype)).value).apply(W))
 
 
-def test_longhorn_is_ridge_for_keys_of_any_norm():
+@pytest.mark.parametrize("batch", BATCHES)
+def test_longhorn_is_ridge_for_keys_of_any_norm(batch):
     """Its step is the one-row ridge write with C = I/β: law 4 without unit keys."""
     draw = Draw(15)
-    W, k, v, beta = draw.normal(4, 6), 3 * draw.normal(1, 6), draw.normal(1, 4), 0.8
-    longhorn = get_rule("longhorn").write(k[0], v[0], beta=beta).apply(W)
+    W, k, v, beta = draw.normal(*batch, 4, 6), 3 * draw.normal(*batch, 1, 6), draw.normal(*batch, 1, 4), 0.8
+    longhorn = get_rule("longhorn").write(k[..., 0, :], v[..., 0, :], beta=beta).apply(W)
     assert_close(longhorn, Write(k, v, ridge(k, None, 1 / beta).value).apply(W))
 
 
@@ -293,34 +295,38 @@ def test_a_mini_batch_of_training_is_one_write(size):
 # 8. Schlag et al., appendix B.
 
 
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_delta_rewrites_one_key_and_the_gate_fades_the_other(beta):
+def test_delta_rewrites_one_key_and_the_gate_fades_the_other(beta, batch):
     draw = Draw(22)
-    k1, k2 = draw.orthonormal(2, 6)
-    v1, v2, v3 = draw.normal(3, 4)
-    W = torch.outer(v1, k1) + torch.outer(v2, k2)  # eq. 53
+    k1, k2 = torch.linalg.qr(draw.normal(*batch, 6, 2))[0].unbind(-1)
+    v1, v2, v3 = draw.normal(3, *batch, 4)
+    read = lambda W, k: (W @ k.unsqueeze(-1)).squeeze(-1)
+    W = v1.unsqueeze(-1) * k1.unsqueeze(-2) + v2.unsqueeze(-1) * k2.unsqueeze(-2)  # eq. 53
     gated = get_rule("rfa").write(k2, v3, beta=beta).apply(W)
     delta = get_rule("delta").write(k2, v3, beta=beta).apply(W)
     mixed = (1 - beta) * v2 + beta * v3
-    assert_close(gated @ k2, mixed)
-    assert_close(delta @ k2, mixed)
-    assert_close(gated @ k1, (1 - beta) * v1)
-    assert_close(delta @ k1, v1)
+    assert_close(read(gated, k2), mixed)
+    assert_close(read(delta, k2), mixed)
+    assert_close(read(gated, k1), (1 - beta) * v1)
+    assert_close(read(delta, k1), v1)
 
 
 # 9. Sum normalisation.
 
 
-def test_sum_normalised_keys_balance_a_column_update():
+@pytest.mark.parametrize("batch", BATCHES)
+def test_sum_normalised_keys_balance_a_column_update(batch):
     """Schlag et al. eq. 51: column i gains k_i·v and loses Σ_j k_i k_j w_j; with Σk = 1 the weights are equal."""
     draw = Draw(23)
-    W, k, v = draw.normal(4, 6), sum_normalise(draw.uniform(6)), draw.normal(4)
+    W, k, v = draw.normal(*batch, 4, 6), sum_normalise(draw.uniform(*batch, 6)), draw.normal(*batch, 4)
+    outer = lambda a, b: a.unsqueeze(-1) * b.unsqueeze(-2)
     updated = get_rule("delta").write(k, v).apply(W)
-    removed = torch.outer(k, k)  # weight of old column j in new column i
-    assert_close(updated, W + torch.outer(v, k) - W @ removed)
-    assert_close(removed.sum(1), k)
+    removed = outer(k, k)  # weight of old column j in new column i
+    assert_close(updated, W + outer(v, k) - W @ removed)
+    assert_close(removed.sum(-1), k)
     raw = 3 * k
-    assert float((torch.outer(raw, raw).sum(1) - raw).abs().max()) > 0.1
+    assert float((outer(raw, raw).sum(-1) - raw).abs().max()) > 0.1
 
 
 def test_a_constant_memory_is_a_fixed_point_under_sum_normalised_keys():
@@ -334,12 +340,14 @@ def test_a_constant_memory_is_a_fixed_point_under_sum_normalised_keys():
 # 10. Hopfield networks.
 
 
+@pytest.mark.parametrize("batch", [(1,), (3,), (2, 3)])
+@pytest.mark.parametrize("count", [1, 4, 6, 9])
 @pytest.mark.parametrize("beta", [0.1, 1.0, 8.0])
-def test_one_modern_hopfield_step_is_attention(beta):
+def test_one_modern_hopfield_step_is_attention(beta, count, batch):
     draw = Draw(25)
-    patterns, queries = draw.normal(7, 6), draw.normal(4, 6)
-    attended = functional.scaled_dot_product_attention(queries[None], patterns[None], patterns[None], scale=beta)[0]
-    assert_close(Modern(patterns, beta).step(queries), attended)
+    patterns, queries = draw.normal(*batch, count, 6), draw.normal(*batch, 5, 6)
+    attended = functional.scaled_dot_product_attention(queries, patterns, patterns, scale=beta)
+    assert_close(Modern(patterns.unsqueeze(-3), beta).step(queries), attended)
 
 
 def test_hebbian_storage_is_the_sum_rule():

@@ -61,12 +61,23 @@ class TestContract:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     def test_dtypes(self, name, dtype):
         rule, exact = get_rule(name), Draw(5)
-        k64, v64, g64, W64 = exact.unit(9, 6), exact.normal(9, 4), gates_of(rule, exact, 9), exact.normal(4, 6)
-        k, v, W = k64.to(dtype), v64.to(dtype), W64.to(dtype)
-        g = {name: gate.to(dtype) for name, gate in g64.items()}
-        got = chain(rule.write(k, v, **g)).apply(W)
+        k, v, W = (t.to(dtype) for t in (exact.unit(9, 60), exact.normal(9, 40), exact.normal(40, 60)))
+        g = {name: gate.to(dtype) for name, gate in gates_of(rule, exact, 9).items()}
+        g64 = {name: gate.double() for name, gate in g.items()}
+        once = 2 * torch.finfo(dtype).eps
+        written, exactly = rule.write(k, v, **g), rule.write(k.double(), v.double(), **g64)
+        assert written.gain.dtype == dtype
+        assert_close(written.gain, exactly.gain, once)
+        got = chain(written).apply(W)
         assert got.dtype == dtype
-        assert_close(got, chain(rule.write(k64, v64, **g64)).apply(W64), 16 * torch.finfo(dtype).eps)
+        assert_close(got, chain(exactly).apply(W.double()), 16 * torch.finfo(dtype).eps)
+        one = {name: gate[0] for name, gate in g.items()}
+        one64 = {name: gate[0] for name, gate in g64.items()}
+        scored = rule.objective(W, W / 2, k[0], v[0], **one)
+        assert scored.dtype == dtype
+        assert_close(
+            scored, rule.objective(W.double(), (W / 2).double(), k[0].double(), v[0].double(), **one64), 2 * once
+        )
 
     def test_vmap(self, name):
         rule, draw = get_rule(name), Draw(6)
@@ -105,8 +116,8 @@ class TestContract:
         with pytest.raises(ShapeError, match="states of one memory"):
             rule.objective(W, W.mT, k, v)
         for gate in rule.gates:
-            with pytest.raises(InputError, match="expected 0 or more"):
-                rule.write(k, v, **{gate: -0.1})
+            with pytest.raises(InputError, match="expected 0 (or more|to 1)"):
+                rule.write(k, v, **{gate: -1e-6})
             with pytest.raises(InputError, match=gate):
                 rule.write(k, v, **{gate: float("nan")})
             with pytest.raises(ShapeError, match=gate):
@@ -149,3 +160,44 @@ def test_longhorn_is_bounded_for_keys_of_any_norm(norm):
     assert ((rate * k.square().sum(-1)) < 1).all()
     written = chain(get_rule("longhorn").write(k, v)).apply(torch.zeros(4, 6, dtype=k.dtype))
     assert float((k @ written.mT).abs().max()) < 10 * float(v.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sum", 5.0 - 2 * 6.0),
+        ("rfa", 1.5**2 + 2.0**2 - 2 * 0.5 * 6.0),  # ‖W − W_prev/2‖² with β = ½
+        ("mamba2", 5.0 - 2 * 6.0),
+        ("delta", 5.0 - 2 * 2.0 * (3.0 - 1.0)),
+        ("longhorn", 5.0 + (2.0 - 3.0) ** 2),
+        ("gated_delta", 5.0 - 2 * 2.0 * (3.0 - 1.0)),
+    ],
+)
+def test_objectives_by_hand(name, value):
+    """W = [2, 2], W_prev = [1, 0], k = [1, 0], v = [3], default gates: ‖W − W_prev‖² = 5, W k = 2, W_prev k = 1."""
+    W, previous = torch.tensor([[2.0, 2.0]]), torch.tensor([[1.0, 0.0]])
+    k, v = torch.tensor([1.0, 0.0]), torch.tensor([3.0])
+    assert float(get_rule(name).objective(W, previous, k, v)) == pytest.approx(value)
+
+
+def test_default_gates():
+    assert {name: get_rule(name).gates for name in RULES} == {
+        "sum": {},
+        "rfa": {"beta": 0.5},
+        "mamba2": {"alpha": 1.0, "dt": 1.0},
+        "delta": {"beta": 1.0},
+        "longhorn": {"beta": 1.0},
+        "gated_delta": {"alpha": 1.0, "beta": 1.0},
+    }
+
+
+def test_gates_of_the_wrong_kind():
+    draw = Draw(11)
+    k, v = draw.normal(6), draw.normal(4)
+    for bad in ("x", True, None, [0.5]):
+        with pytest.raises(InputError, match="expected a number or a tensor"):
+            get_rule("delta").write(k, v, beta=bad)
+    with pytest.raises(InputError, match="ranges from 1.5 to 1.5, expected 0 to 1"):
+        get_rule("rfa").write(k, v, beta=1.5)
+    with pytest.raises(UnknownNameError):
+        get_rule([])

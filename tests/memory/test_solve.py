@@ -9,6 +9,7 @@ import torch
 
 from rebind.errors import InputError, NumericalError, NumericalWarning, ShapeError
 from rebind.memory import factor
+from rebind.memory.solve import Cholesky, Woodbury
 from tests.support import BATCHES, Draw, assert_close
 
 
@@ -183,3 +184,79 @@ def test_bad_input_is_refused():
         factor(A).solve(torch.full((4, 1), float("nan"), dtype=A.dtype))
     with pytest.raises(InputError, match="keys .* NaN"):
         factor(A).plus(torch.full((1, 4), float("inf"), dtype=A.dtype))
+
+
+@pytest.mark.parametrize(("negative", "rescued"), [(5e-3, True), (5e-2, False)])
+def test_the_ladder_ends_at_one_per_cent(negative, rescued):
+    A = Draw(14).spectrum(torch.cat([torch.linspace(0.5, 1.5, 19), torch.tensor([-negative])]).double())
+    if rescued:
+        with pytest.warns(NumericalWarning, match=r"\(1e-02 of the mean diagonal\)"):
+            assert factor(A).jitter == pytest.approx(1e-2 * float(A.diagonal().mean()))
+    else:
+        with pytest.raises(NumericalError):
+            factor(A)
+
+
+def test_the_residual_is_the_worst_of_a_batch():
+    draw = Draw(15)
+    good, zero_row = torch.eye(2).double(), torch.diag(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    with pytest.warns(NumericalWarning):
+        solution = factor(torch.stack([good, zero_row])).solve(torch.ones(2, 2, 1, dtype=torch.float64))
+    assert solution.residual == pytest.approx(2**-0.5, rel=1e-3)
+    assert factor(draw.moment(4)).solve(torch.zeros(0, 4, 2).double()).residual == 0.0
+
+
+def test_residuals_see_a_wrong_answer():
+    """Every residual is computed from the value it belongs to: a factor that lies is found out."""
+    draw = Draw(16)
+    A, B, keys = draw.moment(5), draw.normal(5, 2), draw.normal(3, 5)
+    f = factor(A)
+    liar = Cholesky(f.matrix, 1.1 * f.lower, 0.0)
+    assert liar.solve(B).residual > 0.1
+    assert Woodbury(liar, keys, liar.whiten(keys), f.plus(keys).inner).solve(B).residual > 0.01
+    assert Woodbury(liar, keys, liar.whiten(keys), f.plus(keys).inner).gain().residual > 0.01
+
+
+def test_refinement_serves_each_entry_of_a_batch():
+    draw = Draw(17)
+    hard = draw.spectrum(torch.logspace(0, -12, 20, dtype=torch.float64))
+    easy = draw.moment(20)
+    keys, B = draw.normal(2, 19, 20), draw.normal(2, 20, 3)
+    both = factor(torch.stack([hard, easy])).plus(keys).solve(B)
+    assert both.residual < 1e-6
+    assert_close(both.value[1], factor(easy).plus(keys[1]).solve(B[1]).value, 1e-9)
+
+
+def test_vmap_never_returns_a_plausible_wrong_number():
+    """Where a rescue cannot be decided on, an entry that needs one is NaN and its neighbours are right."""
+    good = torch.eye(3).double()
+    solved = torch.vmap(lambda a: factor(a).solve(torch.ones(3, 1).double()).value)(torch.stack([good, -good]))
+    assert_close(solved[0], torch.ones(3, 1).double())
+    assert torch.isnan(solved[1]).all()
+
+
+def test_rounding_in_a_moment_is_not_asymmetry():
+    draw = Draw(18)
+    for dtype in (torch.float32, torch.bfloat16):
+        A = draw.moment(64).to(dtype)
+        noisy = A * (1 + torch.finfo(dtype).eps * draw.uniform(64, 64).to(dtype))
+        factor(noisy.to(dtype) + torch.eye(64, dtype=dtype))
+    widened = (draw.normal(1000, 64).float().mT @ draw.normal(1000, 64).float()).double()
+    with pytest.raises(ShapeError, match="not symmetric"):
+        factor(widened)
+    for dtype in (torch.bfloat16, torch.float16):
+        crooked = 2 * torch.eye(256, dtype=dtype)
+        crooked[0, 1] = 0.5
+        with pytest.raises(ShapeError, match="not symmetric"):
+            factor(crooked)
+
+
+def test_batches_that_do_not_fit_are_refused():
+    draw = Draw(19)
+    f = factor(draw.moment(4, 3))
+    with pytest.raises(ShapeError, match="broadcast"):
+        f.solve(draw.normal(2, 4, 1))
+    with pytest.raises(ShapeError, match="broadcast"):
+        f.plus(draw.normal(2, 1, 4))
+    with pytest.raises(InputError, match="matrix is a list"):
+        factor([[1.0]])

@@ -132,12 +132,19 @@ def test_the_norms_own_weights_get_gradients():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype):
     draw = Draw(9)
-    q, k, v = (draw.unit(6, 4).to(dtype) for _ in range(3))
-    state = tuple(s.to(dtype) for s in start(ttt.Linear(), 4))
+    q, k, v = (draw.unit(60, 40).to(dtype) for _ in range(3))
+    state = (draw.normal(40, 40).to(dtype),)
     trained = ttt.run(ttt.Linear(), state, q, k, v, rate=0.1)
     exact = ttt.run(ttt.Linear(), (state[0].double(),), q.double(), k.double(), v.double(), rate=0.1)
     assert trained.out.dtype == trained.state[0].dtype == dtype
-    assert_close(trained.out, exact.out, 16 * torch.finfo(dtype).eps)
+    once = (1 if dtype.itemsize == 2 else 32) * torch.finfo(dtype).eps
+    assert_close(trained.out, exact.out, once)
+    assert_close(trained.state[0], exact.state[0], once)
+    rate = ttt.learned_rate(q, k[0], 0.5)
+    assert rate.dtype == dtype
+    assert_close(rate, ttt.learned_rate(q.double(), k[0].double(), 0.5), once)
+    wide = ttt.Linear().write(k, v, 0.3).gain
+    assert_close(wide, 0.6 * k.double(), once)
 
 
 def test_an_empty_sequence_changes_nothing():
@@ -158,7 +165,7 @@ def test_bad_input_is_refused():
         ttt.run(ttt.Linear(), state, q, k, v[:4])
     with pytest.raises(ShapeError, match="q .* is 3 wide"):
         ttt.run(ttt.Linear(), state, q[:, :3], k, v)
-    with pytest.raises(ShapeError, match="state has 1 tensors, Mlp keeps 4"):
+    with pytest.raises(ShapeError, match=r"state has shapes \[3, 4\], Mlp keeps \[16, 4\]"):
         ttt.run(ttt.Mlp(), state, q, k, v)
     with pytest.raises(ShapeError, match="rate .* is 4 wide"):
         ttt.run(ttt.Linear(), state, q, k, v, rate=torch.ones(4))
@@ -168,6 +175,64 @@ def test_bad_input_is_refused():
         ttt.run(ttt.Linear(), state, q, k, v, rate=float("inf"))
     with pytest.raises(ShapeError, match="equal widths"):
         ttt.ResidualNorm(ttt.Linear()).initial(4, 3)
+
+
+def test_the_mlp_by_hand():
+    draw = Draw(20)
+    w1, b1, w2, b2 = state = start(ttt.Mlp(expand=2), 3)
+    x = draw.normal(4)
+    hidden = w1 @ x + b1
+    gelu = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
+    assert_close(ttt.Mlp(expand=2)(state, x), w2 @ gelu + b2)
+
+
+def test_the_norm_by_hand():
+    draw = Draw(21)
+    (W,) = state = start(ttt.Linear(), 4)
+    x, weight, bias = draw.normal(4), draw.normal(4), draw.normal(4)
+    y = W @ x
+    normed = (y - y.mean()) / (y.var(correction=0) + 1e-5).sqrt()
+    assert_close(ttt.ResidualNorm(ttt.Linear(), weight, bias)(state, x), x + weight * normed + bias)
+
+
+def test_an_mlp_starts_small_seeded_and_in_shape():
+    first, again, other = (ttt.Mlp().initial(6, 3, seed=s) for s in (1, 1, 2))
+    assert [tuple(t.shape) for t in first] == [(24, 6), (24,), (3, 24), (3,)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+    assert float(first[0].std()) == pytest.approx(0.02, rel=0.2)
+
+
+def test_rates_a_row_in_a_write():
+    draw = Draw(22)
+    k, v, rate, W = draw.normal(3, 4), draw.normal(3, 2), draw.uniform(3), draw.normal(2, 4)
+    expected = W - sum(rate[i] * 2 * torch.outer(W @ k[i] - v[i], k[i]) for i in range(3))
+    assert_close(ttt.Linear().write(k, v, rate).apply(W), expected)
+    with pytest.raises(ShapeError, match="rate .* is 2 wide"):
+        ttt.Linear().write(k, v, rate[:2])
+
+
+def test_a_batch_of_rates_or_states_makes_a_batch():
+    draw = Draw(23)
+    q, k, v = draw.normal(5, 4), draw.normal(5, 4), draw.normal(5, 3)
+    rates, states = 0.1 * draw.uniform(2, 5), draw.normal(2, 3, 4)
+    trained = ttt.run(ttt.Linear(), (states,), q, k, v, rate=rates)
+    for i in range(2):
+        assert_close(trained.out[i], ttt.run(ttt.Linear(), (states[i],), q, k, v, rate=rates[i]).out)
+    none = ttt.run(ttt.Linear(), (states[:0],), q, k, v)
+    assert none.out.shape == (0, 5, 3)
+
+
+def test_bad_states_are_refused():
+    draw = Draw(24)
+    q, k, v = draw.normal(5, 4), draw.normal(5, 4), draw.normal(5, 3)
+    for bad in (draw.normal(5), draw.normal(3, 5), draw.normal(2, 4)):
+        with pytest.raises(ShapeError, match=r"Linear keeps \[3, 4\]"):
+            ttt.run(ttt.Linear(), (bad,), q, k, v)
+    with pytest.raises(InputError, match="int64"):
+        ttt.run(ttt.Linear(), (torch.zeros(3, 4, dtype=torch.long),), q, k, v)
+    with pytest.raises(InputError, match="state.0. .* NaN"):
+        ttt.run(ttt.Linear(), (torch.full((3, 4), float("nan")).double(),), q, k, v)
 
 
 # The fast weight programmer (Schlag et al. eqs. 1–2).
@@ -210,8 +275,12 @@ def test_programmer_dtypes_gradients_and_bad_input():
     draw = Draw(14)
     x, slow_a, slow_b = (draw.normal(*s).requires_grad_() for s in ((3, 4), (2, 4), (4, 4)))
     assert torch.autograd.gradcheck(FastWeightProgrammer().run, (x, slow_a, slow_b))
-    half = FastWeightProgrammer().step(torch.zeros(2, 4).bfloat16(), torch.ones(2).bfloat16(), torch.ones(4).bfloat16())
-    assert half.dtype == torch.bfloat16
+    rough = [t.detach().bfloat16() for t in (x, slow_a, slow_b)]
+    out, memory = FastWeightProgrammer().run(*rough)
+    exact, state = FastWeightProgrammer().run(*(t.double() for t in rough))
+    assert out.dtype == memory.dtype == torch.bfloat16
+    assert_close(out, exact, torch.finfo(torch.bfloat16).eps)
+    assert_close(memory, state, torch.finfo(torch.bfloat16).eps)
     empty, memory = FastWeightProgrammer().run(x[:0], slow_a, slow_b)
     assert empty.shape == (0, 2)
     assert_close(memory, torch.zeros(2, 4).double(), 0.0)
