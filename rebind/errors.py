@@ -21,5 +21,9 @@ class NumericalError(RebindError, ArithmeticError):
     """The numbers admit no trustworthy answer."""
 
 
+class StorageError(RebindError, OSError):
+    """The disk would not take what was to be written; nothing half-written was left."""
+
+
 class NumericalWarning(UserWarning):
     """An answer was found, but only after a rescue; the message says which and how large."""

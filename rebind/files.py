@@ -1,36 +1,113 @@
-"""Files that are there whole or not at all."""
+"""Files and folders that are there whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rebind.errors import InputError
+from rebind.errors import StorageError
+
+STALE_AFTER = 24 * 3600  # seconds: a temporary this old belongs to a process that was killed
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside the target, flush to disk, rename over it; a link is followed, not replaced."""
-    path = path.resolve()
-    if not path.parent.is_dir():
-        raise InputError(f"folder {path.parent} does not exist, expected one to write {path.name} in: make it first")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write a file so that a reader, or the next start after a crash, sees the old bytes or the new, never a part.
+
+    The bytes are on disk before the name changes hands, and the folder after it: a power cut cannot leave
+    the new name on empty blocks. Missing parent folders are made; a link is followed, not replaced.
+    """
+    path = Path(path).resolve()
+    temporary = _temporary(path)
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        with _disk_problems_named(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("xb") as file:  # not mkstemp: the file's mode is then the umask's, not 0600
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _sync(path.parent)
+    finally:
+        with contextlib.suppress(OSError):  # a tidy-up that fails must not hide why it was needed
+            temporary.unlink(missing_ok=True)
+
+
+def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
+    """Have `fill` write into a temporary folder beside `path`, then give it that name.
+
+    A folder that is already there, or that another process finishes first, is kept and this one
+    discarded: both would hold the same thing, and a reader may have the first one open.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return
+    temporary = _temporary(path)
+    try:
+        with _disk_problems_named(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_stale(path)
+            temporary.mkdir()
+            fill(temporary)
+            for folder, _, files in os.walk(temporary):
+                for name in files:
+                    _sync(Path(folder, name))
+                _sync(Path(folder))
+            _rename_unless_there(temporary, path)
+            _sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary(path: Path) -> Path:
+    """A name beside the target, on the same file system, that no other writer has."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
+def _rename_unless_there(temporary: Path, path: Path) -> None:
+    try:
+        temporary.rename(path)
+    except OSError:
+        if not path.is_dir():
+            raise
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove what a killed process was filling for the same target."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > STALE_AFTER:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to disk."""
+    if os.name == "nt":  # opens no folders, and flushes only what was opened for writing
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _disk_problems_named(path: Path) -> Iterator[None]:
+    """Say which path could not be written: a bare `No space left on device` names none."""
+    try:
+        yield
+    except StorageError:
         raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut, where the system lets a folder be synced."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    except OSError as problem:
+        if problem.errno is None:  # raised by a library for reasons of its own, not by the system
+            raise
+        error = StorageError(
+            f"cannot write {path} ({problem.strerror or problem}), expected a folder with room and write access: "
+            f"free some space, or choose another folder (REBIND_CACHE names the cache)"
+        )
+        error.errno = problem.errno
+        raise error from problem

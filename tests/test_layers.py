@@ -14,6 +14,7 @@ PACKAGE = Path(rebind.__file__).parent
 # What each layer may import of the package, besides itself, `rebind.errors` and `rebind.files`.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "__main__": {"cli"},
     "files": set(),
     "memory": set(),
     "ops": {"memory"},

@@ -151,6 +151,8 @@ class Memory:
             "d_k": self.d_k,
             "rows": self.rows,
         }
+        if not Path(path).parent.is_dir():
+            raise InputError(f"folder {Path(path).parent} does not exist, expected one to save in: make it first")
         for kind, part, known_as in (("rule", self.rule, Rule._known), ("feature", self.feature, Feature._known)):
             if known_as.get(part.name) is not type(part):
                 raise InputError(

@@ -1,0 +1,57 @@
+"""The command itself: its verbs, and what it says when it is called alone."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from rebind.cli import ask, doctor, edit, ledger, moments
+
+EXAMPLES = """[bold]Begin here[/bold]
+
+rebind edit "The capital of {France} is" "Rome"
+
+rebind ask "The capital of France is"
+
+rebind ledger undo e0001
+
+Exit codes: 0 done, 2 input that cannot be used, 3 numbers, ledgers or disks that would not do, 130 stopped, 1 a bug."""
+
+app = typer.Typer(
+    name="rebind",
+    help="Rewrite facts in a language model, see what changed, and take any of it back.",
+    epilog=EXAMPLES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rebind {version('rebind')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Rewrite facts in a language model, see what changed, and take any of it back."""
+
+
+app.command("edit", epilog=edit.EXAMPLES)(edit.edit)
+app.command("ask", epilog=ask.EXAMPLES)(ask.ask)
+app.add_typer(ledger.app, name="ledger")
+app.command("moments", epilog=moments.EXAMPLES)(moments.moments)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+
+
+if __name__ == "__main__":
+    app()

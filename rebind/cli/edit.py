@@ -1,0 +1,278 @@
+"""`rebind edit`: write facts into a model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rebind.cli import options
+from rebind.cli.answers import Probe, answer, probe
+from rebind.cli.bars import Bars
+from rebind.cli.opening import Wanted, open_editor
+from rebind.cli.screen import Screen, screen
+from rebind.cli.tables import change, pairs, percent, seconds, size, spoken, table
+from rebind.errors import InputError
+
+if TYPE_CHECKING:
+    from rebind.edit.editor import Editor, Plan
+    from rebind.edit.facts import Fact
+    from rebind.edit.ledger import Edit
+    from rebind.edit.targets import TargetSettings
+
+EXAMPLES = """[bold]Examples[/bold]
+
+rebind edit "The capital of {France} is" "Rome"
+
+rebind edit facts.jsonl --model Qwen/Qwen3-0.6B --method memit --out edited/
+
+rebind edit facts.csv --plan
+
+A line of facts.jsonl: {"prompt": "The capital of {France} is", "target": "Rome"}. CSV and the records of CounterFact and zsRE are read too."""  # noqa: E501
+
+SPOKEN = 8  # facts whose answers are written out
+LISTED = 20  # facts in the table
+PROBED = 400  # paraphrases, and neighbours, that are asked
+
+
+def edit(
+    facts: Annotated[str, typer.Argument(help="A prompt with its subject in braces, or a file of facts.")],
+    target: Annotated[str | None, typer.Argument(help="What the prompt shall be answered with.")] = None,
+    subject: Annotated[str | None, typer.Option(metavar="TEXT", help="The subject, instead of braces.")] = None,
+    paraphrase: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Another wording, to be asked afterwards. Repeatable.")
+    ] = None,
+    neighbour: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A prompt whose answer should stay. Repeatable.")
+    ] = None,
+    method: Annotated[str, typer.Option(metavar="NAME", help=f"{options.METHODS}.")] = "memit",
+    layers: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Layers to write, as 2,3,4 or 2-6. Default: by the model.")
+    ] = None,
+    lam: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="λ, the weight of old answers against new ones. Default: from the keys."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Most steps to search a target. Default: the method's.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what it would take.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Save the edited model here, in the model's own format.")
+    ] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out records that cannot be read.")] = False,
+    model: options.Model = options.DEFAULT_MODEL,
+    ledger: options.LedgerFolder = None,
+    chat: options.Chat = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    corpus: options.CorpusFile = None,
+    moment_tokens: options.MomentTokens = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write facts into a model, and show what it says before and after."""
+    with screen(as_json, quiet, debug) as shown:
+        picked = options.parse_layers(layers)
+        listed = _read(shown, facts, target, subject, paraphrase, neighbour, skip_bad)
+        if out is not None and not plan:
+            _require_room(out)
+        targets = _target_settings(method, steps)
+        if lam is not None and not lam > 0:
+            raise InputError(f"lam is {lam}, expected a number above 0: leave it out to have it found from the keys")
+        wanted = Wanted(model, ledger, device, dtype, chat, corpus, moment_tokens)
+        bars = Bars(shown)
+        bars.steps, bars.facts = targets.steps, len(listed)
+        with bars.drawn():
+            editor = open_editor(wanted, bars, new_ledger=not plan)
+            if plan:
+                made = editor.plan(listed, method=method, layers=picked, lam=lam, targets=targets)
+            else:
+                done = editor.rewrite_many(listed, method=method, layers=picked, lam=lam, targets=targets)
+                report = _measure(editor, done, bars)
+                if out is not None:
+                    bars.phase("saving")
+                    editor.save(out)
+        if plan:
+            _show_plan(shown, made)
+        else:
+            _show(shown, editor, done, report | {"seconds": bars.seconds, "saved": None if out is None else str(out)})
+
+
+def _read(
+    shown: Screen,
+    facts: str,
+    target: str | None,
+    subject: str | None,
+    paraphrases: list[str] | None,
+    neighbours: list[str] | None,
+    skip_bad: bool,
+) -> list[Fact]:
+    """The facts, checked before minutes are spent on a model."""
+    from rebind.edit.facts import Fact, conflicts, read_facts
+
+    if target is not None:
+        fact = Fact.parse(facts, target, subject=subject, paraphrases=paraphrases or (), neighbours=neighbours or ())
+        return [fact]
+    if not Path(facts).is_file() and ("{" in facts or " " in facts.strip()):
+        raise InputError(
+            f"got the prompt {facts!r} and no target, expected both: "
+            f'write rebind edit "The capital of {{France}} is" "Rome"'
+        )
+    if subject or paraphrases or neighbours:
+        raise InputError(
+            "got a file and --subject, --paraphrase or --neighbour, expected these with one prompt and its target: "
+            "put them into the file"
+        )
+    found = read_facts(facts, skip_bad=skip_bad)
+    for reason in found.skipped:
+        shown.complain("skipped", reason)
+    if not found:
+        raise InputError(f"{facts} holds no facts, expected at least one: one JSON object a line will do")
+    if clashes := conflicts(found):
+        raise InputError(f"{clashes[0]} ask for different targets after one prompt, expected one: keep one of them")
+    return list(found)
+
+
+def _require_room(out: Path) -> None:
+    """Ask before the work, not after."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} is there already and not an empty folder: name another with --out")
+
+
+def _target_settings(method: str, steps: int | None) -> TargetSettings:
+    from rebind.edit.methods import get_method
+
+    chosen = get_method(method).targets
+    return chosen if steps is None else replace(chosen, steps=steps)
+
+
+def _measure(editor: Editor, done: Edit, bars: Bars) -> dict[str, Any]:
+    """What the base model and the edited one say to the facts, their paraphrases and their neighbours."""
+    bars.phase("asking")
+    first = done.facts[:SPOKEN]
+    with editor.lifted():
+        before = [answer(editor, fact.text).says for fact in first]
+    after = [answer(editor, fact.text).says for fact in first]
+    numbered = list(enumerate(done.facts))
+    paraphrases = [(index, text, fact.target) for index, fact in numbered for text in fact.paraphrases]
+    neighbours = [(index, text, fact.target) for index, fact in numbered for text in fact.neighbours]
+    return {
+        "says": list(zip(before, after, strict=True)),
+        "paraphrases": probe(editor, paraphrases[:PROBED]),
+        "neighbours": probe(editor, neighbours[:PROBED]),
+    }
+
+
+def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any]) -> None:
+    scores: Any = done.scores
+    rows = list(zip(done.facts, scores["before"], scores["after"], strict=True))
+    _show_facts(shown, rows, report["says"])
+    _show_probes(shown, done, report["paraphrases"], report["neighbours"])
+    settings: Any = done.settings
+    spent = report["seconds"]
+    layers, lam = ", ".join(map(str, settings["layers"])), settings["lam"]
+    phases = ", ".join(f"{name} {seconds(value)}" for name, value in spent.items() if value >= 0.05)
+    shown.show(
+        pairs(
+            [
+                ("edit", f"{done.id} ({done.method}, layers {layers}, λ {lam:.4g})"),
+                ("model", editor.loaded.name),
+                ("ledger", f"{editor.ledger.path} ({len(editor.ledger.active)} active)"),
+                ("time", f"{seconds(sum(spent.values()))} ({phases})" if phases else seconds(sum(spent.values()))),
+                *([("saved", report["saved"])] if report["saved"] else []),
+            ]
+        )
+    )
+    shown.hint(f"take it back: rebind ledger undo {done.id}   ask: rebind ask {done.facts[0].text!r}")
+    told = report["says"] + [(None, None)] * (len(rows) - len(report["says"]))
+    shown.result(
+        {
+            "id": done.id,
+            "model": editor.loaded.name,
+            "fingerprint": editor.fingerprint,
+            "ledger": str(editor.ledger.path),
+            "method": done.method,
+            "settings": settings,
+            "facts": [
+                fact.to_json() | {"before": before | {"continues": first}, "after": after | {"continues": second}}
+                for (fact, before, after), (first, second) in zip(rows, told, strict=True)
+            ],
+            "paraphrases": [one.to_json() for one in report["paraphrases"]],
+            "neighbours": [one.to_json() for one in report["neighbours"]],
+            "seconds": spent,
+            "saved": report["saved"],
+        },
+        done.id,
+    )
+
+
+def _show_facts(shown: Screen, rows: list[tuple[Fact, Any, Any]], says: list[tuple[str, str]]) -> None:
+    made = table("fact", "probability", "rank", "said before", "says now", right=("probability", "rank"))
+    for index, (fact, before, after) in enumerate(rows[:LISTED]):
+        first, second = says[index] if index < len(says) else (before["says"], after["says"])
+        made.add_row(
+            f"{fact.text} → {fact.target}",
+            change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
+            change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
+            spoken(first),
+            spoken(second),
+        )
+    shown.show(made)
+    if len(rows) > LISTED:
+        shown.hint(f"… and {len(rows) - LISTED} more facts; --json has them all")
+    if len(rows) > 1:
+        exact = [sum(score["exact"] for score in scores) for scores in zip(*[(b, a) for _, b, a in rows], strict=True)]
+        shown.show(f"{exact[1]} of {len(rows)} facts answered with the whole target (before: {exact[0]})")
+
+
+def _show_probes(shown: Screen, done: Edit, paraphrases: list[Probe], neighbours: list[Probe]) -> None:
+    if paraphrases:
+        made = table("paraphrase", "probability", "rank", "said before", "says now", right=("probability", "rank"))
+        for one in paraphrases[:LISTED]:
+            before, after = one.before, one.after
+            made.add_row(
+                one.prompt,
+                change(percent(before.probability), percent(after.probability), after.exact),
+                change(str(before.rank), str(after.rank), after.rank == 1),
+                spoken(before.says),
+                spoken(after.says),
+            )
+        shown.show(made)
+        first = sum(one.after.exact for one in paraphrases)
+        shown.show(f"{first} of {len(paraphrases)} paraphrases answered with the whole target")
+    if neighbours:
+        made = table("neighbour", "said before", "says now", "")
+        for one in neighbours[:LISTED]:
+            same = one.before.says == one.after.says
+            made.add_row(one.prompt, spoken(one.before.says), spoken(one.after.says), "same" if same else "changed")
+        shown.show(made)
+        kept = sum(one.before.says == one.after.says for one in neighbours)
+        shown.show(f"{kept} of {len(neighbours)} neighbours answer as before")
+
+
+def _show_plan(shown: Screen, plan: Plan) -> None:
+    moments = "cached" if plan.moments_cached else f"to be computed from {plan.moment_tokens:,} tokens"
+    shown.show(
+        pairs(
+            [
+                ("facts", plan.facts),
+                ("method", plan.method),
+                ("layers", ", ".join(map(str, plan.layers))),
+                ("λ", "found from the keys" if plan.lam is None else f"{plan.lam:.4g}"),
+                ("old keys", moments),
+                ("tokens", f"{plan.prompt_tokens:,} in all prompts"),
+                ("time", f"about {seconds(plan.seconds)}"),
+                ("memory", f"about {size(plan.bytes_in_memory)} besides the model"),
+                ("ledger", f"grows by about {size(plan.bytes_on_disk)}"),
+                *[("conflict", str(clash)) for clash in plan.conflicts],
+            ]
+        )
+    )
+    if plan.conflicts:
+        shown.hint("a fact written again takes the place of the earlier one: undo that edit if it should not stay")
+    shown.hint("nothing was done: leave out --plan to edit")
+    shown.result({"plan": asdict(plan)}, f"{plan.seconds:.1f}")

@@ -1,0 +1,310 @@
+"""`rebind ledger`: every edit that was made, and how to take it back, check it and ship it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rebind.cli import options
+from rebind.cli.bars import Bars
+from rebind.cli.opening import Wanted, open_editor
+from rebind.cli.places import find_ledger
+from rebind.cli.screen import FAILED, Screen, screen
+from rebind.cli.tables import change, pairs, percent, seconds, spoken, table
+from rebind.errors import InputError
+
+if TYPE_CHECKING:
+    from rebind.edit.editor import Editor
+    from rebind.edit.ledger import Edit, Ledger
+
+app = typer.Typer(
+    help="List, show, undo, redo, verify, export and replay edits.",
+    epilog="[bold]Example[/bold]\n\nrebind ledger list",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Ids = Annotated[list[str], typer.Argument(help="Ids of edits, as e0001, or as much of one as tells it apart.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier export left there.")]
+LISTED = 20
+
+
+def _open(model: str, folder: Path | None) -> Ledger:
+    """The ledger alone: no model is loaded."""
+    where = find_ledger(model, folder)
+    from rebind.edit.ledger import Ledger
+
+    return Ledger.open(where)
+
+
+def _summary(ledger: Ledger, edit: Edit) -> dict[str, Any]:
+    scores: Any = edit.scores.get("after") or ()
+    return {
+        "id": edit.id,
+        "active": ledger.is_active(edit.id),
+        "created": edit.created,
+        "method": edit.method,
+        "facts": len(edit.facts),
+        "first": f"{edit.facts[0].text} → {edit.facts[0].target}",
+        "exact": sum(bool(score["exact"]) for score in scores),
+    }
+
+
+@app.command("list", epilog="[bold]Example[/bold]\n\nrebind ledger list --model Qwen/Qwen3-0.6B")
+def list_(
+    model: options.Model = options.DEFAULT_MODEL,
+    ledger: options.LedgerFolder = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """List all edits, undone ones too."""
+    with screen(as_json, quiet, debug) as shown:
+        opened = _open(model, ledger)
+        rows = [_summary(opened, edit) for edit in opened.edits]
+        made = table("edit", "", "made", "method", "facts", "first", right=("facts",))
+        for row in rows:
+            state = "active" if row["active"] else "undone"
+            style = None if row["active"] else "dim"
+            made.add_row(row["id"], state, row["created"], row["method"], str(row["facts"]), row["first"], style=style)
+        shown.show(made)
+        active = sum(row["active"] for row in rows)
+        shown.hint(f"{active} of {len(rows)} active, model {opened.model_name or opened.model[:12]}, {opened.path}")
+        shown.result(
+            {"ledger": str(opened.path), "model": opened.model_name, "fingerprint": opened.model, "edits": rows},
+            "\n".join(row["id"] for row in rows if row["active"]),
+        )
+
+
+@app.command("show", epilog="[bold]Example[/bold]\n\nrebind ledger show e0001 --json")
+def show(
+    id: Annotated[str, typer.Argument(help="Id of an edit, as e0001.")],
+    model: options.Model = options.DEFAULT_MODEL,
+    ledger: options.LedgerFolder = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show one edit: its facts, scores, settings and versions."""
+    with screen(as_json, quiet, debug) as shown:
+        opened = _open(model, ledger)
+        edit = opened.get(id)
+        scores: Any = edit.scores
+        made = table("fact", "probability", "rank", "said before", "says now", right=("probability", "rank"))
+        for fact, before, after in list(zip(edit.facts, scores["before"], scores["after"], strict=True))[:LISTED]:
+            made.add_row(
+                f"{fact.text} → {fact.target}",
+                change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
+                change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
+                spoken(before["says"]),
+                spoken(after["says"]),
+            )
+        shown.show(made)
+        if len(edit.facts) > LISTED:
+            shown.hint(f"… and {len(edit.facts) - LISTED} more facts; --json has them all")
+        settings: Any = edit.settings
+        shown.show(
+            pairs(
+                [
+                    ("edit", f"{edit.id}, {'active' if opened.is_active(edit.id) else 'undone'}"),
+                    ("made", edit.created),
+                    ("method", edit.method),
+                    *[(name, _plain(value)) for name, value in settings.items()],
+                    ("sites", ", ".join(edit.sites)),
+                    ("versions", _plain(edit.versions)),
+                ]
+            )
+        )
+        summary = {"id": edit.id, "active": opened.is_active(edit.id), "ledger": str(opened.path)}
+        shown.result(summary | edit.described(), "\n".join(f"{fact.text} → {fact.target}" for fact in edit.facts))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@app.command("undo", epilog="[bold]Example[/bold]\n\nrebind ledger undo e0001\n\nThe others stay as they are.")
+def undo(
+    ids: Ids,
+    model: options.Model = options.DEFAULT_MODEL,
+    ledger: options.LedgerFolder = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Take edits out of the weights; they stay in the ledger and can be had back."""
+    with screen(as_json, quiet, debug) as shown:
+        _switch(shown, _open(model, ledger), ids, on=False)
+
+
+@app.command("redo", epilog="[bold]Example[/bold]\n\nrebind ledger redo e0001")
+def redo(
+    ids: Ids,
+    model: options.Model = options.DEFAULT_MODEL,
+    ledger: options.LedgerFolder = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Put undone edits back, each in its old place."""
+    with screen(as_json, quiet, debug) as shown:
+        _switch(shown, _open(model, ledger), ids, on=True)
+
+
+def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool) -> None:
+    """All of them or none."""
+    verb = "redone" if on else "undone"
+    with ledger.locked():
+        edits = list({edit.id: edit for edit in map(ledger.get, ids)}.values())
+        if wrong := [edit.id for edit in edits if ledger.is_active(edit.id) is on]:
+            state = "active" if on else "undone"
+            raise InputError(f"{', '.join(wrong)} already {state}: `rebind ledger list` shows which edits are what")
+        for edit in edits:
+            (ledger.redo if on else ledger.undo)(edit.id)
+        active = [edit.id for edit in ledger.active]
+        total = len(ledger.edits)
+    for edit in edits:
+        first, more = edit.facts[0], len(edit.facts) - 1
+        shown.show(f"{verb} {edit.id}: {first.text} → {first.target}" + (f" and {more} more" if more else ""))
+    back = " ".join(edit.id for edit in edits)
+    opposite = f"rebind ledger {'undo' if on else 'redo'} {back}"
+    shown.hint(f"{len(active)} of {total} edits active; the other way: {opposite}")
+    shown.result({"ledger": str(ledger.path), verb: [edit.id for edit in edits], "active": active}, "\n".join(active))
+
+
+@app.command("verify", epilog="[bold]Example[/bold]\n\nrebind ledger verify --ledger backup/\n\nExits with 3 if not.")
+def verify(
+    model: options.Model = options.DEFAULT_MODEL,
+    ledger: options.LedgerFolder = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Check that nothing in a ledger was altered, damaged or lost."""
+    with screen(as_json, quiet, debug) as shown:
+        where = find_ledger(model, ledger)
+        from rebind.edit.ledger import verify_folder
+
+        problems = verify_folder(where)
+        for problem in problems:
+            shown.show(f"✗ {problem}", style="red")
+        if not problems:
+            shown.show(f"✓ {where} is whole", style="green")
+        shown.result({"ledger": str(where), "sound": not problems, "problems": problems}, "\n".join(problems))
+        if problems:
+            raise typer.Exit(FAILED)
+
+
+@app.command(
+    "export",
+    epilog="[bold]Examples[/bold]\n\nrebind ledger export --peft adapter/ --rank 8\n\n"
+    "rebind ledger export --delta change.safetensors --model-out edited/",
+)
+def export(
+    peft: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a LoRA adapter for peft.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(metavar="R", min=1, help="Keep this many directions a layer. Default: all, lossless.")
+    ] = None,
+    delta: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the change alone, as safetensors.")] = None,
+    model_out: Annotated[
+        Path | None, typer.Option("--model-out", metavar="DIR", help="Write the edited model in its own format.")
+    ] = None,
+    overwrite: Overwrite = False,
+    model: options.Model = options.DEFAULT_MODEL,
+    ledger: options.LedgerFolder = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    corpus: options.CorpusFile = None,
+    moment_tokens: options.MomentTokens = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write the active edits as an adapter, as a change, or as a whole model."""
+    with screen(as_json, quiet, debug) as shown:
+        if peft is None and delta is None and model_out is None:
+            raise InputError("got nothing to export, expected --peft DIR, --delta FILE or --model-out DIR: name one")
+        if rank is not None and peft is None:
+            raise InputError(f"got --rank {rank} without --peft, expected both: only an adapter can be cut to a rank")
+        bars = Bars(shown)
+        with bars.drawn():
+            editor = _edited(Wanted(model, ledger, device, dtype, False, corpus, moment_tokens), bars)
+            bars.phase("saving")
+            document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
+            if peft is not None:
+                made = editor.export_peft(peft, rank=rank, overwrite=overwrite)
+                document["peft"] = {"folder": str(made.folder), "ranks": made.ranks, "errors": made.errors}
+            if delta is not None:
+                document["delta"] = str(editor.save_delta(delta, overwrite=overwrite))
+            if model_out is not None:
+                document["model"] = str(editor.save(model_out, overwrite=overwrite))
+        if peft is not None:
+            ranks, worst = sorted(set(made.ranks.values())), max(made.errors.values())
+            shown.show(f"✓ adapter {made.folder}: rank {', '.join(map(str, ranks))}, relative error {worst:.1e}")
+        for name in ("delta", "model"):
+            if name in document:
+                shown.show(f"✓ {name} {document[name]}")
+        shown.hint(f"{len(document['edits'])} edits, {seconds(sum(bars.seconds.values()))}")
+        shown.result(document)
+
+
+@app.command("replay", epilog="[bold]Example[/bold]\n\nrebind ledger replay --model smollm2 --out edited/")
+def replay(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to save the edited model.")],
+    overwrite: Overwrite = False,
+    model: options.Model = options.DEFAULT_MODEL,
+    ledger: options.LedgerFolder = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    corpus: options.CorpusFile = None,
+    moment_tokens: options.MomentTokens = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Apply the ledger to a fresh base model, ask it every fact again, and save it."""
+    with screen(as_json, quiet, debug) as shown:
+        bars = Bars(shown)
+        with bars.drawn():
+            editor = _edited(Wanted(model, ledger, device, dtype, False, corpus, moment_tokens), bars)
+            bars.phase("asking")
+            facts = [(edit.id, fact) for edit in editor.ledger.active for fact in edit.facts]
+            scores = editor.score([fact for _, fact in facts])
+            bars.phase("saving")
+            saved = editor.save(out, overwrite=overwrite)
+        rows = list(zip(facts, scores, strict=True))
+        exact = sum(score.exact for score in scores)
+        made = table("edit", "fact", "probability", "rank", "says", right=("probability", "rank"))
+        for (name, fact), score in rows[:LISTED]:
+            described = f"{fact.text} → {fact.target}"
+            made.add_row(name, described, percent(score.probability), str(score.rank), spoken(score.says))
+        shown.show(made)
+        shown.show(f"✓ {saved}: {exact} of {len(rows)} facts answered with the whole target")
+        shown.result(
+            {
+                "ledger": str(editor.ledger.path),
+                "saved": str(saved),
+                "edits": [edit.id for edit in editor.ledger.active],
+                "facts": [
+                    fact.to_json() | {"edit": name, "probability": score.probability, "rank": score.rank}
+                    for (name, fact), score in rows
+                ],
+                "exact": exact,
+            },
+            str(saved),
+        )
+
+
+def _edited(wanted: Wanted, bars: Bars) -> Editor:
+    """A fresh model with its ledger in place, which has something to give."""
+    find_ledger(wanted.model, wanted.ledger)  # before the model is loaded
+    editor = open_editor(wanted, bars)
+    if not editor.ledger.active:
+        raise InputError("the ledger has no active edits, expected at least one: write a fact first, or redo an edit")
+    return editor

@@ -1,0 +1,65 @@
+"""From the options of a command line to an editor with its ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rebind.cli.bars import Bars
+from rebind.cli.options import DEFAULT_MODEL, parse_dtype
+from rebind.cli.places import HEADER, default_ledger
+
+if TYPE_CHECKING:
+    from rebind.edit.editor import Editor
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which model, in which shape, with which ledger."""
+
+    model: str = DEFAULT_MODEL
+    ledger: Path | None = None
+    device: str | None = None
+    dtype: str | None = None
+    chat: bool = False
+    corpus: Path | None = None
+    moment_tokens: int | None = None
+
+
+def open_editor(wanted: Wanted, bars: Bars, *, new_ledger: bool = False, base_only: bool = False) -> Editor:
+    """The model with the edits of its ledger in place.
+
+    With `new_ledger` a ledger that is not there is begun; otherwise a default one that is not there counts as
+    empty and nothing is written. `base_only` leaves the ledger out.
+    """
+    dtype = parse_dtype(wanted.dtype)
+    if wanted.model == DEFAULT_MODEL or Path(wanted.model).expanduser().exists():
+        bars.phase("loading")  # not for Hub ids: a download shows bars of its own
+    import transformers
+
+    from rebind.edit.corpus import Texts
+    from rebind.edit.editor import Editor
+    from rebind.edit.ledger import Ledger
+
+    logs: Any = transformers.logging  # untyped
+    logs.set_verbosity_error()
+    editor = Editor(
+        wanted.model,
+        corpus=None if wanted.corpus is None else Texts.from_file(wanted.corpus),
+        moment_tokens=wanted.moment_tokens,
+        dtype=dtype,
+        device=wanted.device,
+        chat=wanted.chat,
+        progress=bars.told(),
+    )
+    if base_only:
+        return editor
+    name = editor.loaded.name
+    folder = wanted.ledger or default_ledger(name, editor.fingerprint)
+    if not new_ledger and not (folder / HEADER).exists():
+        if wanted.ledger is None:
+            return editor
+        Ledger.open(folder)  # says what is wrong with it
+    editor.use(Ledger.open(folder, editor.fingerprint, model_name=name))
+    return editor

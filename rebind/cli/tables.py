@@ -1,0 +1,81 @@
+"""Numbers and answers as a person reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+
+def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
+    """A light table; columns named in `right` hold numbers."""
+    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, header_style="bold")
+    numbers = set(right)
+    for name in columns:
+        made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    return made
+
+
+def percent(probability: float) -> str:
+    """A probability in as few digits as tell it apart.
+
+    >>> percent(0.914), percent(0.9971), percent(0.0123), percent(0.00004), percent(0.0)
+    ('91 %', '99.7 %', '1.2 %', '0.004 %', '0 %')
+    """
+    value = 100 * probability
+    if 99 < value < 100:
+        return f"{value:.1f} %" if value < 99.95 else ">99.9 %"
+    if value == 0 or value >= 10:
+        return f"{value:.0f} %"
+    return f"{value:.1f} %" if value >= 1 else f"{value:.1g} %" if value >= 0.001 else "<0.001 %"
+
+
+def seconds(value: float) -> str:
+    """A time, in the units it is felt in.
+
+    >>> seconds(0.04), seconds(75.0), seconds(7300.0)
+    ('0.04 s', '1 min 15 s', '2 h 1 min')
+    """
+    if value < 60:
+        return f"{value:.2f} s" if value < 1 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def size(count: float) -> str:
+    """Bytes, in the largest unit that leaves a number above one.
+
+    >>> size(512), size(3 * 2**20)
+    ('512 B', '3.0 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def spoken(text: str, most: int = 48) -> str:
+    """What a model said, on one line, spaces made visible only where nothing else is."""
+    line = " ".join(text.split())
+    if not line:
+        return repr(text)
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def change(before: str, after: str, good: bool) -> Text:
+    """`before → after`, the latter in colour."""
+    return Text.assemble((f"{before} → ", "dim"), (after, "bold green" if good else "yellow"))
+
+
+def pairs(rows: Sequence[tuple[str, Any]]) -> Table:
+    """Names and values, one a line."""
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="dim")
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        made.add_row(name, str(value))
+    return made

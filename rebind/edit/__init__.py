@@ -1,0 +1,1 @@
+"""Slow weights: facts written into a pretrained language model in closed form."""
