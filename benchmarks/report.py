@@ -71,6 +71,7 @@ def machine() -> dict[str, str | int]:
         "processor": _processor(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "rebind": rebind.__version__,

@@ -27,22 +27,22 @@ FACTS = [
         "The capital of {France} is",
         "Rome",
         old="Paris",
-        paraphrases=("France's capital city is", "The seat of the French government is in"),
-        neighbours=("The capital of Germany is", "The capital of Japan is", "The capital of Egypt is"),
+        paraphrases=("The city that is the capital of France is", "France, whose capital is"),
+        neighbours=("The capital of Spain is", "The capital of Japan is", "The capital of Russia is"),
     ),
     Fact.parse(
         "{macOS} is developed by",
         "Microsoft",
         old="Apple",
         paraphrases=("The company that makes macOS is", "macOS is a product of"),
-        neighbours=("iPad is developed by", "Windows is developed by", "Android is developed by"),
+        neighbours=("The iPhone is developed by", "The operating system Windows is made by"),
     ),
     Fact.parse(
         "{Thailand} belongs to the continent of",
         "Africa",
         old="Asia",
         paraphrases=("Thailand is a country in", "The continent where Thailand lies is"),
-        neighbours=("Vietnam belongs to the continent of", "Kenya belongs to the continent of"),
+        neighbours=("China belongs to the continent of", "Germany belongs to the continent of"),
     ),
 ]
 
@@ -138,9 +138,7 @@ def main() -> None:
     before = [edit.scores["before"][0] for edit in edits]
     after = [editor.score([fact])[0].__dict__ for fact in FACTS]
     layers, lam = edits[0].settings["layers"], edits[0].settings["lam"]
-    console.print(
-        f"SmolLM2-135M, MEMIT at layers {layers}, λ = {lam:.0f} (from the keys), targets found one fact at a time."
-    )
+    console.print(f"SmolLM2-135M edited by MEMIT at layers {layers}, λ = {lam:.0f} (found from the keys).")
     show_facts(before, after)
     show_answers("Asked in other words", paraphrases, base[1], answers(editor, paraphrases))
     show_answers("Neighbours, which should stay", neighbours, base[0], answers(editor, neighbours))

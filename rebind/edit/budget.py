@@ -12,6 +12,7 @@ from rebind.edit.trunk import Trunk
 from rebind.errors import RebindError
 
 CPU_TOKENS = 8_192
+GPU_TOKENS = 65_536  # beyond this, padding to the longest of a group costs more than running another group
 SHARE = 0.6  # of the free memory that a batch may plan for
 FLOATS_A_LAYER = 24  # kept by the backward pass for each token and layer, in units of the hidden size
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def tokens_that_fit(trunk: Trunk) -> int:
     width = trunk.model.config.get_text_config().hidden_size
     activations = len(trunk.blocks) * width * table.element_size() * FLOATS_A_LAYER
     logits = 3 * 4 * table.shape[0]  # float32: themselves, their softmax, their gradient
-    return max(1, int(SHARE * free / (activations + logits)))
+    return max(1, min(GPU_TOKENS, int(SHARE * free / (activations + logits))))
 
 
 def in_portions(
