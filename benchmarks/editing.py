@@ -27,8 +27,9 @@ from rich.table import Table
 
 from benchmarks.report import RESULTS, machine
 from rebind.edit.editor import Editor, Progress
-from rebind.edit.facts import Fact, read_facts
+from rebind.edit.facts import Fact
 from rebind.edit.ledger import Ledger
+from rebind.edit.reading import read_facts
 
 
 @dataclass(frozen=True)

@@ -25,5 +25,13 @@ class StorageError(RebindError, OSError):
     """The disk would not take what was to be written; nothing half-written was left."""
 
 
+class LedgerError(RebindError):
+    """A ledger that cannot be trusted or cannot be had now; nothing was changed."""
+
+
 class NumericalWarning(UserWarning):
     """An answer was found, but only after a rescue; the message says which and how large."""
+
+
+class LedgerWarning(UserWarning):
+    """A ledger was read, but not all that its files hold."""

@@ -39,7 +39,7 @@ def answer(editor: Editor, prompt: str, *, top: int = 5, tokens: int = 12) -> An
     """The answer of the model as it stands, the prompt tokenised as it would be for an edit."""
     import torch
 
-    from rebind.edit.facts import encode
+    from rebind.edit.encoding import encode
 
     limit = getattr(editor.model.config, "max_position_embeddings", None)
     fact = as_fact(prompt, ".")

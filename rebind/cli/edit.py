@@ -17,9 +17,10 @@ from rebind.cli.tables import change, pairs, percent, seconds, size, spoken, tab
 from rebind.errors import InputError
 
 if TYPE_CHECKING:
-    from rebind.edit.editor import Editor, Plan
+    from rebind.edit.editor import Editor
+    from rebind.edit.edits import Edit
     from rebind.edit.facts import Fact
-    from rebind.edit.ledger import Edit
+    from rebind.edit.plan import Plan
     from rebind.edit.targets import TargetSettings
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -112,7 +113,8 @@ def _read(
     skip_bad: bool,
 ) -> list[Fact]:
     """The facts, checked before minutes are spent on a model."""
-    from rebind.edit.facts import Fact, conflicts, read_facts
+    from rebind.edit.facts import Fact, conflicts
+    from rebind.edit.reading import read_facts
 
     if target is not None:
         fact = Fact.parse(facts, target, subject=subject, paraphrases=paraphrases or (), neighbours=neighbours or ())

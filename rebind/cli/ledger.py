@@ -17,7 +17,8 @@ from rebind.errors import InputError
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
-    from rebind.edit.ledger import Edit, Ledger
+    from rebind.edit.edits import Edit
+    from rebind.edit.ledger import Ledger
 
 app = typer.Typer(
     help="List, show, undo, redo, verify, export and replay edits.",

@@ -21,13 +21,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rebind.edit import export
+from rebind.edit.card import model_card
 from rebind.edit.corpus import Corpus, OwnSamples
-from rebind.edit.facts import Conflict, Fact, conflicts, encode_many, read_facts
+from rebind.edit.edits import Edit, fold
+from rebind.edit.encoding import encode_many
+from rebind.edit.facts import Fact, conflicts
 from rebind.edit.kept import KeptTargets, resume_targets
-from rebind.edit.ledger import Edit, Ledger, fold
+from rebind.edit.ledger import Ledger
 from rebind.edit.methods import Method, Old, Settings, default_settings, get_method, with_changes
 from rebind.edit.models import Loaded, fingerprint, load_model
 from rebind.edit.moments import Recipe, collect, tokenizer_digest
+from rebind.edit.plan import Plan, estimate
+from rebind.edit.reading import read_facts
 from rebind.edit.sampling import sample
 from rebind.edit.scores import FactScore, score_facts
 from rebind.edit.sites import Site, find_sites, memory_of, module_at, write_memory
@@ -48,23 +53,6 @@ class Progress:
     phase: Callable[[str], None] = lambda name: None
     moments: Callable[[int, int], None] = lambda done, wanted: None  # tokens
     targets: Callable[[int, int, float], None] = lambda step, done, loss: None  # step, facts done, mean loss
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What an edit would take, before any work."""
-
-    method: str
-    layers: tuple[int, ...]
-    lam: float | None  # None: found from the keys when editing
-    facts: int
-    prompt_tokens: int  # all prompts of all facts, targets included
-    moments_cached: bool
-    moment_tokens: int
-    bytes_on_disk: int  # what the ledger will grow by
-    bytes_in_memory: int  # of working memory, roughly
-    seconds: float  # roughly, from the model's size
-    conflicts: tuple[Conflict, ...]
 
 
 class Editor:
@@ -214,29 +202,19 @@ class Editor:
         chosen, settings = self._settings(method, layers, lam, targets)
         listed = list(read_facts(facts))
         encoded = encode_many(listed, self.tokenizer, self.loaded.start, chat=self.chat, limit=self._limit())
-        contexts = 1 + len(SEEDS)
-        tokens = contexts * sum(len(fact.ids) + len(fact.target) + CONTEXT_TOKENS for fact in encoded)
-        suffix = contexts * sum(len(fact.ids) - fact.subject_last + len(fact.target) for fact in encoded)
         sites = [self.sites[layer] for layer in settings.layers]
         recipe = self.recipe()
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        rate = 6e10 if self.trunk.device.type == "cpu" else 5e13  # multiply-adds a second, a modest guess
-        missing = [site for site in sites if not recipe.path(site.name).exists()]
-        work = 2 * parameters * (3 * tokens + 2 * settings.targets.steps * suffix)
-        work += 2 * parameters * (self.moment_tokens * 1.3 if missing else 0)
-        widest = max(site.d_k for site in sites)
-        return Plan(
+        return estimate(
             chosen.name,
-            settings.layers,
-            settings.lam,
-            len(listed),
-            tokens,
-            not missing,
-            self.moment_tokens,
-            4 * len(listed) * sum(2 * site.d_k + site.d_v for site in sites),
-            8 * 4 * widest * widest + 4 * suffix * (len(self.sites) * sites[0].d_v * 12),
-            work / rate,
-            tuple(conflicts([*listed, *self._written()])),
+            settings,
+            encoded,
+            sites,
+            self.trunk,
+            contexts=len(SEEDS),
+            context_tokens=CONTEXT_TOKENS,
+            moment_tokens=self.moment_tokens,
+            moments_cached=all(recipe.path(site.name).exists() for site in sites),
+            clashes=conflicts([*listed, *self._written()]),
         )
 
     # Shipping
@@ -276,7 +254,7 @@ class Editor:
         return str(home.resolve()) if local else self.loaded.name
 
     def _card(self, library: str) -> str:
-        return export.model_card(self.ledger.active, self.loaded.name, self.fingerprint, library=library)
+        return model_card(self.ledger.active, self.loaded.name, self.fingerprint, library=library)
 
     # Inside
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rebind.edit.budget import in_portions
-from rebind.edit.facts import Encoded, Fact, encode_many
+from rebind.edit.encoding import Encoded, encode_many
+from rebind.edit.facts import Fact
 from rebind.edit.trunk import Tokens, Trunk
 
 

@@ -20,9 +20,8 @@ from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import exit_code, screen
 from rebind.edit.editor import Editor
-from rebind.edit.ledger import LedgerError
 from rebind.edit.methods import METHODS
-from rebind.errors import InputError, NumericalError, NumericalWarning, StorageError, UnknownNameError
+from rebind.errors import InputError, LedgerError, NumericalError, NumericalWarning, StorageError, UnknownNameError
 
 from .conftest import FAST
 

@@ -11,8 +11,9 @@ import torch
 from rebind.edit import editor as editor_module
 from rebind.edit.corpus import OwnSamples
 from rebind.edit.editor import Editor
+from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact
-from rebind.edit.ledger import Edit, Ledger
+from rebind.edit.ledger import Ledger
 from rebind.edit.methods import METHODS, get_method
 from rebind.edit.sites import memory_of, module_at
 from rebind.edit.targets import TargetSettings

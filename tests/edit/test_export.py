@@ -16,6 +16,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rebind.edit import export
+from rebind.edit.card import LISTED, model_card
+from rebind.edit.edits import Edit, fold
 from rebind.edit.export import (
     Exported,
     apply_delta,
@@ -23,13 +25,11 @@ from rebind.edit.export import (
     delta_metadata,
     export_peft,
     load_delta,
-    model_card,
     rounding_errors,
     save_delta,
     save_model,
 )
 from rebind.edit.facts import Fact
-from rebind.edit.ledger import Edit, fold
 from rebind.edit.sites import find_sites, memory_of, module_at, write_memory
 from rebind.errors import InputError, NumericalError, ShapeError, StorageError, UnknownNameError
 from rebind.memory.low_rank import LowRank
@@ -593,8 +593,8 @@ def test_a_card_without_scores_or_a_hub_name(llama):
 
 
 def test_a_long_card_says_what_it_leaves_out(llama):
-    edit = make_edit(llama.model, [0], export.LISTED + 3)
+    edit = make_edit(llama.model, [0], LISTED + 3)
     card = model_card([edit], "tiny", "f")
     assert "And 3 more facts: the ledger has them all." in card
-    assert card.count("thing 0-") == export.LISTED
+    assert card.count("thing 0-") == LISTED
     assert "more facts" not in model_card([make_edit(llama.model, [0], 3)], "tiny", "f")

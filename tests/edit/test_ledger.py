@@ -22,26 +22,22 @@ from hypothesis import strategies as st
 
 from rebind import files
 from rebind.edit import ledger as module
-from rebind.edit.facts import Fact
-from rebind.edit.ledger import Edit, Ledger, LedgerError, LedgerWarning, fold, verify_folder
-from rebind.errors import InputError, NumericalError, RebindError, ShapeError, StorageError, UnknownNameError
+from rebind.edit.edits import Edit, fold
+from rebind.edit.ledger import Ledger, verify_folder
+from rebind.edit.log import append_line, new_header
+from rebind.errors import (
+    InputError,
+    LedgerError,
+    LedgerWarning,
+    RebindError,
+    ShapeError,
+    StorageError,
+    UnknownNameError,
+)
+from tests.edit.writes import D_K, D_V, SITES, new_edit
 from tests.support import Draw
 
-SITES = ("model.layers.2.mlp.down_proj", "model.layers.3.mlp.down_proj")
 MODEL, OTHER = "a" * 64, "b" * 64
-D_K, D_V = 6, 4
-
-
-def new_edit(seed=0, rows=2, sites=SITES, **changes):
-    draw = Draw(seed, torch.float32)
-    tensors = {"targets": draw.normal(rows, D_V)}
-    for site in sites:
-        write = draw.write(rows, D_K, D_V)
-        tensors |= {f"{site}/keys": write.keys, f"{site}/values": write.values, f"{site}/gain": write.gain}
-    facts = tuple(Fact.parse(f"The {{subject {seed}-{row}}} is", "naïve 法国\u2028") for row in range(rows))
-    settings = {"layers": [2, 3], "lam": 0.1 + 0.2, "clamp": None}
-    given = {"facts": facts, "method": "memit", "settings": settings, "sites": sites, "tensors": tensors}
-    return Edit(**{**given, "scores": {"before": 1e-7}, "versions": {"torch": "2"}, **changes})
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -149,11 +145,6 @@ def test_tensors_that_make_no_write_are_refused(ledger):
     assert ledger.edits == ()
 
 
-def test_an_unknown_site_is_named():
-    with pytest.raises(UnknownNameError, match=r"unknown site of edit \(new\) 'model.layers.2.mlp.down'.*mean"):
-        new_edit(1).write("model.layers.2.mlp.down")
-
-
 # Finding edits
 
 
@@ -257,68 +248,6 @@ def test_undoing_everything_is_the_base(ledger, dtype):
     assert weights(ledger, base).data_ptr() != base.data_ptr()
 
 
-# Folding
-
-
-def test_fold_is_the_writes_one_after_the_other():
-    base = Draw(9).normal(D_V, D_K)
-    edits = [new_edit(seed, id=f"e{seed}") for seed in range(3)]
-    expected = base
-    for edit in edits:
-        K, V, G = (tensor.double() for tensor in edit.write(SITES[0]).tensors())
-        expected = expected + (V - K @ expected.mT).mT @ G
-    torch.testing.assert_close(fold(base, SITES[0], edits), expected, rtol=0, atol=1e-12)
-    assert not torch.allclose(fold(base, SITES[0], edits[::-1]), expected)
-
-
-def test_fold_in_half_precision_casts_once():
-    """Each of these edits is below bf16's resolution, all together are not."""
-    base = torch.ones(1, 1, dtype=torch.bfloat16)
-    step = torch.full((1, 1), 0.001)
-    tensors = {"s/keys": torch.zeros(1, 1), "s/values": torch.ones(1, 1), "s/gain": step}
-    edits = [new_edit(seed, sites=("s",), tensors=tensors) for seed in range(20)]
-    assert float(fold(base, "s", edits[:1])) == 1.0
-    assert float(fold(base, "s", edits)) == float(torch.tensor(1.02, dtype=torch.bfloat16)) != 1.0
-    assert fold(base, "s", edits).dtype == torch.bfloat16
-
-
-def test_fold_leaves_other_sites_and_the_base_alone():
-    base = torch.nn.Parameter(Draw(9, torch.float32).normal(D_V, D_K))
-    before = base.detach().clone()
-    edits = [new_edit(0, sites=SITES[:1]), new_edit(1, sites=SITES[1:])]
-    assert torch.equal(fold(base, SITES[0], edits), fold(base, SITES[0], edits[:1]))
-    assert torch.equal(fold(base, "elsewhere", edits), before)
-    folded = fold(base, SITES[0], edits)
-    assert not folded.requires_grad
-    assert torch.equal(base, before)
-
-
-def test_a_gain_may_depend_on_history():
-    base = Draw(9).normal(D_V, D_K)
-    edits = [new_edit(0), new_edit(1, sites=SITES[1:]), new_edit(2), new_edit(3)]
-    asked = []
-
-    def halving(edit, earlier):
-        asked.append((edits.index(edit), [edits.index(one) for one in earlier]))
-        return edit.write(SITES[0]).gain / 2 ** len(earlier)
-
-    got = fold(base, SITES[0], edits, halving)
-    assert asked == [(0, []), (2, [0]), (3, [0, 2])]
-    scaled = []
-    for edit, power in zip([edits[0], edits[2], edits[3]], [1, 2, 4], strict=True):
-        name = f"{SITES[0]}/gain"
-        scaled.append(replace(edit, tensors={**edit.tensors, name: edit.tensors[name] / power}))
-    assert torch.equal(got, fold(base, SITES[0], scaled))
-
-
-def test_fold_refuses_what_does_not_fit():
-    with pytest.raises(ShapeError, match="memory"):
-        fold(torch.zeros(D_K, D_V), SITES[0], [new_edit(0)])
-    tensors = {"s/keys": torch.zeros(1, 1), "s/values": torch.full((1, 1), 1e6), "s/gain": torch.ones(1, 1)}
-    with pytest.raises(NumericalError, match="1 edits make s infinite in torch.float16"):
-        fold(torch.zeros(1, 1, dtype=torch.float16), "s", [new_edit(0, sites=("s",), tensors=tensors)])
-
-
 # Diff
 
 
@@ -335,14 +264,6 @@ def test_diff_tells_edits_by_what_they_are(tmp_path):
     here.undo("e0002")
     assert ids(here.diff(there).only_there) == ["e0001", "e0002"]
     assert there.diff(there).only_here == there.diff(there).only_there == ()
-
-
-def test_other_settings_make_another_edit():
-    edit = new_edit(1)
-    assert replace(edit, settings={**edit.settings, "lam": 0.3}).digest != edit.digest
-    assert replace(edit, method="rome").digest != edit.digest
-    assert replace(edit, facts=edit.facts[:1]).digest != edit.digest
-    assert replace(edit, settings=dict(reversed(edit.settings.items()))).digest == edit.digest
 
 
 # Opening
@@ -374,7 +295,7 @@ def test_a_folder_without_a_ledger(tmp_path):
 def test_who_comes_second_to_make_a_ledger_leaves_the_first_ones(folder):
     opened(folder)
     before = snapshot(folder)
-    module._create(folder, module._header(OTHER, "big"), 1.0)
+    module._create(folder, new_header(OTHER, "big"), 1.0)
     assert snapshot(folder) == before
 
 
@@ -607,7 +528,7 @@ def test_a_crash_before_the_line_leaves_tensors_nobody_names(folder, monkeypatch
     """Killed between the two writes: the file is replaced by the next edit of that number."""
     ledger = opened(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_append", Failing(None, 1, KeyboardInterrupt()))
+        patch.setattr(module, "append_line", Failing(None, 1, KeyboardInterrupt()))
         patch.setattr(Path, "unlink", lambda *args, **kwargs: None)  # the process is no more
         with pytest.raises(KeyboardInterrupt):
             ledger.append(new_edit(1))
@@ -621,14 +542,13 @@ def test_a_crash_before_the_line_leaves_tensors_nobody_names(folder, monkeypatch
 def test_an_interrupt_after_the_line_keeps_the_edit(folder, monkeypatch):
     """Once the line is there the edit is there, tensors and all, even if the caller never heard of it."""
     ledger = opened(folder)
-    append = module._append
 
     def interrupted(*args):
-        append(*args)
+        append_line(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_append", interrupted)
+        patch.setattr(module, "append_line", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ledger.append(new_edit(1))
     assert ids(ledger.edits) == ["e0001"]

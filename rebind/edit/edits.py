@@ -1,0 +1,109 @@
+"""What an edit is, and what edits make of weights.
+
+An edit is, at each site it touches, one `Write` computed against the base model. The edited weights are
+never kept: they are the fold of the active edits' writes over the base weights, in ledger order. Undoing
+an edit is folding again without it, so the result equals, bit for bit, that of a run that never had it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rebind.edit.facts import Fact
+from rebind.edit.log import JSON, digest_of
+from rebind.errors import InputError, NumericalError
+from rebind.memory.checks import unknown_name
+from rebind.memory.precision import solving_dtype
+from rebind.memory.write import Write
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Edit:
+    """Facts written into a model together, with all that is needed to write them again."""
+
+    id: str = ""  # given by the ledger
+    facts: tuple[Fact, ...]
+    method: str
+    settings: Mapping[str, JSON]
+    sites: tuple[str, ...]
+    tensors: Mapping[str, Tensor]  # "{site}/keys", "{site}/values", "{site}/gain" for each site; "targets"
+    scores: Mapping[str, JSON] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    created: str = ""  # UTC, ISO 8601; the time of the append unless given
+    forced: bool = False  # written although a check spoke against it
+
+    def write(self, site: str) -> Write:
+        """The edit's write at one of its sites."""
+        if site not in self.sites:
+            raise unknown_name(f"site of edit {self.id or '(new)'}", site, self.sites)
+        parts = {part: f"{site}/{part}" for part in ("keys", "values", "gain")}
+        for name in parts.values():
+            if name not in self.tensors:
+                raise InputError(
+                    f"edit {self.id or '(new)'} has no tensor {name!r}: each site needs {', '.join(parts)}"
+                )
+        return Write(**{part: self.tensors[name] for part, name in parts.items()})
+
+    @property
+    def digest(self) -> str:
+        """Which edit this is, whatever ledger or model it is in: facts, method and settings."""
+        facts = [fact.to_json() for fact in self.facts]
+        return digest_of({"facts": facts, "method": self.method, "settings": self.settings})
+
+    def described(self) -> dict[str, JSON]:
+        """Everything but the tensors, as the log keeps it."""
+        return {
+            "facts": [fact.to_json() for fact in self.facts],
+            "method": self.method,
+            "settings": self.settings,
+            "sites": list(self.sites),
+            "scores": self.scores,
+            "versions": self.versions,
+            "created": self.created,
+            "forced": self.forced,
+        }
+
+
+@dataclass(frozen=True)
+class Diff:
+    """The active edits of two ledgers, told apart by facts, method and settings."""
+
+    only_here: tuple[Edit, ...]
+    only_there: tuple[Edit, ...]
+    both: tuple[Edit, ...]
+
+
+def fold(
+    base: Tensor,
+    site: str,
+    edits: Sequence[Edit],
+    gain: Callable[[Edit, Sequence[Edit]], Tensor] | None = None,
+) -> Tensor:
+    """The weights [d_v, d_k] of a site after `edits`, from those of the base model.
+
+    The sum is kept in float64 and cast once, at the end: casting after each edit would make the result depend
+    on how edits were grouped, and in bf16 small edits would be rounded away one by one. Methods whose gain
+    depends on what was written before give it as `gain(edit, earlier edits at this site)`.
+    """
+    weights = base.detach().to(solving_dtype(base))
+    earlier: list[Edit] = []
+    for edit in edits:
+        if site not in edit.sites:
+            continue
+        write = edit.write(site)
+        if gain is not None:
+            write = replace(write, gain=gain(edit, tuple(earlier)))
+        keys, values, gains = (tensor.to(weights) for tensor in write.tensors())
+        weights = Write(keys, values, gains).apply(weights)
+        earlier.append(edit)
+    folded = weights.to(base.dtype, copy=True)
+    if not torch.isfinite(folded).all():
+        raise NumericalError(
+            f"{len(earlier)} edits make {site} infinite in {base.dtype}, expected finite weights: undo the last "
+            f"of them, or load the model in a wider dtype"
+        )
+    return folded

@@ -1,0 +1,90 @@
+"""Edits: each knows its writes and what it is, and folding them is exact, in order, cast once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rebind.edit.edits import fold
+from rebind.errors import NumericalError, ShapeError, UnknownNameError
+from tests.edit.writes import D_K, D_V, SITES, new_edit
+from tests.support import Draw
+
+# An edit
+
+
+def test_an_unknown_site_is_named():
+    with pytest.raises(UnknownNameError, match=r"unknown site of edit \(new\) 'model.layers.2.mlp.down'.*mean"):
+        new_edit(1).write("model.layers.2.mlp.down")
+
+
+def test_other_settings_make_another_edit():
+    edit = new_edit(1)
+    assert replace(edit, settings={**edit.settings, "lam": 0.3}).digest != edit.digest
+    assert replace(edit, method="rome").digest != edit.digest
+    assert replace(edit, facts=edit.facts[:1]).digest != edit.digest
+    assert replace(edit, settings=dict(reversed(edit.settings.items()))).digest == edit.digest
+
+
+# Folding
+
+
+def test_fold_is_the_writes_one_after_the_other():
+    base = Draw(9).normal(D_V, D_K)
+    edits = [new_edit(seed, id=f"e{seed}") for seed in range(3)]
+    expected = base
+    for edit in edits:
+        K, V, G = (tensor.double() for tensor in edit.write(SITES[0]).tensors())
+        expected = expected + (V - K @ expected.mT).mT @ G
+    torch.testing.assert_close(fold(base, SITES[0], edits), expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(fold(base, SITES[0], edits[::-1]), expected)
+
+
+def test_fold_in_half_precision_casts_once():
+    """Each of these edits is below bf16's resolution, all together are not."""
+    base = torch.ones(1, 1, dtype=torch.bfloat16)
+    step = torch.full((1, 1), 0.001)
+    tensors = {"s/keys": torch.zeros(1, 1), "s/values": torch.ones(1, 1), "s/gain": step}
+    edits = [new_edit(seed, sites=("s",), tensors=tensors) for seed in range(20)]
+    assert float(fold(base, "s", edits[:1])) == 1.0
+    assert float(fold(base, "s", edits)) == float(torch.tensor(1.02, dtype=torch.bfloat16)) != 1.0
+    assert fold(base, "s", edits).dtype == torch.bfloat16
+
+
+def test_fold_leaves_other_sites_and_the_base_alone():
+    base = torch.nn.Parameter(Draw(9, torch.float32).normal(D_V, D_K))
+    before = base.detach().clone()
+    edits = [new_edit(0, sites=SITES[:1]), new_edit(1, sites=SITES[1:])]
+    assert torch.equal(fold(base, SITES[0], edits), fold(base, SITES[0], edits[:1]))
+    assert torch.equal(fold(base, "elsewhere", edits), before)
+    folded = fold(base, SITES[0], edits)
+    assert not folded.requires_grad
+    assert torch.equal(base, before)
+
+
+def test_a_gain_may_depend_on_history():
+    base = Draw(9).normal(D_V, D_K)
+    edits = [new_edit(0), new_edit(1, sites=SITES[1:]), new_edit(2), new_edit(3)]
+    asked = []
+
+    def halving(edit, earlier):
+        asked.append((edits.index(edit), [edits.index(one) for one in earlier]))
+        return edit.write(SITES[0]).gain / 2 ** len(earlier)
+
+    got = fold(base, SITES[0], edits, halving)
+    assert asked == [(0, []), (2, [0]), (3, [0, 2])]
+    scaled = []
+    for edit, power in zip([edits[0], edits[2], edits[3]], [1, 2, 4], strict=True):
+        name = f"{SITES[0]}/gain"
+        scaled.append(replace(edit, tensors={**edit.tensors, name: edit.tensors[name] / power}))
+    assert torch.equal(got, fold(base, SITES[0], scaled))
+
+
+def test_fold_refuses_what_does_not_fit():
+    with pytest.raises(ShapeError, match="memory"):
+        fold(torch.zeros(D_K, D_V), SITES[0], [new_edit(0)])
+    tensors = {"s/keys": torch.zeros(1, 1), "s/values": torch.full((1, 1), 1e6), "s/gain": torch.ones(1, 1)}
+    with pytest.raises(NumericalError, match="1 edits make s infinite in torch.float16"):
+        fold(torch.zeros(1, 1, dtype=torch.float16), "s", [new_edit(0, sites=("s",), tensors=tensors)])
