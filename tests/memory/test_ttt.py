@@ -88,6 +88,9 @@ def test_a_learned_rate_lies_between_zero_and_its_base():
     x, theta = draw.normal(9, 4), draw.normal(4)
     rate = ttt.learned_rate(x, theta, 0.5)
     assert_close(rate, 0.5 / (1 + torch.exp(-(x @ theta))))
+    assert torch.autograd.gradcheck(
+        lambda x, t: ttt.learned_rate(x, t, 0.5), (x.requires_grad_(), theta.requires_grad_())
+    )
     with pytest.raises(ShapeError, match="theta .* is 3 wide"):
         ttt.learned_rate(x, draw.normal(3), 0.5)
 
