@@ -316,7 +316,7 @@ class Editor:
         self.progress.phase("targets")
         found = self._targets(requests, settings)
         self.progress.phase("solve")
-        lam = self._lambda(method, places, requests) if settings.lam is None else settings.lam
+        lam = self._lambda(places, requests) if settings.lam is None else settings.lam
 
         def gain(place: Place, keys: Tensor) -> Tensor:
             # As if nothing had been written before: later layers' keys depend on this gain, and they are stored.
@@ -356,9 +356,7 @@ class Editor:
                 on_step=self.progress.targets,
             )
 
-    def _lambda(self, method: Method, places: Sequence[Place], requests: Sequence[Request]) -> float:
-        if method.name == "alphaedit":
-            return 10.0
+    def _lambda(self, places: Sequence[Place], requests: Sequence[Request]) -> float:
         keys = subject_keys(self.trunk, places[0].module, requests)
         return suitable_lambda(keys, self._old[places[0].name].factored)
 
