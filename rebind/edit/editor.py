@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from rebind.edit.reading import read_facts
 from rebind.edit.sampling import sample
 from rebind.edit.scores import FactScore, score_facts
 from rebind.edit.sites import Site, find_sites, memory_of, module_at, write_memory
-from rebind.edit.spread import Place, spread, subject_keys, suitable_lambda, unchanged
+from rebind.edit.spread import Place, spread, suitable_lambda, unchanged
 from rebind.edit.targets import Found, Prompt, Request, TargetSettings
 from rebind.edit.trunk import Trunk
 from rebind.errors import InputError
@@ -316,9 +317,12 @@ class Editor:
         self.progress.phase("targets")
         found = self._targets(requests, settings)
         self.progress.phase("solve")
-        lam = self._lambda(places, requests) if settings.lam is None else settings.lam
+        lam = settings.lam
 
         def gain(place: Place, keys: Tensor) -> Tensor:
+            nonlocal lam
+            if lam is None:  # the first layer's keys decide for all
+                lam = suitable_lambda(keys, self._old[place.name].factored)
             # As if nothing had been written before: later layers' keys depend on this gain, and they are stored.
             # What earlier edits change comes in when the ledger is folded.
             return method.gain(keys, self._old[place.name], lam, _keys_of((), place.name, keys))
@@ -356,16 +360,12 @@ class Editor:
                 on_step=self.progress.targets,
             )
 
-    def _lambda(self, places: Sequence[Place], requests: Sequence[Request]) -> float:
-        keys = subject_keys(self.trunk, places[0].module, requests)
-        return suitable_lambda(keys, self._old[places[0].name].factored)
-
     def _requests(self, facts: Sequence[Fact]) -> list[Request]:
         """Every fact behind every context, the bare prompt first."""
-        encoded = [
-            encode_many(facts, self.tokenizer, self.loaded.start, chat=self.chat, context=context, limit=self._limit())
-            for context in ("", *self.contexts)
-        ]
+        encode = partial(encode_many, facts, self.tokenizer, self.loaded.start, chat=self.chat, limit=self._limit())
+        bare = encode()
+        targets = [one.target for one in bare]
+        encoded = [bare, *(encode(context=context, targets=targets) for context in self.contexts)]
         return [
             Request(tuple(Prompt(one.ids, one.subject_last) for one in rows), rows[0].target)
             for rows in zip(*encoded, strict=True)

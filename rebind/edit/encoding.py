@@ -57,13 +57,15 @@ def encode_many(
     chat: bool = False,
     context: str = "",
     limit: int | None = None,
+    targets: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Encoded]:
     """The tokens of each fact behind `context`, in two calls of the tokenizer however many there are.
 
     `start` is what begins every sequence of this model. The target follows the prompt after a space, unless
     the prompt ends in white space or an opening bracket or quote, or both are in a script written without
     spaces; a space that ends the prompt is taken into the target, where tokenizers want it. `limit` is the
-    longest sequence the model takes.
+    longest sequence the model takes. `targets` are the targets' tokens where they are known already: what the
+    prompts end with decides them, not the context.
 
     With `chat` the fact is put in the tokenizer's chat template. A question ("What is the capital of
     {France}?") is asked by the user, and the target is how the assistant begins to answer. Anything else is
@@ -81,24 +83,35 @@ def encode_many(
         )
     layouts = [_lay_out_chat(fact, context, tokenizer) if chat else _lay_out(fact, context) for fact in facts]
     prompts, offsets = _tokenise([layout.prompt for layout in layouts], tokenizer)
-    joint, _ = _tokenise([layout.prompt + layout.target for layout in layouts], tokenizer)
+    targets = targets if targets is not None else _targets(facts, layouts, prompts, tokenizer)
     opening = () if chat else tuple(start)
     encoded = []
-    for fact, layout, prompt, spans, both in zip(facts, layouts, prompts, offsets, joint, strict=True):
+    for fact, layout, prompt, spans, target in zip(facts, layouts, prompts, offsets, targets, strict=True):
         last = _last_overlap(spans, layout.subject)
         if last is None:
             raise InputError(f"no token of {fact.text!r} stands for subject {fact.subject!r}: use another subject")
-        target = both[len(prompt) :] if both[: len(prompt)] == prompt else _tokenise_alone(layout.target, tokenizer)
-        if not target:
-            raise InputError(f"no token stands for target {fact.target!r} of {fact.text!r}: use another target")
         ids = (*opening, *prompt)
         if limit is not None and len(ids) + len(target) > limit:
             raise InputError(
                 f"fact {_shortened(fact.text)!r} → {_shortened(fact.target)!r} is {len(ids) + len(target)} tokens "
                 f"with its context, the model takes {limit}: shorten the prompt or the target"
             )
-        encoded.append(Encoded(ids, len(opening) + last, tuple(target)))
+        encoded.append(Encoded(ids, len(opening) + last, target))
     return encoded
+
+
+def _targets(
+    facts: Sequence[Fact], layouts: Sequence[_Layout], prompts: Sequence[list[int]], tokenizer: Any
+) -> list[tuple[int, ...]]:
+    """Each target's tokens, as they follow the prompt's."""
+    joint, _ = _tokenise([layout.prompt + layout.target for layout in layouts], tokenizer)
+    found = []
+    for fact, layout, prompt, both in zip(facts, layouts, prompts, joint, strict=True):
+        target = both[len(prompt) :] if both[: len(prompt)] == prompt else _tokenise_alone(layout.target, tokenizer)
+        if not target:
+            raise InputError(f"no token stands for target {fact.target!r} of {fact.text!r}: use another target")
+        found.append(tuple(target))
+    return found
 
 
 def _lay_out(fact: Fact, context: str) -> _Layout:
@@ -175,8 +188,11 @@ def _tokenise_alone(text: str, tokenizer: Any) -> list[int]:
 def _last_overlap(spans: Sequence[tuple[int, int]], subject: tuple[int, int]) -> int | None:
     """The last token with a character of the subject; one that stands for no character has none."""
     begin, end = subject
-    inside = [index for index, (left, right) in enumerate(spans) if max(left, begin) < min(right, end)]
-    return inside[-1] if inside else None
+    for index in range(len(spans) - 1, -1, -1):
+        left, right = spans[index]
+        if max(left, begin) < min(right, end):
+            return index
+    return None
 
 
 # Han, kana, Thai, Lao, Tibetan, Burmese, Khmer, and the full-width punctuation written with them.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -53,20 +55,38 @@ def _score_some(trunk: Trunk, tokenizer: Any, encoded: Sequence[Encoded], portio
     rows = [[*one.ids, *one.target[:-1]] for one in asked]
     tokens = Tokens.following(Tokens.left_padded([()] * len(rows), trunk.device), rows)
     where = [(row, len(one.ids) - 1 + step) for row, one in enumerate(asked) for step in range(len(one.target))]
-    said = torch.log_softmax(trunk.logits(tokens, torch.tensor(where)), dim=-1)
-    each = said.split([len(one.target) for one in asked])
-    return [_score(tokenizer, one.target, mine) for one, mine in zip(asked, each, strict=True)]
+    wanted = torch.tensor([token for one in asked for token in one.target], device=trunk.device)
+    said = _Said.of(trunk.logits(tokens, torch.tensor(where, device=trunk.device)), wanted)
+    first = [0, *accumulate(len(one.target) for one in asked)]
+    says = tokenizer.batch_decode([[said.best[begin]] for begin in first[:-1]])
+    return [
+        said.score(slice(begin, end), target=one.target, says=says[index])
+        for index, (one, (begin, end)) in enumerate(zip(asked, pairwise(first), strict=True))
+    ]
 
 
-def _score(tokenizer: Any, target: Sequence[int], said: Tensor) -> FactScore:
-    """The score of a target whose tokens' log-probabilities are among `said` [tokens, vocabulary]."""
-    wanted = torch.tensor(target, device=said.device)
-    picked = said.gather(-1, wanted.unsqueeze(-1)).squeeze(-1)
-    first, best = said[0], said.argmax(-1)
-    return FactScore(
-        probability=float(picked.sum().exp()),
-        rank=int((first > picked[0]).sum()) + 1,
-        nll=float(-picked.mean()),
-        exact=bool((best == wanted).all()),
-        says=str(tokenizer.decode(best[:1])),
-    )
+@dataclass(frozen=True)
+class _Said:
+    """What the model says at places where tokens are wanted, as plain numbers: one copy from the device for all."""
+
+    picked: list[float]  # the wanted token's log-probability
+    rank: list[int]  # and its rank
+    best: list[int]  # the first choice
+
+    @classmethod
+    def of(cls, logits: Tensor, wanted: Tensor) -> _Said:
+        wanted = wanted.to(logits.device).unsqueeze(-1)
+        chosen = logits.gather(-1, wanted)
+        picked = (chosen - logits.logsumexp(-1, keepdim=True)).squeeze(-1)
+        rank = (logits > chosen).sum(-1) + 1
+        return cls(picked.tolist(), rank.tolist(), logits.argmax(-1).tolist())
+
+    def score(self, span: slice, *, target: Sequence[int], says: str) -> FactScore:
+        picked = self.picked[span]
+        return FactScore(
+            probability=math.exp(math.fsum(picked)),
+            rank=self.rank[span][0],
+            nll=-math.fsum(picked) / len(picked),
+            exact=self.best[span] == list(target),
+            says=says,
+        )

@@ -1,11 +1,8 @@
 """What the hidden state at the subject should become for the model to say the new thing.
 
 For each fact a vector δ is added to the hidden state of the subject's last token, at the output of
-one block, and is moved by Adam until the model says the target (MEMIT eq. 16):
-
-    mean over contexts of the target's negative log-likelihood
-      + kl · KL(original ‖ edited) of the next token at the subject, so that the subject stays itself
-      + decay · ‖δ‖ / ‖h₀‖²,          ‖δ‖ ≤ clamp · ‖h₀‖
+one block, and is moved by Adam until the model says the target (MEMIT eq. 16): it minimises the loss of
+`objective`, within ‖δ‖ ≤ clamp · ‖h₀‖.
 
 All facts are solved at once. δ sits at the subject's last token, so everything before that token is
 the same at every step: its keys and values are computed once and only the rest of the prompt is run,
@@ -17,51 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rebind.edit.budget import in_portions, tokens_that_fit
-from rebind.edit.trunk import Tokens, Trunk, select_cache
+from rebind.edit.objective import (
+    Asked,
+    Objective,
+    Prompt,
+    Recorded,
+    Request,
+    TargetSettings,
+    can_be_recorded,
+    recorded,
+)
+from rebind.edit.trunk import Trunk
 from rebind.errors import NumericalError
 
-
-@dataclass(frozen=True)
-class TargetSettings:
-    """How δ is searched for."""
-
-    steps: int = 25
-    rate: float = 0.5
-    clamp: float = 0.75  # largest ‖δ‖ / ‖h₀‖
-    decay: float = 0.5
-    kl: float = 0.0625
-    enough: float = 0.05  # a fact whose loss is below this is done
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One way of asking: the tokens up to where the target begins."""
-
-    ids: tuple[int, ...]
-    subject_last: int
-
-
-@dataclass(frozen=True)
-class Request:
-    """One fact to find a target for. The first prompt is the bare one."""
-
-    prompts: tuple[Prompt, ...]
-    target: tuple[int, ...]
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """(rows, longest prefix, longest suffix) that it takes in a batch."""
-        return (
-            len(self.prompts) + 1,
-            max(prompt.subject_last for prompt in self.prompts),
-            max(len(prompt.ids) - prompt.subject_last for prompt in self.prompts) + len(self.target) - 1,
-        )
+__all__ = ["Found", "Prompt", "Request", "TargetSettings", "find_targets"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,74 +117,69 @@ class _Search:
 
     def __init__(self, group: Sequence[int], settings: TargetSettings) -> None:
         self.group, self.settings = group, settings
-        self.alive = torch.arange(0)  # facts still moving
-        self._started = False
+        self.moving = torch.zeros(0, dtype=torch.bool)  # [n]: facts that are not done
 
     def run(
         self, trunk: Trunk, layer: int, requests: Sequence[Request], told: Callable[[int, int, Tensor], None]
     ) -> Found:
-        batch, settings = _Batch.of(trunk, layer, requests), self.settings
-        self._start(batch)
-        adam, original = _Adam(self.delta, settings.rate), None
-        for step in range(settings.steps):
-            moved = self.delta[self.alive].requires_grad_()
-            scores = batch.score(trunk, layer, moved, original)
-            original = scores.original
-            loss = scores.nll + settings.kl * scores.divergence + self._penalty(moved)
-            self.loss[self.alive] = loss.detach()
-            going = self._going(loss.detach())
-            told(step, len(self.loss) - int(going.sum()), self.loss)
-            if step == settings.steps - 1 or not going.any():
+        objective: Objective | Recorded = self._start(trunk, layer, requests)
+        adam = _Adam(self.delta, self.settings.rate)
+        record = can_be_recorded(trunk)
+        rows = torch.arange(len(self.delta), device=self.delta.device)  # facts in the batch
+        for step in range(self.settings.steps):
+            loss = objective.loss(self.delta[rows])
+            self.loss[rows] = torch.where(self.moving[rows], loss, self.loss[rows])
+            self._check(rows, loss)
+            self.moving[rows] &= loss >= self.settings.enough
+            going = self.moving[rows].nonzero().squeeze(-1)
+            told(step, len(self.loss) - len(going), self.loss)
+            if step == self.settings.steps - 1 or not len(going):
                 break
-            (slope,) = torch.autograd.grad(loss.sum(), moved)
-            if not going.all():
-                kept = going.nonzero().squeeze(-1)
-                self.alive, slope, original = self.alive[kept], slope[kept], original[kept]
-                batch = batch.keep(kept)
-            adam.update(self.delta, self.alive, slope)
-            self.steps[self.alive] += 1
-            self._clamp()
+            slope = objective.slope()
+            self._move(adam, rows[going], slope[going])
+            # A graph is for one size of batch: facts that are done stay in it, unmoved, until they are half of it.
+            if len(going) < len(rows) and (not record or 2 * len(going) <= len(rows)):
+                rows, objective = rows[going], objective.keep(going)
+            if record and isinstance(objective, Objective):
+                objective = recorded(objective)
+                record = isinstance(objective, Recorded)
         return self.found()
 
     def finished(self) -> Tensor:
         """Facts whose loss fell below what is enough."""
-        if not self._started:
-            return self.alive
-        moving = torch.zeros(len(self.loss), dtype=torch.bool, device=self.loss.device)
-        moving[self.alive] = True
-        return (~moving).nonzero().squeeze(-1)
+        return torch.arange(len(self.moving), device=self.moving.device)[~self.moving]
 
     def found(self) -> Found:
         return Found(self.before + self.delta, self.before, self.loss, self.steps)
 
-    def _start(self, batch: _Batch) -> None:
-        wide = torch.promote_types(batch.hidden.dtype, torch.float32)
-        self.before = batch.hidden[batch.bare, 0].to(wide)  # [n, width]: h₀
+    def _start(self, trunk: Trunk, layer: int, requests: Sequence[Request]) -> Objective:
+        asked = Asked.of(trunk, layer, requests)
+        wide = torch.promote_types(asked.hidden.dtype, torch.float32)
+        self.before = asked.hidden[asked.bare, 0].to(wide)  # [n, width]: h₀
         self.length = torch.linalg.vector_norm(self.before, dim=-1)
         self.delta = torch.zeros_like(self.before)
         self.loss = torch.zeros_like(self.length)
         self.steps = torch.zeros_like(self.length, dtype=torch.long)
-        self.alive = torch.arange(len(self.length), device=self.length.device)
-        self._started = True
+        self.moving = torch.ones_like(self.length, dtype=torch.bool)
+        return Objective(trunk, layer, asked, self.settings, self.length)
 
-    def _penalty(self, moved: Tensor) -> Tensor:
-        return self.settings.decay * torch.linalg.vector_norm(moved, dim=-1) / self.length[self.alive].square()
-
-    def _going(self, loss: Tensor) -> Tensor:
+    def _check(self, rows: Tensor, loss: Tensor) -> None:
         if not torch.isfinite(loss).all():
-            wrong = self.alive[~torch.isfinite(loss)]
+            wrong = rows[~torch.isfinite(loss)]
             raise NumericalError(
                 f"the loss of fact {self.group[int(wrong[0])]} became NaN or infinite ({len(wrong)} facts in all), "
                 f"expected finite numbers: load the model in float32 or bfloat16, or lower the rate "
                 f"({self.settings.rate})"
             )
-        return loss >= self.settings.enough
 
-    def _clamp(self) -> None:
-        moved = self.delta[self.alive]
+    def _move(self, adam: _Adam, facts: Tensor, slope: Tensor) -> None:
+        """One step of Adam, then back within the clamp."""
+        adam.update(self.delta, facts, slope)
+        self.steps[facts] += 1
+        moved = self.delta[facts]
         size = torch.linalg.vector_norm(moved, dim=-1).clamp_min(torch.finfo(moved.dtype).tiny)
-        shrink = (self.settings.clamp * self.length[self.alive] / size).clamp_max(1.0)
-        self.delta[self.alive] = moved * shrink.unsqueeze(-1)
+        shrink = (self.settings.clamp * self.length[facts] / size).clamp_max(1.0)
+        self.delta[facts] = moved * shrink.unsqueeze(-1)
 
 
 class _Adam:
@@ -232,105 +198,3 @@ class _Adam:
         first = self.first[rows] / (1 - b1 ** self.count[rows])
         second = self.second[rows] / (1 - b2 ** self.count[rows])
         delta[rows] -= self.rate * first / (second.sqrt() + self.eps)
-
-
-@dataclass(frozen=True, eq=False)
-class _Scores:
-    nll: Tensor  # [n]
-    divergence: Tensor  # [n]
-    original: Tensor  # [n, vocabulary]: log-probabilities at the subject before any change
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """Suffixes of every prompt of every fact, and one row a fact that ends at the subject (for the KL term)."""
-
-    tokens: Tokens  # the suffixes: subject's last token, rest of the prompt, target but its last token
-    cache: Any  # keys and values of the prefixes
-    hidden: Tensor  # [rows, tokens, width]: output of the layer, unchanged
-    owner: Tensor  # [rows]: which fact a row belongs to
-    bare: Tensor  # [n]: the row of each fact's first prompt
-    subject: Tensor  # [n]: the row of each fact that ends at the subject
-    where: Tensor  # [m, 2]: (row, token) whose next token is part of a target
-    token: Tensor  # [m]: that next token
-    weight: Tensor  # [m]: 1 / (target length × prompts of the fact)
-
-    @classmethod
-    def of(cls, trunk: Trunk, layer: int, requests: Sequence[Request]) -> _Batch:
-        prefixes: list[tuple[int, ...]] = []
-        suffixes: list[list[int]] = []
-        owner, bare, subject = [], [], []
-        where, token, weight = [], [], []
-        for fact, request in enumerate(requests):
-            bare.append(len(suffixes))
-            for prompt in request.prompts:
-                at = prompt.subject_last
-                row = len(suffixes)
-                first = len(prompt.ids) - 1 - at  # index in the suffix of the prompt's last token
-                prefixes.append(prompt.ids[:at])
-                suffixes.append([*prompt.ids[at:], *request.target[:-1]])
-                owner.append(fact)
-                for step, wanted in enumerate(request.target):
-                    where.append((row, first + step))
-                    token.append(wanted)
-                    weight.append(1 / (len(request.target) * len(request.prompts)))
-            subject.append(len(suffixes))
-            shortest = request.prompts[0]
-            prefixes.append(shortest.ids[: shortest.subject_last])
-            suffixes.append([shortest.ids[shortest.subject_last]])
-            owner.append(fact)
-        device = trunk.device
-        past = Tokens.left_padded(prefixes, device)
-        cache = trunk.cache(past)
-        tokens = Tokens.following(past, suffixes)
-        hidden = trunk.after(layer, tokens, cache=cache)
-        place = hidden.device
-        return cls(
-            tokens,
-            cache,
-            hidden,
-            torch.tensor(owner, device=place),
-            torch.tensor(bare, device=place),
-            torch.tensor(subject, device=place),
-            torch.tensor(where, device=place),
-            torch.tensor(token, device=place),
-            torch.tensor(weight, dtype=torch.float64, device=place),
-        )
-
-    def score(self, trunk: Trunk, layer: int, delta: Tensor, original: Tensor | None) -> _Scores:
-        """The loss's parts with δ added at the first token of every row."""
-        first = self.hidden[:, :1] + delta[self.owner].unsqueeze(1).to(self.hidden.dtype)
-        hidden = torch.cat([first, self.hidden[:, 1:]], dim=1)
-        subject = torch.stack([self.subject, torch.zeros_like(self.subject)], dim=-1)
-        asked = torch.cat([self.where, subject])
-        logits = trunk.logits(self.tokens, asked, cache=self.cache, start=(layer, hidden))
-        said = torch.log_softmax(logits, dim=-1).to(delta.device)
-        targets, now = said[: len(self.where)], said[len(self.where) :]
-        picked = targets.gather(-1, self.token.unsqueeze(-1)).squeeze(-1)
-        nll = delta.new_zeros(len(delta)).index_add(0, self.owner[self.where[:, 0]], -picked * self.weight.to(picked))
-        if original is None:
-            original = now.detach()
-        divergence = (original.exp() * (original - now)).sum(-1)
-        return _Scores(nll, divergence, original)
-
-    def keep(self, facts: Tensor) -> _Batch:
-        """The batch of some of its facts."""
-        new = torch.full((int(self.owner.max()) + 1,), -1, device=self.owner.device)
-        new[facts] = torch.arange(len(facts), device=facts.device)
-        rows = (new[self.owner] >= 0).nonzero().squeeze(-1)
-        renumbered = torch.full((len(self.owner),), -1, device=rows.device)
-        renumbered[rows] = torch.arange(len(rows), device=rows.device)
-        kept = renumbered[self.where[:, 0]] >= 0
-        where = torch.stack([renumbered[self.where[kept, 0]], self.where[kept, 1]], dim=-1)
-        there = rows.to(self.tokens.ids.device)
-        return _Batch(
-            self.tokens.select(there),
-            select_cache(self.cache, there),
-            self.hidden[rows],
-            new[self.owner[rows]],
-            renumbered[self.bare[facts]],
-            renumbered[self.subject[facts]],
-            where,
-            self.token[kept],
-            self.weight[kept],
-        )

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rebind.edit.budget import MemoryWarning
 from rebind.edit.sites import find_sites, memory_of, module_at, write_memory
-from rebind.edit.spread import Place, spread, subject_keys, subject_states, suitable_lambda, unchanged
+from rebind.edit.spread import Place, spread, suitable_lambda, unchanged
+from rebind.edit.subjects import Subjects, subject_keys, subject_states
 from rebind.edit.targets import Prompt, Request
 from rebind.edit.trunk import Trunk
 from rebind.memory import Write
@@ -117,8 +118,8 @@ def test_keys_weigh_the_bare_prompt_by_half():
             rows.append(seen.pop()[0, prompt.subject_last])
         expected.append(rows[0] / 2 + torch.stack(rows[1:]).mean(0) / 2)
     handle.remove()
-    assert_close(subject_keys(trunk, place.module, VARIED), torch.stack(expected), 1e-6)
-    alone = subject_keys(trunk, place.module, BARE[:1])
+    assert_close(subject_keys(trunk, place.layer, place.module, VARIED), torch.stack(expected), 1e-6)
+    alone = subject_keys(trunk, place.layer, place.module, BARE[:1])
     with torch.no_grad():
         handle = place.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         model(input_ids=torch.tensor([BARE[0].prompts[0].ids]))
@@ -130,7 +131,7 @@ def test_one_layer_writes_the_missing_part_for_the_averaged_key():
     model = tiny.llama(dtype=torch.float64)
     trunk, (place,) = tiny.trunk(model), _places(model, (1,))
     before, wanted = _wanted(trunk, 1, VARIED)
-    keys, base = subject_keys(trunk, place.module, VARIED), memory_of(place.module).clone()
+    keys, base = subject_keys(trunk, place.layer, place.module, VARIED), memory_of(place.module).clone()
     writes = spread(trunk, [place], VARIED, wanted, _gain(equality))
     _apply([place], writes)
     assert_close(keys @ memory_of(place.module).mT, keys @ base.mT + wanted - before, 1e-5)
@@ -166,6 +167,22 @@ def test_the_budget_is_kept_and_halved_when_memory_runs_out(monkeypatch):
     asked.clear()
     subject_states(trunk, 1, BARE, tokens_at_once=10)
     assert max(asked) <= 10
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox", "olmo3"])
+@pytest.mark.parametrize("budget", [30, 10_000])
+def test_climbing_sees_what_was_written_below(name, budget):
+    """Asked layer after layer, each written in between, the answers are those of fresh runs on the model so far."""
+    model = FAMILIES[name](seed=2)
+    trunk, places = tiny.trunk(model), _places(model, (0, 1, 2))
+    subjects = Subjects(trunk, VARIED, tokens_at_once=budget)
+    for place in places:
+        fresh = subject_keys(trunk, place.layer, place.module, VARIED)
+        assert_close(subjects.keys(place.layer, place.module), fresh, 1e-5)
+        assert_close(subjects.states(2), subject_states(trunk, 2, VARIED), 1e-5)
+        before = subject_states(trunk, 2, VARIED)
+        write_memory(place.module, memory_of(place.module) + Draw(place.layer).normal(*memory_of(place.module).shape))
+        assert (subject_states(trunk, 2, VARIED) - before).abs().max() > 1e-2, "the write should be seen"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
