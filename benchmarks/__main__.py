@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-SUBJECTS = ("solve", "compose", "targets")
+SUBJECTS = ("solve", "compose", "targets", "scan")
 
 
 def main(names: list[str]) -> int:

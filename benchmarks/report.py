@@ -34,7 +34,7 @@ class Row:
 
 def measure(name: str, call: Callable[[], torch.Tensor], error: Callable[[torch.Tensor], float], repeats: int) -> Row:
     """The median time of `repeats` calls after one that warms up and is watched for memory."""
-    with _Peak() as peak:
+    with Peak() as peak:
         result = call()
     seconds = []
     for _ in range(repeats):
@@ -87,10 +87,10 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-class _Peak:
+class Peak:
     """Watches this process's resident memory from a second thread; 0 where /proc is missing."""
 
-    def __enter__(self) -> _Peak:
+    def __enter__(self) -> Peak:
         self._before = self._highest = _resident()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +43,16 @@ class Coefficients:
     write: Gate  # η: how much of v is written at k
 
 
+class Gates:
+    """A rule's gates as attributes. (torch.compile cannot trace a SimpleNamespace.)"""
+
+    def __init__(self, values: dict[str, Gate]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        return self._values[name]
+
+
 class Rule(ABC):
     """One fast rule. Subclasses with a `name` are found by `get_rule`."""
 
@@ -62,16 +71,19 @@ class Rule(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    def coefficients(self, k: Tensor, **gates: Gate) -> Coefficients:
-        """α, ε, η for keys [..., d_k]; each a constant or of shape [...]."""
+    def coefficients(self, k: Tensor, *, values: bool = True, **gates: Gate) -> Coefficients:
+        """α, ε, η for keys [..., d_k]; each a constant or of shape [...].
+
+        With `values=False` the gates' values are not looked at, which on a GPU would wait for them.
+        """
         require_rank(1, k=k)
         require_floating(k=k)
-        return self._coefficients(k, self._gates(k, gates))
+        return self._coefficients(k, self._gates(k, gates, values))
 
     def write(self, k: Tensor, v: Tensor, **gates: Gate) -> Write:
         """The one-row write of each key [..., d_k] and value [..., d_v]: a batch of writes."""
         require_rank(1, v=v)
-        coefficients = self.coefficients(k, **gates)
+        coefficients = self.coefficients(k, values=True, **gates)
         dtype = common_dtype(k, v, *(gate for gate in gates.values() if isinstance(gate, Tensor)))
         wide = working_dtype(k)
         gain = (_column(coefficients.write) * k.to(wide)).unsqueeze(-2)
@@ -98,27 +110,31 @@ class Rule(ABC):
         return self._objective(memory, previous, k, v, self._gates(k, gates)).to(out)
 
     @abstractmethod
-    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients: ...
+    def _coefficients(self, k: Tensor, gate: Gates) -> Coefficients: ...
 
     @abstractmethod
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor: ...
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: Gates) -> Tensor: ...
 
-    def _gates(self, k: Tensor, given: dict[str, Gate]) -> SimpleNamespace:
+    def _gates(self, k: Tensor, given: dict[str, Gate], values: bool = True) -> Gates:
         for name, gate in given.items():
             if name not in self.gates:
                 takes = ", ".join(self.gates) or "no gates"
                 raise InputError(f"rule {self.name!r} got a gate {name!r}, takes {takes}: leave {name!r} out")
             value = self._gate(name, gate)
-            require_finite(**{name: value})
-            most = self.largest.get(name, float("inf"))
-            if known(((value < 0) | (value > most)).any()):
-                expected = "0 or more" if most == float("inf") else f"0 to {most:g}"
-                raise InputError(
-                    f"gate {name!r} of rule {self.name!r} ranges from {value.min():.3g} to {value.max():.3g}, expected "
-                    f"{expected}: pass it through a sigmoid or softplus"
-                )
+            if values:
+                self._check_values(name, value)
             require_broadcastable(f"k and {name}", k.shape[:-1], value.shape)
-        return SimpleNamespace(**{**self.gates, **given})
+        return Gates({**self.gates, **given})
+
+    def _check_values(self, name: str, value: Tensor) -> None:
+        require_finite(**{name: value})
+        most = self.largest.get(name, float("inf"))
+        if known(((value < 0) | (value > most)).any()):
+            expected = "0 or more" if most == float("inf") else f"0 to {most:g}"
+            raise InputError(
+                f"gate {name!r} of rule {self.name!r} ranges from {value.min():.3g} to {value.max():.3g}, expected "
+                f"{expected}: pass it through a sigmoid or softplus"
+            )
 
     def _gate(self, name: str, gate: Gate) -> Tensor:
         if isinstance(gate, Tensor):
@@ -136,10 +152,10 @@ class Sum(Rule):
     gates: ClassVar[dict[str, float]] = {}
     reads = False
 
-    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+    def _coefficients(self, k: Tensor, gate: Gates) -> Coefficients:
         return Coefficients(decay=1.0, erase=0.0, write=1.0)
 
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: Gates) -> Tensor:
         return _distance(memory, previous) - 2 * _agreement(memory, k, v)
 
 
@@ -151,10 +167,10 @@ class Rfa(Rule):
     largest: ClassVar[dict[str, float]] = {"beta": 1.0}
     reads = False
 
-    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+    def _coefficients(self, k: Tensor, gate: Gates) -> Coefficients:
         return Coefficients(decay=1 - gate.beta, erase=0.0, write=gate.beta)
 
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: Gates) -> Tensor:
         kept = _matrix(1 - gate.beta) * previous
         return _distance(memory, kept) - 2 * gate.beta * _agreement(memory, k, v)
 
@@ -166,10 +182,10 @@ class Mamba2(Rule):
     gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "dt": 1.0}
     reads = False
 
-    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+    def _coefficients(self, k: Tensor, gate: Gates) -> Coefficients:
         return Coefficients(decay=gate.alpha, erase=0.0, write=gate.dt)
 
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: Gates) -> Tensor:
         return _distance(memory, _matrix(gate.alpha) * previous) - 2 * gate.dt * _agreement(memory, k, v)
 
 
@@ -180,10 +196,10 @@ class Delta(Rule):
     gates: ClassVar[dict[str, float]] = {"beta": 1.0}
     reads = True
 
-    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+    def _coefficients(self, k: Tensor, gate: Gates) -> Coefficients:
         return Coefficients(decay=1.0, erase=gate.beta, write=gate.beta)
 
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: Gates) -> Tensor:
         error = v - _read(previous, k)
         return _distance(memory, previous) - 2 * gate.beta * _agreement(memory, k, error)
 
@@ -199,12 +215,12 @@ class Longhorn(Rule):
     gates: ClassVar[dict[str, float]] = {"beta": 1.0}
     reads = True
 
-    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+    def _coefficients(self, k: Tensor, gate: Gates) -> Coefficients:
         energy = k.to(working_dtype(k)).square().sum(-1)
         rate = gate.beta / (1 + gate.beta * energy)
         return Coefficients(decay=1.0, erase=rate, write=rate)
 
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: Gates) -> Tensor:
         miss = (_read(memory, k) - v).square().sum(-1)
         return _distance(memory, previous) + gate.beta * miss
 
@@ -216,10 +232,10 @@ class GatedDelta(Rule):
     gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "beta": 1.0}
     reads = True
 
-    def _coefficients(self, k: Tensor, gate: SimpleNamespace) -> Coefficients:
+    def _coefficients(self, k: Tensor, gate: Gates) -> Coefficients:
         return Coefficients(decay=gate.alpha, erase=gate.beta, write=gate.beta)
 
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: SimpleNamespace) -> Tensor:
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: Gates) -> Tensor:
         kept = _matrix(gate.alpha) * previous
         error = v - _read(kept, k)
         return _distance(memory, kept) - 2 * gate.beta * _agreement(memory, k, error)

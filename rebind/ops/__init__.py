@@ -1,0 +1,7 @@
+"""Many writes, fast: one scan over sequences for every fast rule."""
+
+from rebind.ops.dispatch import Explanation
+from rebind.ops.scan import explain, scan, scan_rule
+from rebind.ops.step import step
+
+__all__ = ["Explanation", "explain", "scan", "scan_rule", "step"]

@@ -1,0 +1,103 @@
+"""The recurrence token by token: the truth that every other backend is held to.
+
+    W_t = α_t W_{t−1} (I − ε_t k_t k_tᵀ) + η_t v_t k_tᵀ        o_t = W_t q_t
+
+Plain torch operations and nothing else, so that autograd gives gradients of every order.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from rebind.ops.backend import Gradients
+from rebind.ops.inputs import Inputs
+
+
+def recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The output [B, T, H, Dv] and the final state [N, H, Dv, Dk]."""
+    dtype = inputs.working
+    q, k = (x.to(dtype).repeat_interleave(inputs.sharing, dim=2) for x in (inputs.q, inputs.k))
+    v = inputs.v.to(dtype)
+    ones = v.new_ones(v.shape[:3])
+    decay = ones if inputs.log_decay is None else inputs.log_decay.to(dtype).exp()
+    erase = 0 * ones if inputs.erase is None else inputs.erase.to(dtype)
+    write = ones if inputs.write is None else inputs.write.to(dtype)
+    state = v.new_zeros(inputs.state_shape) if inputs.state is None else inputs.state
+    tensors = (q, k, v, decay, erase, write)
+    if inputs.cu_seqlens is None:
+        out, final = _sequence(state, *tensors, mini_batch=inputs.mini_batch or 1)
+        return out.to(inputs.v.dtype), final
+    bounds = inputs.cu_seqlens.tolist()
+    outs, finals = [v[:, :0]], [state[:0]]
+    for n, (begin, end) in enumerate(pairwise(bounds)):
+        here = (x[:, begin:end] for x in tensors)
+        out, final = _sequence(state[n : n + 1], *here, mini_batch=inputs.mini_batch or 1)
+        outs.append(out)
+        finals.append(final)
+    return torch.cat(outs, dim=1).to(inputs.v.dtype), torch.cat(finals)
+
+
+def _sequence(
+    W: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor, *, mini_batch: int
+) -> tuple[Tensor, Tensor]:
+    """One sequence a row: W [B, H, Dv, Dk]; q, k, v [B, T, H, D]; the coefficients [B, T, H]."""
+    outs = [v[:, :0]]
+    W = W.clone()  # a sequence of no tokens returns its state, and never the same tensor
+    for t in range(q.shape[1]):
+        key, query = k[:, t, :, :, None], q[:, t, :, :, None]
+        W = decay[:, t, :, None, None] * W
+        if t % mini_batch == 0:
+            seen = W  # what the tokens of this mini-batch read
+        error = write[:, t, :, None] * v[:, t] - erase[:, t, :, None] * (seen @ key).squeeze(-1)
+        W = W + error.unsqueeze(-1) @ key.mT
+        outs.append((W @ query).squeeze(-1).unsqueeze(1))
+    return torch.cat(outs, dim=1), W
+
+
+def gradients(inputs: Inputs, d_out: Tensor, d_final: Tensor | None, *, create_graph: bool) -> Gradients:
+    """The gradients of the recurrence, by autograd; with `create_graph` they can be differentiated again."""
+    given = [x if x is None or x.requires_grad else x.detach().requires_grad_() for x in inputs.tensors]
+    with torch.enable_grad():
+        out, final = recurrence(inputs.replaced(given))
+        pairs = [(out, d_out)]
+        if d_final is not None and final.requires_grad:  # it does not where no token wrote and no state was given
+            pairs.append((final, d_final))
+        wanted = [x for x in given if x is not None]
+        found = iter(
+            torch.autograd.grad(
+                [result for result, _ in pairs],
+                wanted,
+                [slope for _, slope in pairs],
+                create_graph=create_graph,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        )
+    return tuple(None if x is None else next(found) for x in given)
+
+
+class Reference:
+    """The recurrence as a backend."""
+
+    name = "reference"
+
+    def refuses(self, inputs: Inputs) -> str | None:
+        return None
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+        with torch.no_grad():
+            out, final = recurrence(inputs)
+        return out, final, []
+
+    def saved_like(self, inputs: Inputs) -> list[Tensor]:
+        return []
+
+    def backward(self, inputs: Inputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
+        given = [None if x is None else x.detach() for x in inputs.tensors]
+        return gradients(inputs.replaced(given), d_out, d_final, create_graph=False)
+
+
+REFERENCE = Reference()

@@ -1,0 +1,248 @@
+"""The gradients: states walked backwards, then everything else for all chunks at once.
+
+With the forward of `forward.py`, a bar for a gradient, S the state before a chunk and S' the one after it:
+
+    Ū = Pᵀ Ō + diag(γ_C/γ) K S̄'          R̄ = Tᵀ Ū          V̄ = diag(η) R̄
+    S̄ = γ_C S̄' + Qᵀ diag(γ) Ō − Kᵀ diag(ε γ) R̄                    (walked backwards; R̄ and S̄' are stored)
+
+    P̄ = tril(Ō Uᵀ ⊙ Γ)          Ā = −tril(R̄ Uᵀ ⊙ Γ, −1)
+    Q̄ = diag(γ) Ō Sᵀ + P̄ K
+    X = Ā K − diag(γ) R̄ Sᵀ
+    K̄ = diag(ε) X + P̄ᵀ Q + Āᵀ diag(ε) K + diag(γ_C/γ) U S̄'ᵀ
+    ε̄_i = k_i · x_i          η̄_i = v_i · r̄_i
+
+The decay's gradient needs no product of its own. α_t scales all that is left of S_{t−1}, so its gradient is
+a_t = ⟨S_t, S̄_t⟩ − η_t η̄_t, and ⟨S_t, S̄_t⟩ = a_{t+1} + o_t · ō_t with o_t · ō_t = q_t · q̄_t: a running sum from
+the chunk's end, where ⟨S', S̄'⟩ is known.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rebind.ops.triton.forward import load_numbers
+from rebind.ops.triton.places import chunk_at, load_rows, load_tile, sequence_at, store_rows, store_tile
+from rebind.ops.triton.prepare import FLOOR
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "G", "segment"])
+def walk_backward(
+    q,
+    k,
+    inverses,
+    products,
+    table,
+    d_out,
+    d_final,
+    d_written,
+    d_states,
+    d_state,
+    boundaries,
+    first,
+    T,
+    NT,
+    H,
+    G,
+    segment,
+    Dk: tl.constexpr,
+    Dv: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    SOLVE: tl.constexpr,
+    FINAL: tl.constexpr,
+    STORE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program a (block of columns, sequence and head, segment). STORE leaves R̄ and S̄' for `all_gradients`."""
+    block, sequence_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, head = sequence_head // H, sequence_head % H
+    begin, length, first_chunk = sequence_at(n, boundaries, first, T, NT, PACKED)
+    dtype = k.dtype.element_ty
+    low = part * segment
+    high = tl.minimum(low + segment, tl.cdiv(length, C))
+    place = ((n * tl.num_programs(2) + part).to(tl.int64) * H + head) * (Dv * Dk)
+    row = tl.arange(0, BK)
+    local = block * BV
+    column = local + tl.arange(0, BV)
+    inside = (row < Dk)[:, None] & (column < Dv)[None, :]
+    where = place + column[None, :] * Dk + row[:, None]
+    dS = tl.zeros([BK, BV], tl.float32)
+    if FINAL:
+        dS = tl.load(d_final + where, mask=inside, other=0.0).to(tl.float32)
+
+    for back in tl.range(0, high - low, num_stages=STAGES):
+        number = high - 1 - back
+        here = (first_chunk + number) * H + head
+        b_k = load_rows(k, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
+        b_q = load_rows(q, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
+        b_p = load_tile(products, here, 0, 0, C, C, C, C)
+        b_do = load_rows(d_out, begin, number * C, length, head, H, Dv, local, BV, C)
+        ds = dS.to(dtype)
+        if STORE:
+            store_tile(d_states, ds, here, 0, local, Dk, Dv, BK, BV)
+        dU = tl.dot(b_k, ds, input_precision=PRECISION)
+        if DECAY:
+            dU *= load_numbers(table, here, 1, C)[:, None]
+        dU = tl.dot(tl.trans(b_p), b_do, acc=dU, input_precision=PRECISION)
+        if SOLVE:
+            b_t = load_tile(inverses, here, 0, 0, C, C, C, C)
+            dU = tl.dot(tl.trans(b_t), dU.to(dtype), input_precision=PRECISION)
+        if STORE:
+            store_rows(d_written, dU, begin, number * C, length, head, H, Dv, local, BV, C)
+        if DECAY:
+            dS *= tl.load(table + here * (5 * C) + C - 1)
+            b_do = (b_do * load_numbers(table, here, 0, C)[:, None]).to(dtype)
+        dS = tl.dot(tl.trans(b_q), b_do, acc=dS, input_precision=PRECISION)
+        if ERASE:
+            dU *= -load_numbers(table, here, 2, C)[:, None]
+            dS = tl.dot(tl.trans(b_k), dU.to(dtype), acc=dS, input_precision=PRECISION)
+    tl.store(d_state + where, dS, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "G"])
+def all_gradients(
+    q,
+    k,
+    v,
+    log_decay,
+    table,
+    sums,
+    written,
+    states,
+    d_out,
+    d_written,
+    d_states,
+    dq,
+    dk,
+    dv,
+    d_log_decay,
+    d_erase,
+    d_write,
+    boundaries,
+    first,
+    owner,
+    T,
+    NT,
+    N,
+    H,
+    G,
+    Dk: tl.constexpr,
+    Dv: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    SOLVE: tl.constexpr,
+    WRITE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program a chunk and head, taking BK and BV of the widths at a time. dq and dk are a value head's."""
+    chunk, row_head = tl.program_id(0), tl.program_id(1)
+    row, head = row_head // H, row_head % H
+    begin, length, number, used = chunk_at(chunk, row, boundaries, first, owner, T, NT, N, PACKED)
+    if used:
+        dtype = k.dtype.element_ty
+        here = (row * NT + chunk).to(tl.int64) * H + head
+        start = number * C
+        i = tl.arange(0, C)
+        eta = load_numbers(table, here, 4, C)
+        end = tl.load(table + here * (5 * C) + C - 1)
+        g = tl.load(sums + here * C + i)
+        gamma = load_numbers(table, here, 0, C)
+        eps = load_numbers(table, here, 3, C)
+
+        # Transposes are computed anew: a transposed accumulator given to a product has been seen miscompiled.
+        dP = tl.zeros([C, C], tl.float32)
+        dPt = tl.zeros([C, C], tl.float32)
+        dA = tl.zeros([C, C], tl.float32)
+        dAt = tl.zeros([C, C], tl.float32)
+        d_eta = tl.zeros([C], tl.float32)
+        for at in tl.range(0, Dv, BV, num_stages=STAGES):
+            b_do = load_rows(d_out, begin, start, length, head, H, Dv, at, BV, C)
+            b_u = load_rows(written, begin, start, length, head, H, Dv, at, BV, C)
+            b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
+            dP = tl.dot(b_do, tl.trans(b_u), acc=dP, input_precision=PRECISION)
+            dPt = tl.dot(b_u, tl.trans(b_do), acc=dPt, input_precision=PRECISION)
+            if SOLVE:
+                dA = tl.dot(b_dr, tl.trans(b_u), acc=dA, input_precision=PRECISION)
+                dAt = tl.dot(b_u, tl.trans(b_dr), acc=dAt, input_precision=PRECISION)
+            if WRITE or DECAY:
+                b_v = load_rows(v, begin, start, length, head, H, Dv, at, BV, C)
+                d_eta += tl.sum(b_v.to(tl.float32) * b_dr.to(tl.float32), 1)
+            store_rows(dv, b_dr.to(tl.float32) * eta[:, None], begin, start, length, head, H, Dv, at, BV, C)
+        ratio = tl.exp(tl.where(i[:, None] >= i[None, :], g[:, None] - g[None, :], FLOOR * 4).to(tl.float32))
+        ratio_t = tl.exp(tl.where(i[:, None] <= i[None, :], g[None, :] - g[:, None], FLOOR * 4).to(tl.float32))
+        p = (dP * ratio).to(dtype)
+        pt = (dPt * ratio_t).to(dtype)
+        a = tl.where(i[:, None] > i[None, :], -dA * ratio, 0.0).to(dtype)
+        at_ = tl.where(i[:, None] < i[None, :], -dAt * ratio_t * eps[None, :], 0.0).to(dtype)
+
+        tail = load_numbers(table, here, 1, C)
+        d_eps = tl.zeros([C], tl.float32)
+        d_g = tl.zeros([C], tl.float32)
+        kept = tl.zeros([BK], tl.float32)  # ⟨S, S̄'⟩, a row of the state each
+        own = tl.zeros([C], tl.float32)  # the same of the chunk's own writes, a token each
+        for kat in tl.range(0, Dk, BK, num_stages=1):
+            b_q = load_rows(q, begin, start, length, head // G, H // G, Dk, kat, BK, C)
+            b_k = load_rows(k, begin, start, length, head // G, H // G, Dk, kat, BK, C)
+            b_dq = tl.zeros([C, BK], tl.float32)
+            X = tl.zeros([C, BK], tl.float32)
+            for at in tl.range(0, Dv, BV, num_stages=STAGES):
+                b_do = load_rows(d_out, begin, start, length, head, H, Dv, at, BV, C)
+                b_s = load_tile(states, here, kat, at, Dk, Dv, BK, BV)
+                b_dq = tl.dot(b_do, tl.trans(b_s), acc=b_dq, input_precision=PRECISION)
+                if ERASE:
+                    b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
+                    X = tl.dot(b_dr, tl.trans(b_s), acc=X, input_precision=PRECISION)
+            b_dq *= gamma[:, None]
+            b_dq = tl.dot(p, b_k, acc=b_dq, input_precision=PRECISION)
+            if DECAY:
+                d_g += tl.sum(b_q.to(tl.float32) * b_dq, 1)
+            store_rows(dq, b_dq, begin, start, length, head, H, Dk, kat, BK, C)
+            if ERASE:
+                X *= -gamma[:, None]
+                if SOLVE:
+                    X = tl.dot(a, b_k, acc=X, input_precision=PRECISION)
+                d_eps += tl.sum(b_k.to(tl.float32) * X, 1)
+            b_dk = tl.zeros([C, BK], tl.float32)
+            for at in tl.range(0, Dv, BV, num_stages=STAGES):
+                b_u = load_rows(written, begin, start, length, head, H, Dv, at, BV, C)
+                b_ds = load_tile(d_states, here, kat, at, Dk, Dv, BK, BV)
+                b_dk = tl.dot(b_u, tl.trans(b_ds), acc=b_dk, input_precision=PRECISION)
+                if DECAY:
+                    b_s = load_tile(states, here, kat, at, Dk, Dv, BK, BV)
+                    kept += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
+            b_dk *= tail[:, None]
+            if DECAY:
+                own += tl.sum(b_k.to(tl.float32) * b_dk, 1)
+            b_dk = tl.dot(pt, b_q, acc=b_dk, input_precision=PRECISION)
+            if SOLVE:
+                b_dk = tl.dot(at_, b_k, acc=b_dk, input_precision=PRECISION)
+            if ERASE:
+                b_dk += eps[:, None] * X
+            store_rows(dk, b_dk, begin, start, length, head, H, Dk, kat, BK, C)
+
+        token = start + i
+        mask = token < length
+        flat = (begin + token) * H + head
+        if WRITE:
+            tl.store(d_write + flat, d_eta.to(d_write.dtype.element_ty), mask=mask)
+        if ERASE:
+            tl.store(d_erase + flat, d_eps.to(d_erase.dtype.element_ty), mask=mask)
+        if DECAY:
+            d_g -= eta * d_eta
+            anchor = end * tl.sum(kept, 0) + tl.sum(own, 0)  # ⟨S', S̄'⟩
+            after = tl.sum(d_g, 0) - tl.cumsum(d_g, 0) + d_g  # from here to the end of the chunk
+            alive = tl.load(log_decay + flat, mask=mask, other=0.0).to(tl.float32) > FLOOR
+            tl.store(
+                d_log_decay + flat, tl.where(alive, after + anchor, 0.0).to(d_log_decay.dtype.element_ty), mask=mask
+            )

@@ -1,0 +1,129 @@
+"""The states of a sequence one chunk after another, and the outputs with them.
+
+    U  = T (diag(η) V − diag(ε γ) K S)
+    O  = diag(γ) Q S + P U
+    S' = γ_C S + Kᵀ diag(γ_C/γ) U
+
+A program holds some columns of one head's state in registers and walks along its sequence, or along one segment of it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rebind.ops.triton.places import load_rows, load_tile, sequence_at, store_rows, store_tile
+
+
+@triton.jit
+def load_numbers(table, place, row: tl.constexpr, C: tl.constexpr):
+    """A row of a chunk's table: γ, γ_C/γ, ε γ, ε, η."""
+    return tl.load(table + place * (5 * C) + row * C + tl.arange(0, C))
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "G", "segment"])
+def walk_forward(
+    q,
+    k,
+    v,
+    inverses,
+    products,
+    table,
+    state,
+    out,
+    written,
+    states,
+    final,
+    boundaries,
+    first,
+    T,
+    NT,
+    H,
+    G,
+    segment,
+    Dk: tl.constexpr,
+    Dv: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    SOLVE: tl.constexpr,
+    WRITE: tl.constexpr,
+    INITIAL: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    KEEP: tl.constexpr,
+    MAP: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program a (block of columns, sequence and head, segment of `segment` chunks).
+
+    KEEP stores U and each chunk's first state, for the backward pass. MAP, in place of the outputs, finds what a
+    segment does to any state, S' = M S + N: the first columns start from zero and give N, Dk further ones start from
+    the identity, write nothing, and give M. `state` and `final` are [N, segments, H, columns, Dk].
+    """
+    block, sequence_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, head = sequence_head // H, sequence_head % H
+    begin, length, first_chunk = sequence_at(n, boundaries, first, T, NT, PACKED)
+    dtype = k.dtype.element_ty
+    count = tl.cdiv(length, C)
+    low = part * segment
+    high = tl.minimum(low + segment, count)
+    COLUMNS: tl.constexpr = Dv + Dk if MAP else Dv
+    place = ((n * tl.num_programs(2) + part).to(tl.int64) * H + head) * (COLUMNS * Dk)
+    row = tl.arange(0, BK)
+    blocks: tl.constexpr = (Dv + BV - 1) // BV
+    writes = True
+    local = block * BV
+    shift = 0
+    if MAP:
+        writes = block < blocks
+        local = tl.where(writes, block, block - blocks) * BV
+        shift = tl.where(writes, 0, Dv)
+    column = local + tl.arange(0, BV)
+    limit = Dv
+    if MAP:
+        limit = tl.where(writes, Dv, Dk)
+    inside = (row < Dk)[:, None] & (column < limit)[None, :]
+    where = place + (shift + column)[None, :] * Dk + row[:, None]
+    S = tl.zeros([BK, BV], tl.float32)
+    if MAP:
+        S = tl.where((row[:, None] == column[None, :]) & (block >= blocks), 1.0, 0.0)
+    if INITIAL:
+        S = tl.load(state + where, mask=inside, other=0.0).to(tl.float32)
+
+    for number in tl.range(low, high, num_stages=STAGES):
+        here = (first_chunk + number) * H + head
+        b_k = load_rows(k, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
+        b_v = load_rows(v, begin, number * C, length, head, H, Dv, local, BV, C)
+        s = S.to(dtype)
+        U = b_v.to(tl.float32)
+        if WRITE:
+            U *= load_numbers(table, here, 4, C)[:, None]
+        if MAP:
+            U = tl.where(writes, U, 0.0)
+        if KEEP:
+            store_tile(states, s, here, 0, local, Dk, Dv, BK, BV)
+        if ERASE:
+            U -= load_numbers(table, here, 2, C)[:, None] * tl.dot(b_k, s, input_precision=PRECISION)
+        if SOLVE:
+            b_t = load_tile(inverses, here, 0, 0, C, C, C, C)
+            U = tl.dot(b_t, U.to(dtype), input_precision=PRECISION)
+        if OUTPUT:
+            b_q = load_rows(q, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
+            b_p = load_tile(products, here, 0, 0, C, C, C, C)
+            u = U.to(dtype)
+            if KEEP:
+                store_rows(written, u, begin, number * C, length, head, H, Dv, local, BV, C)
+            answer = tl.dot(b_q, s, input_precision=PRECISION)
+            if DECAY:
+                answer *= load_numbers(table, here, 0, C)[:, None]
+            answer = tl.dot(b_p, u, acc=answer, input_precision=PRECISION)
+            store_rows(out, answer, begin, number * C, length, head, H, Dv, local, BV, C)
+        if DECAY:
+            U *= load_numbers(table, here, 1, C)[:, None]
+            S *= tl.load(table + here * (5 * C) + C - 1)
+        S = tl.dot(tl.trans(b_k), U.to(dtype), acc=S, input_precision=PRECISION)
+    tl.store(final + where, S, mask=inside)

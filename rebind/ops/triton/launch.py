@@ -1,0 +1,400 @@
+"""Which kernels run, with which tiles, and what they hand to one another."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rebind.ops.backend import Gradients
+from rebind.ops.inputs import Inputs
+from rebind.ops.triton.backward import all_gradients, walk_backward
+from rebind.ops.triton.calls import aligned, call
+from rebind.ops.triton.forward import walk_forward
+from rebind.ops.triton.places import Places
+from rebind.ops.triton.prepare import NUMBERS, prepare_plain, prepare_solve
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+WIDEST = 256  # largest head size: a state's columns and a chunk's keys must fit in a multiprocessor
+FEW = 0.3  # programs a multiprocessor below which sequences are cut: a cut sequence is walked along three times
+SHORTEST = 16  # chunks a segment must have at least
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How much a program holds at a time. Sizes are powers of two, at least 16: what tensor cores take."""
+
+    chunk: int  # C
+    key: int  # all of Dk, in the kernels that walk
+    value: int  # columns of a state a walking program holds
+    walk_warps: int
+    walk_stages: int
+    key_part: int  # of the gradients' kernel
+    value_part: int
+    gradient_warps: int
+    gradient_stages: int
+    prepare_warps: int
+    prepare_key: int
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Tiles:
+        key, value = _tile(inputs.k.shape[3]), _tile(inputs.v.shape[3])
+        narrow = inputs.v.element_size() == 2
+        chunk = inputs.mini_batch or (64 if narrow else 32)
+        columns = min(value, 64 if key <= 128 and narrow else 32)
+        return cls(
+            chunk=chunk,
+            key=key,
+            value=columns,
+            walk_warps=4,
+            walk_stages=(3 if key <= 128 else 2) if narrow else 1,
+            key_part=min(key, 64 if narrow else 32),
+            value_part=min(value, 64 if narrow else 32),
+            gradient_warps=4,
+            gradient_stages=3 if narrow else 1,
+            prepare_warps=2 if key > 64 else 1,
+            prepare_key=min(key, 64),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One scan, ready to be launched."""
+
+    inputs: Inputs
+    tiles: Tiles
+
+    @staticmethod
+    def refuses(inputs: Inputs) -> str | None:
+        """Why these inputs cannot run on kernels, or None."""
+        if not (inputs.q.is_cuda or INTERPRETED):
+            return f"the tensors are on {inputs.q.device.type}, kernels want a CUDA device"
+        if inputs.v.dtype == torch.float64:
+            return "float64 has no tensor cores to run on"
+        if max(inputs.k.shape[3], inputs.v.shape[3]) > WIDEST:
+            return f"heads are {inputs.k.shape[3]} and {inputs.v.shape[3]} wide, the kernels take up to {WIDEST}"
+        if inputs.chunk not in (None, 64 if inputs.v.element_size() == 2 else 32):
+            return f"chunk={inputs.chunk}, the kernels are made for one size: leave it out"
+        if inputs.mini_batch is not None and inputs.mini_batch not in (16, 32, 64):
+            return f"mini_batch={inputs.mini_batch}, the kernels take 16, 32 and 64"
+        if not inputs.v.numel() or not inputs.k.numel():
+            return "there is nothing to compute"
+        return None
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Plan:
+        return cls(inputs, Tiles.of(inputs))
+
+    @cached_property
+    def places(self) -> Places:
+        return Places.of(self.inputs, self.tiles.chunk)
+
+    @property
+    def solves(self) -> bool:
+        return self.inputs.erase is not None and self.inputs.mini_batch is None
+
+    @cached_property
+    def segments(self) -> int:
+        """How many parts a sequence is cut in: one, unless heads are too few and sequences long."""
+        programs = self.inputs.sequences * self.inputs.heads * -(-self.inputs.v.shape[3] // self.tiles.value)
+        processors = _processors(self.inputs.v.device)
+        if self.inputs.cu_seqlens is not None or programs > FEW * processors:
+            return 1
+        return max(1, min(processors // programs, self.places.chunks // SHORTEST))
+
+    @property
+    def segment(self) -> int:
+        """Chunks in a segment."""
+        return -(-self.places.chunks // self.segments)
+
+    def forward(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        inputs = self.inputs
+        with torch.cuda.device_of(inputs.v):
+            inverses, products, table, sums = self._prepare()
+            maps = self._maps(inverses, table) if self.segments > 1 else None
+            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            written, states = self._for_backward() if inputs.keep else (out, out)
+            starts = inputs.state if maps is None else self._starts(maps)
+            final = inputs.v.new_empty(self._state_shape(), dtype=torch.float32)
+            self._walk(inverses, products, table, starts, out, written, states, final)
+            if maps is not None:
+                final = final[:, -1].contiguous()
+        final = final.view(inputs.state_shape)
+        if not inputs.keep:
+            return out, final, []
+        saved = [products, table, sums, written, states]
+        saved += [inverses] if self.solves else []
+        saved += [maps] if maps is not None else []
+        return out, final, saved
+
+    def backward(self, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
+        inputs, tiles = self.inputs, self.tiles
+        products, table, sums, written, states, *rest = saved
+        inverses = rest[0] if self.solves else products
+        with torch.cuda.device_of(inputs.v):
+            d_written, d_states = torch.empty_like(written), torch.empty_like(states)
+            ends = d_final
+            if self.segments > 1:
+                d_ends = self._walk_back(inverses, products, table, d_out, None, d_written, d_states, store=False)
+                ends = self._ends(rest[-1], d_ends, d_final)
+            d_state = self._walk_back(inverses, products, table, d_out, ends, d_written, d_states, store=True)
+            wide = (*inputs.v.shape[:3], inputs.k.shape[3])
+            dq, dk = (inputs.k.new_empty(wide) for _ in range(2))
+            dv = torch.empty_like(written)
+            decay, erase, write = (
+                None if given is None else torch.empty_like(given)
+                for given in (inputs.log_decay, inputs.erase, inputs.write)
+            )
+            call(
+                all_gradients,
+                (self.places.chunks, self.places.rows * inputs.heads),
+                (self._kind, aligned(d_out)),
+                (
+                    *(self._q, self._k, self._v, inputs.log_decay, table, sums, written, states),
+                    *(d_out, d_written, d_states, dq, dk, dv, decay, erase, write),
+                    *self._everywhere,
+                ),
+                warps=tiles.gradient_warps,
+                BK=tiles.key_part,
+                BV=tiles.value_part,
+                STAGES=tiles.gradient_stages,
+                SOLVE=self.solves,
+                Dv=inputs.v.shape[3],
+                ERASE=inputs.erase is not None,
+                **self._constants,
+            )
+        shared = inputs.sharing
+        if shared > 1:
+            dq, dk = (x.unflatten(2, (-1, shared)).sum(3, dtype=torch.float32).to(x) for x in (dq, dk))
+        start = None if inputs.state is None else d_state[:, 0].to(inputs.state.dtype).contiguous()
+        return dq, dk, dv, decay, erase, write, start
+
+    def saved_like(self) -> list[Tensor]:
+        """What `forward` saves, not filled in."""
+        inverses, products, table, sums = self._buffers()
+        saved = [products, table, sums, *self._for_backward()]
+        saved += [inverses] if self.solves else []
+        if self.segments > 1:
+            saved.append(self.inputs.v.new_empty(self._state_shape(self.inputs.k.shape[3]), dtype=torch.float32))
+        return saved
+
+    # What the kernels work on
+
+    @cached_property
+    def _q(self) -> Tensor:
+        return self.inputs.q.contiguous()
+
+    @cached_property
+    def _k(self) -> Tensor:
+        return self.inputs.k.contiguous()
+
+    @cached_property
+    def _v(self) -> Tensor:
+        return self.inputs.v.contiguous()
+
+    @property
+    def _precision(self) -> str:
+        """Of products of float32 numbers: three products of their parts give nearly all of their digits."""
+        return "tf32" if self.inputs.v.element_size() == 2 else "tf32x3"
+
+    @cached_property
+    def _kind(self) -> tuple[object, ...]:
+        """What, beside the constants, decides which compiled kernel a call means."""
+        inputs = self.inputs
+        tensors = (self._q, self._k, self._v, *inputs.tensors[3:], inputs.cu_seqlens)
+        return inputs.v.device, tuple(None if x is None else x.dtype for x in tensors), aligned(*tensors)
+
+    @cached_property
+    def _constants(self) -> dict[str, object]:
+        """What most kernels are compiled for."""
+        inputs = self.inputs
+        return {
+            "Dk": inputs.k.shape[3],
+            "C": self.tiles.chunk,
+            "DECAY": inputs.log_decay is not None,
+            "WRITE": inputs.write is not None,
+            "PACKED": inputs.cu_seqlens is not None,
+            "PRECISION": self._precision,
+        }
+
+    @property
+    def _everywhere(self) -> tuple[object, ...]:
+        """Arguments of kernels that run on all chunks at once."""
+        places = self.places
+        return (*places.arguments, self.inputs.sequences, self.inputs.heads, self.inputs.sharing)
+
+    @property
+    def _along(self) -> tuple[object, ...]:
+        """Arguments of kernels that walk along sequences."""
+        places = self.places
+        boundaries, first, _, length, chunks = places.arguments
+        return boundaries, first, length, chunks, self.inputs.heads, self.inputs.sharing, self.segment
+
+    def _walks(self, columns: int) -> tuple[int, int, int]:
+        return columns, self.inputs.sequences * self.inputs.heads, self.segments
+
+    def _state_shape(self, more: int = 0) -> tuple[int, ...]:
+        n, heads, columns, rows = self.inputs.state_shape
+        return n, self.segments, heads, columns + more, rows
+
+    def _buffers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        inputs, size = self.inputs, self.tiles.chunk
+        every = (self.places.all_chunks, inputs.heads)
+        products = inputs.v.new_empty(*every, size, size)
+        inverses = torch.empty_like(products) if self.solves else products
+        table = inputs.v.new_empty(*every, NUMBERS, size, dtype=torch.float32)
+        sums = inputs.v.new_empty(*every, size, dtype=self._wide)
+        return inverses, products, table, sums
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """What the decays are summed in: differences of large sums must keep the digits that are asked for."""
+        return torch.float32 if self.inputs.v.element_size() == 2 else torch.float64
+
+    def _for_backward(self) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs
+        written = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+        every = (self.places.all_chunks, inputs.heads)
+        return written, inputs.v.new_empty(*every, inputs.k.shape[3], inputs.v.shape[3])
+
+    # Launches
+
+    def _prepare(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        inputs, tiles = self.inputs, self.tiles
+        inverses, products, table, sums = self._buffers()
+        grid = (self.places.chunks, self.places.rows * inputs.heads)
+        given = (self._q, self._k, inputs.log_decay, inputs.erase, inputs.write)
+        wide = tl.float32 if self._wide == torch.float32 else tl.float64
+        if self.solves:
+            call(
+                prepare_solve,
+                grid,
+                self._kind,
+                (*given, inverses, products, table, sums, *self._everywhere),
+                warps=tiles.prepare_warps,
+                BK=tiles.prepare_key,
+                WIDE=wide,
+                SOLVE_PRECISION=self._precision,
+                STAGES=2,
+                **self._constants,
+            )
+        else:
+            call(
+                prepare_plain,
+                grid,
+                self._kind,
+                (*given, products, table, sums, *self._everywhere),
+                warps=4,
+                BK=tiles.key,
+                WIDE=wide,
+                ERASE=inputs.erase is not None,
+                **self._constants,
+            )
+        return inverses, products, table, sums
+
+    def _walk(
+        self, inverses: Tensor, products: Tensor, table: Tensor, start: Tensor | None,
+        out: Tensor, written: Tensor, states: Tensor, final: Tensor, *, mapped: bool = False,
+    ) -> None:  # fmt: skip
+        inputs, tiles = self.inputs, self.tiles
+        columns = -(-inputs.v.shape[3] // tiles.value)
+        if mapped:
+            columns += -(-inputs.k.shape[3] // tiles.value)
+        call(
+            walk_forward,
+            self._walks(columns),
+            self._kind,
+            (
+                *(self._q, self._k, self._v, inverses, products, table, start),
+                *(out, written, states, final),
+                *self._along,
+            ),
+            warps=tiles.walk_warps,
+            BK=tiles.key,
+            BV=tiles.value,
+            STAGES=tiles.walk_stages,
+            SOLVE=self.solves,
+            Dv=inputs.v.shape[3],
+            ERASE=inputs.erase is not None,
+            INITIAL=start is not None,
+            OUTPUT=not mapped,
+            KEEP=inputs.keep and not mapped,
+            MAP=mapped,
+            **self._constants,
+        )
+
+    def _walk_back(
+        self, inverses: Tensor, products: Tensor, table: Tensor, d_out: Tensor, ends: Tensor | None,
+        d_written: Tensor, d_states: Tensor, *, store: bool,
+    ) -> Tensor:  # fmt: skip
+        """The gradients of the states that segments begin with, [N, segments, H, Dv, Dk]."""
+        inputs, tiles = self.inputs, self.tiles
+        d_state = inputs.v.new_empty(self._state_shape(), dtype=torch.float32)
+        call(
+            walk_backward,
+            self._walks(-(-inputs.v.shape[3] // tiles.value)),
+            (self._kind, aligned(d_out, ends)),
+            (
+                *(self._q, self._k, inverses, products, table, d_out, ends),
+                *(d_written, d_states, d_state),
+                *self._along,
+            ),
+            warps=tiles.walk_warps,
+            Dk=inputs.k.shape[3],
+            Dv=inputs.v.shape[3],
+            BK=tiles.key,
+            BV=tiles.value,
+            C=tiles.chunk,
+            DECAY=inputs.log_decay is not None,
+            ERASE=inputs.erase is not None,
+            SOLVE=self.solves,
+            FINAL=ends is not None,
+            STORE=store,
+            PACKED=inputs.cu_seqlens is not None,
+            PRECISION=self._precision,
+            STAGES=tiles.walk_stages,
+        )
+        return d_state
+
+    # Segments: S' = M S + N, as W' = W A + B with W = Sᵀ
+
+    def _maps(self, inverses: Tensor, table: Tensor) -> Tensor:
+        """[N, segments, H, Dv + Dk, Dk]: B above A."""
+        maps = self.inputs.v.new_empty(self._state_shape(self.inputs.k.shape[3]), dtype=torch.float32)
+        self._walk(inverses, inverses, table, None, self._v, self._v, self._v, maps, mapped=True)
+        return maps
+
+    def _starts(self, maps: Tensor) -> Tensor:
+        """The state that each segment begins with."""
+        inputs = self.inputs
+        B, A = maps.split([inputs.v.shape[3], inputs.k.shape[3]], dim=3)
+        now = torch.zeros_like(B[:, 0]) if inputs.state is None else inputs.state.float()
+        starts = [now]
+        for part in range(self.segments - 1):
+            now = now @ A[:, part] + B[:, part]
+            starts.append(now)
+        return torch.stack(starts, dim=1)
+
+    def _ends(self, maps: Tensor, d_starts: Tensor, d_final: Tensor | None) -> Tensor:
+        """The gradient of the state that each segment ends with; `d_starts` is what each gives alone."""
+        A = maps[:, :, :, self.inputs.v.shape[3] :]
+        now = torch.zeros_like(d_starts[:, 0]) if d_final is None else d_final.float()
+        ends = [now]
+        for part in range(self.segments - 1, 0, -1):
+            now = now @ A[:, part].mT + d_starts[:, part]
+            ends.append(now)
+        return torch.stack(ends[::-1], dim=1)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _tile(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))

@@ -1,0 +1,227 @@
+"""Everything about a chunk that does not depend on the state, for all chunks at once.
+
+    P = tril(Q Kᵀ ⊙ Γ)                           what the output takes of the chunk's own writes
+    T = Γ ⊙ (I + tril(diag(ε) K Kᵀ, −1))⁻¹       the writes' effect on one another, where something is erased
+    g, γ = exp g, γ_C/γ, ε γ, ε, η               a number a token
+
+with g the running sum of log_decay in the chunk and Γ_ij = exp(g_i − g_j), i ≥ j. The inverse is found in blocks:
+that of two neighbouring diagonal blocks D₁, D₂ and the block A below the diagonal is [[D₁, 0], [−D₂ A D₁, D₂]], so
+every level costs two products and nothing is ever divided or cancelled. Chunks are taken in halves: a quarter of the
+products is zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rebind.ops.triton.places import chunk_at, load_rows
+
+FLOOR: tl.constexpr = tl.constexpr(-200.0)  # exp of it is 0 in float32: as good as −inf, and differences stay finite
+NUMBERS = 5  # rows of a chunk's table: γ, γ_C/γ, ε γ, ε, η
+
+
+@triton.jit
+def _numbers(
+    log_decay, erase, write, at, mask, wide: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr
+):
+    """(ln α, ε, η) of some tokens; those of no write where there is no token."""
+    if DECAY:
+        ld = tl.maximum(tl.load(log_decay + at, mask=mask, other=0.0).to(wide), FLOOR)
+    else:
+        ld = tl.where(mask, 0.0, 0.0).to(wide)
+    if ERASE:
+        eps = tl.load(erase + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        eps = tl.where(mask, 0.0, 0.0)
+    if WRITE:
+        eta = tl.load(write + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        eta = tl.where(mask, 1.0, 0.0)
+    return ld, eps, eta
+
+
+@triton.jit
+def _ratios(gi, gj, i, j):
+    """Γ: exp(g_i − g_j) where i ≥ j, 0 elsewhere."""
+    return tl.exp(tl.where(i[:, None] >= j[None, :], gi[:, None] - gj[None, :], FLOOR * 4).to(tl.float32))
+
+
+@triton.jit
+def _unit_lower_inverses(A, B, i, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)⁻¹ and (I + B)⁻¹ for strictly lower triangular matrices of size 2^LEVELS, in blocks of 2, 4, 8, …"""
+    row, column = i[:, None], i[None, :]
+    below = row > column
+    pairs = below & (row >> 1 == column >> 1)
+    D = tl.where(row == column, 1.0, tl.where(pairs, -A, 0.0))
+    E = tl.where(row == column, 1.0, tl.where(pairs, -B, 0.0))
+    for level in tl.range(1, LEVELS, num_stages=1):
+        # Blocks of 2^level are done: what joins two of them is next.
+        joins = below & (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
+        D -= tl.dot(tl.dot(D, tl.where(joins, A, 0.0), input_precision=PRECISION), D, input_precision=PRECISION)
+        E -= tl.dot(tl.dot(E, tl.where(joins, B, 0.0), input_precision=PRECISION), E, input_precision=PRECISION)
+    return D, E
+
+
+@triton.jit
+def _store_numbers(table, sums, place, first, g, last, eps, eta, C: tl.constexpr, ROWS: tl.constexpr):
+    """g apart, in its own precision; γ, γ_C/γ, ε γ, ε, η as rows of a table."""
+    at = first + tl.arange(0, ROWS)
+    tl.store((sums + place * C) + at, g)
+    gamma = tl.exp(g.to(tl.float32))
+    here = (table + place * (5 * C)) + at
+    tl.store(here, gamma)
+    tl.store(here + C, tl.exp((last - g).to(tl.float32)))
+    tl.store(here + 2 * C, eps * gamma)
+    tl.store(here + 3 * C, eps)
+    tl.store(here + 4 * C, eta)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "G"])
+def prepare_solve(
+    q,
+    k,
+    log_decay,
+    erase,
+    write,
+    inverses,
+    products,
+    table,
+    sums,
+    boundaries,
+    first,
+    owner,
+    T,
+    NT,
+    N,
+    H,
+    G,
+    Dk: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    WRITE: tl.constexpr,
+    PACKED: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE_PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program a chunk and head, for rules that erase."""
+    chunk, row_head = tl.program_id(0), tl.program_id(1)
+    row, head = row_head // H, row_head % H
+    begin, length, number, used = chunk_at(chunk, row, boundaries, first, owner, T, NT, N, PACKED)
+    if used:
+        HALF: tl.constexpr = C // 2
+        place = (row * NT + chunk).to(tl.int64) * H + head
+        heads = H // G
+        i = tl.arange(0, HALF)
+        t1 = number * C + i
+        t2 = t1 + HALF
+        ld1, eps1, eta1 = _numbers(
+            log_decay, erase, write, (begin + t1) * H + head, t1 < length, WIDE, DECAY, True, WRITE
+        )
+        ld2, eps2, eta2 = _numbers(
+            log_decay, erase, write, (begin + t2) * H + head, t2 < length, WIDE, DECAY, True, WRITE
+        )
+        g1 = tl.cumsum(ld1, 0)
+        middle = tl.sum(ld1, 0)
+        g2 = tl.cumsum(ld2, 0) + middle
+        last = middle + tl.sum(ld2, 0)
+        _store_numbers(table, sums, place, 0, g1, last, eps1, eta1, C, HALF)
+        _store_numbers(table, sums, place, HALF, g2, last, eps2, eta2, C, HALF)
+        products += place * (C * C)
+        inverses += place * (C * C)
+        square = i[:, None] * C + i[None, :]
+        to = inverses.dtype.element_ty
+        zero = tl.zeros([HALF, HALF], tl.float32).to(to)
+        ratio11 = _ratios(g1, g1, i, i)
+        ratio21 = tl.exp((g2[:, None] - g1[None, :]).to(tl.float32))
+        ratio22 = _ratios(g2, g2, i, i)
+
+        # P and T in turns: together they would hold too many registers for several programs to share a multiprocessor.
+        x11 = tl.zeros([HALF, HALF], tl.float32)
+        x21 = tl.zeros([HALF, HALF], tl.float32)
+        x22 = tl.zeros([HALF, HALF], tl.float32)
+        for at in tl.range(0, Dk, BK, num_stages=STAGES):
+            k1 = load_rows(k, begin, number * C, length, head // G, heads, Dk, at, BK, HALF)
+            k2 = load_rows(k, begin, number * C + HALF, length, head // G, heads, Dk, at, BK, HALF)
+            q1 = load_rows(q, begin, number * C, length, head // G, heads, Dk, at, BK, HALF)
+            q2 = load_rows(q, begin, number * C + HALF, length, head // G, heads, Dk, at, BK, HALF)
+            x11 = tl.dot(q1, tl.trans(k1), acc=x11, input_precision=PRECISION)
+            x21 = tl.dot(q2, tl.trans(k1), acc=x21, input_precision=PRECISION)
+            x22 = tl.dot(q2, tl.trans(k2), acc=x22, input_precision=PRECISION)
+        tl.store(products + square, (x11 * ratio11).to(to))
+        tl.store(products + square + HALF, zero)
+        tl.store(products + square + HALF * C, (x21 * ratio21).to(to))
+        tl.store(products + square + HALF * C + HALF, (x22 * ratio22).to(to))
+
+        x11 = tl.zeros([HALF, HALF], tl.float32)
+        x21 = tl.zeros([HALF, HALF], tl.float32)
+        x22 = tl.zeros([HALF, HALF], tl.float32)
+        for at in tl.range(0, Dk, BK, num_stages=STAGES):
+            k1 = load_rows(k, begin, number * C, length, head // G, heads, Dk, at, BK, HALF)
+            k2 = load_rows(k, begin, number * C + HALF, length, head // G, heads, Dk, at, BK, HALF)
+            x11 = tl.dot(k1, tl.trans(k1), acc=x11, input_precision=PRECISION)
+            x21 = tl.dot(k2, tl.trans(k1), acc=x21, input_precision=PRECISION)
+            x22 = tl.dot(k2, tl.trans(k2), acc=x22, input_precision=PRECISION)
+        below = i[:, None] > i[None, :]
+        LEVELS: tl.constexpr = 5 if HALF == 32 else 4
+        D1, D2 = _unit_lower_inverses(
+            tl.where(below, eps1[:, None] * x11, 0.0),
+            tl.where(below, eps2[:, None] * x22, 0.0),
+            i,
+            LEVELS,
+            SOLVE_PRECISION,
+        )
+        corner = tl.dot(D2, eps2[:, None] * x21, input_precision=SOLVE_PRECISION)
+        corner = tl.dot(corner, D1, input_precision=SOLVE_PRECISION)
+        tl.store(inverses + square, (D1 * ratio11).to(to))
+        tl.store(inverses + square + HALF, zero)
+        tl.store(inverses + square + HALF * C, (-corner * ratio21).to(to))
+        tl.store(inverses + square + HALF * C + HALF, (D2 * ratio22).to(to))
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "G"])
+def prepare_plain(
+    q,
+    k,
+    log_decay,
+    erase,
+    write,
+    products,
+    table,
+    sums,
+    boundaries,
+    first,
+    owner,
+    T,
+    NT,
+    N,
+    H,
+    G,
+    Dk: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    WRITE: tl.constexpr,
+    PACKED: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a chunk and head, where there is nothing to solve: no erasing, or a mini-batch a chunk."""
+    chunk, row_head = tl.program_id(0), tl.program_id(1)
+    row, head = row_head // H, row_head % H
+    begin, length, number, used = chunk_at(chunk, row, boundaries, first, owner, T, NT, N, PACKED)
+    if used:
+        place = (row * NT + chunk).to(tl.int64) * H + head
+        i = tl.arange(0, C)
+        t = number * C + i
+        ld, eps, eta = _numbers(log_decay, erase, write, (begin + t) * H + head, t < length, WIDE, DECAY, ERASE, WRITE)
+        g = tl.cumsum(ld, 0)
+        _store_numbers(table, sums, place, 0, g, tl.sum(ld, 0), eps, eta, C, C)
+        b_k = load_rows(k, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
+        b_q = load_rows(q, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
+        P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * _ratios(g, g, i, i)
+        tl.store((products + place * (C * C)) + (i[:, None] * C + i[None, :]), P.to(products.dtype.element_ty))

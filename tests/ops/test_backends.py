@@ -1,0 +1,279 @@
+"""The contract of a backend: the recurrence and all of its gradients, whatever the shape.
+
+A backend is added by one entry in `CANDIDATES`; what it cannot take is left out there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import product
+
+import pytest
+import torch
+
+from rebind.memory import get_rule, rule_names
+from rebind.ops import scan, scan_rule
+from tests.ops.problems import COEFFICIENTS, compare, home, outcome, problem, tolerance_of
+from tests.support import Draw, assert_close
+
+LENGTHS = (1, 2, 63, 64, 65, 100, 257)
+WIDTHS = ((1, 8), (8, 1), (24, 80), (64, 24), (80, 64), (128, 256), (256, 128))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend to hold to the contract."""
+
+    name: str
+    dtype: torch.dtype = torch.float64  # the widest that it takes, in which most of the tests run
+    lengths: tuple[int, ...] = LENGTHS
+    widths: tuple[tuple[int, int], ...] = WIDTHS
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    slack: float = 1.0  # times the tolerance in narrower dtypes: kernels round what they multiply to these
+
+    @property
+    def tolerance(self) -> float:
+        return tolerance_of(self.dtype)
+
+
+GPU = torch.cuda.is_available()
+KERNELS = Candidate(
+    "triton",
+    dtype=torch.float32,
+    lengths=LENGTHS if GPU else LENGTHS[:-1],
+    widths=WIDTHS if GPU else WIDTHS[:4],  # the interpreter takes seconds for wide heads
+    # The interpreter has no bfloat16.
+    dtypes=(torch.float32, torch.bfloat16, torch.float16) if GPU else (torch.float32, torch.float16),
+    slack=4.0,
+)
+CANDIDATES = {"chunked": Candidate("chunked")} | ({"triton": KERNELS} if find_spec("triton") else {})
+
+
+def over(attribute: str) -> Iterator[object]:
+    """(candidate, value) for every value of an attribute of every candidate."""
+    for candidate in CANDIDATES.values():
+        for value in getattr(candidate, attribute):
+            yield pytest.param(candidate, value, id=f"{candidate.name}-{value}")
+
+
+every_candidate = pytest.mark.parametrize("candidate", CANDIDATES.values(), ids=CANDIDATES)
+
+
+def check(candidate: Candidate, case) -> None:
+    case = case.to(candidate.dtype)
+    compare(outcome(case, candidate.name), outcome(case.double(), "reference"), candidate.tolerance)
+
+
+@pytest.mark.parametrize(("candidate", "length"), over("lengths"))
+def test_lengths(candidate, length):
+    check(candidate, problem(length))
+
+
+@pytest.mark.parametrize(("candidate", "widths"), over("widths"))
+def test_widths(candidate, widths):
+    check(candidate, problem(65, *widths, batch=1, heads=1))
+
+
+@every_candidate
+@pytest.mark.parametrize("present", list(product((False, True), repeat=4)), ids=str)
+def test_every_coefficient_may_be_left_out(candidate, present):
+    *given, state = present
+    names = [name for name, there in zip(COEFFICIENTS, given, strict=True) if there]
+    check(candidate, problem(70, coefficients=names, state=state))
+
+
+@every_candidate
+@pytest.mark.parametrize("name", rule_names())
+def test_rules(candidate, name):
+    """Through the gates: `scan_rule` against writing the rule's `Write`s one by one."""
+    draw, rule = Draw(3), get_rule(name)
+    case = problem(70, batch=2, heads=2, coefficients=(), seed=4).to(candidate.dtype)
+    gates = {gate: (0.1 + 0.8 * draw.uniform(2, 70, 2)).to(candidate.dtype) for gate in rule.gates}
+    draws = Draw(5)
+    slopes = draws.normal(2, 70, 2, 5), draws.normal(2, 2, 5, 6)
+
+    def grads(run, dtype, there="cpu"):
+        leaves = {n: x.detach().to(dtype).requires_grad_() for n, x in (case.tensors | gates).items()}
+        out, final = (x.cpu() for x in run(**{n: x.to(there) for n, x in leaves.items()}))
+        loss = (out * slopes[0].to(dtype)).sum() + (final * slopes[1].to(dtype)).sum()
+        found = torch.autograd.grad(loss, list(leaves.values()))
+        return {"out": out, "final": final, **dict(zip(leaves, found, strict=True))}
+
+    def ours(q, k, v, state, **gates):
+        return scan_rule(name, q, k, v, state=state, backend=candidate.name, **gates)
+
+    def folded(q, k, v, state, **gates):
+        outs = []
+        for t in range(q.shape[1]):
+            state = rule.write(k[:, t], v[:, t], **{gate: value[:, t] for gate, value in gates.items()}).apply(state)
+            outs.append((state @ q[:, t].unsqueeze(-1)).squeeze(-1))
+        return torch.stack(outs, dim=1), state
+
+    compare(grads(ours, candidate.dtype, home(candidate.name)), grads(folded, torch.float64), candidate.tolerance)
+
+
+@every_candidate
+@pytest.mark.parametrize(
+    "lengths", [(65,), (1,), (0,), (0, 0), (1, 0, 64, 0, 1), (3, 130, 64, 63, 65, 1), (20, 20), (0, 7, 0)], ids=str
+)
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ()], ids=["gated", "plain"])
+def test_packing(candidate, lengths, coefficients):
+    if candidate.name == "triton" and not sum(lengths):
+        pytest.skip("nothing to compute is left to the chunked backend")
+    check(candidate, problem(lengths=lengths, coefficients=coefficients))
+
+
+@every_candidate
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("lengths", [None, (30, 0, 40)], ids=["rows", "packed"])
+def test_heads_that_share_keys(candidate, key_heads, lengths):
+    check(candidate, problem(70, heads=4, key_heads=key_heads, lengths=lengths))
+
+
+@every_candidate
+@pytest.mark.parametrize("size", [1, 3, 16, 64, 1000])
+@pytest.mark.parametrize("lengths", [None, (30, 0, 40)], ids=["rows", "packed"])
+def test_mini_batches(candidate, size, lengths):
+    if candidate.name == "triton" and size not in (16, 32, 64):
+        pytest.skip("the kernels take a power of two that is a chunk")
+    check(candidate, problem(70, coefficients=("erase", "write"), lengths=lengths, mini_batch=size))
+
+
+@every_candidate
+@pytest.mark.parametrize("coefficients", [(), ("erase",)], ids=str)
+def test_mini_batches_of_simpler_rules(candidate, coefficients):
+    check(candidate, problem(70, coefficients=coefficients, mini_batch=16))
+
+
+@every_candidate
+@pytest.mark.parametrize("size", [1, 16, 50, 128])
+def test_the_chunk_does_not_matter(candidate, size):
+    if candidate.name == "triton":
+        pytest.skip("the kernels have their own chunk")
+    check(candidate, problem(150, chunk=size))
+
+
+@every_candidate
+@pytest.mark.parametrize("lengths", [None, (30, 0, 100)], ids=["rows", "packed"])
+def test_forgetting_everything(candidate, lengths):
+    """ln α = −inf: the token's own write is all there is, gradients are finite, and that of ln α is 0."""
+    case = problem(130, lengths=lengths)
+    log_decay = case.tensors["log_decay"].clone()
+    log_decay[:, ::7] = float("-inf")
+    log_decay[:, 50:53] = float("-inf")
+    log_decay[:, :, 1] = float("-inf")
+    case = case.change(log_decay=log_decay).to(candidate.dtype)
+    got = outcome(case, candidate.name)
+    compare(got, outcome(case.double(), "reference"), candidate.tolerance)
+    assert (got["d_log_decay"][log_decay == float("-inf")] == 0).all()
+
+
+@every_candidate
+@pytest.mark.parametrize("of", ["out", "final"])
+def test_one_result_alone(candidate, of):
+    case = problem(70).to(candidate.dtype)
+    compare(outcome(case, candidate.name, of=[of]), outcome(case.double(), "reference", of=[of]), candidate.tolerance)
+
+
+@every_candidate
+def test_strides(candidate):
+    """Tensors laid out otherwise, and a cotangent that is one number expanded."""
+    case = problem(70).to(candidate.dtype)
+    moved = {name: x.transpose(1, -1).contiguous().transpose(1, -1) for name, x in case.tensors.items()}
+    assert not moved["q"].is_contiguous()
+
+    def slopes(tensors, backend):
+        leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+        named = {name: x.to(home(backend)) for name, x in leaves.items()}
+        out, _ = scan(named.pop("q"), named.pop("k"), named.pop("v"), **named, backend=backend)
+        return dict(zip(leaves, torch.autograd.grad(out.sum(), list(leaves.values())), strict=True))
+
+    compare(slopes(moved, candidate.name), slopes(case.double().tensors, "reference"), candidate.tolerance)
+
+
+@every_candidate
+@pytest.mark.parametrize("lengths", [None, (1, 0, 66, 3)], ids=["rows", "packed"])
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ()], ids=["gated", "plain"])
+def test_nothing_is_read_before_it_is_written(candidate, lengths, coefficients, monkeypatch):
+    """With every fresh buffer full of NaN, results do not change."""
+    case = problem(70, lengths=lengths, coefficients=coefficients).to(candidate.dtype)
+    expected = outcome(case, candidate.name)
+    filled = []
+
+    def poisoned(make):
+        def call(*args, **kwargs):
+            made = make(*args, **kwargs)
+            filled.append(made)
+            return made.fill_(float("nan")) if made.is_floating_point() else made
+
+        return call
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
+    compare(outcome(case, candidate.name), expected, 0.0)
+    assert filled, "nothing was poisoned: this test has become blind"
+
+
+@pytest.mark.parametrize(("candidate", "dtype"), over("dtypes"))
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ("log_decay",)], ids=["gated", "decay"])
+def test_dtypes(candidate, dtype, coefficients):
+    case = problem(130, 24, 16, batch=1, coefficients=coefficients).to(dtype)
+    got = outcome(case, candidate.name)
+    assert got["out"].dtype == dtype
+    assert got["final"].dtype == torch.promote_types(dtype, torch.float32)
+    assert all(got[f"d_{name}"].dtype == x.dtype for name, x in case.tensors.items())
+    compare(got, outcome(case.double(), "reference"), candidate.slack * tolerance_of(dtype))
+
+
+@every_candidate
+def test_coefficients_and_states_of_other_dtypes(candidate):
+    case = problem(70).to(torch.float32)
+    other = case.change(
+        log_decay=case.tensors["log_decay"].double(),
+        erase=case.tensors["erase"].bfloat16(),
+        state=case.tensors["state"].half(),
+    )
+    got = outcome(other, candidate.name)
+    assert got["final"].dtype == torch.float32
+    for name in ("log_decay", "erase", "state"):
+        assert got[f"d_{name}"].dtype == other.tensors[name].dtype
+    compare(got, outcome(other.double(), "reference"), candidate.slack * tolerance_of(torch.bfloat16))
+
+
+@every_candidate
+@pytest.mark.parametrize("empty", ["length", "batch", "sequences"])
+def test_nothing_to_do(candidate, empty):
+    if candidate.name == "triton":
+        pytest.skip("left to the chunked backend")
+    case = {
+        "length": problem(0),
+        "batch": problem(5, batch=0),
+        "sequences": problem(lengths=()),
+    }[empty].to(candidate.dtype)
+    got = outcome(case, candidate.name)
+    compare(got, outcome(case.double(), "reference"), candidate.tolerance)
+    assert_close(got["final"], case.tensors["state"], 0.0)
+
+
+@every_candidate
+def test_results_share_no_memory_with_what_was_given(candidate):
+    for length in (5,) if candidate.name == "triton" else (0, 5):
+        case = problem(length).to(candidate.dtype)
+        tensors = {name: x.to(home(candidate.name)) for name, x in case.tensors.items()}
+        out, final = scan(tensors.pop("q"), tensors.pop("k"), tensors.pop("v"), **tensors, backend=candidate.name)
+        before = {name: x.clone() for name, x in case.tensors.items()}
+        out.fill_(7)
+        final.fill_(7)
+        for name, x in case.tensors.items():
+            assert torch.equal(x, before[name]), name
+
+
+@every_candidate
+def test_same_inputs_same_bytes(candidate):
+    case = problem(130, lengths=(70, 60)).to(candidate.dtype)
+    compare(outcome(case, candidate.name), outcome(case, candidate.name), 0.0)

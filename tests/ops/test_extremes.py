@@ -1,0 +1,104 @@
+"""Where recurrences usually break: no decay and all of it, full erasure, reflections, tiny and huge keys, long T."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rebind.ops import scan, scan_rule
+from tests.ops.problems import compare, outcome, problem, tolerance_of
+from tests.support import Draw, assert_close
+
+EXACT = tolerance_of(torch.float64)
+SINGLE = tolerance_of(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("erase", [1.0, 2.0])  # a projection, a reflection
+@pytest.mark.parametrize("log_decay", [0.0, float("-inf"), -1e-8, -50.0, -1e4])
+def test_constants(dtype, erase, log_decay):
+    case = problem(150)
+    shape = case.tensors["erase"].shape
+    case = case.change(erase=torch.full(shape, erase).double(), log_decay=torch.full(shape, log_decay).double()).to(
+        dtype
+    )
+    compare(outcome(case, "chunked"), outcome(case.double(), "reference"), tolerance_of(dtype))
+
+
+def test_products_of_decays_that_underflow():
+    """Half of the tokens keep e⁻⁸⁰: over a chunk e⁻²⁵⁶⁰. What comes after them keeps every digit."""
+    case = problem(128, chunk=64).to(torch.float32)
+    log_decay = case.tensors["log_decay"].clone()
+    log_decay[:, ::2] = -80.0
+    log_decay[:, 64 + 32 :] *= 1e-3
+    log_decay[:, 64 + 32 :: 2] = -1e-4
+    case = case.change(log_decay=log_decay)
+    compare(outcome(case, "chunked"), outcome(case.double(), "reference"), SINGLE)
+
+
+def test_decays_of_very_different_sizes():
+    case = problem(128, chunk=64, coefficients=("log_decay",)).to(torch.float32)
+    log_decay = -(10.0 ** Draw(1).uniform(2, 128, 3).mul(9).sub(7)).float()  # −1e-7 to −1e2
+    case = case.change(log_decay=log_decay)
+    compare(outcome(case, "chunked"), outcome(case.double(), "reference"), SINGLE)
+
+
+@pytest.mark.parametrize("norm", [1e-6, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_longhorn_stays_bounded(norm, dtype, backend):
+    """What it answers at a key stays within reach of the values whatever the key's norm; the delta rule explodes."""
+    t = problem(300, coefficients=(), state=False).to(dtype).tensors
+    keys, values = norm * t["k"], t["v"]
+    out, _ = scan_rule("longhorn", keys, keys, values, beta=1.0, backend=backend)
+    exact, _ = scan_rule("longhorn", keys.double(), keys.double(), values.double(), beta=1.0, backend="reference")
+    scale = float(exact.abs().max())
+    assert_close(out / scale, exact / scale, tolerance_of(dtype))
+    assert scale < 2 * float(values.abs().max())
+    if norm > 1:
+        wild, _ = scan_rule("delta", keys, keys, values, beta=1.0, backend=backend)
+        assert not wild.abs().max() < 1e6
+
+
+def test_a_long_sequence_does_not_drift():
+    """T = 65536 in float32: the error at the end is no larger than at the start, and within the tolerance."""
+    length = 65536
+    case = problem(length, 16, 16, batch=1, heads=1, state=False)
+    case = case.change(log_decay=0.01 * case.tensors["log_decay"]).to(torch.float32)
+
+    def run(case):
+        t = case.tensors
+        return scan(t["q"], t["k"], t["v"], log_decay=t["log_decay"], erase=t["erase"], write=t["write"])
+
+    out, final = run(case)
+    exact, exactly = run(case.double())
+    assert_close(out, exact, SINGLE)
+    assert_close(final, exactly, SINGLE)
+    error = (out.double() - exact).square().mean((0, 2, 3)).sqrt()
+    assert float(error[-length // 8 :].mean()) < 2 * float(error[: length // 8].mean())
+
+
+def test_a_long_sequence_against_the_recurrence():
+    case = problem(8192, 3, 2, batch=1, heads=1)
+    with torch.no_grad():
+        t = dict(case.tensors)
+        arguments = [t.pop(name) for name in "qkv"]
+        for got, expected in zip(
+            scan(*arguments, **t, backend="chunked"), scan(*arguments, **t, backend="reference"), strict=True
+        ):
+            assert_close(got, expected, EXACT)
+
+
+def test_memory_is_linear_in_time():
+    """What a graph keeps grows with T and not with T²: one state and T0 a chunk beside the inputs."""
+
+    def kept(length):
+        t = problem(length, 8, 8, batch=1, heads=1, state=False).tensors
+        held = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x.numel()) or x, lambda x: x):
+            scan(t["q"].requires_grad_(), t["k"], t["v"], log_decay=t["log_decay"], erase=t["erase"])
+        return sum(held)
+
+    assert kept(4096) < 2.01 * kept(2048)
+    tokens = 2048 * (3 * 8 + 2 + 32 + 8 * 8 / 32)  # inputs, T0, one state a chunk of 32
+    assert kept(2048) <= tokens + 200

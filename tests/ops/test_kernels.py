@@ -1,0 +1,115 @@
+"""What the kernels have beside the contract of a backend: segments, one token at a time, a check of themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rebind.errors import NumericalWarning
+from rebind.ops import step
+from tests.ops.problems import COEFFICIENTS, compare, home, outcome, problem, tolerance_of
+from tests.support import Draw, assert_close
+
+pytest.importorskip("triton")
+
+from rebind.ops.step import _step
+from rebind.ops.triton import TRITON, launch, selfcheck
+from rebind.ops.triton.decode import decode
+from rebind.ops.triton.launch import Plan
+
+SINGLE = tolerance_of(torch.float32)
+
+
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ("log_decay",), ("erase",)], ids=str)
+@pytest.mark.parametrize("state", [True, False])
+def test_a_sequence_cut_in_segments_is_the_sequence(monkeypatch, coefficients, state):
+    """Few heads on a large device: segments run side by side, from states that their composed maps give."""
+    monkeypatch.setattr(launch, "_processors", lambda device: 64)
+    monkeypatch.setattr(launch, "SHORTEST", 1)
+    case = problem(200, 6, 40, batch=1, heads=2, coefficients=coefficients, state=state).to(torch.float32)
+    seen = []
+    segments = Plan.segments.func
+    monkeypatch.setattr(Plan, "segments", property(lambda plan: seen.append(segments(plan)) or seen[-1]))
+    compare(outcome(case, "triton"), outcome(case.double(), "reference"), SINGLE)
+    assert max(seen) > 4
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (24, 40), (64, 64), (200, 16)], ids=str)
+@pytest.mark.parametrize("given", [COEFFICIENTS, ()], ids=["gated", "plain"])
+def test_one_token_is_the_plain_step(widths, given):
+    draw, there = Draw(7), home("triton")
+    d_k, d_v = widths
+    q, k = (draw.unit(3, 2, d_k).float().to(there) for _ in range(2))
+    v, state = draw.normal(3, 4, d_v).float().to(there), draw.normal(3, 4, d_v, d_k).float().to(there)
+    numbers = [draw.uniform(3, 4).float().to(there) if name in given else None for name in COEFFICIENTS]
+    numbers[0] = None if numbers[0] is None else -numbers[0]
+    other = state.clone()
+    assert_close(decode(q, k, v, state, *numbers), _step(q, k, v, other, *numbers), 1e-5)
+    assert_close(state, other, 1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_decoding_is_the_scan():
+    case = problem(20, 24, 16).to(torch.float32)
+    expected = outcome(case, "chunked")
+    tensors = {name: x.cuda() for name, x in case.tensors.items()}
+    state = tensors.pop("state")
+    outs = [step(**{name: x[:, t] for name, x in tensors.items()}, state=state) for t in range(20)]
+    assert_close(torch.stack(outs, 1).cpu(), expected["out"], 1e-4)
+    assert_close(state.cpu(), expected["final"], 1e-4)
+
+
+def _inputs(dtype=torch.float32, **changes):
+    from rebind.ops.inputs import checked
+
+    tensors = dict(problem(70, 8, 8).to(dtype).tensors, **changes)
+    return checked(**{name: x.to(home("triton")) for name, x in tensors.items()})
+
+
+def test_kernels_that_are_right_are_trusted():
+    assert selfcheck._compare(_inputs()) is None
+
+
+@pytest.mark.parametrize("wrong", ["forward", "backward"])
+def test_kernels_that_are_wrong_are_not(monkeypatch, wrong):
+    """As if the compiler had mixed up the signs of one result."""
+    right = getattr(Plan, wrong)
+
+    def broken(plan, *args):
+        first, second, *rest = right(plan, *args)
+        return first, -second, *rest
+
+    monkeypatch.setattr(Plan, wrong, broken)
+    from dataclasses import replace
+
+    reason = selfcheck._compare(replace(_inputs(), keep=True))
+    assert reason is not None
+    assert "differ from the reference by" in reason
+
+
+def test_kernels_that_do_not_compile_are_not_trusted(monkeypatch):
+    def fail(plan):
+        raise RuntimeError("ptxas died")
+
+    monkeypatch.setattr(Plan, "forward", fail)
+    assert "do not compile (ptxas died)" in selfcheck._compare(_inputs())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_wrong_kernels_give_way_aloud(monkeypatch):
+    from rebind.ops import scan
+
+    monkeypatch.setattr(selfcheck, "_known", {})
+    monkeypatch.setattr(selfcheck, "_compare", lambda inputs: "the kernels are wrong")
+    inputs = _inputs()
+    with pytest.warns(NumericalWarning, match="the kernels are wrong: the slower chunked backend runs instead"):
+        out, _ = scan(inputs.q, inputs.k, inputs.v)
+    assert_close(out.cpu(), scan(inputs.q.cpu(), inputs.k.cpu(), inputs.v.cpu())[0], 1e-4)
+
+
+def test_what_kernels_refuse():
+    refuses = lambda **changes: TRITON.refuses(_inputs(**changes))
+    assert refuses() is None
+    wide = torch.zeros(2, 70, 3, 300)
+    assert "300 and 8 wide" in TRITON.refuses(_inputs(q=wide, k=wide, state=torch.zeros(2, 3, 8, 300)))
+    assert "float64" in TRITON.refuses(_inputs(torch.float64))
