@@ -72,6 +72,11 @@ class Bars:
     def targets(self, step: int, done: int, loss: float) -> None:
         self._update(step + 1, self.steps, f"{done} of {self.facts} facts, mean loss {loss:.2f}")
 
+    def count(self, phase: str, done: int, wanted: int, note: str = "") -> None:
+        """So much of a phase is done; it begins with the first of these."""
+        self.phase(phase)
+        self._update(done, wanted, note)
+
     def told(self) -> Told:
         """What an `Editor` wants to be given."""
         from rebind.edit.editor import Progress as Told

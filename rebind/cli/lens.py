@@ -1,0 +1,120 @@
+"""`rebind lens`: what each layer would say if the model ended there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from rebind.cli import options
+from rebind.cli.bars import Bars
+from rebind.cli.heat import heatmap
+from rebind.cli.opening import Wanted, open_editor
+from rebind.cli.screen import Screen, screen
+from rebind.cli.tables import percent, table
+from rebind.files import write_atomically
+
+if TYPE_CHECKING:
+    from rebind.edit.lens import Lens
+
+EXAMPLES = """[bold]Examples[/bold]
+
+rebind lens "The capital of France is"
+
+rebind lens "The capital of France is" --target Rome --out lens/
+
+With active edits in the ledger, the base model and the edited one stand side by side."""
+
+
+def lens(
+    prompt: Annotated[str, typer.Argument(help="What to look at.")],
+    target: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The answer to look for. Default: what the model says.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write lens.png and lens.json here.")] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    ledger: options.LedgerFolder = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Read every layer through the final norm and the head: where does the answer appear?"""
+    with screen(as_json, quiet, debug) as shown:
+        bars = Bars(shown)
+        with bars.drawn():
+            editor = open_editor(Wanted(model, ledger, device, dtype), bars)
+            bars.phase("asking")
+            active = [edit.id for edit in editor.ledger.active]
+            edited = _looked(editor, prompt, target)
+            base = edited
+            if active:
+                with editor.lifted():
+                    base = _looked(editor, prompt, target, answer_id=edited.answer_id)
+        document = {
+            "model": editor.loaded.name,
+            "fingerprint": editor.fingerprint,
+            "active": active,
+            "base": base.to_json(),
+            "edited": edited.to_json(),
+        }
+        files = _written(base, edited, document, out)
+        _show(shown, base, edited if active else None)
+        for file in files:
+            shown.hint(f"wrote {file}")
+        shown.result(
+            document | {"files": [str(file) for file in files]}, "" if edited.appears is None else str(edited.appears)
+        )
+
+
+def _looked(editor: Any, prompt: str, target: str | None, **options: Any) -> Lens:
+    from rebind.edit.lens import look
+
+    return look(editor.trunk, editor.tokenizer, editor.loaded.start, prompt, target, **options)
+
+
+def _written(base: Lens, edited: Lens, document: dict[str, Any], out: Path | None) -> list[Path]:
+    if out is None:
+        return []
+    from rebind.edit.figures import draw_lens
+
+    title = base.question.text
+    files = [draw_lens(edited, out / "lens.png", title=f"{title} (edited)" if edited is not base else title)]
+    if edited is not base:
+        files.append(draw_lens(base, out / "lens-base.png", title=f"{title} (base)"))
+    write_atomically(out / "lens.json", json.dumps(document, indent=1).encode() + b"\n")
+    return [*files, out / "lens.json"]
+
+
+def _show(shown: Screen, base: Lens, edited: Lens | None) -> None:
+    both = [("base", base)] if edited is None else [("base", base), ("edited", edited)]
+    shown.show(Text(base.question.text, style="bold"))
+    heads = ["layer"]
+    for name, _ in both:
+        own = f"{name} " if edited else ""
+        heads += [f"{own}says", f"{own}top", f"{own}P({base.answer.strip()})", f"{own}rank"]
+    made = table(*heads, right=[head for head in heads if "says" not in head])
+    for layer in range(len(base.top)):
+        cells: list[str | Text] = [str(layer)]
+        for _, one in both:
+            rank = int(one.rank[layer, -1])
+            style = "bold green" if rank == 1 else ""
+            cells += [
+                Text(repr(one.top[layer][-1]), style=style),
+                percent(float(one.top_probability[layer, -1])),
+                Text(percent(float(one.probability[layer, -1])), style=style),
+                Text(f"{rank:,}", style=style),
+            ]
+        made.add_row(*cells)
+    shown.show(made)
+    for name, one in both:
+        top = float(one.probability.max())
+        which = f"{name}: " if edited else ""
+        shown.show(f"{which}probability of {one.answer!r} after each token, by layer (full is {percent(top)})")
+        shown.show(*heatmap(one.question.labels, one.probability.mT.tolist(), "lens", width=shown.out.width, top=top))
+        first = one.appears
+        shown.hint(f"first choice from layer {first} on" if first is not None else "not the first choice at the end")

@@ -1,0 +1,163 @@
+"""`rebind trace`, `lens` and `layers` as their users meet them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rebind.cli.heat import heatmap
+
+from .conftest import FAST
+
+PROMPT = ("The capital of France is", "--subject", "France")
+BRACES = "The capital of {France} is"
+VERBS = ("trace", "lens", "layers")
+
+
+def test_a_trace_as_json_and_on_paper(rebind, model, tmp_path):
+    out = tmp_path / "out"
+    document = rebind("trace", *PROMPT, "--model", model, "--draws", "2", "--out", str(out), json=True).document
+    assert set(document["effects"]) == {"hidden", "mlp", "attention"}
+    tokens = len(document["tokens"])
+    assert all(len(rows) == tokens and len(rows[0]) == 4 for rows in document["effects"].values())
+    first, last = document["subject"]
+    assert "".join(document["tokens"][first : last + 1]).strip() == "France"
+    assert (out / "trace.png").read_bytes().startswith(b"\x89PNG")
+    kept = json.loads((out / "trace.json").read_text())
+    assert kept["effects"] == document["effects"]
+    bytes_before = [(out / name).read_bytes() for name in ("trace.png", "trace.json")]
+    rebind("trace", BRACES, "--model", model, "--draws", "2", "--out", str(out))
+    assert [(out / name).read_bytes() for name in ("trace.png", "trace.json")] == bytes_before, "same seed, same bytes"
+
+
+def test_people_see_heatmaps(rebind, model):
+    shown = rebind("trace", BRACES, "--model", model, "--kind", "mlp", "--draws", "1", "--window", "2")
+    assert "MLP restored, 2 layers round each" in shown.out
+    assert "France*" in shown.out
+    assert "traced in" in shown.out
+    assert "attention" not in shown.out
+    assert shown.err == ""
+    quiet = rebind("trace", BRACES, "--model", model, "--kind", "mlp", "--draws", "1", "--quiet")
+    assert quiet.out.startswith("mlp\t")
+
+
+def test_the_target_can_be_chosen(rebind, model):
+    own = rebind("trace", BRACES, "--model", model, "--kind", "hidden", json=True).document
+    rome = rebind("trace", BRACES, "--target", "Rome", "--model", model, "--kind", "hidden", json=True).document
+    assert own["first_choice"]
+    assert (rome["answer"].strip(), rome["first_choice"]) == ("Rome"[: len(rome["answer"].strip())], False)
+    assert rome["clean"] < own["clean"]
+
+
+def test_averages_over_facts(rebind, model, tmp_path):
+    file, out = tmp_path / "facts.jsonl", tmp_path / "out"
+    says = rebind("trace", BRACES, "--model", model, "--kind", "hidden", json=True).document["answer"].strip()
+    facts = [
+        {"prompt": BRACES, "target": "Bonn", "old": says or "x"},
+        {"prompt": "I saw {Italy} in", "target": "nowhere"},
+    ]
+    file.write_text("\n".join(map(json.dumps, facts)))
+    words = ("trace", "--facts", str(file), "--model", model, "--kind", "mlp", "--draws", "1")
+    everything = rebind(*words, "--predicted", "--out", str(out), json=True).document
+    assert (everything["facts"], everything["left_out"]) == (2, 0)
+    assert len(everything["effects"]["mlp"]) == len(everything["places"]) == 6
+    assert (out / "trace.png").exists()
+    assert "mean of 2 facts" in rebind(*words, "--predicted").out
+    file.write_text(json.dumps(facts[1]))
+    assert "--predicted" in rebind(*words, code=2).err
+
+
+def test_a_lens_before_and_after_an_edit(rebind, model, tmp_path):
+    out = tmp_path / "out"
+    plain = rebind("lens", PROMPT[0], "--target", "Rome", "--model", model, json=True).document
+    assert plain["base"] == plain["edited"]
+    assert plain["active"] == []
+    assert "layer" in rebind("lens", PROMPT[0], "--model", model).out
+    rebind("edit", BRACES, "Rome", "--model", model, *FAST)
+    both = rebind("lens", PROMPT[0], "--target", "Rome", "--model", model, "--out", str(out), json=True).document
+    assert both["base"] == plain["base"]
+    assert both["edited"]["probability"][-1][-1] > both["base"]["probability"][-1][-1]
+    assert {Path(file).name for file in both["files"]} == {"lens.png", "lens-base.png", "lens.json"}
+    shown = rebind("lens", PROMPT[0], "--target", "Rome", "--model", model).out
+    assert "base" in shown
+    assert "edited" in shown
+    traced = rebind("trace", BRACES, "--model", model, "--kind", "hidden", json=True).document
+    assert traced["active"] == ["e0001"]
+    assert rebind("trace", BRACES, "--model", model, "--base", "--kind", "hidden", json=True).document["active"] == []
+
+
+def test_layers_are_chosen_once(rebind, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("rebind.edit.layers._known", lambda editor, one: True)
+    words = ("layers", "--model", model, "--most", "3", "--moment-tokens", "128")
+    first = rebind(*words, json=True).document
+    second = rebind(*words, json=True).document
+    assert (first["cached"], second["cached"]) == (False, True)
+    assert first["layers"] == second["layers"]
+    assert first["candidates"] == second["candidates"]
+    shown = rebind(*words)
+    for expected in ("efficacy", "paraphrase", "neighbour", "drift", "score", "chosen", "from"):
+        assert expected in shown.out
+    assert rebind(*words, "--quiet").out.strip() == ",".join(map(str, first["layers"]))
+    assert not (tmp_path / "ledgers").exists(), "trials are in memory"
+
+
+def test_a_model_that_knows_nothing_is_told_so(rebind, model):
+    ended = rebind("layers", "--model", model, code=2)
+    assert "--facts" in ended.err
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("trace",), "neither"),
+        (("trace", BRACES, "--facts", "facts.jsonl"), "both"),
+        (("trace", "The capital is"), "marks no subject"),
+        (("trace", "The capital is", "--subject", "France"), "is not in prompt"),
+        (("trace", "France, France", "--subject", "France"), "2 times"),
+        (("trace", BRACES, "--kind", "heads"), "hidden, mlp, attention or all"),
+        (("trace", BRACES, "--noise", "0"), "above 0"),
+        (("trace", "--facts", "nowhere.jsonl"), "no file"),
+        (("trace", "--facts", "nowhere.jsonl", "--target", "x"), "leave them out"),
+        (("layers", "--facts", "nowhere.jsonl"), "no file"),
+        (("lens", " "), "not empty"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(rebind, model, words, says):
+    ended = rebind(*words, "--model", model, code=2)
+    assert says in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_a_prompt_longer_than_the_context(rebind, model):
+    assert "takes 128" in rebind("trace", "{France} is" + " very" * 200, "--model", model, code=2).err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_teaches(rebind, verb, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = rebind(verb, "--help").out
+    for option in ("--json", "--quiet", "--debug", "--model"):
+        assert option in shown
+    assert f"rebind {verb}" in shown.split("Example")[-1]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown, "something was cut off"
+
+
+def test_non_ascii_prompts_are_drawn_without_a_murmur(rebind, model, tmp_path):
+    rebind("trace", "عاصمة {東京} $x$ هي", "--model", model, "--draws", "1", "--kind", "mlp", "--out", str(tmp_path))
+    rebind("lens", "{東京} $ ☃", "--model", model, "--out", str(tmp_path / "lens"))
+    assert (tmp_path / "trace.png").exists()
+
+
+def test_heatmaps_shade_and_fit():
+    dark, full, axis = heatmap(["a", "b"], [[0.0, 0.0], [1.0, -1.0]], "mlp", width=60, top=1.0)
+    assert dark.plain.endswith("····")
+    assert full.plain.endswith("██··")
+    assert axis.plain.strip() == "0"
+    crowded = heatmap(["a"], [[0.0] * 99 + [1.0]], "hidden", width=60, top=1.0)
+    assert len(crowded[0].plain) <= 60
+    assert crowded[0].plain.endswith("█"), "a cell shows the largest of those that share it"
+    assert heatmap(["a"], [[0.0]], "mlp", width=60, top=0.0)[0].plain.endswith("·")
