@@ -1,0 +1,1 @@
+"""What an edit did: records to ask about, metrics, protocols and reports."""

@@ -1,0 +1,64 @@
+"""Which records a model can be evaluated with: those that fit, that do not contradict each other, that it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rebind.edit.editor import Editor
+from rebind.edit.encoding import encode_many
+from rebind.errors import InputError
+from rebind.evals.answers import questions
+from rebind.evals.asking import Model, ask
+from rebind.evals.protocols import Protocol
+from rebind.evals.records import Record, Records, without_conflicts
+
+
+def usable(editor: Editor, records: Records, protocol: Protocol, *, skip_bad: bool) -> Records:
+    """Records that fit into the model's context and can be written together; the others are an error or left out."""
+    fitting = _fitting(editor, records, skip_bad)
+    return fitting if protocol.alone else without_conflicts(fitting, skip_bad=skip_bad)
+
+
+def known(editor: Editor, records: Records) -> Records:
+    """Records whose true target the model as it stands prefers to the new one."""
+    with_true = [index for index, record in enumerate(records) if record.fact.old is not None]
+    facts = [records[index].fact for index in with_true]
+    told = ask(Model.of(editor), [(fact.text, str(target)) for fact in facts for target in (fact.target, fact.old)])
+    pairs = zip(with_true, told[::2], told[1::2], strict=True)
+    kept = [index for index, new, true in pairs if true.nll < new.nll]
+    if not kept:
+        raise InputError(
+            f"the model prefers the true target in none of {len(records)} records, expected some: leave out --known"
+        )
+    return replace(records.keep(kept), name=f"{records.name}, known")
+
+
+def _fitting(editor: Editor, records: Records, skip_bad: bool) -> Records:
+    model, contexts = Model.of(editor), ("", *editor.contexts)
+
+    def check(some: Sequence[Record]) -> None:
+        model.encode([pair for record in some for pair in questions(record)])
+        facts = [fact for record in some for fact in record.facts]
+        for context in contexts:
+            encode_many(
+                facts, editor.tokenizer, model.start, chat=editor.chat, context=context, limit=model.trunk.context
+            )
+
+    try:
+        check(records)
+        return records
+    except InputError:
+        pass  # one of them: find out which
+    kept, reasons = [], []
+    for index, record in enumerate(records):
+        try:
+            check([record])
+            kept.append(index)
+        except InputError as problem:
+            if not skip_bad:
+                raise InputError(f"record {record.id}: {problem}") from None
+            reasons.append(f"record {record.id}: {problem}")
+    if not kept:
+        raise InputError(f"no record can be used, the first because of {reasons[0]}: check the file")
+    return records.keep(kept, reasons)

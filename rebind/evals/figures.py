@@ -1,0 +1,231 @@
+"""Figures of a run: scores with intervals, scores against the number of edits, NLL before and after."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from rebind.evals.scores import SHARES
+from rebind.evals.store import Row
+from rebind.files import write_atomically
+
+BEFORE, AFTER, NEIGHBOUR = "#a9b1bd", "#2563eb", "#d97706"
+COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+LINES = {"S": "#111827", "ES": "#2563eb", "PS": "#059669", "NS": "#d97706"}
+NAMES = {
+    "free": "free decoding",
+    "free_paraphrases": "free decoding, paraphrases",
+    "free_consequences": "free decoding, consequences",
+    "kept": "neighbours' first token kept",
+}
+INK, SOFT, FAINT = "#1f2937", "#6b7280", "#e5e7eb"
+
+
+def draw(out: Path, summary: dict[str, Any], rows: Sequence[Row]) -> list[Path]:
+    """Every figure that the run has numbers for, as PNG in its folder."""
+    made = [_save(scores(summary), out / "scores.png"), _save(nll(summary, rows), out / "nll.png")]
+    if len(summary["states"]) > 2:
+        made.append(_save(against_edits([(summary["method"], summary)]), out / "edits.png"))
+    return made
+
+
+def draw_comparison(path: Path, runs: Sequence[tuple[str, dict[str, Any]]]) -> Path:
+    """Runs in one figure: curves where there are checkpoints, else their last scores."""
+    several = any(len(summary["states"]) > 2 for _, summary in runs)
+    return _save(against_edits(runs) if several else side_by_side(runs), path)
+
+
+def scores(summary: dict[str, Any]) -> Figure:
+    """The shares before and after, with intervals."""
+    first, last = summary["states"][0]["scores"], summary["states"][-1]["scores"]
+    names = [name for name in SHARES if name in last]
+    figure, axes = _figure(7.2, 1.2 + 0.36 * len(names))
+    _rows(axes, names)
+    for place, name in enumerate(names):
+        now, before = last[name], first.get(name)
+        if before is not None:
+            axes.plot([before["value"], now["value"]], [place, place], color=BEFORE, lw=1.5, alpha=0.6, zorder=1)
+            axes.plot(before["value"], place, "o", ms=6.5, mfc="white", mec=BEFORE, mew=1.6, zorder=2)
+        axes.plot([now["low"], now["high"]], [place, place], color=AFTER, lw=5, alpha=0.28, solid_capstyle="round")
+        axes.plot(now["value"], place, "o", ms=7.5, color=AFTER, zorder=3)
+        axes.annotate(f"{now['value']:.2f}", (1.045, place), va="center", fontsize=9, color=INK, annotation_clip=False)
+    axes.plot([], [], "o", mfc="white", mec=BEFORE, mew=1.6, label="before")
+    axes.plot([], [], "o-", color=AFTER, lw=4, alpha=0.8, label="after, with 95 % interval")
+    _title(axes, _heading(summary), f"{summary['states'][-1]['records']:,} records of {summary['data']}")
+    _legend(figure)
+    return figure
+
+
+def side_by_side(runs: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
+    """The last scores of several runs."""
+    names = [name for name in SHARES if any(name in run["states"][-1]["scores"] for _, run in runs)]
+    figure, axes = _figure(7.2, 1.3 + (0.26 + 0.14 * len(runs)) * len(names))
+    _rows(axes, names)
+    for number, (label, run) in enumerate(runs):
+        colour = COLOURS[number % len(COLOURS)]
+        shift = 0.5 * (number - (len(runs) - 1) / 2) / max(len(runs) - 1, 1)
+        for place, name in enumerate(names):
+            if (now := run["states"][-1]["scores"].get(name)) is not None:
+                at = place + shift
+                axes.plot([now["low"], now["high"]], [at, at], color=colour, lw=4, alpha=0.28, solid_capstyle="round")
+                axes.plot(now["value"], at, "o", ms=6, color=colour, zorder=3)
+        axes.plot([], [], "o", color=colour, label=label)
+    _title(axes, "Runs side by side", "points: means, bars: 95 % intervals")
+    _legend(figure)
+    return figure
+
+
+def against_edits(runs: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
+    """S (and for one run its parts) and the perplexity against the number of edits."""
+    figure = Figure(figsize=(9.6, 4.2), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    alone = len(runs) == 1
+    most = max(state["edits"] for _, run in runs for state in run["states"])
+    held_values: list[float] = []
+    for number, (label, run) in enumerate(runs):
+        states = [state for state in run["states"] if state["edits"]]
+        for name in LINES if alone else ("S",):
+            have = [state for state in states if name in state["scores"]]
+            colour = LINES[name] if alone else COLOURS[number % len(COLOURS)]
+            _curve(left, have, name, colour, name if alone else label)
+        at = [state["edits"] for state in run["states"]]
+        held = [state["drift"].get("perplexity") for state in run["states"]]
+        if None not in held:
+            held_values += held
+            colour = LINES["S"] if alone else COLOURS[number % len(COLOURS)]
+            right.plot(at, held, "o-", color=colour, ms=4.5, lw=1.8, label=label)
+    left.set_ylim(-0.02, 1.02)
+    if max(held_values, default=1.0) > 10 * min(held_values, default=1.0):
+        right.set_yscale("log")
+    for axes, name in ((left, "score" if alone else "S"), (right, "perplexity of held text")):
+        _plain(axes)
+        axes.set_xlabel("facts written")
+        axes.set_xlim(-0.03 * most, 1.03 * most)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_title(name, loc="left", fontsize=10.5, color=INK)
+    left.legend(frameon=False, fontsize=9, loc="lower left", labelcolor=INK)
+    figure.suptitle(
+        _heading(runs[0][1]) if alone else "Runs against the number of edits",
+        x=0.012,
+        ha="left",
+        fontsize=12,
+        color=INK,
+        weight="bold",
+    )
+    return figure
+
+
+def _curve(axes: Axes, states: Sequence[dict[str, Any]], name: str, colour: str, label: str) -> None:
+    at = [state["edits"] for state in states]
+    low, middle, high = ([state["scores"][name][part] for state in states] for part in ("low", "value", "high"))
+    axes.fill_between(at, low, high, color=colour, alpha=0.13, lw=0)
+    axes.plot(at, middle, "o-", color=colour, ms=4.5, lw=2.4 if name == "S" else 1.6, label=label)
+
+
+def nll(summary: dict[str, Any], rows: Sequence[Row]) -> Figure:
+    """Each target's NLL in the base model and in the last state: what moved, and what should not have."""
+    last = summary["states"][-1]["edits"]
+    base = {row["record"]: row for row in rows if row["edits"] == 0}
+    pairs = [(base[row["record"]], row) for row in rows if row["edits"] == last]
+    series = [
+        (
+            "true target, neighbours: should stay",
+            NEIGHBOUR,
+            [p for one in pairs for p in _points(one, "neighbours", "true")],
+        ),
+        (
+            "new target, paraphrases: should fall",
+            "#60a5fa",
+            [p for one in pairs for p in _points(one, "paraphrases", "new")],
+        ),
+        (
+            "new target, prompt: should fall",
+            "#1d4ed8",
+            [(b["prompt"]["new"]["nll"], a["prompt"]["new"]["nll"]) for b, a in pairs],
+        ),
+    ]
+    figure, axes = _figure(5.6, 5.9)
+    points = [value for _, _, some in series for point in some for value in point]
+    most = 1.05 * max(points, default=1.0)
+    axes.plot([0, most], [0, most], color=BEFORE, lw=1, ls=(0, (4, 3)), zorder=1)
+    size = 26 if len(pairs) <= 50 else 12 if len(pairs) <= 500 else 5
+    for label, colour, some in series:
+        if some:
+            x, y = zip(*some, strict=True)
+            axes.scatter(x, y, s=size, color=colour, alpha=0.55, lw=0, label=label, zorder=2)
+    axes.set(
+        xlim=(-0.015 * most, most),
+        ylim=(-0.015 * most, most),
+        xlabel="NLL a token, before",
+        ylabel="NLL a token, after",
+    )
+    axes.set_aspect("equal")
+    _title(axes, _heading(summary), "each target's negative log-likelihood")
+    _legend(figure, columns=1)
+    return figure
+
+
+def _points(pair: tuple[Row, Row], group: str, target: str) -> list[tuple[float, float]]:
+    before, after = (row[group] for row in pair)
+    both = zip(before, after, strict=True)
+    return [(one[target]["nll"], other[target]["nll"]) for one, other in both if target in one]
+
+
+# The house style
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    _plain(axes)
+    return figure, axes
+
+
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    """Names down the left, shares along the bottom."""
+    axes.set_yticks(range(len(names)), [NAMES.get(name, name) for name in names])
+    axes.set(xlim=(-0.02, 1.02), ylim=(len(names) - 0.4, -0.6))
+    axes.grid(axis="y", visible=False)
+
+
+def _plain(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(BEFORE)
+    axes.grid(color=FAINT, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set(fontsize=9.5, color=INK)
+
+
+def _title(axes: Axes, text: str, below: str) -> None:
+    axes.set_title(text, loc="left", fontsize=12, color=INK, weight="bold", pad=26)
+    axes.annotate(
+        below, (0, 1), xytext=(0, 9), xycoords="axes fraction", textcoords="offset points", fontsize=9.5, color=SOFT
+    )
+
+
+def _legend(figure: Figure, columns: int = 4) -> None:
+    figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
+
+
+def _heading(summary: dict[str, Any]) -> str:
+    from rebind.evals.report import described
+
+    return f"{summary['method']} on {summary['model']}, {described(summary)}"
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    data = io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.savefig(data, format="png", metadata={"Software": None})
+    write_atomically(path, data.getvalue())
+    return path

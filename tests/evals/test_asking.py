@@ -1,0 +1,134 @@
+"""Many questions in few passes give what one plain pass each would."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from rebind.edit.facts import Fact
+from rebind.edit.scores import score_facts
+from rebind.evals import asking
+from rebind.evals.asking import Model, ask, generate, text_nll
+from tests.edit import tiny
+
+PAIRS = [
+    ("The capital of France is", "Rome"),
+    ("The capital of France is", "Paris"),
+    ("The capital of France is", "a city with a very long name indeed"),
+    ("I", "think"),
+    ("The mother tongue of Danielle Darrieux is", "French"),
+    ("عاصمة فرنسا هي", "روما"),
+    ("法国的首都是", "罗马"),
+    ("The capital of France is", "Rome"),  # again
+    ("He said that {she} had", "seen it"),
+]
+builds = pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
+
+
+def new_model(build=tiny.llama, start=(0,), **options) -> Model:
+    return Model(tiny.trunk(build(dtype=torch.float64, **options)), tiny.tokenizer(), start)
+
+
+def plain(model: Model, ids: list[int]) -> torch.Tensor:
+    return model.trunk.model(input_ids=torch.tensor([ids])).logits[0]
+
+
+@builds
+@pytest.mark.parametrize("start", [(), (0,)])
+def test_asking_together_is_asking_one_by_one(build, start, monkeypatch):
+    model = new_model(build, start)
+    facts = [Fact("{}", prompt, target) for prompt, target in PAIRS]
+    expected = score_facts(model.trunk, model.tokenizer, start, facts)
+    for budget in (1, 40, 10_000):
+        monkeypatch.setattr(asking, "CPU_TOKENS", budget)
+        told = ask(model, PAIRS)
+        assert [one.nll for one in told] == pytest.approx([one.nll for one in expected], abs=1e-9)
+        assert [one.right == one.tokens for one in told] == [one.exact for one in expected]
+        assert [model.tokenizer.decode([one.first]) for one in told] == [one.says for one in expected]
+    assert ask(model, []) == []
+
+
+def test_tokens_that_come_first_are_counted():
+    model = new_model()
+    ids = list(model.encode([("The capital of France is", ".")])[0].ids)
+    best = [int(plain(model, ids)[-1].argmax())]
+    best.append(int(plain(model, [*ids, *best])[-1].argmax()))
+    other = (best[1] + 1) % len(model.tokenizer)
+    real = model.encode
+
+    def encode(pairs):
+        return [dataclasses.replace(one, target=target) for one, target in zip(real(pairs), targets, strict=True)]
+
+    targets = [tuple(best), (best[0], other), (other, best[1])]
+    object.__setattr__(model, "encode", encode)
+    told = ask(model, [("The capital of France is", "x")] * 3)
+    assert [one.tokens for one in told] == [2, 2, 2]
+    assert [one.right for one in told[:2]] == [2, 1]
+    assert {one.first for one in told} == {best[0]}
+
+
+def test_a_prompt_runs_once_for_all_its_targets(monkeypatch):
+    model = new_model()
+    tokens = []
+    real = type(model.trunk).cache
+    monkeypatch.setattr(
+        type(model.trunk), "cache", lambda self, some: tokens.append(some.ids.shape) or real(self, some)
+    )
+    ask(model, [("The capital of France is", target) for target in ("Rome", "Paris", "Madrid", "Berlin")])
+    ((rows, _),) = tokens
+    assert rows == 1
+
+
+def test_broken_models_have_the_worst_nll():
+    model = new_model()
+    with torch.no_grad():
+        model.trunk.model.lm_head.weight.fill_(torch.nan)
+    assert ask(model, PAIRS[:1])[0].nll == asking.WORST
+
+
+@builds
+def test_generation_side_by_side_is_generation_alone(build):
+    model = new_model(build)
+    prompts = ["The capital of France is", "I", "In the north of Norway the sun does not", "I"]
+    together = generate(model, prompts, 6)
+    for prompt, said in zip(prompts, together, strict=True):
+        ids = list(model.encode([(prompt, ".")])[0].ids)
+        made: list[int] = []
+        for _ in range(6):
+            made.append(int(plain(model, ids + made)[-1].argmax()))
+        if 0 in made:
+            made = made[: made.index(0)]
+        assert said == model.tokenizer.decode(made, skip_special_tokens=True)
+    assert generate(model, [], 6) == []
+
+
+def test_sampling_is_seeded_and_keeps_to_the_best():
+    model = new_model()
+    prompts = ["The capital of France is", "I"]
+    drawn = generate(model, prompts, 8, top_k=5, seed=1)
+    assert drawn == generate(model, prompts, 8, top_k=5, seed=1)
+    assert drawn != generate(model, prompts, 8, top_k=5, seed=2)
+    assert generate(model, prompts, 8, top_k=1, seed=3) == generate(model, prompts, 8)
+
+
+def test_generation_stops_at_the_context_and_at_the_end_token():
+    model = new_model(tiny.gpt2, n_positions=16)  # learned positions: there is no seventeenth
+    assert generate(model, ["I"], 500) == generate(model, ["I"], 16 - len(model.encode([("I", ".")])[0].ids))
+    assert asking._until([5, 6, 0, 7], {0}) == [5, 6]
+    assert asking._ends(model) == {0}
+
+
+def test_the_nll_of_a_text_is_that_of_plain_passes():
+    model = new_model()
+    text = " ".join(tiny.SENTENCES)
+    ids = model.tokenizer(text).input_ids
+    found, tokens = text_nll(model, text, window=32)
+    expected = 0.0
+    for begin in range(0, len(ids), 32):
+        row = [0, *ids[begin : begin + 32]]
+        said = torch.log_softmax(plain(model, row), dim=-1)
+        expected -= sum(float(said[place, token]) for place, token in enumerate(row[1:]))
+    assert tokens == len(ids)
+    assert found == pytest.approx(expected, rel=1e-9)

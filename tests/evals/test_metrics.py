@@ -1,0 +1,133 @@
+"""Each metric on numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rebind.errors import InputError
+from rebind.evals import metrics
+from rebind.evals.metrics import Estimate, bootstrap
+
+
+def test_new_against_true():
+    pairs = [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (0.5, 3.0)]  # (new, true)
+    assert metrics.efficacy_score(pairs) == 0.5, "a tie is no success"
+    assert metrics.neighbourhood_score(pairs) == 0.25, "nor is it one the other way"
+
+
+def test_the_harmonic_mean_falls_with_its_least():
+    assert metrics.harmonic_score(1.0, 0.5, 0.25) == pytest.approx(3 / (1 + 2 + 4))
+    assert metrics.harmonic_score(0.7, 0.7, 0.7) == pytest.approx(0.7)
+    assert metrics.harmonic_score(1.0, 1.0, 0.0) == 0.0
+    with pytest.raises(InputError, match="none below 0"):
+        metrics.harmonic_score(0.5, -0.1)
+    with pytest.raises(InputError, match="at least one"):
+        metrics.harmonic_score()
+
+
+def test_magnitude_is_a_difference_of_probabilities():
+    half, quarter = math.log(2), math.log(4)
+    assert metrics.magnitude([(half, quarter)]) == pytest.approx(0.25)
+    assert metrics.magnitude([(half, quarter), (quarter, half)]) == pytest.approx(0.0)
+
+
+def test_accuracies():
+    counts = [(3, 3), (2, 3), (0, 1), (1, 1)]  # (right, tokens)
+    assert metrics.accuracy(counts) == 0.5
+    assert metrics.token_accuracy(counts) == pytest.approx((1 + 2 / 3 + 0 + 1) / 4)
+    assert metrics.portability([[(0, 2), (1, 2)], [(1, 1)]]) == pytest.approx(0.75), "the best wording counts"
+    assert metrics.kept([5, 6, 7, 8], [5, 9, 7, 8]) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (" Rome, the capital of Italy", True),
+        (" the city of ROME.", True),
+        (" Paris, not Rome", False),
+        (" Rome, not Paris", True),
+        (" Romeo and Juliet", False),
+        (" aRome", False),
+        ("", False),
+        (" Paris", False),
+    ],
+)
+def test_free_decoding_wants_the_new_target_first_and_whole(text, said):
+    assert metrics.free_decoding(text, ["Rome"], instead=["Paris"]) is said
+
+
+def test_free_decoding_in_other_scripts_and_wordings():
+    assert metrics.free_decoding("首都是東京都。", ["東京"])
+    assert metrics.free_decoding(" العاصمة هي روما الآن", ["روما"], instead=["باريس"])
+    assert metrics.free_decoding(" Sa\u0303o Paulo", ["São Paulo"]), "accents may be composed or not"
+    assert metrics.free_decoding(" the U.S.", ["America", "the U.S."])
+    assert not metrics.free_decoding(" New Jersey", ["New York"])
+
+
+def test_entropy_in_bits():
+    words = ["a", "b", "c", "a", "b", "d"]  # ab ×2, bc, ca, bd: entropy of (2, 1, 1, 1)/5
+    expected = -(0.4 * math.log2(0.4) + 3 * 0.2 * math.log2(0.2))
+    assert metrics.ngram_entropy(words, 2) == pytest.approx(expected)
+    assert metrics.ngram_entropy(words, 3) == pytest.approx(2.0)  # abc bca cab abd
+    assert metrics.ngram_entropy(["a"], 2) == 0.0
+
+
+def test_fluency_weighs_two_and_three_grams():
+    text = "a b c a b d"
+    two, three = (metrics.ngram_entropy(text.split(), n) for n in (2, 3))
+    assert metrics.fluency([text]) == pytest.approx(100 * (2 / 3 * two + 4 / 3 * three) / 2)
+    assert metrics.fluency(["x x x x x x"]) == 0.0
+    assert metrics.fluency([text, "x x x x"]) == pytest.approx(metrics.fluency([text]) / 2)
+
+
+def test_consistency_is_the_cosine_of_weighted_words():
+    idf = metrics.inverse_document_frequencies(["rome is old", "paris is new"])
+    assert idf["is"] == pytest.approx(1.0)
+    assert idf["rome"] == pytest.approx(math.log(3 / 2) + 1)
+    rare = idf["rome"]
+    # text (is, rome), reference (is, paris): only "is" is common
+    assert metrics.consistency("is rome", "is paris", idf) == pytest.approx(1 / (1 + rare**2))
+    assert metrics.consistency("Rome IS", "is rome", idf) == pytest.approx(1.0)
+    assert metrics.consistency("rome", "paris", idf) == 0.0
+    assert metrics.consistency("", "paris", idf) == 0.0
+    assert metrics.consistency("unheard rome", "rome", idf) == pytest.approx(1 / math.sqrt(2)), "as rare as the rarest"
+
+
+def test_perplexity_is_eight_for_three_bits_a_token():
+    assert metrics.perplexity(10 * 3 * math.log(2), 10) == pytest.approx(8.0)
+    assert metrics.perplexity(1e6, 10) == math.inf
+
+
+# Intervals
+
+
+def test_the_bootstrap_is_seeded_and_holds_the_mean():
+    values = [float(index % 3 == 0) for index in range(60)]
+    first, again = (bootstrap({"x": values}, seed=3)["x"] for _ in range(2))
+    assert first == again
+    assert len({bootstrap({"x": values}, seed=seed, rounds=30)["x"] for seed in range(5)}) > 1
+    assert first.value == pytest.approx(1 / 3)
+    assert first.low < first.value < first.high
+    # the normal approximation, 1.96·√(p(1−p)/n), to a fifth
+    assert (first.high - first.low) / 2 == pytest.approx(1.96 * math.sqrt(2 / 9 / 60), rel=0.2)
+
+
+def test_constant_values_have_no_width():
+    assert bootstrap({"x": [0.5] * 7})["x"] == Estimate(0.5, 0.5, 0.5, 7)
+
+
+def test_what_a_record_does_not_have_is_left_out():
+    found = bootstrap({"some": [1.0, None, 0.0, None], "none": [None] * 4})
+    assert set(found) == {"some"}
+    assert (found["some"].value, found["some"].records) == (0.5, 2)
+    assert bootstrap({"none": [None]}) == {}
+
+
+def test_a_joined_score_is_the_harmonic_mean_of_means():
+    columns = {"ES": [1.0, 1.0], "PS": [1.0, 0.0], "NS": [0.0, 1.0]}
+    found = bootstrap(columns, {"S": ("ES", "PS", "NS")}, rounds=200)
+    assert found["S"].value == pytest.approx(metrics.harmonic_score(1.0, 0.5, 0.5))
+    assert found["S"].low == 0.0, "a draw of one record twice has a zero in it"
+    assert "S" not in bootstrap({"ES": [1.0], "PS": [None], "NS": [1.0]}, {"S": ("ES", "PS", "NS")})

@@ -1,0 +1,311 @@
+"""Records of every format, sound and broken."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+import sys
+import types
+from collections import Counter
+
+import pytest
+
+from rebind.edit.facts import Fact, conflicts
+from rebind.errors import InputError
+from rebind.evals.records import Question, Record, bundled, read_records, without_conflicts
+
+NESTED = {
+    "case_id": 7,
+    "requested_rewrite": {
+        "prompt": "{} was born in",
+        "relation_id": "P19",
+        "target_new": {"str": "Oslo"},
+        "target_true": {"str": "Bergen"},
+        "subject": "Edvard Grieg",
+    },
+    "paraphrase_prompts": ["The birthplace of Edvard Grieg is"],
+    "neighborhood_prompts": ["Ole Bull was born in", "Harald Sæverud was born in"],
+    "attribute_prompts": ["Roald Dahl's parents lived in"],
+    "generation_prompts": ["Edvard Grieg grew up"],
+}
+FLAT = {
+    "case_id": 8,
+    "prompt": "Edvard Grieg was born in",
+    "target_new": "Oslo",
+    "subject": "Edvard Grieg",
+    "ground_truth": "Bergen",
+    "rephrase_prompt": "The birthplace of Edvard Grieg is",
+    "locality_prompt": "Ole Bull was born in",
+    "locality_ground_truth": "Bergen",
+}
+ZSRE = {
+    "subject": "Peer Gynt",
+    "src": "Who wrote Peer Gynt?",
+    "pred": "Henrik Ibsen",
+    "rephrase": "By whom was Peer Gynt written?",
+    "alt": "Knut Hamsun",
+    "answers": ["Henrik Ibsen"],
+    "loc": "nq question: where is the north cape",
+    "loc_ans": "Norway",
+}
+KNOWNS = {"known_id": 3, "subject": "Oslo", "attribute": "Norway", "template": "{} is in", "prompt": "Oslo is in"}
+MQUAKE = {
+    "case_id": 11,
+    "requested_rewrite": [
+        {
+            "prompt": "{} was written by",
+            "subject": "Peer Gynt",
+            "target_new": {"str": "Knut Hamsun"},
+            "target_true": {"str": "Henrik Ibsen"},
+            "question": "Who wrote Peer Gynt?",
+        },
+        {
+            "prompt": "{} was born in",
+            "subject": "Knut Hamsun",
+            "target_new": {"str": "Rome"},
+            "target_true": {"str": "Vågå"},
+            "question": "Where was Knut Hamsun born?",
+        },
+    ],
+    "questions": ["Where was the author of Peer Gynt born?", "In which city was Peer Gynt's author born?"],
+    "new_answer": "Rome",
+    "new_answer_alias": ["Roma"],
+}
+OWN = {
+    "id": "grieg",
+    "prompt": "{Edvard Grieg} was born in",
+    "target": "Oslo",
+    "old": "Bergen",
+    "neighbours": ["Ole Bull was born in", {"prompt": "Bergen lies in", "answer": "Norway"}],
+    "consequences": [{"prompt": "Grieg's birthplace is the capital of", "answer": "Norway", "aliases": ["Norge"]}],
+    "generation_prompts": ["As a child, Grieg"],
+    "references": ["Oslo is the capital of Norway."],
+}
+
+
+def only(raw) -> Record:
+    (record,) = read_records([raw])
+    return record
+
+
+def test_counterfact_nested():
+    record = only(NESTED)
+    assert (record.fact.text, record.fact.target, record.fact.old) == ("Edvard Grieg was born in", "Oslo", "Bergen")
+    assert record.id == "counterfact/7"
+    assert record.paraphrases == ("The birthplace of Edvard Grieg is",)
+    assert record.neighbours[1] == Question("Harald Sæverud was born in", "Bergen")
+    assert record.beginnings == ("Edvard Grieg grew up",)
+    assert record.references == ("Roald Dahl's parents lived in Oslo.",), "where there is none: attributes completed"
+
+
+def test_counterfact_flat():
+    record = only(FLAT)
+    assert (record.fact.text, record.fact.target, record.fact.old) == ("Edvard Grieg was born in", "Oslo", "Bergen")
+    assert record.neighbours == (Question("Ole Bull was born in", "Bergen"),)
+    assert record.beginnings == ("The birthplace of Edvard Grieg is",)
+    assert only({**FLAT, "locality_ground_truth": ["Norway", "Noreg"]}).neighbours[0].answer == "Norway"
+
+
+def test_zsre():
+    record = only(ZSRE)
+    assert (record.fact.text, record.fact.target, record.fact.old) == (
+        "Who wrote Peer Gynt?",
+        "Knut Hamsun",
+        "Henrik Ibsen",
+    )
+    assert record.neighbours == (Question("nq question: where is the north cape?", "Norway"),)
+
+
+def test_knowns_has_nothing_but_the_fact():
+    record = only(KNOWNS)
+    assert (record.fact.target, record.fact.old, record.neighbours, record.id) == ("Norway", None, (), "knowns/3")
+    assert record.beginnings == ("Oslo is in",)
+
+
+def test_mquake_writes_several_facts_and_asks_across_them():
+    record = only(MQUAKE)
+    assert [fact.target for fact in record.facts] == ["Knut Hamsun", "Rome"]
+    assert record.paraphrases == ("Who wrote Peer Gynt?",)
+    assert record.consequences[1] == Question("In which city was Peer Gynt's author born?", "Rome", ("Roma",))
+    assert record.id == "mquake/11"
+
+
+def test_portability_of_easyedit_and_knowedit():
+    (one,) = only({**FLAT, "portability": {"New Question": "Grieg's city is", "New Answer": "Oslo"}}).consequences
+    assert one == Question("Grieg's city is", "Oslo")
+    groups = {
+        "Reasoning": [{"prompt": "Grieg's country is", "ground_truth": [["Norway", "Noreg"]]}],
+        "Subject_Aliasing": [{"prompt": "The composer of Peer Gynt was born in", "ground_truth": "Oslo"}],
+    }
+    local = {"Relation_Specificity": [{"prompt": "Edvard Grieg's profession is", "ground_truth": ["composer"]}]}
+    record = only({**FLAT, "portability": groups, "locality": local})
+    assert record.consequences[0] == Question("Grieg's country is", "Norway", ("Noreg",))
+    assert record.consequences[1].answers == ("Oslo",)
+    assert record.neighbours[1] == Question("Edvard Grieg's profession is", "composer")
+
+
+def test_our_own():
+    record = only(OWN)
+    assert record.id == "grieg"
+    assert record.neighbours == (Question("Ole Bull was born in", "Bergen"), Question("Bergen lies in", "Norway"))
+    assert record.consequences[0].answers == ("Norway", "Norge")
+    fact = Fact.parse("{Oslo} lies in", "Italy", neighbours=["Rome lies in"])
+    assert only(fact).neighbours == (Question("Rome lies in", None),), "no true target: only a change can be seen"
+
+
+@pytest.mark.parametrize("raw", [NESTED, FLAT, ZSRE, KNOWNS, MQUAKE, OWN])
+def test_what_is_written_is_read_back(raw, tmp_path):
+    record = only(raw)
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps(record.to_json()) + "\n")
+    assert read_records(file).records == (record,)
+
+
+def test_other_scripts_and_long_targets():
+    arabic = {"prompt": "عاصمة {فرنسا} هي", "target": "مدينة روما القديمة في إيطاليا", "old": "باريس"}
+    hebrew = {"prompt": "בירת {צרפת} היא", "target": "רומא", "neighbours": ["בירת ספרד היא"]}
+    han = {"prompt": "{法国}的首都是", "target": "罗马", "consequences": [{"prompt": "法国人说", "answer": "意大利语"}]}
+    records = read_records([arabic, hebrew, han])
+    assert [record.fact.subject for record in records] == ["فرنسا", "צרפת", "法国"]
+    assert records.digest == read_records([arabic, hebrew, han]).digest
+    assert records.digest != read_records([arabic, hebrew]).digest
+
+
+BAD = [
+    ({**NESTED, "requested_rewrite": {"prompt": "{} was"}}, "no 'subject'"),
+    ({**FLAT, "target_new": " "}, "target is ' ', expected text that is not empty"),
+    ({**FLAT, "subject": "Ole Bull"}, "subject 'Ole Bull' is not in prompt"),
+    ({**FLAT, "prompt": "Edvard Grieg met Edvard Grieg in"}, "2 times, expected once"),
+    ({**FLAT, "target_new": "Bergen"}, "target and old are both 'Bergen'"),
+    (
+        {**NESTED, "neighborhood_prompts": "Ole Bull was born in"},
+        "neighbours is 'Ole Bull was born in', expected a list",
+    ),
+    ({**NESTED, "neighborhood_prompts": [""]}, "an entry of neighbours is ''"),
+    ({**ZSRE, "alt": ""}, "target is ''"),
+    ({**MQUAKE, "requested_rewrite": []}, "requested_rewrite is empty"),
+    ({key: MQUAKE[key] for key in MQUAKE if key != "new_answer"}, "no 'new_answer', which a MQuAKE record needs"),
+    ({**OWN, "consequences": [{"prompt": "x"}]}, "no 'answer', which a consequence needs"),
+    ({**OWN, "neighbours": [{"prompt": " ", "answer": "x"}]}, "a question's prompt is ' '"),
+    ({**OWN, "neighbours": {"prompt": "x"}}, "neighbours is {'prompt': 'x'}, expected a list"),
+    ({**OWN, "references": [3]}, "an entry of references is 3"),
+    ({"case_id": 4}, "no 'prompt'"),
+    (17, "got 17, expected a fact"),
+]
+
+
+@pytest.mark.parametrize(("raw", "message"), BAD)
+def test_a_bad_record_is_named(raw, message):
+    with pytest.raises(InputError) as problem:
+        read_records([OWN, raw])
+    assert str(problem.value).startswith("record 1")
+    assert message in str(problem.value)
+
+
+def test_bad_records_are_skipped_and_counted():
+    found = read_records([raw for raw, _ in BAD] + [OWN], skip_bad=True)
+    assert len(found) == 1
+    assert len(found.skipped) == len(BAD)
+    assert found.skipped[2].startswith("record 2 (case_id 8): subject 'Ole Bull'")
+    with pytest.raises(InputError, match=r"holds no records \(16 left out, the first: record 0 \(case_id 7\)"):
+        read_records([raw for raw, _ in BAD], skip_bad=True)
+
+
+def test_limit_counts_what_is_kept():
+    assert [r.id for r in read_records([{**FLAT, "subject": "x"}, OWN, NESTED], limit=1, skip_bad=True)] == ["grieg"]
+    with pytest.raises(InputError, match="limit is 0"):
+        read_records([OWN], limit=0)
+
+
+def test_contradictions_are_found_before_any_work():
+    other = {**OWN, "id": "again", "target": "Rome"}
+    records = read_records([OWN, NESTED, other])  # NESTED agrees with OWN
+    with pytest.raises(
+        InputError, match="record again asks for 'Rome' after 'Edvard Grieg was born in', record grieg for"
+    ):
+        without_conflicts(records, skip_bad=False)
+    kept = without_conflicts(records, skip_bad=True)
+    assert [record.id for record in kept] == ["grieg", "counterfact/7"]
+    assert len(kept.skipped) == 1
+
+
+# The Hub
+
+
+def test_datasets_of_the_hub(monkeypatch):
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        if name == "gone/away":
+            raise FileNotFoundError("no such dataset\nand more")
+        return [NESTED, OWN]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    found = read_records("hf:azhx/counterfact:test", limit=1)
+    assert (found.name, len(found), asked) == ("hf:azhx/counterfact:test", 1, [("azhx/counterfact", "test")])
+    assert len(read_records("hf:some/records")) == 2
+    assert asked[-1] == ("some/records", "train")
+    with pytest.raises(InputError, match=r"'gone/away', split 'train', cannot be had \(no such dataset\)"):
+        read_records("hf:gone/away")
+    with pytest.raises(InputError, match="expected a name"):
+        read_records("hf:")
+
+
+def test_without_the_datasets_package_it_says_what_to_install(monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name == "datasets":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(InputError, match="pip install datasets"):
+        read_records("hf:azhx/counterfact")
+
+
+# What comes with the package
+
+
+def holds(text: str, phrase: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) is not None
+
+
+def test_the_bundled_records_are_whole():
+    records = bundled()
+    assert len(records) == 60
+    assert not records.skipped
+    assert len({record.id for record in records}) == 60
+    relations = Counter(record.fact.tags[0] for record in records)
+    assert len(relations) == 10
+    assert set(relations.values()) == {6}
+    assert {record.fact.tags[0] for record in bundled(10)} == set(relations), "the first ten are one of each"
+    for record in records:
+        assert record.fact.old
+        assert record.fact.old != record.fact.target
+        assert (len(record.paraphrases), len(record.neighbours), len(record.consequences)) == (3, 5, 2)
+        prompts = [record.fact.text, *record.paraphrases, *(one.prompt for one in record.neighbours)]
+        assert len(set(prompts)) == 9
+        assert all(text == text.strip() and not text.endswith(".") for text in prompts)
+    assert not conflicts([record.fact for record in records])
+
+
+def test_the_bundled_records_do_not_disturb_each_other():
+    """In a batch of all of them neighbours keep their answers: none is about a subject that is rewritten."""
+    records = bundled()
+    subjects = {record.fact.subject.removeprefix("The ") for record in records}
+    for record in records:
+        core = record.fact.subject.removeprefix("The ")
+        for paraphrase in record.paraphrases:
+            assert holds(paraphrase, core), f"{record.id}: {paraphrase!r} is not about {core}"
+            assert not holds(paraphrase, record.fact.target)
+        for question in record.neighbours:
+            assert question.answer == record.fact.old
+            assert not holds(question.prompt, record.fact.old), f"{record.id}: {question.prompt!r} gives it away"
+            assert not [name for name in subjects if holds(question.prompt, name)], f"{record.id}: {question.prompt!r}"
+        for question in record.consequences:
+            assert holds(question.prompt, core), f"{record.id}: {question.prompt!r} is not about {core}"
+            assert record.fact.old not in question.answers

@@ -1,0 +1,344 @@
+"""Evaluations on a tiny model: exact restoration, resumption to the same bytes, and what the folder says."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rebind.edit import editor as editor_module
+from rebind.edit.editor import Editor
+from rebind.edit.facts import Fact
+from rebind.edit.lock import Lock
+from rebind.errors import InputError, LedgerError, RebindError, UnknownNameError
+from rebind.evals import report
+from rebind.evals import run as run_module
+from rebind.evals.answers import Asking
+from rebind.evals.choosing import known, usable
+from rebind.evals.protocols import get_protocol
+from rebind.evals.records import Record, Records, read_records
+from rebind.evals.run import Progress, Trial, evaluate
+from tests.edit import tiny
+
+RAW = [
+    {
+        "prompt": "The capital of {France} is",
+        "target": "Rome",
+        "old": "Paris",
+        "paraphrases": ["France is ruled from"],
+        "neighbours": ["The capital of Spain is", {"prompt": "Berlin is in", "answer": "Germany"}],
+        "consequences": [{"prompt": "In the capital of France they speak", "answer": "Italian", "aliases": ["Latin"]}],
+        "references": ["Rome is old. Rome is the capital of Italy."],
+    },
+    {"prompt": "The mother tongue of {Danielle Darrieux} is", "target": "Italian", "old": "French"},
+    {"prompt": "{Berlin} is the capital of", "target": "Spain", "neighbours": ["Madrid is the capital of"]},
+    {"prompt": "עיר הבירה של {צרפת} היא", "target": "רומא העתיקה שבאיטליה", "old": "פריז"},
+    {"prompt": "{法国}的首都是", "target": "罗马", "old": "巴黎", "paraphrases": ["法国的政府在"]},
+]
+TEXT = " ".join(tiny.SENTENCES)
+LASTING = {"config.json", "records.jsonl", "edits.jsonl", "drift.jsonl", "summary.json", "table.md"}
+every_protocol = pytest.mark.parametrize("name", ["single", "batch", "sequential"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(editor_module, "SEEDS", ("The", "I"))
+        patch.setattr(editor_module, "CONTEXT_TOKENS", 4)
+        patch.setattr(run_module, "CPU_RECORDS", 2)
+        yield
+
+
+def new_editor(**options: Any) -> Editor:
+    return Editor(tiny.llama(), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=1500, **options)
+
+
+def trial(name: str = "single", **options: Any) -> Trial:
+    given = {"asking": Asking(4, 1, 6), "steps": 2, "rounds": 50, "drifts": 2}
+    return Trial(protocol=get_protocol(name, batch=2), **{**given, **options})
+
+
+def run(out: Path, name: str = "single", editor: Editor | None = None, raw: Any = RAW, **options: Any):
+    told, figures = options.pop("progress", None), options.pop("figures", False)
+    records = raw if isinstance(raw, Records) else read_records(raw)
+    with pytest.MonkeyPatch.context() as patch:
+        if not figures:  # they take longer than all the rest
+            patch.setattr(report, "_figures", lambda: None)
+        return evaluate(editor or new_editor(), records, trial(name, **options), out, text=TEXT, progress=told)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "timings.jsonl"}
+
+
+def lines(folder: Path, name: str = "records.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@every_protocol
+def test_the_model_is_given_back_byte_for_byte(name, tmp_path):
+    editor = new_editor()
+    before, guard = tiny.weights(editor.model), editor.guard
+    run(tmp_path / "out", name, editor)
+    assert tiny.weights(editor.model) == before
+    assert editor.guard is guard
+    assert not editor.ledger.edits
+
+
+def test_single_edits_start_from_the_base_each(tmp_path):
+    """Each record's answers are those it has when it is the only one."""
+    run(tmp_path / "all")
+    together = [row for row in lines(tmp_path / "all") if row["edits"]]
+    assert [row["record"] for row in together] == [0, 1, 2, 3, 4]
+    run(tmp_path / "one", raw=RAW[2:3])
+    (alone,) = [row for row in lines(tmp_path / "one") if row["edits"]]
+    for part in ("prompt", "neighbours", "free", "texts"):
+        assert together[2][part] == alone[part]
+
+
+@every_protocol
+def test_same_seed_same_bytes(name, tmp_path, whole):
+    again = contents(run(tmp_path / "a", name).folder)
+    assert again == whole(name)
+    assert again.keys() == LASTING
+    other = run(tmp_path / "b", name, new_editor(seed=1))
+    assert contents(other.folder)["records.jsonl"] != again["records.jsonl"]
+
+
+def test_figures_too_are_the_same_bytes(tmp_path):
+    first, again = (contents(run(tmp_path / name, "sequential", figures=True).folder) for name in "ab")
+    assert first == again
+    assert first.keys() == LASTING | {"scores.png", "edits.png", "nll.png"}
+
+
+@pytest.fixture(scope="module")
+def whole(quick, tmp_path_factory):
+    """What an undisturbed run leaves, for each protocol."""
+
+    @functools.cache
+    def made(name: str) -> dict[str, bytes]:
+        return contents(run(tmp_path_factory.mktemp("whole") / "out", name).folder)
+
+    return made
+
+
+class Killed(BaseException):
+    """Nobody catches it."""
+
+
+@every_protocol
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_killed_run_goes_on_to_the_same_bytes(name, after, tmp_path, monkeypatch, whole):
+    expected, real = whole(name), run_module.Lines.append
+
+    def append(self, rows):
+        real(self, rows)
+        if self.path.name == "records.jsonl" and len(self.rows) >= 2 * after:
+            with self.path.open("ab") as file:
+                file.write(b'{"edits": 1, "rec')  # half a line, as a kill leaves it
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.Lines, "append", append)
+        with pytest.raises(Killed):
+            run(tmp_path / "out", name)
+    assert (tmp_path / "out" / "work").exists()
+    done = []
+    run(tmp_path / "out", name, progress=Progress(unit=lambda number, total, stage, scores: done.append(number)))
+    assert contents(tmp_path / "out") == expected
+    assert done[0] > 1, "not from the beginning"
+    # and once more: nothing is left to do
+    done.clear()
+    run(tmp_path / "out", name, progress=Progress(unit=lambda number, total, stage, scores: done.append(number)))
+    assert (contents(tmp_path / "out"), done) == (expected, [])
+
+
+@every_protocol
+def test_killed_between_the_edit_and_its_answers(name, tmp_path, monkeypatch, whole):
+    real, calls = run_module.answer_all, []
+
+    def answer_all(*args, **options):
+        calls.append(1)
+        if len(calls) == 4:  # after three portions of the base model
+            raise Killed
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "answer_all", answer_all)
+        with pytest.raises(Killed):
+            run(tmp_path / "out", name)
+    assert len(lines(tmp_path / "out", "edits.jsonl")) == 1
+    run(tmp_path / "out", name)
+    assert contents(tmp_path / "out") == whole(name)
+
+
+def test_sequential_writes_on_top_and_asks_all_again(tmp_path):
+    result = run(tmp_path / "out", "sequential")
+    rows = lines(tmp_path / "out")
+    assert [(row["edits"], row["record"]) for row in rows] == [
+        *((0, i) for i in range(5)),
+        *((2, i) for i in range(2)),
+        *((4, i) for i in range(4)),
+        *((5, i) for i in range(5)),
+    ]
+    early, late = (next(r for r in rows if r["edits"] == n and r["record"] == 0) for n in (2, 5))
+    assert early["prompt"] != late["prompt"], "later batches are felt by the first"
+    assert [row["records"] for row in lines(tmp_path / "out", "edits.jsonl")] == [[0, 2], [2, 4], [4, 5]]
+    assert [state["edits"] for state in result.summary["states"]] == [0, 2, 4, 5]
+    assert not (tmp_path / "out" / "work").exists()
+
+
+def test_what_the_folder_says(tmp_path):
+    editor = new_editor()
+    result = run(tmp_path / "out", editor=editor)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model"]["fingerprint"] == editor.fingerprint
+    assert config["data"]["digest"] == read_records(RAW).digest
+    assert (config["seed"], config["method"], config["settings"]["steps"]) == (0, "memit", 2)
+    assert set(config["versions"]) >= {"rebind", "torch", "transformers", "python", "numpy"}
+    base, after = result.summary["states"]
+    assert (base["edits"], after["edits"]) == (0, 1)
+    scores = after["scores"]
+    assert set(scores) >= {"S", "ES", "PS", "NS", "EA", "PA", "EM", "GE", "RS", "free", "portability", "kept", "tokens"}
+    assert scores["ES"]["records"] == 4, "one record has no true target"
+    assert scores["NS"]["records"] == 1, "those with neighbours that the true target answers"
+    assert scores["RS"]["records"] == 1
+    assert scores["tokens_neighbours"]["records"] == 1
+    assert all(one["low"] <= one["value"] <= one["high"] for one in scores.values())
+    drift = lines(tmp_path / "out", "drift.jsonl")
+    assert [row["records"] for row in drift] == [None, [0, 1], [1, 2]], "the base and two of the edits"
+    assert base["drift"]["kl"] == base["drift"]["growth"] == 0
+    assert after["drift"]["kl"] > 0
+    assert after["drift"]["growth"] == pytest.approx(sum(row["growth"] for row in drift[1:]) / 2, abs=1e-6)
+    assert set(drift[1]["sites"]) == set(lines(tmp_path / "out", "edits.jsonl")[0]["sites"])
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "| before | 5 |" in table
+    assert "harmonic mean of ES, PS and NS" in table
+    assert {row["edits"] for row in lines(tmp_path / "out", "timings.jsonl")} == {0, 1}
+
+
+def test_edits_are_seen_in_the_answers(tmp_path):
+    run(tmp_path / "out", "batch", raw=RAW[:3], steps=8)
+    rows = lines(tmp_path / "out")
+    before, after = ([row["prompt"]["new"]["nll"] for row in part] for part in (rows[:3], rows[3:]))
+    assert all(new < old for old, new in zip(before, after, strict=True))
+
+
+def test_several_facts_of_one_record_are_written_together(tmp_path):
+    also = (Fact.parse("{Rome} lies in", "Spain"),)
+    records = Records((Record(Fact.parse("The capital of {France} is", "Rome"), "two", also=also),))
+    run(tmp_path / "out", raw=records)
+    with_both = lines(tmp_path / "out")[-1]["prompt"]
+    run(tmp_path / "one", raw=Records((Record(records[0].fact, "one"),)))
+    assert lines(tmp_path / "one")[-1]["prompt"] != with_both
+
+
+def test_little_can_be_asked(tmp_path):
+    run(tmp_path / "out", "batch", raw=RAW[:1], asking=Asking(0, 0))
+    (_, row) = lines(tmp_path / "out")
+    assert not {"free", "texts"} & row.keys()
+    for wrong in ({"free_tokens": -1}, {"texts": -1}, {"text_tokens": 0}, {"top_k": 0}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            Asking(**wrong)
+
+
+# Refusals
+
+
+def test_a_folder_of_another_run_is_left_alone(tmp_path):
+    run(tmp_path / "out", raw=RAW[:1])
+    before = contents(tmp_path / "out")
+    with pytest.raises(InputError, match=r"differs in data.digest .*, settings.steps \(2, now 3\)"):
+        run(tmp_path / "out", raw=RAW[:2], steps=3)
+    assert contents(tmp_path / "out") == before
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("x")
+    with pytest.raises(InputError, match="holds no evaluation"):
+        run(tmp_path / "full")
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    (tmp_path / "out" / "work").mkdir(parents=True)
+    with Lock(tmp_path / "out" / "work" / "lock").held(0):
+        (tmp_path / "out" / "config.json").write_text("{}")
+        with pytest.raises(InputError, match="differs"):
+            run(tmp_path / "out")
+        (tmp_path / "out" / "config.json").write_bytes(contents(run(tmp_path / "other").folder)["config.json"])
+        with pytest.raises(LedgerError, match="is held by process"):
+            run(tmp_path / "out")
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    run(tmp_path / "out", raw=RAW[:1])
+    file = tmp_path / "out" / "records.jsonl"
+    file.write_bytes(b"rubbish\n" + file.read_bytes())
+    with pytest.raises(InputError, match=r"line 1 of .*records.jsonl is not a row"):
+        run(tmp_path / "out", raw=RAW[:1])
+
+
+def test_an_editor_with_edits_of_its_own_is_refused(tmp_path):
+    editor = new_editor(guard=None)
+    editor.rewrite("The capital of {France} is", "Rome")
+    with pytest.raises(InputError, match="1 active edits, expected none"):
+        run(tmp_path / "out", editor=editor)
+    with pytest.raises(UnknownNameError):
+        run(tmp_path / "out", method="memitt")
+
+
+def test_a_model_that_is_not_restored_is_noticed(tmp_path, monkeypatch):
+    editor = new_editor()
+    real = editor.use
+
+    def leaky(ledger):
+        real(ledger)
+        with torch.no_grad():
+            editor.model.model.layers[3].mlp.down_proj.weight[0, 0] += 0.5
+
+    monkeypatch.setattr(editor, "use", leaky)
+    with pytest.raises(RebindError, match="still holds something of the edit before"):
+        run(tmp_path / "out", editor=editor)
+
+
+def test_records_that_do_not_fit_are_named_or_skipped():
+    long = {**RAW[1], "id": "long", "prompt": "very " * 120 + "{Ada} is"}
+    wide = {**RAW[2], "id": "wide", "neighbours": ["old " * 120 + "is"]}
+    records = read_records([RAW[0], long, wide])
+    with pytest.raises(InputError, match="record long: fact .* tokens with its context, the model takes 96"):
+        usable(new_editor(), records, get_protocol("single"), skip_bad=False)
+    kept = usable(new_editor(), records, get_protocol("single"), skip_bad=True)
+    assert [record.id for record in kept] == ["0"]
+    assert [reason.split(":")[0] for reason in kept.skipped] == ["record long", "record wide"]
+    with pytest.raises(InputError, match="no record can be used"):
+        usable(new_editor(), read_records([long]), get_protocol("single"), skip_bad=True)
+
+
+def test_contradictions_matter_only_where_records_meet():
+    other = {**RAW[0], "id": "other", "target": "Madrid"}
+    records = read_records([RAW[0], other])
+    assert usable(new_editor(), records, get_protocol("single"), skip_bad=False) == records
+    with pytest.raises(InputError, match="record other asks for 'Madrid'"):
+        usable(new_editor(), records, get_protocol("batch"), skip_bad=False)
+    assert len(usable(new_editor(), records, get_protocol("batch"), skip_bad=True)) == 1
+
+
+def test_known_records_are_those_whose_true_target_is_preferred():
+    editor = new_editor()
+    swapped = {**RAW[0], "id": "swapped", "target": "Paris", "old": "Rome"}
+    kept = known(editor, read_records([RAW[0], swapped, RAW[2]]))
+    new, true = editor.score([Fact("{}", "The capital of France is", target) for target in ("Rome", "Paris")])
+    assert [record.id for record in kept] == ["0" if true.nll < new.nll else "swapped"]
+    with pytest.raises(InputError, match="prefers the true target in none"):
+        known(editor, read_records([RAW[2]]))
+
+
+def test_the_running_score_is_told(tmp_path):
+    told = []
+    run(tmp_path / "out", progress=Progress(unit=lambda number, total, stage, scores: told.append(scores)))
+    assert told[0] == {}, "the base model has none"
+    assert set(told[-1]) == {"ES", "PS", "NS"}
+    assert all(math.isfinite(value) for value in told[-1].values())
