@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo algebra test slow lint format bench clean
+.PHONY: help install demo algebra test slow lint format docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ lint: $(READY)  ## format check, lint, types
 format: $(READY)  ## rewrite the code in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(READY)  ## write docs/cli.md anew from the commands' help
+	$(BIN)/python -m rebind.cli.manual docs/cli.md
 
 bench: $(READY)  ## run the benchmarks: tables on the terminal, JSON in benchmarks/results
 	$(BIN)/python -m benchmarks

@@ -1,12 +1,15 @@
 """Quality and speed of editing on CounterFact records: every method, any number of facts.
 
     python -m benchmarks.editing --facts counterfact.json --text held.txt --n 100 600 1000 --methods memit emmet
+    python -m benchmarks.editing --facts counterfact.json --text held.txt --made 10000
 
 Facts are those of the file whose true object the unedited model prefers to the new one. Each row edits the
-base model with the method's defaults, measures, and undoes the edit. Scores are those of the papers: ES, PS
-and NS compare length-normalised likelihoods of the new and the true object on the prompt, the paraphrases and
-the neighbours, S is their harmonic mean, EA and PA ask for every target token to come first. Perplexity is on
-the given text. JSON goes to benchmarks/results/editing.json.
+base model with the method's defaults (or with what --layers, --lam and --steps say), measures, and undoes the
+edit. Scores are those of the papers: ES, PS and NS compare length-normalised likelihoods of the new and the true
+object on the prompt, the paraphrases and the neighbours, S is their harmonic mean, EA and PA ask for every target
+token to come first. Perplexity is on the given text; drift is KL(base ‖ edited) of the next token on unrelated
+prompts, growth the largest ‖ΔW‖/‖W‖. With --made, facts are paired anew from the records (benchmarks/made.py):
+these rows are for time and memory. JSON goes to benchmarks/results/editing.json.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +29,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.made import made_facts
 from benchmarks.report import RESULTS, machine
+from rebind.cli.options import parse_layers
 from rebind.edit.editor import Editor, Progress
 from rebind.edit.facts import Fact
 from rebind.edit.ledger import Ledger
 from rebind.edit.reading import read_facts
+
+SCORES = ("ES", "PS", "NS", "S", "EA", "PA")
+PHASES = ("contexts", "moments", "targets", "solve", "writing")
 
 
 @dataclass(frozen=True)
@@ -38,17 +47,25 @@ class Result:
 
     method: str
     facts: int
+    made: bool  # whether facts were paired anew: then only ES and EA mean something
     seconds: float  # everything but the moments, which are computed once a model
     phases: dict[str, float]
+    layers: tuple[int, ...]
     lam: float | None
-    ES: float
-    PS: float
-    NS: float
-    S: float
-    EA: float
-    PA: float
+    scores: dict[str, float | None]  # by the names in SCORES
     perplexity: float
-    memory_gib: float  # peak on the GPU; 0 on a CPU
+    drift: float  # nats
+    growth: float
+    memory_gib: float  # peak: of the GPU, or of the process on a CPU
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is not left to the method's defaults."""
+
+    layers: tuple[int, ...] | None = None
+    lam: float | None = None
+    steps: int | None = None
 
 
 class Clock(Progress):
@@ -57,9 +74,9 @@ class Clock(Progress):
     def __init__(self) -> None:
         object.__setattr__(self, "spent", {})
         object.__setattr__(self, "_now", (None, 0.0))
-        super().__init__(phase=self._enter)
+        super().__init__(phase=self.enter)
 
-    def _enter(self, name: str | None) -> None:
+    def enter(self, name: str | None) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now, (before, begin) = time.perf_counter(), self._now  # type: ignore[attr-defined]
@@ -87,13 +104,18 @@ def compare(editor: Editor, facts: Sequence[Fact], texts: Sequence[Sequence[str]
     return likelier, statistics.fmean(n.exact for n in new)
 
 
-def measure(editor: Editor, facts: Sequence[Fact]) -> dict[str, float]:
+def measure(editor: Editor, facts: Sequence[Fact], made: bool = False) -> dict[str, float | None]:
     ES, EA = compare(editor, facts, [[fact.text] for fact in facts])
+    if made:
+        return {"ES": ES, "PS": None, "NS": None, "S": None, "EA": EA, "PA": None}
     PS, PA = compare(editor, facts, [fact.paraphrases[:1] for fact in facts])
     disturbed, _ = compare(editor, facts, [fact.neighbours[:10] for fact in facts])
     NS = 1 - disturbed
-    S = 3 / sum(1 / max(score, 1e-9) for score in (ES, PS, NS))
-    return {"ES": ES, "PS": PS, "NS": NS, "S": S, "EA": EA, "PA": PA}
+    return {"ES": ES, "PS": PS, "NS": NS, "S": harmonic(ES, PS, NS), "EA": EA, "PA": PA}
+
+
+def harmonic(*scores: float) -> float:
+    return len(scores) / sum(1 / max(score, 1e-9) for score in scores)
 
 
 @torch.no_grad()
@@ -120,90 +142,139 @@ def known(editor: Editor, facts: Sequence[Fact]) -> list[Fact]:
     return [fact for fact, n, t in zip(whole, new, true, strict=True) if t.nll < n.nll]
 
 
-def run(editor: Editor, facts: Sequence[Fact], method: str, text: str) -> Result:
+def run(
+    editor: Editor, facts: Sequence[Fact], method: str, text: str, chosen: Choices, *, made: bool = False
+) -> Result:
+    """Edit, measure, undo."""
     clock = Clock()
     editor.progress = clock
+    search = editor.settings(method)[1].targets
+    search = search if chosen.steps is None else replace(search, steps=chosen.steps)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
-    edit = editor.rewrite_many(list(facts), method=method)
-    clock._enter(None)
+    edit = editor.rewrite_many(list(facts), method=method, layers=chosen.layers, lam=chosen.lam, targets=search)
+    clock.enter(None)
     seconds = time.perf_counter() - begin - clock.spent.get("moments", 0.0)  # type: ignore[attr-defined]
-    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    scores = measure(editor, facts)
-    held = perplexity(editor, text)
+    memory = peak_gib(editor)
+    scores = measure(editor, facts, made)
+    held, drift = perplexity(editor, text), editor.drift()
     editor.undo(edit.id)
-    lam: Any = edit.settings["lam"]
+    settings: Any = edit.settings
     return Result(
         method=method,
         facts=len(facts),
+        made=made,
         seconds=seconds,
         phases=dict(clock.spent),  # type: ignore[attr-defined]
-        lam=float(lam),
+        layers=tuple(settings["layers"]),
+        lam=float(settings["lam"]),
+        scores=scores,
         perplexity=held,
+        drift=drift.kl,
+        growth=drift.growth,
         memory_gib=memory,
-        **scores,
     )
 
 
-def one_at_a_time(editor: Editor, facts: Sequence[Fact], method: str, text: str) -> Result:
+def peak_gib(editor: Editor) -> float:
+    """Of the GPU since it was last reset, or of this process since it began."""
+    if editor.trunk.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+def one_at_a_time(editor: Editor, facts: Sequence[Fact], method: str, text: str, chosen: Choices) -> Result:
     """Each fact alone, undone before the next: the protocol of ROME's paper."""
-    alone = [run(editor, [fact], method, text[:20_000]) for fact in facts]
-    mean = {name: statistics.fmean(getattr(row, name) for row in alone) for name in ("ES", "PS", "NS", "EA", "PA")}
-    mean["S"] = 3 / sum(1 / max(mean[name], 1e-9) for name in ("ES", "PS", "NS"))
-    return Result(
+    alone = [run(editor, [fact], method, text[:20_000], chosen) for fact in facts]
+    mean: dict[str, Any] = {name: statistics.fmean(row.scores[name] or 0.0 for row in alone) for name in SCORES}
+    mean["S"] = harmonic(mean["ES"], mean["PS"], mean["NS"])
+    return replace(
+        alone[0],
         method=f"{method}, one at a time",
         facts=len(facts),
         seconds=statistics.median(row.seconds for row in alone),
         phases={},
         lam=None,
+        scores=mean,
         perplexity=statistics.fmean(row.perplexity for row in alone),
+        drift=statistics.fmean(row.drift for row in alone),
+        growth=max(row.growth for row in alone),
         memory_gib=max(row.memory_gib for row in alone),
-        **mean,
     )
 
 
 def show(rows: Sequence[Result]) -> None:
-    table = Table(title="editing", title_justify="left", title_style="bold")
-    for column in ("method", "facts", "seconds", "ES", "PS", "NS", "S", "EA", "PA", "perplexity", "GiB"):
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    """Two tables: what became of the facts and of the model, and where the time went."""
+    made = any(row.made for row in rows)
+    note = "made: facts paired anew from the records, for time and memory; ES and EA alone are given" if made else None
+    quality = ("method", "facts", *SCORES, "perplexity", "drift", "growth")
+    table = Table(title="editing", title_justify="left", title_style="bold", caption=note, caption_justify="left")
+    cost = Table(title="seconds", title_justify="left", title_style="bold")
+    for grid, columns in ((table, quality), (cost, ("method", "facts", "layers", "λ", "all", *PHASES, "peak GiB"))):
+        for column in columns:
+            grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for row in rows:
-        scores = (f"{getattr(row, name):.3f}" for name in ("ES", "PS", "NS", "S", "EA", "PA"))
-        table.add_row(
-            row.method, str(row.facts), f"{row.seconds:.2f}", *scores, f"{row.perplexity:.2f}", f"{row.memory_gib:.1f}"
-        )
-    Console(width=120).print(table)
+        name, count = row.method + (", made" if row.made else ""), str(row.facts)
+        scores = ("" if row.scores[score] is None else f"{row.scores[score]:.3f}" for score in SCORES)
+        table.add_row(name, count, *scores, f"{row.perplexity:.2f}", f"{row.drift:.4f}", f"{row.growth:.3f}")
+        if row.method != "before":
+            spent = (f"{row.phases[phase]:.2f}" if phase in row.phases else "" for phase in PHASES)
+            where, lam = ",".join(map(str, row.layers)), "" if row.lam is None else f"{row.lam:.0f}"
+            cost.add_row(name, count, where, lam, f"{row.seconds:.2f}", *spent, f"{row.memory_gib:.1f}")
+    console = Console(width=120)
+    console.print(table)
+    if cost.row_count:
+        console.print(cost)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--facts", required=True, help="CounterFact records, nested or flat")
     parser.add_argument("--text", required=True, help="held-out text for perplexity")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--n", type=int, nargs="+", default=[100])
+    parser.add_argument("--n", type=int, nargs="*", default=[100], help="numbers of facts")
     parser.add_argument("--methods", nargs="+", default=["memit"])
+    parser.add_argument("--layers", type=parse_layers, help="as 1,2,3 or 1-5; default: the method's for the model")
+    parser.add_argument("--lam", type=float, help="λ; default: from the keys")
+    parser.add_argument("--steps", type=int, help="most steps of the search; default: the method's for the model")
+    parser.add_argument("--seed", type=int, default=0, help="of contexts and of sampled moments")
+    parser.add_argument("--made", type=int, nargs="*", default=[], help="also so many facts paired anew, for the cost")
     parser.add_argument("--alone", type=int, default=0, help="also ROME on so many facts, one at a time")
     parser.add_argument("--out", default=str(RESULTS / "editing.json"))
-    options = parser.parse_args()
-    editor = Editor(options.model, device=options.device)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    chosen = Choices(options.layers, options.lam, options.steps)
+    editor = Editor(options.model, device=options.device, seed=options.seed, guard=None)
     text = Path(options.text).read_text(encoding="utf-8")
-    facts = known(editor, list(read_facts(options.facts, skip_bad=True)))
-    before = measure(editor, facts[: min(options.n)])
-    held = perplexity(editor, text)
-    base = Result("before", min(options.n), 0.0, {}, None, perplexity=held, memory_gib=0.0, **before)
-    run(editor, facts[:2], options.methods[0], text)  # moments, contexts and warm-up
-    rows = [base]
-    for method in options.methods:
-        for n in options.n:
-            if n <= len(facts):
-                rows.append(run(editor, facts[:n], method, text))
-                show(rows[-1:])
+    records = list(read_facts(options.facts, skip_bad=True))
+    facts = known(editor, records)
+    first = facts[: min(options.n, default=100)]
+    before = measure(editor, first)
+    rows = [Result("before", len(first), False, 0.0, {}, (), None, before, perplexity(editor, text), 0.0, 0.0, 0.0)]
+    for method in dict.fromkeys(options.methods):
+        run(editor, facts[:2], method, text[:20_000], chosen)  # moments, contexts and warm-up
+    jobs = [(method, facts[:n], False) for method in options.methods for n in options.n if n <= len(facts)]
+    jobs += [(method, made_facts(records, n), True) for method in options.methods for n in options.made]
+    for method, written, made in jobs:
+        rows.append(run(editor, written, method, text, chosen, made=made))
+        show(rows[-1:])
     if options.alone:
-        rows.append(one_at_a_time(editor, facts[: options.alone], "rome", text))
+        rows.append(one_at_a_time(editor, facts[: options.alone], "rome", text, chosen))
     editor.ledger = Ledger.in_memory(editor.fingerprint)
     show(rows)
-    content = {"machine": machine(), "model": editor.loaded.name, "rows": [asdict(row) for row in rows]}
+    content = {
+        "machine": machine(),
+        "model": editor.loaded.name,
+        "options": {name: value for name, value in vars(options).items() if name not in ("facts", "text", "out")},
+        "rows": [
+            {name: value for name, value in (asdict(row) | row.scores).items() if name != "scores"} for row in rows
+        ],
+    }
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     Path(options.out).write_text(json.dumps(content, indent=2) + "\n")
 

@@ -29,9 +29,17 @@ class LedgerError(RebindError):
     """A ledger that cannot be trusted or cannot be had now; nothing was changed."""
 
 
+class GuardError(RebindError):
+    """An edit that did not pass a check and was not written; the model and the ledger are as they were."""
+
+    def __init__(self, message: str, checks: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.checks = checks  # the names of those that failed, worst first
+
+
 class NumericalWarning(UserWarning):
     """An answer was found, but only after a rescue; the message says which and how large."""
 
 
 class LedgerWarning(UserWarning):
-    """A ledger was read, but not all that its files hold."""
+    """A ledger was read, but not all that its files hold; or it holds something of what is asked for already."""

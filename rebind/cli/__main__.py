@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from rebind.cli import ask, doctor, edit, ledger, moments
+from rebind.cli import ask, doctor, edit, layers, ledger, lens, moments, trace
+from rebind.cli import eval as evaluation
 
 EXAMPLES = """[bold]Begin here[/bold]
 
@@ -49,6 +50,10 @@ def root(
 app.command("edit", epilog=edit.EXAMPLES)(edit.edit)
 app.command("ask", epilog=ask.EXAMPLES)(ask.ask)
 app.add_typer(ledger.app, name="ledger")
+app.command("trace", epilog=trace.EXAMPLES)(trace.trace)
+app.command("lens", epilog=lens.EXAMPLES)(lens.lens)
+app.command("layers", epilog=layers.EXAMPLES)(layers.layers)
+app.add_typer(evaluation.app, name="eval")
 app.command("moments", epilog=moments.EXAMPLES)(moments.moments)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 

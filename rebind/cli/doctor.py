@@ -177,7 +177,7 @@ def _tiny_edit() -> Iterator[Finding]:
     begun = time.perf_counter()
     with _own_cache(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        editor = Editor(*_tiny_llama(), moment_tokens=512)
+        editor = Editor(*_tiny_llama(), moment_tokens=512, guard=None)
         before = {name: weights.clone() for name, weights in editor.model.state_dict().items()}
         done = editor.rewrite("The answer is {France}", "Rome", targets=TargetSettings(steps=10, clamp=4.0))
         editor.undo(done.id)

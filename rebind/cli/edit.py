@@ -13,15 +13,15 @@ from rebind.cli.answers import Probe, answer, probe
 from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen
-from rebind.cli.tables import change, pairs, percent, seconds, size, spoken, table
+from rebind.cli.tables import change, drift_rows, pairs, percent, seconds, size, spoken, table
 from rebind.errors import InputError
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
     from rebind.edit.edits import Edit
     from rebind.edit.facts import Fact
+    from rebind.edit.guard import Earlier
     from rebind.edit.plan import Plan
-    from rebind.edit.targets import TargetSettings
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -33,6 +33,7 @@ rebind edit facts.csv --plan
 
 A line of facts.jsonl: {"prompt": "The capital of {France} is", "target": "Rome"}. CSV and the records of CounterFact and zsRE are read too."""  # noqa: E501
 
+SEARCH = "Search for targets (by default what suits the model)"
 SPOKEN = 8  # facts whose answers are written out
 LISTED = 20  # facts in the table
 PROBED = 400  # paraphrases, and neighbours, that are asked
@@ -57,8 +58,23 @@ def edit(
         typer.Option(metavar="X", help="λ, the weight of old answers against new ones. Default: from the keys."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Most steps to search a target. Default: the method's.")
+        int | None, typer.Option(metavar="N", min=1, help="Most steps to search a target.", rich_help_panel=SEARCH)
     ] = None,
+    rate: Annotated[
+        float | None, typer.Option(metavar="X", help="How far a step goes.", rich_help_panel=SEARCH)
+    ] = None,
+    clamp: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="Longest target, against the hidden state it is added to.", rich_help_panel=SEARCH
+        ),
+    ] = None,
+    decay: Annotated[
+        float | None, typer.Option(metavar="X", help="What a long target costs.", rich_help_panel=SEARCH)
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the edit although a check speaks against it; the ledger says so.")
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what it would take.")] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Save the edited model here, in the model's own format.")
@@ -81,18 +97,19 @@ def edit(
         listed = _read(shown, facts, target, subject, paraphrase, neighbour, skip_bad)
         if out is not None and not plan:
             _require_room(out)
-        targets = _target_settings(method, steps)
+        changes = _search_changes(method, steps=steps, rate=rate, clamp=clamp, decay=decay)
         if lam is not None and not lam > 0:
             raise InputError(f"lam is {lam}, expected a number above 0: leave it out to have it found from the keys")
         wanted = Wanted(model, ledger, device, dtype, chat, corpus, moment_tokens)
         bars = Bars(shown)
-        bars.steps, bars.facts = targets.steps, len(listed)
         with bars.drawn():
             editor = open_editor(wanted, bars, new_ledger=not plan)
+            targets = replace(editor.settings(method)[1].targets, **changes)
+            bars.steps, bars.facts = targets.steps, len(listed)
             if plan:
                 made = editor.plan(listed, method=method, layers=picked, lam=lam, targets=targets)
             else:
-                done = editor.rewrite_many(listed, method=method, layers=picked, lam=lam, targets=targets)
+                done = editor.rewrite_many(listed, method=method, layers=picked, lam=lam, targets=targets, force=force)
                 report = _measure(editor, done, bars)
                 if out is not None:
                     bars.phase("saving")
@@ -145,11 +162,15 @@ def _require_room(out: Path) -> None:
         raise InputError(f"{out} is there already and not an empty folder: name another with --out")
 
 
-def _target_settings(method: str, steps: int | None) -> TargetSettings:
+def _search_changes(method: str, **given: float | None) -> dict[str, Any]:
+    """What was said about the search, checked before a model is loaded."""
     from rebind.edit.methods import get_method
 
-    chosen = get_method(method).targets
-    return chosen if steps is None else replace(chosen, steps=steps)
+    get_method(method)
+    for name, value in given.items():
+        if value is not None and not (value > 0 or (name == "decay" and value == 0)):
+            raise InputError(f"{name} is {value}, expected a number above 0: leave it out for what suits the model")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _measure(editor: Editor, done: Edit, bars: Bars) -> dict[str, Any]:
@@ -183,6 +204,7 @@ def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any]) -> 
             [
                 ("edit", f"{done.id} ({done.method}, layers {layers}, λ {lam:.4g})"),
                 ("model", editor.loaded.name),
+                *drift_rows(scores),
                 ("ledger", f"{editor.ledger.path} ({len(editor.ledger.active)} active)"),
                 ("time", f"{seconds(sum(spent.values()))} ({phases})" if phases else seconds(sum(spent.values()))),
                 *([("saved", report["saved"])] if report["saved"] else []),
@@ -199,6 +221,9 @@ def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any]) -> 
             "ledger": str(editor.ledger.path),
             "method": done.method,
             "settings": settings,
+            "forced": done.forced,
+            "drift": scores.get("drift"),
+            "guard": scores.get("guard"),
             "facts": [
                 fact.to_json() | {"before": before | {"continues": first}, "after": after | {"continues": second}}
                 for (fact, before, after), (first, second) in zip(rows, told, strict=True)
@@ -263,18 +288,32 @@ def _show_plan(shown: Screen, plan: Plan) -> None:
             [
                 ("facts", plan.facts),
                 ("method", plan.method),
-                ("layers", ", ".join(map(str, plan.layers))),
-                ("λ", "found from the keys" if plan.lam is None else f"{plan.lam:.4g}"),
+                ("layers", f"{', '.join(map(str, plan.layers))} ({plan.source})"),
+                ("λ", _told_lambda(plan)),
+                ("search", ", ".join(f"{name} {value:g}" for name, value in asdict(plan.targets).items())),
                 ("old keys", moments),
                 ("tokens", f"{plan.prompt_tokens:,} in all prompts"),
                 ("time", f"about {seconds(plan.seconds)}"),
                 ("memory", f"about {size(plan.bytes_in_memory)} besides the model"),
                 ("ledger", f"grows by about {size(plan.bytes_on_disk)}"),
                 *[("conflict", str(clash)) for clash in plan.conflicts],
+                *[(one.edit, _told_earlier(one)) for one in plan.earlier[:LISTED]],
             ]
         )
     )
-    if plan.conflicts:
-        shown.hint("a fact written again takes the place of the earlier one: undo that edit if it should not stay")
+    if any(one.clashes for one in plan.earlier):
+        shown.hint("one prompt has one target: undo those edits first, or write over them with --force")
     shown.hint("nothing was done: leave out --plan to edit")
     shown.result({"plan": asdict(plan)}, f"{plan.seconds:.1f}")
+
+
+def _told_lambda(plan: Plan) -> str:
+    if plan.lam is not None:
+        return f"{plan.lam:.4g}"
+    known = f" (published runs on this model had {plan.published_lam:,.0f})" if plan.published_lam else ""
+    return f"found from the keys{known}"
+
+
+def _told_earlier(one: Earlier) -> str:
+    kind = "says otherwise" if one.clashes else "has the same subject"
+    return f"{kind}: {one.text} → {one.target}"

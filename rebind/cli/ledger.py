@@ -12,7 +12,7 @@ from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.places import find_ledger
 from rebind.cli.screen import FAILED, Screen, screen
-from rebind.cli.tables import change, pairs, percent, seconds, spoken, table
+from rebind.cli.tables import change, drift_rows, pairs, percent, seconds, spoken, table
 from rebind.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def _summary(ledger: Ledger, edit: Edit) -> dict[str, Any]:
         "facts": len(edit.facts),
         "first": f"{edit.facts[0].text} → {edit.facts[0].target}",
         "exact": sum(bool(score["exact"]) for score in scores),
+        "forced": edit.forced,
     }
 
 
@@ -67,7 +68,7 @@ def list_(
         rows = [_summary(opened, edit) for edit in opened.edits]
         made = table("edit", "", "made", "method", "facts", "first", right=("facts",))
         for row in rows:
-            state = "active" if row["active"] else "undone"
+            state = ("active" if row["active"] else "undone") + (", forced" if row["forced"] else "")
             style = None if row["active"] else "dim"
             made.add_row(row["id"], state, row["created"], row["method"], str(row["facts"]), row["first"], style=style)
         shown.show(made)
@@ -111,7 +112,8 @@ def show(
                 [
                     ("edit", f"{edit.id}, {'active' if opened.is_active(edit.id) else 'undone'}"),
                     ("made", edit.created),
-                    ("method", edit.method),
+                    ("method", f"{edit.method} (forced)" if edit.forced else edit.method),
+                    *drift_rows(scores),
                     *[(name, _plain(value)) for name, value in settings.items()],
                     ("sites", ", ".join(edit.sites)),
                     ("versions", _plain(edit.versions)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -79,3 +79,23 @@ def pairs(rows: Sequence[tuple[str, Any]]) -> Table:
     for name, value in rows:
         made.add_row(name, str(value))
     return made
+
+
+def drift_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How far an edited model is from its base, and what its guard objected to, for `pairs`."""
+    rows = []
+    if drift := scores.get("drift"):
+        moved = f"{nats(drift['kl'])} on unrelated prompts, most {nats(drift['largest'])} after {drift['prompt']!r}"
+        rows.append(("drift", f"{moved}; weights moved by {percent(drift['growth'])}"))
+    if failed := (scores.get("guard") or {}).get("failed"):
+        rows.append(("forced", "; ".join(f"{one['check']}: {one['says']}" for one in failed)))
+    return rows
+
+
+def nats(value: float) -> str:
+    """A divergence.
+
+    >>> nats(0.00021), nats(0.25), nats(3.0)
+    ('0.0002 nats', '0.25 nats', '3 nats')
+    """
+    return f"{value:.1g} nats" if value < 0.01 else f"{value:.2g} nats"

@@ -7,44 +7,49 @@ them is folding again without it: no optimisation, and the same bytes as if it h
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rebind.edit import export
 from rebind.edit.card import model_card
+from rebind.edit.contexts import sample_contexts
 from rebind.edit.corpus import Corpus, OwnSamples
-from rebind.edit.edits import Edit, fold
+from rebind.edit.drift import Drift, measure, next_tokens
+from rebind.edit.edits import Edit
 from rebind.edit.encoding import encode_many
 from rebind.edit.facts import Fact, conflicts
+from rebind.edit.guard import Failure, Guard, admit, enforce, find_earlier
 from rebind.edit.kept import KeptTargets, resume_targets
+from rebind.edit.layers import chosen_layers
 from rebind.edit.ledger import Ledger
-from rebind.edit.methods import Method, Old, Settings, default_settings, get_method, with_changes
+from rebind.edit.log import JSON
+from rebind.edit.methods import Method, Settings, choose_settings, get_method
 from rebind.edit.models import Loaded, fingerprint, load_model
 from rebind.edit.moments import Recipe, collect, tokenizer_digest
+from rebind.edit.objective import can_be_recorded
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.reading import read_facts
-from rebind.edit.sampling import sample
 from rebind.edit.scores import FactScore, score_facts
-from rebind.edit.sites import Site, find_sites, memory_of, module_at, write_memory
-from rebind.edit.spread import Place, spread, suitable_lambda, unchanged
+from rebind.edit.sites import Site, find_sites, memory_of, module_at
+from rebind.edit.spread import Place, spread, suitable_lambda
 from rebind.edit.targets import Found, Prompt, Request, TargetSettings
 from rebind.edit.trunk import Trunk
+from rebind.edit.versions import versions
+from rebind.edit.weights import Weights, keys_of
 from rebind.errors import InputError
 from rebind.memory import LowRank
 
 SEEDS = ("The", "Therefore", "Because", "I", "You")  # contexts begin so, as MEMIT's do
 CONTEXT_TOKENS = 10
+GUARD = Guard()
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class Editor:
     """A causal language model whose facts can be rewritten, and any rewrite taken back.
 
     `model` is "smollm2" (the embedded one), a folder, a GGUF file, a Hub id or a loaded model with its
-    `tokenizer`. `ledger` is a folder to keep edits in; without one they live as long as the editor.
+    `tokenizer`. `ledger` is a folder to keep edits in; without one they live as long as the editor. `guard` says what
+    an edited model must keep to for the edit to be written; None checks nothing.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class Editor:
         device_map: Any = None,
         chat: bool = False,
         seed: int = 0,
+        guard: Guard | None = GUARD,
         progress: Progress | None = None,
     ) -> None:
         self.loaded: Loaded = load_model(model, tokenizer, dtype=dtype, device=device, device_map=device_map)
@@ -85,14 +92,16 @@ class Editor:
         on_cpu = self.trunk.device.type == "cpu"
         self.corpus: Corpus = corpus or OwnSamples(seed, rows=64 if on_cpu else 1024)
         self.moment_tokens = moment_tokens or (8_192 if on_cpu else 100_000)
-        self.chat, self.seed = chat, seed
+        self.chat, self.seed, self.guard = chat, seed, guard
         self.progress = progress or Progress()
         self.ledger = ledger if isinstance(ledger, Ledger) else self._open(ledger)
         self._kept = KeptTargets(self.ledger.work_folder)
-        self._base: dict[str, Tensor] = {}  # what each touched site's weights were, as [d_v, d_k]
-        self._old: dict[str, Old] = {}
+        self._narrow: Trunk | None = None  # made of the base model when first needed, as `_quick` says
+        self.weights = Weights(self.model, self._moments, self._origin)
         self._contexts: tuple[str, ...] | None = None
+        self._canaries: Tensor | None = None  # what the base model says to them
         self._lifted = 0  # how many times, one inside another
+        self._trying: tuple[Edit, ...] = ()  # in the weights and not, or not yet, in the ledger
         self.refresh()
 
     @property
@@ -117,26 +126,36 @@ class Editor:
         layers: Sequence[int] | None = None,
         lam: float | None = None,
         targets: TargetSettings | None = None,
+        force: bool = False,
     ) -> Edit:
-        """Write facts together, as one edit. `facts` is whatever `read_facts` reads."""
-        chosen, settings = self._settings(method, layers, lam, targets)
+        """Write facts together, as one edit. `facts` is whatever `read_facts` reads.
+
+        An edit that the guard objects to is not written, and the model and the ledger stay as they were; with `force`
+        it is, and the ledger says so.
+        """
         listed = self._facts(facts)
+        chosen, settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
+        earlier = find_earlier(listed, self.ledger.active) if self.guard is not None else []
+        admit(earlier, force=force)
         with self.lifted():
             before = self.score(listed)
             edit = self._solve(listed, chosen, settings)
         self.progress.phase("writing")
         with self._tried(edit):
             after = self.score(listed)
-        scores = {"before": [asdict(s) for s in before], "after": [asdict(s) for s in after]}
-        stored = self.ledger.append(replace(edit, scores=scores))
+            told, failed = self._checked(after, force=force)
+            scores = {"before": [asdict(s) for s in before], "after": [asdict(s) for s in after], **told}
+            forced = bool(failed) or any(one.clashes for one in earlier)
+            stored = self.ledger.append(replace(edit, scores=scores, forced=forced))
         self._kept.clear()
-        self.refresh()
         return stored
 
     def undo(self, edit_id: str) -> Edit:
         """Take an edit out again; the others stay as they are."""
         edit = self.ledger.get(edit_id)
-        self._check_fold([other for other in self.ledger.active if other.id != edit.id])
+        self.weights.folded(
+            [other for other in self.ledger.active if other.id != edit.id]
+        )  # raises before the log says so
         edit = self.ledger.undo(edit.id)
         self.refresh()
         return edit
@@ -145,7 +164,7 @@ class Editor:
         """Put an undone edit back in its old place."""
         edit = self.ledger.get(edit_id)
         active = {other.id for other in self.ledger.active} | {edit.id}
-        self._check_fold([other for other in self.ledger.edits if other.id in active])
+        self.weights.folded([other for other in self.ledger.edits if other.id in active])
         edit = self.ledger.redo(edit.id)
         self.refresh()
         return edit
@@ -157,14 +176,14 @@ class Editor:
 
     def refresh(self) -> None:
         """Make the weights what the ledger says: the fold of its active edits over the base."""
-        self._apply(() if self._lifted else self.ledger.active)
+        self.weights.apply(() if self._lifted else (*self.ledger.active, *self._trying))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """The base model inside; the edited one again after, whatever is raised."""
         self._lifted += 1
         try:
-            self._apply(())
+            self.weights.apply(())
             yield
         finally:
             self._lifted -= 1
@@ -190,6 +209,31 @@ class Editor:
             )
         return str(self.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
 
+    def drift(self) -> Drift:
+        """How far the model as it stands is from its base: on prompts that no edit is about, and in its weights."""
+        if self._canaries is None:
+            with self.lifted():
+                self._canaries = next_tokens(self.trunk, self.tokenizer, self.loaded.start)
+        now = next_tokens(self.trunk, self.tokenizer, self.loaded.start)
+        return measure(self._canaries, now, self.weights.growth())
+
+    def settings(
+        self,
+        method: str | Method = "memit",
+        *,
+        facts: int = 1,
+        layers: Sequence[int] | None = None,
+        lam: float | None = None,
+        targets: TargetSettings | None = None,
+    ) -> tuple[Method, Settings]:
+        """The method, and what it would be run with on this model: what is given, the rest by default."""
+        chosen = get_method(method)
+        here = chosen_layers(self.fingerprint)
+        name, depth = self.loaded.name, len(self.sites)
+        return chosen, choose_settings(
+            chosen, name, depth, facts=facts, layers=layers, lam=lam, targets=targets, measured=here
+        )
+
     def plan(
         self,
         facts: Any,
@@ -200,8 +244,8 @@ class Editor:
         targets: TargetSettings | None = None,
     ) -> Plan:
         """Layers, cost and conflicts of an edit, before any of it is done."""
-        chosen, settings = self._settings(method, layers, lam, targets)
         listed = list(read_facts(facts))
+        chosen, settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
         encoded = encode_many(listed, self.tokenizer, self.loaded.start, chat=self.chat, limit=self._limit())
         sites = [self.sites[layer] for layer in settings.layers]
         recipe = self.recipe()
@@ -215,7 +259,8 @@ class Editor:
             context_tokens=CONTEXT_TOKENS,
             moment_tokens=self.moment_tokens,
             moments_cached=all(recipe.path(site.name).exists() for site in sites),
-            clashes=conflicts([*listed, *self._written()]),
+            clashes=conflicts(listed),
+            earlier=find_earlier(listed, self.ledger.active),
         )
 
     # Shipping
@@ -224,8 +269,8 @@ class Editor:
         """What the active edits add to each site, one row a fact."""
         names = {site for edit in self.ledger.active for site in edit.sites}
         edited = {name: memory_of(module_at(self.model, name)) for name in names}
-        base = {name: self._base[name] for name in names}
-        return export.changes(base, self.ledger.active, edited, gain_at=self._gain_at)
+        base = {name: self.weights.base[name] for name in names}
+        return export.changes(base, self.ledger.active, edited, gain_at=self.weights.gain_at)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """The edited model as a checkpoint in its own format, with a model card that lists the edits."""
@@ -243,16 +288,10 @@ class Editor:
             self.changes(),
             folder,
             rank=rank,
-            base_name=self._base_name(),
+            base_name=self.loaded.base_name,
             card=self._card("peft"),
             overwrite=overwrite,
         )
-
-    def _base_name(self) -> str:
-        """What peft can load the base by: a Hub id, or the folder it came from."""
-        home = Path(str(getattr(self.model.config, "_name_or_path", "")))
-        local = "/" not in self.loaded.name and home.is_dir() and str(home) != "."
-        return str(home.resolve()) if local else self.loaded.name
 
     def _card(self, library: str) -> str:
         return model_card(self.ledger.active, self.loaded.name, self.fingerprint, library=library)
@@ -264,25 +303,6 @@ class Editor:
             return Ledger.in_memory(self.fingerprint, self.loaded.name)
         return Ledger.open(Path(folder), self.fingerprint, model_name=self.loaded.name)
 
-    def _settings(
-        self,
-        method: str | Method,
-        layers: Sequence[int] | None,
-        lam: float | None,
-        targets: TargetSettings | None,
-    ) -> tuple[Method, Settings]:
-        chosen = get_method(method)
-        settings = default_settings(chosen, self.loaded.name, len(self.sites))
-        picked = None if layers is None else tuple(sorted(set(layers)))
-        settings = with_changes(settings, layers=picked, lam=lam, targets=targets)
-        outside = [layer for layer in settings.layers if not 0 <= layer < len(self.sites) - 1]
-        if outside or not settings.layers:
-            raise InputError(
-                f"layers are {list(settings.layers)}, expected some of 0 to {len(self.sites) - 2}: at least one block "
-                f"must lie above the last edited one"
-            )
-        return chosen, settings
-
     def _facts(self, facts: Any) -> list[Fact]:
         listed = list(read_facts(facts))
         if not listed:
@@ -291,9 +311,6 @@ class Editor:
         if clashes:
             raise InputError(f"{clashes[0]}: keep one of them")
         return listed
-
-    def _written(self) -> list[Fact]:
-        return [fact for edit in self.ledger.active for fact in edit.facts]
 
     def _limit(self) -> int | None:
         return getattr(self.model.config, "max_position_embeddings", None)
@@ -311,9 +328,9 @@ class Editor:
             Place(self.sites[layer].name, layer, module_at(self.model, self.sites[layer].name))
             for layer in settings.layers
         ]
-        self._remember(places)
+        self.weights.remember([place.name for place in places])
         self.progress.phase("moments")
-        self._learn_old_keys(places)
+        self.weights.learn_old_keys(places)
         self.progress.phase("targets")
         found = self._targets(requests, settings)
         self.progress.phase("solve")
@@ -321,11 +338,12 @@ class Editor:
 
         def gain(place: Place, keys: Tensor) -> Tensor:
             nonlocal lam
+            old = self.weights.old[place.name]
             if lam is None:  # the first layer's keys decide for all
-                lam = suitable_lambda(keys, self._old[place.name].factored)
+                lam = suitable_lambda(keys, old.factored)
             # As if nothing had been written before: later layers' keys depend on this gain, and they are stored.
             # What earlier edits change comes in when the ledger is folded.
-            return method.gain(keys, self._old[place.name], lam, _keys_of((), place.name, keys))
+            return method.gain(keys, old, lam, keys_of((), place.name, keys))
 
         writes = spread(self.trunk, places, requests, found.hidden, gain)
         tensors = {"targets": found.hidden.float().cpu()}
@@ -339,13 +357,13 @@ class Editor:
                 "layers": list(settings.layers),
                 "lam": lam,
                 "targets": asdict(settings.targets),
-                "moments": {"corpus": self.corpus.digest, "tokens": self.moment_tokens},
+                "moments": self._origin(),
                 "seed": self.seed,
                 "chat": self.chat,
             },
             sites=tuple(writes),
             tensors=tensors,
-            versions=_versions(),
+            versions=versions(),
         )
 
     def _targets(self, requests: Sequence[Request], settings: Settings) -> Found:
@@ -357,8 +375,17 @@ class Editor:
                 settings.targets,
                 self.fingerprint,
                 self._kept,
+                quick=self._quick(),
                 on_step=self.progress.targets,
             )
+
+    def _quick(self) -> Trunk | None:
+        """The base model in bfloat16, where searching on it pays and there is room for a copy: on a GPU."""
+        if self._narrow is None and can_be_recorded(self.trunk) and self.trunk.dtype == torch.float32:
+            size = sum(parameter.numel() for parameter in self.model.parameters())
+            if torch.cuda.mem_get_info(self.trunk.device)[0] > 8 * size:
+                self._narrow = self.trunk.narrowed(torch.bfloat16)
+        return self._narrow
 
     def _requests(self, facts: Sequence[Fact]) -> list[Request]:
         """Every fact behind every context, the bare prompt first."""
@@ -375,106 +402,47 @@ class Editor:
     def contexts(self) -> tuple[str, ...]:
         """Beginnings of sentences, sampled from the model once: a fact should hold whatever stands before it."""
         if self._contexts is None:
-            rows = []
-            for index, seed in enumerate(SEEDS):
-                first = torch.tensor([self.tokenizer(seed, add_special_tokens=False).input_ids])
-                text = sample(
-                    self.model,
-                    self.loaded.start,
-                    first.to(self.trunk.device),
-                    max(CONTEXT_TOKENS, first.shape[-1]),
-                    seed=self.seed + index,
-                    top_k=5,
-                )
-                rows.append(str(self.tokenizer.decode(text[0], skip_special_tokens=True)).strip() + ". ")
-            self._contexts = tuple(rows)
+            with self.lifted():  # the base model's, whoever asks first
+                self._contexts = sample_contexts(self.loaded, SEEDS, CONTEXT_TOKENS, self.trunk.device, self.seed)
         return self._contexts
 
-    def _learn_old_keys(self, places: Sequence[Place]) -> None:
-        missing = [place for place in places if place.name not in self._old]
-        if not missing:
-            return
-        moments = collect(
+    def _moments(self, places: Sequence[Place]) -> dict[str, Tensor]:
+        """E[kkᵀ] of each place's keys, computed or from the cache."""
+        found = collect(
             self.trunk,
             self.tokenizer,
             self.loaded.start,
-            [(place.name, place.module) for place in missing],
+            [(place.name, place.module) for place in places],
             self.recipe(),
             on_tokens=self.progress.moments,
         )
-        for place in missing:
-            device = memory_of(place.module).device
-            self._old[place.name] = Old(moments[place.name].mean().to(device))
+        return {name: moment.mean() for name, moment in found.items()}
 
-    def _remember(self, places: Sequence[Place]) -> None:
-        for place in places:
-            if place.name not in self._base:
-                self._base[place.name] = memory_of(place.module).detach().clone()
+    def _origin(self) -> dict[str, JSON]:
+        """What the moments are made from, as an edit's settings say it."""
+        return {"corpus": self.corpus.digest, "tokens": self.moment_tokens}
 
-    def _apply(self, edits: Sequence[Edit]) -> None:
-        """Write the fold of these edits into the model, or nothing at all."""
-        for name, weights in self._folded(edits).items():
-            write_memory(module_at(self.model, name), weights)
-
-    def _check_fold(self, edits: Sequence[Edit]) -> None:
-        """Raise what folding these edits would raise, before the ledger says that they are in the weights."""
-        self._folded(edits)
-
-    def _folded(self, edits: Sequence[Edit]) -> dict[str, Tensor]:
-        """The weights of every touched site."""
-        names = {site for edit in edits for site in edit.sites}
-        for name in names - self._base.keys():
-            self._base[name] = memory_of(module_at(self.model, name)).detach().clone()
-        self._learn_for(edits)
-        return {name: fold(base, name, edits, self._gain_at(name)) for name, base in self._base.items()}
-
-    def _learn_for(self, edits: Sequence[Edit]) -> None:
-        """Moments that the gains of these edits need, of the base model whatever is written in it now."""
-        mine = {"corpus": self.corpus.digest, "tokens": self.moment_tokens}
-        sites = dict[str, None]()
-        for edit in edits:
-            if get_method(edit.method).remembers:
-                if edit.settings["moments"] != mine:
-                    raise InputError(
-                        f"edit {edit.id or '(new)'} was solved with moments of {edit.settings['moments']}, this editor "
-                        f"has {mine}: open it with that corpus and moment_tokens"
-                    )
-                sites |= dict.fromkeys(edit.sites)
-        missing = [Place(name, 0, module_at(self.model, name)) for name in sites if name not in self._old]
-        if missing:
-            with unchanged([module_at(self.model, name) for name in self._base]):
-                for name, base in self._base.items():
-                    write_memory(module_at(self.model, name), base)
-                self._learn_old_keys(missing)
-
-    def _gain_at(self, site: str) -> Callable[[Edit, Sequence[Edit]], Tensor]:
-        """An edit's gain at a site: as stored, or found again where it depends on the edits before it."""
-
-        def gain(edit: Edit, earlier: Sequence[Edit]) -> Tensor:
-            stored = edit.write(site)
-            method = get_method(edit.method)
-            if not method.remembers:
-                return stored.gain
-            keys = stored.keys.double().to(self._old[site].moment.device)
-            lam = float(edit.settings["lam"])  # type: ignore[arg-type]
-            return method.gain(keys, self._old[site], lam, _keys_of(earlier, site, keys)).float()
-
-        return gain
+    def _checked(self, after: Sequence[FactScore], *, force: bool) -> tuple[dict[str, JSON], list[Failure]]:
+        """What to keep of the guard's findings, and the checks that failed; raises for those that may not."""
+        if self.guard is None:
+            return {}, []
+        self.progress.phase("checks")
+        drift = self.drift()
+        failed = self.guard.check(after, drift)
+        enforce(failed, force=force)
+        told: JSON = {"bounds": asdict(self.guard), "failed": [one.to_json() for one in failed]}
+        return {"drift": drift.to_json(), "guard": told}, failed
 
     @contextmanager
     def _tried(self, edit: Edit) -> Iterator[None]:
-        """The model with one more edit than the ledger has; as the ledger says again after."""
+        """The model with one more edit than the ledger has; as the ledger says after, whatever is raised."""
+        self._trying = (edit,)
         try:
-            self._apply((*self.ledger.active, edit))
+            self.refresh()
             yield
         finally:
+            self._trying = ()
             self.refresh()
-
-
-def _keys_of(edits: Sequence[Edit], site: str, like: Tensor) -> Tensor:
-    """The keys that edits wrote at a site, [m, d_k]."""
-    rows = [edit.write(site).keys.to(like) for edit in edits if site in edit.sites]
-    return torch.cat(rows) if rows else like.new_zeros(0, like.shape[-1])
 
 
 @contextmanager
@@ -486,19 +454,3 @@ def _quick_products() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "rebind": _version_of("rebind"),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "unknown"

@@ -193,12 +193,12 @@ def find(subject: str, *, in_text: str) -> tuple[str, str]:
         return in_text[: places[0]], in_text[places[0] + len(subject) :]
     if places:
         raise InputError(f"subject {subject!r} is in prompt {in_text!r} {len(places)} times, expected once: {MARK_IT}")
-    alike = _fold(subject) in _fold(in_text)
+    alike = comparable(subject) in comparable(in_text)
     hint = "it is there in other capitals, spaces or code points: copy it from the prompt" if alike else MARK_IT
     raise InputError(f"subject {subject!r} is not in prompt {in_text!r}: {hint}")
 
 
-def _fold(text: str) -> str:
+def comparable(text: str) -> str:
     """Text as a reader compares it: without regard to case, spacing or the way accents are encoded."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
@@ -248,7 +248,7 @@ class Conflict:
 
 def conflicts(facts: Sequence[Fact]) -> list[Conflict]:
     """Facts that ask for different targets after the same prompt, but for case and spacing."""
-    groups = _grouped(facts, [_fold(fact.text) for fact in facts])
+    groups = _grouped(facts, [comparable(fact.text) for fact in facts])
     return [group for group in groups if len(set(group.targets)) > 1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rebind.edit.targets import Found, Request, TargetSettings, find_targets
 from rebind.edit.trunk import Trunk
 from rebind.files import write_atomically
 
+PARTS = ("hidden", "before", "loss", "steps")
 Row = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden, before, loss, steps of one fact
 
 
@@ -32,37 +33,62 @@ class KeptTargets:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
+        self._asked: set[str] = set()  # the targets of the edit at work, by digest
 
-    def load(self, wanted: Sequence[str]) -> dict[str, Row]:
+    def load(self, names: Sequence[str]) -> dict[str, Row]:
         """Those of the wanted targets that are there; a damaged file is as good as none."""
+        self._asked = set(names)
         rows: dict[str, Row] = {}
-        for file in sorted(self.folder.glob("targets-*.safetensors")) if self.folder is not None else ():
+        for file in self._files():
             try:
                 with safe_open(str(file), framework="pt") as stored:
-                    names = json.loads(stored.metadata()["digests"])
-                    tensors = [stored.get_tensor(part) for part in ("hidden", "before", "loss", "steps")]
+                    told = stored.metadata()
+                    tensors = {part: stored.get_tensor(part) for part in PARTS}
+                held = json.loads(told["digests"])
+                if told["sha256"] != _checksum(held, tensors):
+                    raise ValueError("altered")
             except (SafetensorError, KeyError, TypeError, ValueError):
                 file.unlink(missing_ok=True)
                 continue
-            for index, name in enumerate(names):
-                if name in wanted:
-                    hidden, before, loss, steps = (tensor[index] for tensor in tensors)
+            except OSError:  # another process has done with it
+                continue
+            for index, name in enumerate(held):
+                if name in self._asked:
+                    hidden, before, loss, steps = (tensors[part][index] for part in PARTS)
                     rows[name] = hidden, before, loss, steps
         return rows
 
     def store(self, names: Sequence[str], found: Found) -> None:
         if self.folder is None or not names:
             return
-        parts = {"hidden": found.hidden, "before": found.before, "loss": found.loss, "steps": found.steps}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()}
+        tensors = {part: getattr(found, part).detach().cpu().contiguous() for part in PARTS}
         whole = hashlib.sha256("".join(names).encode()).hexdigest()[:24]
-        data = save(tensors, metadata={"digests": json.dumps(list(names))})
-        write_atomically(self.folder / f"targets-{whole}.safetensors", data)
+        told = {"digests": json.dumps(list(names)), "sha256": _checksum(names, tensors)}
+        write_atomically(self.folder / f"targets-{whole}.safetensors", save(tensors, metadata=told))
 
     def clear(self) -> None:
-        """Once the targets are in the ledger."""
-        for file in self.folder.glob("targets-*.safetensors") if self.folder is not None else ():
-            file.unlink(missing_ok=True)
+        """Once the targets that were asked for are in the ledger. Files with any others are another run's."""
+        for file in self._files():
+            try:
+                with safe_open(str(file), framework="pt") as stored:
+                    held = json.loads(stored.metadata()["digests"])
+            except (SafetensorError, KeyError, TypeError, ValueError, OSError):
+                continue  # the next run that looks at it removes it
+            if self._asked.issuperset(held):
+                file.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return [] if self.folder is None else sorted(self.folder.glob("targets-*.safetensors"))
+
+
+def _checksum(names: Sequence[str], tensors: Mapping[str, Tensor]) -> str:
+    """Of which targets these are and of every number in them."""
+    whole = hashlib.sha256(json.dumps(list(names)).encode())
+    for part in PARTS:
+        tensor = tensors[part]
+        whole.update(f"{part} {tensor.dtype} {list(tensor.shape)}".encode())
+        whole.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
 
 
 def resume_targets(

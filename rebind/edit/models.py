@@ -55,6 +55,13 @@ class Loaded:
     name: str
     start: tuple[int, ...]
 
+    @property
+    def base_name(self) -> str:
+        """What another program can load the model by: a Hub id, or the folder it came from."""
+        home = Path(str(getattr(self.model.config, "_name_or_path", "")))
+        local = "/" not in self.name and home.is_dir() and str(home) != "."
+        return str(home.resolve()) if local else self.name
+
 
 def load_model(
     spec: str | Path | PreTrainedModel,

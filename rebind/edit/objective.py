@@ -50,13 +50,11 @@ class Request:
     target: tuple[int, ...]
 
     @property
-    def size(self) -> tuple[int, int, int]:
-        """(rows, longest prefix, longest suffix) that it takes in a batch."""
-        return (
-            len(self.prompts),
-            max(prompt.subject_last for prompt in self.prompts),
-            max(len(prompt.ids) - prompt.subject_last for prompt in self.prompts) + len(self.target) - 1,
-        )
+    def size(self) -> tuple[int, int]:
+        """(rows, tokens) that it takes in a batch: of a prefix only keys and values stay, an eighth of a token."""
+        prefix = max(prompt.subject_last for prompt in self.prompts)
+        suffix = max(len(prompt.ids) - prompt.subject_last for prompt in self.prompts) + len(self.target) - 1
+        return len(self.prompts), suffix + -(-prefix // 8)
 
 
 class RecordingWarning(UserWarning):
@@ -77,7 +75,8 @@ class Asked:
     weight: Tensor  # [m]: 1 / (target length × prompts of the fact)
 
     @classmethod
-    def of(cls, trunk: Trunk, layer: int, requests: Sequence[Request]) -> Asked:
+    def of(cls, trunk: Trunk, layer: int, requests: Sequence[Request], quick: Trunk | None = None) -> Asked:
+        """The hidden states are `trunk`'s; the cache is that of the trunk the search runs on."""
         prefixes: list[tuple[int, ...]] = []
         suffixes: list[list[int]] = []
         owner, bare = [], []
@@ -96,9 +95,11 @@ class Asked:
                     token.append(wanted)
                     weight.append(1 / (len(request.target) * len(request.prompts)))
         past = Tokens.left_padded(prefixes, trunk.device)
-        cache = trunk.cache(past)
+        cache = trunk.cache(past, until=None if quick is None else layer)
         tokens = Tokens.following(past, suffixes)
         hidden = trunk.after(layer, tokens, cache=cache)
+        if quick is not None:
+            cache = quick.cache(past)
         place = hidden.device
         return cls(
             tokens,
@@ -118,6 +119,11 @@ class Asked:
     def subjects(self) -> Tensor:
         """[n, 2]: (row, token) of each fact's subject, in its bare prompt. A later token cannot change what it says."""
         return torch.stack([self.bare, torch.zeros_like(self.bare)], dim=-1)
+
+    @property
+    def tokens_a_fact(self) -> float:
+        """How many tokens a step runs for each fact, padding included."""
+        return self.tokens.ids.numel() / max(len(self), 1)
 
     def keep(self, facts: Tensor) -> Asked:
         """Some of the facts."""
@@ -175,7 +181,7 @@ class Objective:
     def _run(self, delta: Tensor) -> Tensor:
         asked, settings = self.asked, self.settings
         first = asked.hidden[:, :1] + delta[asked.owner].unsqueeze(1).to(asked.hidden.dtype)
-        hidden = torch.cat([first, asked.hidden[:, 1:]], dim=1)
+        hidden = torch.cat([first, asked.hidden[:, 1:]], dim=1).to(self.trunk.dtype)
         wanted = torch.cat([asked.where, asked.subjects])
         logits = self.trunk.logits(asked.tokens, wanted, cache=asked.cache, start=(self.layer, hidden))
         said = torch.log_softmax(logits, dim=-1).to(delta.device)
@@ -214,9 +220,16 @@ class Recorded:
     def slope(self) -> Tensor:
         return self._slope
 
+    @property
+    def asked(self) -> Asked:
+        return self.objective.asked
+
     def keep(self, facts: Tensor) -> Objective:
         self._graph.reset()
         return self.objective.keep(facts)
+
+
+RECORDING = 100_000  # tokens whose step takes as long as recording one
 
 
 def can_be_recorded(trunk: Trunk) -> bool:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from rebind.edit.encoding import Encoded
 from rebind.edit.facts import Conflict
+from rebind.edit.guard import Earlier
 from rebind.edit.methods import Settings
 from rebind.edit.sites import Site
+from rebind.edit.targets import TargetSettings
 from rebind.edit.trunk import Trunk
 
 CPU_RATE = 6e10  # multiply-adds a second: modest guesses, for an estimate that is right within a few times
@@ -29,7 +31,11 @@ class Plan:
     bytes_on_disk: int  # what the ledger will grow by
     bytes_in_memory: int  # of working memory, roughly
     seconds: float  # roughly, from the model's size
-    conflicts: tuple[Conflict, ...]
+    conflicts: tuple[Conflict, ...]  # among the facts themselves
+    targets: TargetSettings  # how targets will be searched for
+    source: str  # where the layers come from
+    published_lam: float | None  # λ of published runs on this model
+    earlier: tuple[Earlier, ...]  # active edits about the same subjects
 
 
 def estimate(
@@ -44,6 +50,7 @@ def estimate(
     moment_tokens: int,
     moments_cached: bool,
     clashes: Sequence[Conflict],
+    earlier: Sequence[Earlier],
 ) -> Plan:
     """Tokens, bytes and seconds, from the facts' lengths and the model's size."""
     prompts = 1 + contexts
@@ -65,4 +72,8 @@ def estimate(
         bytes_in_memory=8 * 4 * widest * widest + 4 * suffix * len(trunk.blocks) * width * 12,
         seconds=work / (CPU_RATE if trunk.device.type == "cpu" else GPU_RATE),
         conflicts=tuple(clashes),
+        targets=settings.targets,
+        source=settings.source,
+        published_lam=settings.published_lam,
+        earlier=tuple(earlier),
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rebind.edit.budget import in_portions, tokens_that_fit
 from rebind.edit.objective import (
+    RECORDING,
     Asked,
     Objective,
     Prompt,
@@ -67,11 +68,15 @@ def find_targets(
     requests: Sequence[Request],
     settings: TargetSettings,
     *,
+    quick: Trunk | None = None,
     tokens_at_once: int | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
     keep: Keep | None = None,
 ) -> Found:
     """A target for every request.
+
+    `quick` is the same model in a narrower dtype, to search on: a target is where a search ended, not a number with
+    eight digits. What it starts from is `trunk`'s.
 
     `tokens_at_once` bounds a group of facts: rows times tokens, padding included; found from the device unless
     given, and halved (with a warning) when memory runs out all the same. `on_step(step, facts done, mean loss)`
@@ -79,7 +84,7 @@ def find_targets(
     lost when a later group is interrupted; so are the finished facts of the interrupted group itself.
     """
     sizes = [request.size for request in requests]
-    order = sorted(range(len(requests)), key=lambda index: sizes[index][::-1])  # like lengths together
+    order = sorted(range(len(requests)), key=lambda index: sizes[index][1])  # like lengths together
     done, total_loss = 0, 0.0
 
     def solve(group: list[int]) -> Found:
@@ -89,7 +94,7 @@ def find_targets(
 
         search = _Search(group, settings)
         try:
-            return search.run(trunk, layer, [requests[index] for index in group], told)
+            return search.run(trunk, quick, layer, [requests[index] for index in group], told)
         except KeyboardInterrupt:
             if keep is not None and len(rows := search.finished()):
                 keep([group[row] for row in rows.tolist()], search.found().select(rows))
@@ -120,9 +125,14 @@ class _Search:
         self.moving = torch.zeros(0, dtype=torch.bool)  # [n]: facts that are not done
 
     def run(
-        self, trunk: Trunk, layer: int, requests: Sequence[Request], told: Callable[[int, int, Tensor], None]
+        self,
+        trunk: Trunk,
+        quick: Trunk | None,
+        layer: int,
+        requests: Sequence[Request],
+        told: Callable[[int, int, Tensor], None],
     ) -> Found:
-        objective: Objective | Recorded = self._start(trunk, layer, requests)
+        objective: Objective | Recorded = self._start(trunk, quick, layer, requests)
         adam = _Adam(self.delta, self.settings.rate)
         record = can_be_recorded(trunk)
         rows = torch.arange(len(self.delta), device=self.delta.device)  # facts in the batch
@@ -137,8 +147,9 @@ class _Search:
                 break
             slope = objective.slope()
             self._move(adam, rows[going], slope[going])
-            # A graph is for one size of batch: facts that are done stay in it, unmoved, until they are half of it.
-            if len(going) < len(rows) and (not record or 2 * len(going) <= len(rows)):
+            left = len(rows) - len(going)
+            if left and (not record or objective.asked.tokens_a_fact * left * (self.settings.steps - step) > RECORDING):
+                # A graph is for one size of batch: facts that are done stay in it, unmoved, until a new one pays.
                 rows, objective = rows[going], objective.keep(going)
             if record and isinstance(objective, Objective):
                 objective = recorded(objective)
@@ -152,8 +163,8 @@ class _Search:
     def found(self) -> Found:
         return Found(self.before + self.delta, self.before, self.loss, self.steps)
 
-    def _start(self, trunk: Trunk, layer: int, requests: Sequence[Request]) -> Objective:
-        asked = Asked.of(trunk, layer, requests)
+    def _start(self, trunk: Trunk, quick: Trunk | None, layer: int, requests: Sequence[Request]) -> Objective:
+        asked = Asked.of(trunk, layer, requests, quick)
         wide = torch.promote_types(asked.hidden.dtype, torch.float32)
         self.before = asked.hidden[asked.bare, 0].to(wide)  # [n, width]: h₀
         self.length = torch.linalg.vector_norm(self.before, dim=-1)
@@ -161,7 +172,7 @@ class _Search:
         self.loss = torch.zeros_like(self.length)
         self.steps = torch.zeros_like(self.length, dtype=torch.long)
         self.moving = torch.ones_like(self.length, dtype=torch.bool)
-        return Objective(trunk, layer, asked, self.settings, self.length)
+        return Objective(quick or trunk, layer, asked, self.settings, self.length)
 
     def _check(self, rows: Tensor, loss: Tensor) -> None:
         if not torch.isfinite(loss).all():

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 Hidden = Tensor  # [rows, tokens, width]
 
@@ -85,17 +86,32 @@ class Trunk:
         return next(self.model.get_input_embeddings().parameters()).device
 
     @property
+    def dtype(self) -> torch.dtype:
+        return next(self.blocks[0].parameters()).dtype
+
+    def narrowed(self, dtype: torch.dtype) -> Trunk:
+        """The same model as it stands, copied to a narrower dtype."""
+        names = {module: name for name, module in self.model.named_modules()}
+        model = copy.deepcopy(self.model).to(dtype)
+        return Trunk(model, [model.get_submodule(names[block]) for block in self.blocks])
+
+    @property
     def context(self) -> int | None:
         """The longest sequence the model takes, where its config says so."""
         length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return length if isinstance(length, int) else None
 
     @torch.no_grad()
-    def cache(self, tokens: Tokens) -> Any:
-        """The keys and values of these tokens at every block; None for no tokens."""
+    def cache(self, tokens: Tokens, *, until: int | None = None) -> Any:
+        """The keys and values of these tokens at every block, or at those until one; None for no tokens."""
         if tokens.ids.shape[-1] == 0:
             return None
-        return self._base(tokens, use_cache=True).past_key_values
+        if until is None:
+            return self._base(tokens, use_cache=True).past_key_values
+        cache = DynamicCache(config=self.model.config)
+        with self._watching(self.blocks[until], lambda *_: None):
+            self._until_stopped(tokens, cache, borrow=False)
+        return cache
 
     @torch.no_grad()
     def after(
@@ -121,7 +137,7 @@ class Trunk:
 
         def watch(index: int) -> Callable[..., None]:
             def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-                seen[index] = args[0]
+                seen[index] = args[0].reshape(*tokens.ids.shape, -1)  # some families flatten rows and tokens into one
                 if len(seen) == len(modules):
                     raise _Stop
 
@@ -153,19 +169,21 @@ class Trunk:
         handle = head.register_forward_pre_hook(choose)
         try:
             with self._starting(start):
-                out = self.model(**self._arguments(tokens, cache, self._head_accepts), use_cache=cache is not None)
+                held = None if cache is None else _borrowed(cache)
+                out = self.model(**self._arguments(tokens, held, self._head_accepts), use_cache=cache is not None)
         finally:
             handle.remove()
         logits: Tensor = out.logits[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _base(self, tokens: Tokens, cache: Any = None, *, use_cache: bool) -> Any:
+    def _base(self, tokens: Tokens, cache: Any = None, *, use_cache: bool, borrow: bool = True) -> Any:
+        held = _borrowed(cache) if borrow and cache is not None else cache
         with self._finite_padding(tokens):
-            return self.model.base_model(**self._arguments(tokens, cache, self._accepts), use_cache=use_cache)
+            return self.model.base_model(**self._arguments(tokens, held, self._accepts), use_cache=use_cache)
 
-    def _until_stopped(self, tokens: Tokens, cache: Any) -> None:
+    def _until_stopped(self, tokens: Tokens, cache: Any, *, borrow: bool = True) -> None:
         try:
-            self._base(tokens, cache, use_cache=cache is not None)
+            self._base(tokens, cache, use_cache=cache is not None, borrow=borrow)
         except _Stop:
             return
 
@@ -174,7 +192,7 @@ class Trunk:
         if "position_ids" in accepts:
             arguments["position_ids"] = tokens.positions
         if cache is not None:
-            arguments["past_key_values"] = _borrowed(cache)
+            arguments["past_key_values"] = cache
         return arguments
 
     @contextmanager

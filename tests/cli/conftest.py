@@ -21,7 +21,7 @@ from rebind.cli.__main__ import app
 
 TEXT = ["The capital of France is Paris.", "The capital of Italy is Rome.", "The answer is here."] * 4
 ANSI = re.compile(r"\x1b\[[0-9;]*m")  # typer colours its help where CI asks for it
-FAST = ["--steps", "3", "--moment-tokens", "256"]
+FAST = ["--steps", "3", "--moment-tokens", "256", "--force"]  # so few steps say no fact
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,9 @@ def test_people_see_tables_and_programs_see_none(rebind, model):
     assert "neighbours answer as before" in people.out
     assert people.err == "", "bars are for terminals"
     quiet = rebind(*words, *FAST, "--quiet")
-    assert (quiet.out, quiet.err) == ("e0002\n", "")
+    assert quiet.out == "e0002\n"
+    assert quiet.err.startswith("warning: 'France' was written before, by edit e0001")
+    assert quiet.err.count("\n") == 1
     document = rebind(*words, *FAST, json=True).document
     assert [probe["prompt"] for probe in document["paraphrases"]] == ["It is France"]
     (probe,) = document["paraphrases"]
@@ -99,6 +101,40 @@ def test_people_see_tables_and_programs_see_none(rebind, model):
     assert "edited" in asked.out
 
 
+def test_drift_is_shown_and_kept(rebind, model):
+    people = rebind("edit", *FACT, "--model", model, *FAST)
+    assert re.search(r"drift\s+[\d.e-]+ nats on unrelated prompts, most [\d.e-]+ nats after '", people.out)
+    assert "weights moved by" in people.out
+    shown = rebind("ledger", "show", "e0001", "--model", model, json=True).document
+    assert shown["scores"]["drift"]["kl"] > 0
+    assert "drift" in rebind("ledger", "show", "e0001", "--model", model).out
+
+
+def test_the_guard_stops_an_edit_unless_forced(rebind, model):
+    weak = [word for word in FAST if word != "--force"]
+    ended = rebind("edit", *FACT, "--model", model, *weak, code=3)
+    assert re.match(r"error: not written, said: the target has rank \d+ .*--force", ended.err)
+    assert ended.err.count("\n") == 1
+    assert rebind("ledger", "list", "--model", model, json=True).document["edits"] == []
+    forced = rebind("edit", *FACT, "--model", model, *FAST, json=True).document
+    assert forced["forced"]
+    assert [one["check"] for one in forced["guard"]["failed"]] == ["said"]
+    assert "active, forced" in rebind("ledger", "list", "--model", model).out
+    assert "forced" in rebind("ledger", "show", "e0001", "--model", model).out
+
+
+def test_a_contradiction_names_the_edit_to_undo(rebind, model, edited):
+    other = ("edit", FACT[0], "Paris", "--model", model)
+    weak = [word for word in FAST if word != "--force"]
+    ended = rebind(*other, *weak, code=2)
+    assert "edit e0001 already makes 'The answer is France' say 'Rome'" in ended.err
+    assert "rebind ledger undo e0001" in ended.err
+    plan = rebind(*other, "--plan").out
+    assert "says otherwise: The answer is France → Rome" in plan
+    assert "--force" in plan
+    assert rebind(*other, *FAST, json=True).document["forced"]
+
+
 def test_files_of_facts_and_all_options_reach_the_editor(rebind, model, tmp_path):
     file, text = tmp_path / "facts.jsonl", tmp_path / "text.txt"
     facts = [{"prompt": "The answer is {France}", "target": "Rome"}, {"prompt": "I saw {Italy}", "target": "Paris"}]
@@ -107,10 +143,13 @@ def test_files_of_facts_and_all_options_reach_the_editor(rebind, model, tmp_path
     kept = tmp_path / "kept"
     words = ("edit", str(file), "--model", model, "--ledger", str(kept), "--method", "rome", "--layers", "1")
     more = ("--lam", "2.5", "--dtype", "float64", "--device", "cpu", "--corpus", str(text), "--steps", "2")
-    edit = rebind(*words, *more, "--moment-tokens", "128", json=True).document
+    search = ("--rate", "0.25", "--clamp", "3", "--decay", "0", "--force")
+    edit = rebind(*words, *more, *search, "--moment-tokens", "128", json=True).document
     assert (edit["method"], edit["ledger"], len(edit["facts"])) == ("rome", str(kept), 2)
     assert (edit["settings"]["layers"], edit["settings"]["lam"]) == ([1], 2.5)
     assert edit["settings"]["moments"]["corpus"].startswith("text-")
+    told = edit["settings"]["targets"]
+    assert (told["steps"], told["rate"], told["clamp"], told["decay"]) == (2, 0.25, 3.0, 0.0)
     assert (kept / "ledger.json").exists()
     assert not (tmp_path / "ledgers").exists()
     # float64 weights are another model: its ledger is not for the float32 one
@@ -123,7 +162,12 @@ def test_a_plan_does_no_work(rebind, model, tmp_path, monkeypatch):
         "plan"
     ]
     assert (plan["facts"], plan["lam"], plan["layers"], plan["moments_cached"]) == (1, 7.0, [0, 1], False)
-    assert "nothing was done" in rebind("edit", *FACT, "--model", model, "--plan").out
+    assert plan["targets"]["steps"] == 25
+    people = rebind("edit", *FACT, "--model", model, "--plan").out
+    assert "nothing was done" in people
+    assert re.search(r"layers\s+0, 1 \(by its depth of 4\)", people)
+    assert re.search(r"search\s+steps 25, rate 0.5, clamp 0.75", people)
+    assert "found from the keys" in people
     assert not (tmp_path / "ledgers").exists()
     assert not (tmp_path / "cache" / "moments").exists()
 
@@ -220,6 +264,7 @@ def test_doctor_says_what_to_do(rebind, monkeypatch, tmp_path):
         (("edit", *FACT, "--layers", "2,x"), "2,3,4"),
         (("edit", *FACT, "--layers", "4-2"), "2,3,4"),
         (("edit", *FACT, "--lam", "0"), "above 0"),
+        (("edit", *FACT, "--clamp", "-1"), "above 0"),
         (("edit", *FACT, "--dtype", "int8"), "float32"),
         (("edit", *FACT, "--steps", "0"), "Invalid value"),
         (("ledger", "list"), "rebind edit"),
@@ -348,8 +393,9 @@ def test_help_teaches(rebind, verb, monkeypatch):
 
 def test_help_of_edit_has_every_option_of_the_issue(rebind):
     shown = rebind("edit", "--help").out
-    wanted = "model method out ledger layers lam steps chat plan device dtype corpus moment-tokens json quiet debug"
-    assert all(f"--{name}" in shown for name in wanted.split())
+    issue = "model method out ledger layers lam steps chat plan device dtype corpus moment-tokens json quiet debug"
+    since = "rate clamp decay force"
+    assert all(f"--{name}" in shown for name in f"{issue} {since}".split())
     assert options.METHODS.split(", ") == list(METHODS)
 
 

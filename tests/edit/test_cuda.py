@@ -18,7 +18,8 @@ from tests.support import assert_close
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-NOT_RECORDED: set[str] = set()  # families whose code does not allow it
+# Families whose code makes tensors on the host in the middle of a step, which a graph does not allow.
+NOT_RECORDED = {"bloom", "falcon", "falcon-new", "gpt-j", "gpt-neo", "mpt"}
 
 
 def _trunk(name: str) -> Trunk:
@@ -44,7 +45,11 @@ def test_a_model_that_cannot_be_recorded_is_searched_all_the_same(monkeypatch):
     trunk = _trunk("llama")
     expected = find_targets(trunk, LAYER, REQUESTS, SETTINGS)
     head = trunk.model.get_output_embeddings()
-    handle = head.register_forward_hook(lambda _, __, out: out if float(out.sum()) < 1e30 else out)  # synchronises
+
+    def wait(*_: object) -> None:
+        torch.cuda.synchronize()
+
+    handle = head.register_forward_hook(wait)
     with pytest.warns(RecordingWarning, match="cannot be recorded"):
         found = find_targets(trunk, LAYER, REQUESTS, SETTINGS)
     handle.remove()

@@ -37,7 +37,7 @@ def two_contexts(monkeypatch):
 
 
 def open_editor(model: Any = None, ledger: Any = None, **options: Any) -> Editor:
-    options = {"corpus": tiny.texts(), "moment_tokens": 1500, **options}
+    options = {"corpus": tiny.texts(), "moment_tokens": 1500, "guard": None, **options}
     return Editor(tiny.llama() if model is None else model, tiny.tokenizer(), ledger=ledger, **options)
 
 
@@ -368,3 +368,19 @@ def test_an_exact_answer_is_seen_as_one():
 def test_saying_goes_on_from_the_prompt():
     editor = open_editor()
     assert editor.say("The capital of France is", tokens=3) == editor.say("The capital of France is", tokens=3)
+
+
+def test_contexts_are_the_base_models_whoever_asks_first():
+    editor, fresh = open_editor(), open_editor()
+    edit = rewrite(editor, FACTS[0], layers=(0, 1, 2), lam=1e-6, targets=TargetSettings(steps=30, clamp=50.0))
+    editor._contexts = None  # as in an editor that opened a ledger with this edit in it
+    edited = tiny.weights(editor.model)
+    assert editor.contexts == fresh.contexts
+    assert tiny.weights(editor.model) == edited
+    again = open_editor(ledger=None)
+    again.ledger.append(edit)
+    again.refresh()
+    assert again.contexts == fresh.contexts
+    with again.lifted():
+        base = again.say("The", tokens=8)
+    assert again.say("The", tokens=8) != base, "the edit changes what the model says"

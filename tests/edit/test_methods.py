@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rebind import Write
-from rebind.edit.methods import METHODS, Old, default_settings, get_method
+from rebind.edit.methods import ENTRIES, METHODS, Old, choose_settings, default_settings, get_method
+from rebind.edit.targets import TargetSettings
 from rebind.errors import InputError, UnknownNameError
 from rebind.memory import equality, ridge
 from tests.support import Draw, assert_close
@@ -45,8 +46,9 @@ def test_recursive_is_ridge_with_the_earlier_keys_in_its_moment():
     [
         ("gpt2-xl", 48, (13, 14, 15, 16, 17), 17),
         ("EleutherAI/gpt-j-6b", 28, (3, 4, 5, 6, 7, 8), 5),
-        ("gpt2-medium", 24, (1, 2, 3, 4, 5), 8),  # ROME's layer is published, MEMIT's are not: from the depth
-        ("smollm2", 30, (2, 3, 4, 5, 6), 5),
+        ("gpt2-medium", 24, (0, 1, 2, 3, 4), 8),  # ROME's layer is published, MEMIT's are not: from the depth
+        ("smollm2", 30, (1, 2, 3, 4, 5), 2),
+        ("HuggingFaceTB/SmolLM2-360M", 32, (1, 2, 3, 4, 5), 5),  # not the one that was measured: from the depth
         ("anything", 4, (0, 1), 1),
         ("gpt2-xl", 6, (0, 1), 1),  # a small model of a known name
     ],
@@ -54,6 +56,56 @@ def test_recursive_is_ridge_with_the_earlier_keys_in_its_moment():
 def test_default_layers(name, depth, several, one):
     assert default_settings(get_method("memit"), name, depth).layers == several
     assert default_settings(get_method("rome"), name, depth).layers == (one,)
+
+
+def test_many_facts_have_layers_of_their_own():
+    few, many = (default_settings(get_method("memit"), "smollm2", 30, facts) for facts in (399, 400))
+    assert (few.layers, many.layers) == ((1, 2, 3, 4, 5), (0, 1, 2, 3, 4))
+    assert (few.targets.enough, many.targets.enough) == (0.05, 0.2)
+    assert default_settings(get_method("memit"), "gpt2-xl", 48, 10_000).layers == (13, 14, 15, 16, 17)
+
+
+def test_the_search_is_the_models_own_where_it_is_known():
+    llama = default_settings(get_method("alphaedit"), "meta-llama/Meta-Llama-3-8B", 32)
+    assert (llama.targets.steps, llama.targets.rate, llama.targets.decay, llama.targets.clamp) == (25, 0.1, 0.5, 0.75)
+    assert (llama.lam, llama.published_lam, llama.source) == (10.0, None, "published for llama-3-8b")
+    medium = default_settings(get_method("rome"), "gpt2-medium", 24)
+    assert (medium.targets.steps, medium.targets.clamp) == (20, 3.0)
+    borrowed = default_settings(get_method("emmet"), "gpt2-medium", 24)
+    assert borrowed.layers == (8,)
+    assert borrowed.targets == get_method("emmet").targets, "a layer can be borrowed, a search cannot"
+    assert borrowed.source == "published for gpt2-medium with rome"
+
+
+def test_a_published_lambda_is_told_and_not_used():
+    settings = default_settings(get_method("memit"), "gpt2-xl", 48)
+    assert (settings.lam, settings.published_lam) == (None, 20_000.0)
+
+
+def test_settings_say_where_they_come_from_and_take_changes():
+    known = default_settings(get_method("memit"), "smollm2", 30)
+    assert known.source == "measured for smollm2"
+    assert default_settings(get_method("memit"), "unheard-of", 12).source == "by its depth of 12"
+    search = TargetSettings(steps=4)
+    changed = choose_settings(get_method("memit"), "smollm2", 30, layers=(8, 7, 8), lam=3.0, targets=search)
+    assert (changed.layers, changed.lam, changed.targets.steps, changed.source) == ((7, 8), 3.0, 4, "chosen by hand")
+    assert choose_settings(get_method("memit"), "smollm2", 30) == known
+
+
+def test_layers_measured_here_serve_models_without_an_entry():
+    measured = choose_settings(get_method("memit"), "unheard-of", 30, measured=(3, 4))
+    assert (measured.layers, measured.source) == ((3, 4), "measured on this machine")
+    assert choose_settings(get_method("memit"), "unheard-of", 30, measured=(3, 4), layers=(9,)).layers == (9,)
+    assert choose_settings(get_method("rome"), "unheard-of", 30, measured=(3, 4)).layers == (5,)
+    assert choose_settings(get_method("memit"), "gpt2-xl", 48, measured=(3, 4)).layers == (13, 14, 15, 16, 17)
+
+
+def test_every_entry_fits_its_model_and_names_methods():
+    for entry in ENTRIES:
+        assert set(entry.methods) <= METHODS.keys()
+        assert list(entry.layers) == sorted(set(entry.layers))
+        assert max(entry.layers) < entry.depth - 1
+        assert all((len(entry.layers) > 1) is METHODS[name].several_layers for name in entry.methods)
 
 
 def test_only_alphaedit_has_a_lambda_of_its_own():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rebind.edit.budget import MemoryWarning
 from rebind.edit.sites import find_sites, memory_of, module_at, write_memory
-from rebind.edit.spread import Place, spread, suitable_lambda, unchanged
+from rebind.edit.spread import CROWDING, Place, spread, suitable_lambda, unchanged
 from rebind.edit.subjects import Subjects, subject_keys, subject_states
 from rebind.edit.targets import Prompt, Request
 from rebind.edit.trunk import Trunk
@@ -22,7 +22,20 @@ from tests.edit.families import FAMILIES
 from tests.support import Draw, assert_close
 
 # Families whose MLP adds its output to the hidden state as it is: what is missing there can be written exactly.
-PLAIN_RESIDUAL = ["llama", "gpt2", "gpt-neo", "gpt-j", "gpt-neox", "bloom", "falcon", "phi", "qwen3", "stablelm", "mpt"]
+PLAIN_RESIDUAL = [
+    "llama",
+    "gpt2",
+    "opt",
+    "gpt-neo",
+    "gpt-j",
+    "gpt-neox",
+    "bloom",
+    "falcon",
+    "phi",
+    "qwen3",
+    "stablelm",
+    "mpt",
+]
 
 
 def _request(seed: int, *prompts: tuple[int, int]) -> Request:
@@ -215,6 +228,8 @@ def test_a_suitable_lambda_realises_the_same_share_at_any_scale():
         known = factor(moment)
         lam = suitable_lambda(scale * keys, known, share=0.25)
         realised = scale * keys @ ridge(scale * keys, known, lam).value.mT
-        assert float(realised) == pytest.approx(1 / (1 + 0.25 + 1 / 20), rel=1e-9)
+        assert float(realised) == pytest.approx(1 / (1 + 0.25 + CROWDING / 20), rel=1e-9)
     alone, crowd = suitable_lambda(keys, known), suitable_lambda(keys.expand(40, 20), known)
-    assert crowd / alone == pytest.approx((0.1 + 2) / (0.1 + 1 / 20)), "more keys, more weight on the old ones"
+    assert crowd / alone == pytest.approx((0.1 + 2 * CROWDING) / (0.1 + CROWDING / 20)), (
+        "more keys, more weight on the old ones"
+    )

@@ -162,7 +162,7 @@ def test_groups_change_nothing(budget):
     for indices, part in calls:
         assert_close(part.hidden, found.hidden[indices], 0.0)
         rows = sum(REQUESTS[index].size[0] for index in indices)
-        width = sum(max(REQUESTS[index].size[axis] for index in indices) for axis in (1, 2))
+        width = max(REQUESTS[index].size[1] for index in indices)
         assert len(indices) == 1 or rows * width <= budget
 
 
@@ -354,8 +354,6 @@ def test_the_next_run_searches_only_for_what_is_missing(tmp_path, searched):
     again = _resume(tmp_path, REQUESTS[::-1])
     assert searched == [2]
     assert torch.equal(again.hidden, found.hidden.flip(0))
-    KeptTargets(tmp_path).clear()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("changes", [{"model": "another"}, {"layer": 0}, {"settings": TargetSettings(steps=2)}])

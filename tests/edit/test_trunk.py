@@ -96,7 +96,7 @@ def test_inputs_are_what_a_hook_sees(subject, name):
     for handle in handles:
         handle.remove()
     for got, expected in zip(subject.trunk.inputs(subject.sites[:2], _whole(ids)), seen[:2], strict=True):
-        assert_close(got, expected, 1e-12)
+        assert_close(got, expected.reshape(2, 9, -1), 1e-12)  # some families flatten rows and tokens into one
 
 
 @families

@@ -1,0 +1,197 @@
+"""The guard: edits made to fail each check, and the bytes of the model and of the ledger after they did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rebind.edit import editor as editor_module
+from rebind.edit.drift import Drift
+from rebind.edit.editor import Editor
+from rebind.edit.edits import Edit
+from rebind.edit.facts import Fact
+from rebind.edit.guard import Guard, find_earlier
+from rebind.edit.scores import FactScore
+from rebind.edit.targets import TargetSettings
+from rebind.errors import GuardError, InputError, LedgerWarning
+from tests.edit import tiny
+
+FACT = Fact.parse("The capital of {France} is", "Rome")
+OTHERS = [Fact.parse("{Berlin} is the capital of", "Spain"), Fact.parse("The old bridge of {Mostar}", "fell")]
+OPEN = Guard(drift=1e9, growth=1e9, said=0.0)
+SAID = FactScore(probability=0.9, rank=1, nll=0.1, exact=True, says=" Rome")
+UNSAID = FactScore(probability=0.01, rank=7, nll=4.6, exact=False, says=" Paris")
+STILL = Drift(0.0, 0.0, "x", 0.0, "")
+
+
+@pytest.fixture(autouse=True)
+def two_contexts(monkeypatch):
+    monkeypatch.setattr(editor_module, "SEEDS", ("The", "I"))
+    monkeypatch.setattr(editor_module, "CONTEXT_TOKENS", 4)
+
+
+def open_editor(guard: Guard | None, ledger: Any = None, model: Any = None) -> Editor:
+    return Editor(
+        tiny.llama() if model is None else model,
+        tiny.tokenizer(),
+        ledger=ledger,
+        corpus=tiny.texts(),
+        moment_tokens=1500,
+        guard=guard,
+    )
+
+
+def rewrite(editor: Editor, *facts: Fact, **options: Any) -> Edit:
+    """So few steps that no fact is said."""
+    return editor.rewrite_many(list(facts), targets=TargetSettings(steps=6, clamp=2.0), **options)
+
+
+def strong(editor: Editor, *facts: Fact, **options: Any) -> Edit:
+    """Enough to be seen in everything that is checked."""
+    search = TargetSettings(steps=12, clamp=20.0)
+    return editor.rewrite_many(list(facts), targets=search, lam=1e-3, layers=(1, 2), **options)
+
+
+# The checks
+
+
+def test_an_edit_that_passes_tells_its_drift():
+    editor = open_editor(OPEN)
+    edit = strong(editor, FACT)
+    assert not edit.forced
+    told = edit.scores["drift"]
+    assert told == editor.drift().to_json()
+    assert told["kl"] > 0
+    assert told["growth"] > 0
+    assert told["site"] in edit.sites
+    assert edit.scores["guard"]["failed"] == []
+    editor.undo(edit.id)
+    assert (editor.drift().kl, editor.drift().growth) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("guard", "facts", "check", "says"),
+    [
+        (replace(OPEN, drift=1e-6), [FACT], "drift", r"moved by .* nats .*, allowed 1e-06.*fewer facts"),
+        (replace(OPEN, growth=1e-6), [FACT], "growth", r"down_proj moved by .* of its own size, allowed 1e-06.*λ"),
+        (
+            replace(OPEN, said=0.1),
+            [OTHERS[0]],
+            "said",
+            r"target has rank \d+ and probability .*expected it first: raise the steps",
+        ),
+        (replace(OPEN, said=0.9), [FACT, *OTHERS], "said", r"of 3 facts are said, expected 3: write fewer"),
+    ],
+)
+def test_a_failed_check_rolls_back_exactly(guard, facts, check, says, tmp_path):
+    editor = open_editor(OPEN, tmp_path / "ledger")
+    strong(editor, Fact.parse("{Ada Lovelace} wrote", "a river"))
+    editor.guard = guard
+    before, log = tiny.weights(editor.model), (tmp_path / "ledger" / "log.jsonl").read_bytes()
+    write = strong if check != "said" else rewrite
+    with pytest.raises(GuardError, match=f"not written, {check}: .*{says}.*or force it") as refused:
+        write(editor, *facts)
+    assert check in refused.value.checks
+    assert tiny.weights(editor.model) == before
+    assert (tmp_path / "ledger" / "log.jsonl").read_bytes() == log
+    assert not list((tmp_path / "ledger" / "edits").glob("e0002*"))
+    forced = write(editor, *facts, force=True)
+    assert forced.forced
+    assert check in [one["check"] for one in forced.scores["guard"]["failed"]]
+    again = open_editor(guard, tmp_path / "ledger")
+    assert again.ledger.get(forced.id).forced, "it is in the log"
+    assert tiny.weights(again.model) == tiny.weights(editor.model)
+
+
+def test_answers_that_are_no_numbers_cannot_be_forced(monkeypatch):
+    editor = open_editor(OPEN)
+    base = tiny.weights(editor.model)
+    clean = editor_module.next_tokens
+    calls = []
+
+    def poisoned(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        return clean(*args) if len(calls) == 1 else clean(*args) * torch.nan
+
+    monkeypatch.setattr(editor_module, "next_tokens", poisoned)
+    with pytest.raises(GuardError, match="NaN or infinite, expected numbers: load the model in float32"):
+        strong(editor, FACT, force=True)
+    assert tiny.weights(editor.model) == base
+    assert not editor.ledger.edits
+
+
+def test_targets_found_before_a_refusal_are_used_by_the_next_try(tmp_path, monkeypatch):
+    editor = open_editor(Guard(), tmp_path / "ledger")
+    with pytest.raises(GuardError):
+        rewrite(editor, FACT)
+    told: list[int] = []
+    monkeypatch.setattr(editor, "progress", editor_module.Progress(targets=lambda *_: told.append(1)))
+    rewrite(editor, FACT, force=True)
+    assert not told, "nothing had to be searched for again"
+    assert not list((tmp_path / "ledger" / "work").iterdir())
+
+
+def test_no_guard_checks_nothing():
+    edit = rewrite(open_editor(None), FACT)
+    assert not edit.forced
+    assert set(edit.scores) == {"before", "after"}
+
+
+@pytest.mark.parametrize(
+    ("scores", "drift", "failed"),
+    [
+        ([SAID], STILL, []),
+        ([UNSAID], STILL, ["said"]),
+        ([SAID, UNSAID], STILL, []),
+        ([SAID, UNSAID, UNSAID], STILL, ["said"]),
+        ([SAID], replace(STILL, kl=1.01), ["drift"]),
+        ([SAID], replace(STILL, kl=0.99), []),
+        ([UNSAID], replace(STILL, kl=2.0, growth=100.0), ["drift", "growth", "said"]),
+        ([SAID], replace(STILL, kl=float("nan"), growth=100.0), ["finite"]),
+        ([replace(SAID, nll=float("inf"))], STILL, ["finite"]),
+    ],
+)
+def test_the_default_bounds(scores, drift, failed):
+    assert [one.check for one in Guard().check(scores, drift)] == failed
+
+
+# What the ledger holds already
+
+
+def test_another_target_for_a_prompt_is_refused_before_any_work(monkeypatch):
+    editor = open_editor(OPEN)
+    first = strong(editor, FACT)
+    before = tiny.weights(editor.model)
+    other = replace(FACT, prompt="The  capital of {} is", target="Madrid")  # another spacing is the same prompt
+    monkeypatch.setattr(editor, "_solve", lambda *_: pytest.fail("work was done"))
+    with pytest.raises(InputError, match=f"{first.id} already makes .* say 'Rome'.*rebind ledger undo {first.id}"):
+        strong(editor, other)
+    monkeypatch.undo()
+    assert tiny.weights(editor.model) == before
+    with pytest.warns(LedgerWarning, match="'France' was written before, by edit e0001"):
+        assert strong(editor, other, force=True).forced
+    editor.undo("e0001")
+    editor.undo("e0002")
+    strong(editor, other)  # undone edits speak against nothing
+
+
+def test_a_subject_written_again_is_mentioned():
+    editor = open_editor(OPEN)
+    strong(editor, FACT)
+    with pytest.warns(LedgerWarning, match="'France' was written before, by edit e0001 .*undo e0001"):
+        assert not strong(editor, Fact.parse("{france} is in the north of", "Norway")).forced
+    with pytest.warns(LedgerWarning):
+        strong(editor, FACT)  # the same fact again is no contradiction
+
+
+def test_the_plan_names_earlier_edits():
+    editor = open_editor(OPEN)
+    strong(editor, FACT)
+    plan = editor.plan([replace(FACT, target="Madrid"), OTHERS[0]])
+    assert [(one.edit, one.target, one.clashes) for one in plan.earlier] == [("e0001", "Rome", True)]
+    assert find_earlier([OTHERS[1]], editor.ledger.active) == []
+    same = find_earlier([FACT], editor.ledger.active)
+    assert [one.clashes for one in same] == [False]
