@@ -34,8 +34,8 @@ from benchmarks.report import RESULTS, machine
 from rebind.cli.options import parse_layers
 from rebind.edit.editor import Editor, Progress
 from rebind.edit.facts import Fact
-from rebind.edit.ledger import Ledger
 from rebind.edit.reading import read_facts
+from rebind.files import write_atomically
 
 SCORES = ("ES", "PS", "NS", "S", "EA", "PA")
 PHASES = ("contexts", "moments", "targets", "solve", "writing")
@@ -148,7 +148,7 @@ def run(
     """Edit, measure, undo."""
     clock = Clock()
     editor.progress = clock
-    search = editor.settings(method)[1].targets
+    search = editor.settings(method, facts=len(facts))[1].targets
     search = search if chosen.steps is None else replace(search, steps=chosen.steps)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -258,15 +258,23 @@ def main() -> None:
     rows = [Result("before", len(first), False, 0.0, {}, (), None, before, perplexity(editor, text), 0.0, 0.0, 0.0)]
     for method in dict.fromkeys(options.methods):
         run(editor, facts[:2], method, text[:20_000], chosen)  # moments, contexts and warm-up
-    jobs = [(method, facts[:n], False) for method in options.methods for n in options.n if n <= len(facts)]
-    jobs += [(method, made_facts(records, n), True) for method in options.methods for n in options.made]
-    for method, written, made in jobs:
-        rows.append(run(editor, written, method, text, chosen, made=made))
-        show(rows[-1:])
+    jobs = [(method, facts[:n]) for method in options.methods for n in options.n if n <= len(facts)]
+    for method, written in jobs:
+        rows.append(run(editor, written, method, text, chosen))
+        tell(rows, options, editor)
     if options.alone:
         rows.append(one_at_a_time(editor, facts[: options.alone], "rome", text, chosen))
-    editor.ledger = Ledger.in_memory(editor.fingerprint)
+        tell(rows, options, editor)
+    for method in options.methods:
+        for n in options.made:
+            rows.append(run(editor, made_facts(records, n), method, text, chosen, made=True))
+            tell(rows, options, editor)
     show(rows)
+
+
+def tell(rows: Sequence[Result], options: argparse.Namespace, editor: Editor) -> None:
+    """The last row on the terminal, all of them in the file: what is measured is not lost."""
+    show(rows[-1:])
     content = {
         "machine": machine(),
         "model": editor.loaded.name,
@@ -275,8 +283,7 @@ def main() -> None:
             {name: value for name, value in (asdict(row) | row.scores).items() if name != "scores"} for row in rows
         ],
     }
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text(json.dumps(content, indent=2) + "\n")
+    write_atomically(Path(options.out), (json.dumps(content, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

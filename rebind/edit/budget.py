@@ -12,7 +12,7 @@ from rebind.edit.trunk import Trunk
 from rebind.errors import RebindError
 
 CPU_TOKENS = 8_192
-GPU_TOKENS = 24_576  # beyond this, padding to the longest of a group costs more than running another group
+GPU_TOKENS = 131_072  # beyond this, padding to the longest of a group costs more than running another group
 SHARE = 0.6  # of the free memory that a batch may plan for
 FLOATS_A_LAYER = 24  # kept by the backward pass for each token and layer, in units of the hidden size
 T = TypeVar("T")

@@ -50,11 +50,13 @@ class Request:
     target: tuple[int, ...]
 
     @property
-    def size(self) -> tuple[int, int]:
-        """(rows, tokens) that it takes in a batch: of a prefix only keys and values stay, an eighth of a token."""
-        prefix = max(prompt.subject_last for prompt in self.prompts)
-        suffix = max(len(prompt.ids) - prompt.subject_last for prompt in self.prompts) + len(self.target) - 1
-        return len(self.prompts), suffix + -(-prefix // 8)
+    def size(self) -> tuple[int, int, int]:
+        """(rows, longest prefix, longest suffix) that it takes in a batch."""
+        return (
+            len(self.prompts),
+            max(prompt.subject_last for prompt in self.prompts),
+            max(len(prompt.ids) - prompt.subject_last for prompt in self.prompts) + len(self.target) - 1,
+        )
 
 
 class RecordingWarning(UserWarning):

@@ -84,7 +84,7 @@ def find_targets(
     lost when a later group is interrupted; so are the finished facts of the interrupted group itself.
     """
     sizes = [request.size for request in requests]
-    order = sorted(range(len(requests)), key=lambda index: sizes[index][1])  # like lengths together
+    order = sorted(range(len(requests)), key=lambda index: sizes[index][::-1])  # like lengths together
     done, total_loss = 0, 0.0
 
     def solve(group: list[int]) -> Found:

@@ -162,7 +162,7 @@ def test_groups_change_nothing(budget):
     for indices, part in calls:
         assert_close(part.hidden, found.hidden[indices], 0.0)
         rows = sum(REQUESTS[index].size[0] for index in indices)
-        width = max(REQUESTS[index].size[1] for index in indices)
+        width = sum(max(REQUESTS[index].size[axis] for index in indices) for axis in (1, 2))
         assert len(indices) == 1 or rows * width <= budget
 
 

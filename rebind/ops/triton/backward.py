@@ -1,4 +1,4 @@
-"""The gradients: states walked backwards, then everything else for all chunks at once.
+"""The gradients: states walked backwards, then everything else, many chunks at once.
 
 With the forward of `forward.py`, a bar for a gradient, S the state before a chunk and S' the one after it:
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from rebind.ops.triton.forward import load_numbers
-from rebind.ops.triton.places import chunk_at, load_rows, load_tile, sequence_at, store_rows, store_tile
+from rebind.ops.triton.places import chunk_at, chunks_in_use, load_rows, load_tile, sequence_at, store_rows, store_tile
 from rebind.ops.triton.prepare import FLOOR
 
 
@@ -105,25 +105,25 @@ def walk_backward(
     tl.store(d_state + where, dS, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "N", "H", "G"])
-def all_gradients(
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "G", "run"])
+def row_gradients(
     q,
     k,
     v,
-    log_decay,
     table,
     sums,
     written,
     states,
     d_out,
     d_written,
-    d_states,
     dq,
     dk,
     dv,
-    d_log_decay,
     d_erase,
     d_write,
+    d_products,
+    d_erased,
+    d_sums,
     boundaries,
     first,
     owner,
@@ -132,6 +132,7 @@ def all_gradients(
     N,
     H,
     G,
+    run,
     Dk: tl.constexpr,
     Dv: tl.constexpr,
     BK: tl.constexpr,
@@ -145,76 +146,136 @@ def all_gradients(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program a chunk and head, taking BK and BV of the widths at a time. dq and dk are a value head's."""
-    chunk, row_head = tl.program_id(0), tl.program_id(1)
+    """What a token does to those before it: one program a run of chunks of a head. dq and dk are a value head's.
+
+    Leaves diag(ε) X in dk, P̄ and diag(ε) Ā for `column_gradients`, and q·q̄ − η η̄ in `d_sums`.
+    """
+    group, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
-    begin, length, number, used = chunk_at(chunk, row, boundaries, first, owner, T, NT, N, PACKED)
-    if used:
-        dtype = k.dtype.element_ty
+    dtype = k.dtype.element_ty
+    i = tl.arange(0, C)
+    lower = i[:, None] >= i[None, :]
+    high = tl.minimum((group + 1) * run, chunks_in_use(first, NT, N, PACKED))
+    for chunk in tl.range(group * run, high, num_stages=STAGES):
+        begin, length, number = chunk_at(chunk, row, boundaries, first, owner, T, PACKED)
         here = (row * NT + chunk).to(tl.int64) * H + head
         start = number * C
-        i = tl.arange(0, C)
-        eta = load_numbers(table, here, 4, C)
-        end = tl.load(table + here * (5 * C) + C - 1)
-        g = tl.load(sums + here * C + i)
+        token = start + i
+        mask = token < length
+        flat = (begin + token) * H + head
         gamma = load_numbers(table, here, 0, C)
         eps = load_numbers(table, here, 3, C)
+        eta = load_numbers(table, here, 4, C)
+        g = tl.load(sums + here * C + i)
 
-        # Transposes are computed anew: a transposed accumulator given to a product has been seen miscompiled.
         dP = tl.zeros([C, C], tl.float32)
-        dPt = tl.zeros([C, C], tl.float32)
         dA = tl.zeros([C, C], tl.float32)
-        dAt = tl.zeros([C, C], tl.float32)
         d_eta = tl.zeros([C], tl.float32)
-        for at in tl.range(0, Dv, BV, num_stages=STAGES):
+        for at in tl.static_range(0, Dv, BV):
             b_do = load_rows(d_out, begin, start, length, head, H, Dv, at, BV, C)
             b_u = load_rows(written, begin, start, length, head, H, Dv, at, BV, C)
             b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
             dP = tl.dot(b_do, tl.trans(b_u), acc=dP, input_precision=PRECISION)
-            dPt = tl.dot(b_u, tl.trans(b_do), acc=dPt, input_precision=PRECISION)
             if SOLVE:
                 dA = tl.dot(b_dr, tl.trans(b_u), acc=dA, input_precision=PRECISION)
-                dAt = tl.dot(b_u, tl.trans(b_dr), acc=dAt, input_precision=PRECISION)
             if WRITE or DECAY:
                 b_v = load_rows(v, begin, start, length, head, H, Dv, at, BV, C)
                 d_eta += tl.sum(b_v.to(tl.float32) * b_dr.to(tl.float32), 1)
             store_rows(dv, b_dr.to(tl.float32) * eta[:, None], begin, start, length, head, H, Dv, at, BV, C)
-        ratio = tl.exp(tl.where(i[:, None] >= i[None, :], g[:, None] - g[None, :], FLOOR * 4).to(tl.float32))
-        ratio_t = tl.exp(tl.where(i[:, None] <= i[None, :], g[None, :] - g[:, None], FLOOR * 4).to(tl.float32))
+        ratio = tl.exp(tl.where(lower, g[:, None] - g[None, :], FLOOR * 4).to(tl.float32))
         p = (dP * ratio).to(dtype)
-        pt = (dPt * ratio_t).to(dtype)
-        a = tl.where(i[:, None] > i[None, :], -dA * ratio, 0.0).to(dtype)
-        at_ = tl.where(i[:, None] < i[None, :], -dAt * ratio_t * eps[None, :], 0.0).to(dtype)
+        a = tl.where(i[:, None] > i[None, :], -dA * ratio, 0.0)
+        store_tile(d_products, p, here, 0, 0, C, C, C, C)
+        if SOLVE:
+            store_tile(d_erased, a * eps[:, None], here, 0, 0, C, C, C, C)
 
-        tail = load_numbers(table, here, 1, C)
+        d_g = -eta * d_eta
         d_eps = tl.zeros([C], tl.float32)
-        d_g = tl.zeros([C], tl.float32)
-        kept = tl.zeros([BK], tl.float32)  # ⟨S, S̄'⟩, a row of the state each
-        own = tl.zeros([C], tl.float32)  # the same of the chunk's own writes, a token each
-        for kat in tl.range(0, Dk, BK, num_stages=1):
-            b_q = load_rows(q, begin, start, length, head // G, H // G, Dk, kat, BK, C)
+        for kat in tl.static_range(0, Dk, BK):
             b_k = load_rows(k, begin, start, length, head // G, H // G, Dk, kat, BK, C)
             b_dq = tl.zeros([C, BK], tl.float32)
             X = tl.zeros([C, BK], tl.float32)
-            for at in tl.range(0, Dv, BV, num_stages=STAGES):
-                b_do = load_rows(d_out, begin, start, length, head, H, Dv, at, BV, C)
+            for at in tl.static_range(0, Dv, BV):
+                if Dv > BV:  # else they are still here
+                    b_do = load_rows(d_out, begin, start, length, head, H, Dv, at, BV, C)
+                    b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
                 b_s = load_tile(states, here, kat, at, Dk, Dv, BK, BV)
                 b_dq = tl.dot(b_do, tl.trans(b_s), acc=b_dq, input_precision=PRECISION)
                 if ERASE:
-                    b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
                     X = tl.dot(b_dr, tl.trans(b_s), acc=X, input_precision=PRECISION)
             b_dq *= gamma[:, None]
             b_dq = tl.dot(p, b_k, acc=b_dq, input_precision=PRECISION)
-            if DECAY:
-                d_g += tl.sum(b_q.to(tl.float32) * b_dq, 1)
             store_rows(dq, b_dq, begin, start, length, head, H, Dk, kat, BK, C)
+            if DECAY:
+                b_q = load_rows(q, begin, start, length, head // G, H // G, Dk, kat, BK, C)
+                d_g += tl.sum(b_q.to(tl.float32) * b_dq, 1)
             if ERASE:
                 X *= -gamma[:, None]
                 if SOLVE:
-                    X = tl.dot(a, b_k, acc=X, input_precision=PRECISION)
+                    X = tl.dot(a.to(dtype), b_k, acc=X, input_precision=PRECISION)
                 d_eps += tl.sum(b_k.to(tl.float32) * X, 1)
+                store_rows(dk, eps[:, None] * X, begin, start, length, head, H, Dk, kat, BK, C)
+        if WRITE:
+            tl.store(d_write + flat, d_eta.to(d_write.dtype.element_ty), mask=mask)
+        if ERASE:
+            tl.store(d_erase + flat, d_eps.to(d_erase.dtype.element_ty), mask=mask)
+        if DECAY:
+            tl.store(d_sums + here * C + i, d_g)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "G", "run"])
+def column_gradients(
+    q,
+    k,
+    log_decay,
+    table,
+    written,
+    states,
+    d_states,
+    d_products,
+    d_erased,
+    d_sums,
+    dk,
+    d_log_decay,
+    boundaries,
+    first,
+    owner,
+    T,
+    NT,
+    N,
+    H,
+    G,
+    run,
+    Dk: tl.constexpr,
+    Dv: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    SOLVE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """What those after a token do to its key and its decay: one program a run of chunks of a head."""
+    group, row_head = tl.program_id(0), tl.program_id(1)
+    row, head = row_head // H, row_head % H
+    i = tl.arange(0, C)
+    high = tl.minimum((group + 1) * run, chunks_in_use(first, NT, N, PACKED))
+    for chunk in tl.range(group * run, high, num_stages=STAGES):
+        begin, length, number = chunk_at(chunk, row, boundaries, first, owner, T, PACKED)
+        here = (row * NT + chunk).to(tl.int64) * H + head
+        start = number * C
+        tail = load_numbers(table, here, 1, C)
+        b_p = load_tile(d_products, here, 0, 0, C, C, C, C)
+        if SOLVE:
+            b_a = load_tile(d_erased, here, 0, 0, C, C, C, C)
+        anchor = 0.0
+        for kat in tl.static_range(0, Dk, BK):
             b_dk = tl.zeros([C, BK], tl.float32)
-            for at in tl.range(0, Dv, BV, num_stages=STAGES):
+            kept = tl.zeros([BK], tl.float32)  # ⟨S, S̄'⟩, a row of the state each
+            for at in tl.static_range(0, Dv, BV):
                 b_u = load_rows(written, begin, start, length, head, H, Dv, at, BV, C)
                 b_ds = load_tile(d_states, here, kat, at, Dk, Dv, BK, BV)
                 b_dk = tl.dot(b_u, tl.trans(b_ds), acc=b_dk, input_precision=PRECISION)
@@ -222,27 +283,22 @@ def all_gradients(
                     b_s = load_tile(states, here, kat, at, Dk, Dv, BK, BV)
                     kept += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
             b_dk *= tail[:, None]
-            if DECAY:
-                own += tl.sum(b_k.to(tl.float32) * b_dk, 1)
-            b_dk = tl.dot(pt, b_q, acc=b_dk, input_precision=PRECISION)
+            b_k = load_rows(k, begin, start, length, head // G, H // G, Dk, kat, BK, C)
+            if DECAY:  # ⟨S', S̄'⟩: what was kept, and the chunk's own writes
+                anchor += tl.sum(kept, 0) * tl.load(table + here * (5 * C) + C - 1)
+                anchor += tl.sum(tl.sum(b_k.to(tl.float32) * b_dk, 1), 0)
+            b_q = load_rows(q, begin, start, length, head // G, H // G, Dk, kat, BK, C)
+            b_dk = tl.dot(tl.trans(b_p), b_q, acc=b_dk, input_precision=PRECISION)
             if SOLVE:
-                b_dk = tl.dot(at_, b_k, acc=b_dk, input_precision=PRECISION)
+                b_dk = tl.dot(tl.trans(b_a), b_k, acc=b_dk, input_precision=PRECISION)
             if ERASE:
-                b_dk += eps[:, None] * X
+                b_dk += load_rows(dk, begin, start, length, head, H, Dk, kat, BK, C).to(tl.float32)
             store_rows(dk, b_dk, begin, start, length, head, H, Dk, kat, BK, C)
-
-        token = start + i
-        mask = token < length
-        flat = (begin + token) * H + head
-        if WRITE:
-            tl.store(d_write + flat, d_eta.to(d_write.dtype.element_ty), mask=mask)
-        if ERASE:
-            tl.store(d_erase + flat, d_eps.to(d_erase.dtype.element_ty), mask=mask)
         if DECAY:
-            d_g -= eta * d_eta
-            anchor = end * tl.sum(kept, 0) + tl.sum(own, 0)  # ⟨S', S̄'⟩
+            token = start + i
+            flat = (begin + token) * H + head
+            d_g = tl.load(d_sums + here * C + i)
             after = tl.sum(d_g, 0) - tl.cumsum(d_g, 0) + d_g  # from here to the end of the chunk
-            alive = tl.load(log_decay + flat, mask=mask, other=0.0).to(tl.float32) > FLOOR
-            tl.store(
-                d_log_decay + flat, tl.where(alive, after + anchor, 0.0).to(d_log_decay.dtype.element_ty), mask=mask
-            )
+            alive = tl.load(log_decay + flat, mask=token < length, other=0.0).to(tl.float32) > FLOOR
+            slope = tl.where(alive, after + anchor, 0.0).to(d_log_decay.dtype.element_ty)
+            tl.store(d_log_decay + flat, slope, mask=token < length)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rebind.ops.backend import Gradients
 from rebind.ops.inputs import Inputs
-from rebind.ops.triton.backward import all_gradients, walk_backward
+from rebind.ops.triton.backward import column_gradients, row_gradients, walk_backward
 from rebind.ops.triton.calls import aligned, call
 from rebind.ops.triton.forward import walk_forward
 from rebind.ops.triton.places import Places
@@ -36,29 +36,33 @@ class Tiles:
     walk_stages: int
     key_part: int  # of the gradients' kernel
     value_part: int
+    run: int  # chunks a program of the gradients takes, one after another
     gradient_warps: int
     gradient_stages: int
-    prepare_warps: int
-    prepare_key: int
+    prepare_run: int
+    prepare_stages: int
 
     @classmethod
     def of(cls, inputs: Inputs) -> Tiles:
         key, value = _tile(inputs.k.shape[3]), _tile(inputs.v.shape[3])
         narrow = inputs.v.element_size() == 2
         chunk = inputs.mini_batch or (64 if narrow else 32)
-        columns = min(value, 64 if key <= 128 and narrow else 32)
+        # Wide blocks read keys less often; narrow ones fill a device that few heads would leave idle.
+        filled = inputs.sequences * inputs.heads * -(-value // 64) >= 0.9 * _processors(inputs.v.device)
+        columns = min(value, 64 if filled and key <= 128 and narrow else 32)
         return cls(
             chunk=chunk,
             key=key,
             value=columns,
             walk_warps=4,
             walk_stages=(3 if key <= 128 else 2) if narrow else 1,
-            key_part=min(key, 64 if narrow else 32),
-            value_part=min(value, 64 if narrow else 32),
+            key_part=min(key, 128 if narrow else 32),
+            value_part=min(value, 128 if narrow else 32),
+            run=8,
             gradient_warps=4,
-            gradient_stages=3 if narrow else 1,
-            prepare_warps=2 if key > 64 else 1,
-            prepare_key=min(key, 64),
+            gradient_stages=2 if narrow and max(key, value) <= 128 else 1,
+            prepare_run=8 if key > 64 else 4,
+            prepare_stages=2,
         )
 
 
@@ -145,28 +149,56 @@ class Plan:
             d_state = self._walk_back(inverses, products, table, d_out, ends, d_written, d_states, store=True)
             wide = (*inputs.v.shape[:3], inputs.k.shape[3])
             dq, dk = (inputs.k.new_empty(wide) for _ in range(2))
-            dv = torch.empty_like(written)
+            # Each program reads R̄ before it writes V̄, so they may share their memory where R̄ is read once.
+            dv = d_written if inputs.v.shape[3] <= tiles.value_part else torch.empty_like(written)
             decay, erase, write = (
                 None if given is None else torch.empty_like(given)
                 for given in (inputs.log_decay, inputs.erase, inputs.write)
             )
+            d_products = torch.empty_like(products)
+            d_erased = torch.empty_like(products) if self.solves else d_products
+            d_sums = torch.empty_like(table[:, :, 0])
+            run = tiles.run
+            grid = (-(-self.places.chunks // run), self.places.rows * inputs.heads)
+            constants = {
+                "Dk": inputs.k.shape[3],
+                "Dv": inputs.v.shape[3],
+                "BK": tiles.key_part,
+                "BV": tiles.value_part,
+                "C": tiles.chunk,
+                "DECAY": inputs.log_decay is not None,
+                "ERASE": inputs.erase is not None,
+                "SOLVE": self.solves,
+                "PACKED": inputs.cu_seqlens is not None,
+                "PRECISION": self._precision,
+                "STAGES": self._stages(tiles.gradient_stages),
+            }
             call(
-                all_gradients,
-                (self.places.chunks, self.places.rows * inputs.heads),
+                row_gradients,
+                grid,
                 (self._kind, aligned(d_out)),
                 (
-                    *(self._q, self._k, self._v, inputs.log_decay, table, sums, written, states),
-                    *(d_out, d_written, d_states, dq, dk, dv, decay, erase, write),
+                    *(self._q, self._k, self._v, table, sums, written, states, d_out, d_written),
+                    *(dq, dk, dv, erase, write, d_products, d_erased, d_sums),
                     *self._everywhere,
+                    run,
                 ),
                 warps=tiles.gradient_warps,
-                BK=tiles.key_part,
-                BV=tiles.value_part,
-                STAGES=tiles.gradient_stages,
-                SOLVE=self.solves,
-                Dv=inputs.v.shape[3],
-                ERASE=inputs.erase is not None,
-                **self._constants,
+                WRITE=inputs.write is not None,
+                **constants,
+            )
+            call(
+                column_gradients,
+                grid,
+                self._kind,
+                (
+                    *(self._q, self._k, inputs.log_decay, table, written, states, d_states),
+                    *(d_products, d_erased, d_sums, dk, decay),
+                    *self._everywhere,
+                    run,
+                ),
+                warps=tiles.gradient_warps,
+                **constants,
             )
         shared = inputs.sharing
         if shared > 1:
@@ -222,6 +254,10 @@ class Plan:
             "PRECISION": self._precision,
         }
 
+    def _stages(self, wanted: int) -> int:
+        """How far loads run ahead of a run of chunks; where packed sequences begin must be loaded first."""
+        return 1 if self.inputs.cu_seqlens is not None else wanted
+
     @property
     def _everywhere(self) -> tuple[object, ...]:
         """Arguments of kernels that run on all chunks at once."""
@@ -273,14 +309,14 @@ class Plan:
         if self.solves:
             call(
                 prepare_solve,
-                grid,
+                (-(-self.places.chunks // tiles.prepare_run), grid[1]),
                 self._kind,
-                (*given, inverses, products, table, sums, *self._everywhere),
-                warps=tiles.prepare_warps,
-                BK=tiles.prepare_key,
+                (*given, inverses, products, table, sums, *self._everywhere, tiles.prepare_run),
+                warps=2,
+                BK=tiles.key,
                 WIDE=wide,
                 SOLVE_PRECISION=self._precision,
-                STAGES=2,
+                STAGES=self._stages(tiles.prepare_stages),
                 **self._constants,
             )
         else:

@@ -52,19 +52,26 @@ class Places:
 
 
 @triton.jit
-def chunk_at(chunk, row, boundaries, first, owner, T, NT, N, PACKED: tl.constexpr):
-    """A chunk of a row of the batch: (its sequence's first token, the sequence's length, its number in the sequence,
-    whether it is used)."""
+def chunks_in_use(first, NT, N, PACKED: tl.constexpr):
+    """How many chunks a row has: of packed sequences, fewer than there is room for."""
+    if PACKED:
+        count = tl.load(first + N).to(tl.int32)
+    else:
+        count = NT
+    return count
+
+
+@triton.jit
+def chunk_at(chunk, row, boundaries, first, owner, T, PACKED: tl.constexpr):
+    """A chunk of a row of the batch: (its sequence's first token and length, its number in the sequence)."""
     if PACKED:
         n = tl.load(owner + chunk)
-        used = n < N
-        n = tl.minimum(n, N - 1)
         begin = tl.load(boundaries + n).to(tl.int64)
         length = (tl.load(boundaries + n + 1) - begin).to(tl.int32)
         number = (chunk - tl.load(first + n)).to(tl.int32)
     else:
-        begin, length, number, used = row.to(tl.int64) * T, T, chunk, chunk < NT
-    return begin, length, number, used
+        begin, length, number = row.to(tl.int64) * T, T, chunk
+    return begin, length, number
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rebind.ops.triton.places import chunk_at, load_rows
+from rebind.ops.triton.places import chunk_at, chunks_in_use, load_rows
 
 FLOOR: tl.constexpr = tl.constexpr(-200.0)  # exp of it is 0 in float32: as good as −inf, and differences stay finite
 NUMBERS = 5  # rows of a chunk's table: γ, γ_C/γ, ε γ, ε, η
@@ -55,7 +55,7 @@ def _unit_lower_inverses(A, B, i, LEVELS: tl.constexpr, PRECISION: tl.constexpr)
     pairs = below & (row >> 1 == column >> 1)
     D = tl.where(row == column, 1.0, tl.where(pairs, -A, 0.0))
     E = tl.where(row == column, 1.0, tl.where(pairs, -B, 0.0))
-    for level in tl.range(1, LEVELS, num_stages=1):
+    for level in tl.static_range(1, LEVELS):
         # Blocks of 2^level are done: what joins two of them is next.
         joins = below & (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
         D -= tl.dot(tl.dot(D, tl.where(joins, A, 0.0), input_precision=PRECISION), D, input_precision=PRECISION)
@@ -77,7 +77,7 @@ def _store_numbers(table, sums, place, first, g, last, eps, eta, C: tl.constexpr
     tl.store(here + 4 * C, eta)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "N", "H", "G"])
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "G", "run"])
 def prepare_solve(
     q,
     k,
@@ -96,6 +96,7 @@ def prepare_solve(
     N,
     H,
     G,
+    run,
     Dk: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
@@ -107,15 +108,25 @@ def prepare_solve(
     SOLVE_PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program a chunk and head, for rules that erase."""
-    chunk, row_head = tl.program_id(0), tl.program_id(1)
+    """One program a run of chunks of a head, for rules that erase."""
+    group, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
-    begin, length, number, used = chunk_at(chunk, row, boundaries, first, owner, T, NT, N, PACKED)
-    if used:
-        HALF: tl.constexpr = C // 2
+    HALF: tl.constexpr = C // 2
+    LEVELS: tl.constexpr = 5 if HALF == 32 else 4
+    heads = H // G
+    to = inverses.dtype.element_ty
+    i = tl.arange(0, HALF)
+    below = i[:, None] > i[None, :]
+    square = i[:, None] * C + i[None, :]
+    zero = tl.zeros([HALF, HALF], tl.float32).to(to)
+    high = tl.minimum((group + 1) * run, chunks_in_use(first, NT, N, PACKED))
+    for chunk in tl.range(group * run, high, num_stages=STAGES):
+        begin, length, number = chunk_at(chunk, row, boundaries, first, owner, T, PACKED)
         place = (row * NT + chunk).to(tl.int64) * H + head
-        heads = H // G
-        i = tl.arange(0, HALF)
+        k1 = load_rows(k, begin, number * C, length, head // G, heads, Dk, 0, BK, HALF)
+        k2 = load_rows(k, begin, number * C + HALF, length, head // G, heads, Dk, 0, BK, HALF)
+        q1 = load_rows(q, begin, number * C, length, head // G, heads, Dk, 0, BK, HALF)
+        q2 = load_rows(q, begin, number * C + HALF, length, head // G, heads, Dk, 0, BK, HALF)
         t1 = number * C + i
         t2 = t1 + HALF
         ld1, eps1, eta1 = _numbers(
@@ -130,56 +141,26 @@ def prepare_solve(
         last = middle + tl.sum(ld2, 0)
         _store_numbers(table, sums, place, 0, g1, last, eps1, eta1, C, HALF)
         _store_numbers(table, sums, place, HALF, g2, last, eps2, eta2, C, HALF)
-        products += place * (C * C)
-        inverses += place * (C * C)
-        square = i[:, None] * C + i[None, :]
-        to = inverses.dtype.element_ty
-        zero = tl.zeros([HALF, HALF], tl.float32).to(to)
         ratio11 = _ratios(g1, g1, i, i)
         ratio21 = tl.exp((g2[:, None] - g1[None, :]).to(tl.float32))
         ratio22 = _ratios(g2, g2, i, i)
 
-        # P and T in turns: together they would hold too many registers for several programs to share a multiprocessor.
-        x11 = tl.zeros([HALF, HALF], tl.float32)
-        x21 = tl.zeros([HALF, HALF], tl.float32)
-        x22 = tl.zeros([HALF, HALF], tl.float32)
-        for at in tl.range(0, Dk, BK, num_stages=STAGES):
-            k1 = load_rows(k, begin, number * C, length, head // G, heads, Dk, at, BK, HALF)
-            k2 = load_rows(k, begin, number * C + HALF, length, head // G, heads, Dk, at, BK, HALF)
-            q1 = load_rows(q, begin, number * C, length, head // G, heads, Dk, at, BK, HALF)
-            q2 = load_rows(q, begin, number * C + HALF, length, head // G, heads, Dk, at, BK, HALF)
-            x11 = tl.dot(q1, tl.trans(k1), acc=x11, input_precision=PRECISION)
-            x21 = tl.dot(q2, tl.trans(k1), acc=x21, input_precision=PRECISION)
-            x22 = tl.dot(q2, tl.trans(k2), acc=x22, input_precision=PRECISION)
-        tl.store(products + square, (x11 * ratio11).to(to))
-        tl.store(products + square + HALF, zero)
-        tl.store(products + square + HALF * C, (x21 * ratio21).to(to))
-        tl.store(products + square + HALF * C + HALF, (x22 * ratio22).to(to))
+        P = (products + place * (C * C)) + square
+        tl.store(P, (tl.dot(q1, tl.trans(k1), input_precision=PRECISION) * ratio11).to(to))
+        tl.store(P + HALF, zero)
+        tl.store(P + HALF * C, (tl.dot(q2, tl.trans(k1), input_precision=PRECISION) * ratio21).to(to))
+        tl.store(P + HALF * C + HALF, (tl.dot(q2, tl.trans(k2), input_precision=PRECISION) * ratio22).to(to))
 
-        x11 = tl.zeros([HALF, HALF], tl.float32)
-        x21 = tl.zeros([HALF, HALF], tl.float32)
-        x22 = tl.zeros([HALF, HALF], tl.float32)
-        for at in tl.range(0, Dk, BK, num_stages=STAGES):
-            k1 = load_rows(k, begin, number * C, length, head // G, heads, Dk, at, BK, HALF)
-            k2 = load_rows(k, begin, number * C + HALF, length, head // G, heads, Dk, at, BK, HALF)
-            x11 = tl.dot(k1, tl.trans(k1), acc=x11, input_precision=PRECISION)
-            x21 = tl.dot(k2, tl.trans(k1), acc=x21, input_precision=PRECISION)
-            x22 = tl.dot(k2, tl.trans(k2), acc=x22, input_precision=PRECISION)
-        below = i[:, None] > i[None, :]
-        LEVELS: tl.constexpr = 5 if HALF == 32 else 4
-        D1, D2 = _unit_lower_inverses(
-            tl.where(below, eps1[:, None] * x11, 0.0),
-            tl.where(below, eps2[:, None] * x22, 0.0),
-            i,
-            LEVELS,
-            SOLVE_PRECISION,
-        )
-        corner = tl.dot(D2, eps2[:, None] * x21, input_precision=SOLVE_PRECISION)
-        corner = tl.dot(corner, D1, input_precision=SOLVE_PRECISION)
-        tl.store(inverses + square, (D1 * ratio11).to(to))
-        tl.store(inverses + square + HALF, zero)
-        tl.store(inverses + square + HALF * C, (-corner * ratio21).to(to))
-        tl.store(inverses + square + HALF * C + HALF, (D2 * ratio22).to(to))
+        A11 = tl.where(below, eps1[:, None] * tl.dot(k1, tl.trans(k1), input_precision=PRECISION), 0.0)
+        A21 = eps2[:, None] * tl.dot(k2, tl.trans(k1), input_precision=PRECISION)
+        A22 = tl.where(below, eps2[:, None] * tl.dot(k2, tl.trans(k2), input_precision=PRECISION), 0.0)
+        D1, D2 = _unit_lower_inverses(A11, A22, i, LEVELS, SOLVE_PRECISION)
+        corner = tl.dot(tl.dot(D2, A21, input_precision=SOLVE_PRECISION), D1, input_precision=SOLVE_PRECISION)
+        inverse = (inverses + place * (C * C)) + square
+        tl.store(inverse, (D1 * ratio11).to(to))
+        tl.store(inverse + HALF, zero)
+        tl.store(inverse + HALF * C, (-corner * ratio21).to(to))
+        tl.store(inverse + HALF * C + HALF, (D2 * ratio22).to(to))
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "G"])
@@ -213,8 +194,8 @@ def prepare_plain(
     """One program a chunk and head, where there is nothing to solve: no erasing, or a mini-batch a chunk."""
     chunk, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
-    begin, length, number, used = chunk_at(chunk, row, boundaries, first, owner, T, NT, N, PACKED)
-    if used:
+    if chunk < chunks_in_use(first, NT, N, PACKED):
+        begin, length, number = chunk_at(chunk, row, boundaries, first, owner, T, PACKED)
         place = (row * NT + chunk).to(tl.int64) * H + head
         i = tl.arange(0, C)
         t = number * C + i
