@@ -27,20 +27,20 @@ from rebind.edit.edits import Edit
 from rebind.edit.encoding import encode_many
 from rebind.edit.facts import Fact, conflicts
 from rebind.edit.guard import Failure, Guard, admit, enforce, find_earlier
-from rebind.edit.kept import KeptTargets, resume_targets
+from rebind.edit.kept import KeptTargets
 from rebind.edit.layers import chosen_layers
 from rebind.edit.ledger import Ledger
 from rebind.edit.log import JSON
 from rebind.edit.methods import Method, Settings, choose_settings, get_method
 from rebind.edit.models import Loaded, fingerprint, load_model
 from rebind.edit.moments import Recipe, collect, tokenizer_digest
-from rebind.edit.objective import can_be_recorded
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.reading import read_facts
 from rebind.edit.scores import FactScore, score_facts
+from rebind.edit.search import Search
 from rebind.edit.sites import Site, find_sites, memory_of, module_at
 from rebind.edit.spread import Place, spread, suitable_lambda
-from rebind.edit.targets import Found, Prompt, Request, TargetSettings
+from rebind.edit.targets import Prompt, Request, TargetSettings
 from rebind.edit.trunk import Trunk
 from rebind.edit.versions import versions
 from rebind.edit.weights import Weights, keys_of
@@ -96,7 +96,7 @@ class Editor:
         self.progress = progress or Progress()
         self.ledger = ledger if isinstance(ledger, Ledger) else self._open(ledger)
         self._kept = KeptTargets(self.ledger.work_folder)
-        self._narrow: Trunk | None = None  # made of the base model when first needed, as `_quick` says
+        self._search = Search(self.trunk, self.fingerprint)
         self.weights = Weights(self.model, self._moments, self._origin)
         self._contexts: tuple[str, ...] | None = None
         self._canaries: Tensor | None = None  # what the base model says to them
@@ -332,7 +332,7 @@ class Editor:
         self.progress.phase("moments")
         self.weights.learn_old_keys(places)
         self.progress.phase("targets")
-        found = self._targets(requests, settings)
+        found = self._search.find(settings.layers[-1], requests, settings.targets, self._kept, self.progress.targets)
         self.progress.phase("solve")
         lam = settings.lam
 
@@ -365,27 +365,6 @@ class Editor:
             tensors=tensors,
             versions=versions(),
         )
-
-    def _targets(self, requests: Sequence[Request], settings: Settings) -> Found:
-        with _quick_products():
-            return resume_targets(
-                self.trunk,
-                settings.layers[-1],
-                requests,
-                settings.targets,
-                self.fingerprint,
-                self._kept,
-                quick=self._quick(),
-                on_step=self.progress.targets,
-            )
-
-    def _quick(self) -> Trunk | None:
-        """The base model in bfloat16, where searching on it pays and there is room for a copy: on a GPU."""
-        if self._narrow is None and can_be_recorded(self.trunk) and self.trunk.dtype == torch.float32:
-            size = sum(parameter.numel() for parameter in self.model.parameters())
-            if torch.cuda.mem_get_info(self.trunk.device)[0] > 8 * size:
-                self._narrow = self.trunk.narrowed(torch.bfloat16)
-        return self._narrow
 
     def _requests(self, facts: Sequence[Fact]) -> list[Request]:
         """Every fact behind every context, the bare prompt first."""
@@ -443,14 +422,3 @@ class Editor:
         finally:
             self._trying = ()
             self.refresh()
-
-
-@contextmanager
-def _quick_products() -> Iterator[None]:
-    """TensorFloat-32 on GPUs that have it: a target is where a search ended, not a number with eight digits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

@@ -46,20 +46,20 @@ def read_facts(
         raise InputError(f"limit is {limit}, expected 0 or more: leave it out to read everything")
     facts: list[Fact] = []
     skipped: list[str] = []
-    for where, record in _records(source):
+    for where, record in raw_records(source):
         if limit is not None and len(facts) >= limit:
             break
         try:
-            facts.append(_fact(record))
+            facts.append(fact_of(record))
         except InputError as problem:
-            message = f"{where}{_case(record)}: {problem}"
+            message = f"{where}{case_name(record)}: {problem}"
             if not skip_bad:
                 raise InputError(message) from None
             skipped.append(message)
     return Facts(tuple(facts), tuple(skipped))
 
 
-def _records(source: object) -> Iterator[tuple[str, Any]]:
+def raw_records(source: object) -> Iterator[tuple[str, Any]]:
     """Each record, and what to call it."""
     if isinstance(source, (str, Path)):
         yield from _from_file(Path(source))
@@ -149,7 +149,7 @@ def _cells(row: dict[str | None, Any]) -> object:
     return record
 
 
-def _case(record: object) -> str:
+def case_name(record: object) -> str:
     if isinstance(record, Mapping):
         for key in ("case_id", "known_id", "id"):
             if key in record:
@@ -157,7 +157,7 @@ def _case(record: object) -> str:
     return ""
 
 
-def _fact(record: object) -> Fact:
+def fact_of(record: object) -> Fact:
     if isinstance(record, Fact):
         return record
     if isinstance(record, InputError):  # a line or row that could not be read

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from rebind.edit.facts import Fact, conflicts, get, require_text
-from rebind.edit.reading import _case, _fact, _records
+from rebind.edit.reading import case_name, fact_of, raw_records
 from rebind.errors import InputError
 
 BUNDLED = Path(__file__).parent / "data" / "facts.jsonl"
@@ -147,7 +147,7 @@ def read_records(
         try:
             records.append(raw if isinstance(raw, Record) else _record(raw, str(len(records) + len(skipped))))
         except InputError as problem:
-            message = f"{where}{_case(raw)}: {problem}"
+            message = f"{where}{case_name(raw)}: {problem}"
             if not skip_bad:
                 raise InputError(message) from None
             skipped.append(message)
@@ -188,8 +188,8 @@ def _name(source: object) -> str:
 def _raw(source: Any) -> Iterator[tuple[str, Any]]:
     """Each record as it lies in the source, and what to call it."""
     if isinstance(source, str) and source.startswith(HUB):
-        return _records(_from_hub(source))
-    return _records([source] if isinstance(source, Record) else source)
+        return raw_records(_from_hub(source))
+    return raw_records([source] if isinstance(source, Record) else source)
 
 
 def _from_hub(name: str) -> Iterable[Any]:
@@ -220,7 +220,7 @@ def _record(raw: Any, number: str) -> Record:
     if isinstance(raw, Fact):
         return _plain(raw, {}, number)
     if not isinstance(raw, Mapping):
-        return _plain(_fact(raw), {}, number)
+        return _plain(fact_of(raw), {}, number)
     if isinstance(raw.get("requested_rewrite"), (list, tuple)):
         return _mquake(raw, number)
     if "src" in raw:
@@ -228,7 +228,7 @@ def _record(raw: Any, number: str) -> Record:
     if "requested_rewrite" in raw or "target_new" in raw:
         return _counterfact(raw, number)
     bare = {name: value for name, value in raw.items() if name not in ("neighbours", "neighbors")}
-    return _plain(_fact(bare), raw, number)
+    return _plain(fact_of(bare), raw, number)
 
 
 def _plain(fact: Fact, raw: Mapping[str, Any], number: str) -> Record:
@@ -237,7 +237,7 @@ def _plain(fact: Fact, raw: Mapping[str, Any], number: str) -> Record:
     return Record(
         replace(fact, neighbours=()),
         str(raw.get("id", _tagged(fact) or number)),
-        tuple(_fact(one) for one in _list(raw, "also")),
+        tuple(fact_of(one) for one in _list(raw, "also")),
         tuple(_question(one, fact.old) for one in _list({"neighbours": neighbours}, "neighbours")),
         tuple(_consequence(one) for one in _list(raw, "consequences")),
         tuple(_list(raw, "generation_prompts")),
@@ -247,7 +247,7 @@ def _plain(fact: Fact, raw: Mapping[str, Any], number: str) -> Record:
 
 def _counterfact(raw: Mapping[str, Any], number: str) -> Record:
     """CounterFact, nested or flat, and what EasyEdit and KnowEdit add to it."""
-    fact = _fact(raw)
+    fact = fact_of(raw)
     neighbours = [_question(prompt, fact.old) for prompt in _list(raw, "neighborhood_prompts")]
     if raw.get("locality_prompt"):
         answer = _first(raw.get("locality_ground_truth"))
@@ -265,7 +265,7 @@ def _counterfact(raw: Mapping[str, Any], number: str) -> Record:
 
 def _zsre(raw: Mapping[str, Any], number: str) -> Record:
     """Its locality prompts are questions of Natural Questions, written without their question mark."""
-    fact = _fact(raw)
+    fact = fact_of(raw)
     neighbours = []
     if raw.get("loc"):
         require_text("loc", raw["loc"])
@@ -286,7 +286,7 @@ def _mquake(raw: Mapping[str, Any], number: str) -> Record:
     if not rewrites:
         raise InputError("requested_rewrite is empty, expected the facts to write: fill it in")
     case = raw.get("case_id", number)
-    facts = [_fact({"requested_rewrite": rewrite}) for rewrite in rewrites]
+    facts = [fact_of({"requested_rewrite": rewrite}) for rewrite in rewrites]
     asked = [rewrite["question"] for rewrite in rewrites[:1] if rewrite.get("question")]
     answer, aliases = get(raw, "new_answer", kind), tuple(raw.get("new_answer_alias") or ())
     return Record(

@@ -15,6 +15,7 @@ from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact
 from rebind.edit.ledger import Ledger
 from rebind.edit.methods import METHODS, get_method
+from rebind.edit.search import Search
 from rebind.edit.sites import memory_of, module_at
 from rebind.edit.targets import TargetSettings
 from rebind.errors import InputError, RebindError
@@ -189,7 +190,7 @@ def test_lifting_twice_lifts_until_the_outer_end():
     assert tiny.weights(model) != base
 
 
-@pytest.mark.parametrize("where", ["resume_targets", "spread", "collect", "score_facts", "append"])
+@pytest.mark.parametrize("where", ["find", "spread", "collect", "score_facts", "append"])
 @pytest.mark.parametrize("problem", [RuntimeError("inside"), KeyboardInterrupt()])
 def test_a_failure_leaves_model_and_ledger_as_they_were(monkeypatch, tmp_path, where, problem):
     editor = open_editor(ledger=tmp_path / "ledger")
@@ -199,8 +200,8 @@ def test_a_failure_leaves_model_and_ledger_as_they_were(monkeypatch, tmp_path, w
     def fail(*_: Any, **__: Any) -> None:
         raise problem
 
-    if where == "append":
-        monkeypatch.setattr(Ledger, "append", fail)
+    if where in ("append", "find"):
+        monkeypatch.setattr(Ledger if where == "append" else Search, where, fail)
     else:
         monkeypatch.setattr(editor_module, where, fail)
     with pytest.raises(type(problem)):
