@@ -104,7 +104,7 @@ def edit(
         bars = Bars(shown)
         with bars.drawn():
             editor = open_editor(wanted, bars, new_ledger=not plan)
-            targets = replace(editor.settings(method)[1].targets, **changes)
+            targets = replace(editor.settings(method, facts=len(listed))[1].targets, **changes)
             bars.steps, bars.facts = targets.steps, len(listed)
             if plan:
                 made = editor.plan(listed, method=method, layers=picked, lam=lam, targets=targets)

@@ -264,9 +264,9 @@ class _Run:
 
     def _write(self, batch: range, edits: Lines) -> None:
         trial = self.trial
-        _, settings = self.editor.settings(trial.method, layers=trial.layers, lam=trial.lam)
-        targets = settings.targets if trial.steps is None else replace(settings.targets, steps=trial.steps)
         facts = [fact for index in batch for fact in self.records[index].facts]
+        _, settings = self.editor.settings(trial.method, facts=len(facts), layers=trial.layers, lam=trial.lam)
+        targets = settings.targets if trial.steps is None else replace(settings.targets, steps=trial.steps)
         edit = self.editor.rewrite_many(facts, method=trial.method, layers=trial.layers, lam=trial.lam, targets=targets)
         written = len(edits.rows) and edits.rows[-1]["records"][0] >= batch.start
         if not written:  # a run that was killed may have got so far
