@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,10 +13,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import rebind
+from rebind.bench.machine import Peak, machine
 
 RESULTS = Path(__file__).parent / "results"
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -64,49 +60,3 @@ def report(subject: str, title: str, rows: list[Row], *, baseline: str, note: st
         "rows": [asdict(r) for r in rows],
     }
     (RESULTS / f"{subject}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def machine() -> dict[str, str | int]:
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count() or 0,
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "rebind": rebind.__version__,
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-class Peak:
-    """Watches this process's resident memory from a second thread; 0 where /proc is missing."""
-
-    def __enter__(self) -> Peak:
-        self._before = self._highest = _resident()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.mib = (self._highest - self._before) / MIB
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.0005):
-            self._highest = max(self._highest, _resident())
-
-
-def _resident() -> int:
-    path = Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0

@@ -21,8 +21,9 @@ BELOW: dict[str, set[str]] = {
     "nn": {"memory", "ops"},
     "edit": {"memory"},
     "evals": {"memory", "edit"},
+    "bench": {"ops"},
     "lab": {"memory", "ops", "nn", "edit", "evals"},
-    "cli": {"memory", "ops", "nn", "edit", "evals", "lab", "studio"},
+    "cli": {"memory", "ops", "nn", "edit", "evals", "bench", "lab", "studio"},
     "studio": {"memory", "ops", "nn", "edit", "evals", "lab"},
 }
 

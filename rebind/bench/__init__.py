@@ -1,0 +1,1 @@
+"""How fast things are here, beside others' ways of doing them: what `rebind bench` runs."""

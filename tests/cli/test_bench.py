@@ -1,0 +1,50 @@
+"""`rebind bench` as its users meet it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+FAST = ["--shapes", "1x16x2x8,1x32x2x8", "--rules", "gated delta", "--only", "ours,loop", "--seconds", "0.1"]
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch, tmp_path):
+    monkeypatch.setattr("rebind.bench.scan.peak", lambda *_: 1.0)  # a process each
+    monkeypatch.chdir(tmp_path)
+
+
+def test_people_see_a_table_and_where_it_is(rebind, tmp_path):
+    shown = rebind("bench", "scan", *FAST, "--rounds", "3")
+    for expected in ("1x16x2x8", "1x32x2x8", "ours", "loop", "both ms", "written to runs/bench/scan-cpu.json"):
+        assert expected in shown.out
+    assert shown.err == "", "bars are for terminals"
+    assert max(map(len, shown.out.splitlines())) <= 100
+    for suffix in ("json", "png", "svg"):
+        assert (tmp_path / "runs" / "bench" / f"scan-cpu.{suffix}").stat().st_size
+
+
+def test_programs_get_one_document(rebind, tmp_path):
+    document = rebind("bench", "scan", *FAST, "--out", "here", "--threads", "1", json=True).document
+    assert [(row["shape"], row["name"]) for row in document["rows"]] == [
+        (shape, name) for shape in ("1x16x2x8", "1x32x2x8") for name in ("ours", "loop")
+    ]
+    assert all(row["both"] > row["forward"] > 0 and row["error"] < 1e-5 for row in document["rows"])
+    assert document["machine"]["threads"] == 1
+    assert document["written"] == ["here/scan-cpu.json", "here/scan-cpu.png", "here/scan-cpu.svg"]
+    assert json.loads((tmp_path / "here" / "scan-cpu.json").read_text())["rows"] == document["rows"]
+    assert rebind("bench", "scan", *FAST, "--quiet").out == "runs/bench/scan-cpu.json\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--shapes", "1x2"], "shape is '1x2', expected BxTxHxD"),
+        (["--rules", "dleta"], "rule is 'dleta', expected one of gated delta"),
+        (["--only", "nobody"], "nobody here is named nobody, expected some of ours"),
+        (["--dtype", "int8"], "dtype is 'int8', expected one of"),
+    ],
+)
+def test_bad_input(rebind, words, says):
+    assert says in rebind("bench", "scan", *words, code=2).err
