@@ -1,0 +1,45 @@
+"""A feature map inside a module: its fixed tensors move and are saved with the layer."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from rebind.memory.features import Feature, get_feature
+from rebind.nn.normalise import Normaliser, get_normaliser
+
+
+class FeatureMap(nn.Module):
+    """φ with its normaliser. What the feature keeps (FAVOR+'s projection) becomes a buffer."""
+
+    def __init__(self, feature: str | Feature, normalise: str | Normaliser, dim: int) -> None:
+        super().__init__()
+        with torch.device("cpu"):  # drawn from its seed even while a checkpoint is being loaded on "meta"
+            self._feature = copy.copy(get_feature(feature, dim))
+        self.normalise = get_normaliser(normalise)
+        self.normalise.check(self._feature)
+        self._names = tuple(self._feature.state)
+        for name, tensor in self._feature.state.items():
+            self.register_buffer(name, tensor.to(torch.get_default_dtype()))
+
+    @property
+    def feature(self) -> Feature:
+        """φ with the buffers as they are now: on this device, from this checkpoint."""
+        for name in self._names:
+            setattr(self._feature, name, getattr(self, name))
+        return self._feature
+
+    @property
+    def width(self) -> int:
+        return self._feature.width
+
+    def key(self, k: Tensor) -> Tensor:
+        return self.normalise.key(self.feature, k)
+
+    def query(self, q: Tensor) -> Tensor:
+        return self.normalise.query(self.feature, q)
+
+    def extra_repr(self) -> str:
+        return f"{self.feature!r}, {self.normalise!r}"

@@ -1,0 +1,201 @@
+"""Language models of fast-weight layers, for transformers: `generate`, `Trainer`, `from_pretrained`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from rebind.errors import InputError, ShapeError
+from rebind.nn.cache import RebindCache
+from rebind.nn.config import RebindConfig
+from rebind.nn.convolution import ShortConvolution
+from rebind.nn.gates import Decay
+from rebind.nn.hopfield import HopfieldLayer
+from rebind.nn.kinds import build
+from rebind.nn.mlp import MLPS
+from rebind.nn.norms import RMSNorm
+from rebind.nn.states import State
+from rebind.nn.ttt import TTTLayer
+
+
+class RebindBlock(GradientCheckpointingLayer):
+    """x + layer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: RebindConfig, kind: str) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = build(kind, config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, State]:
+        entering = self.mixer_norm(x)
+        if x.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
+            read, state = self.mixer.step(entering.squeeze(1), state, None if mask is None else mask.squeeze(1))
+            read = read.unsqueeze(1)
+        else:
+            read, state = self.mixer(entering, state, mask)
+        x = x + self.dropout(read)
+        return x + self.dropout(self.mlp(self.mlp_norm(x))), state
+
+
+class RebindPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
+    """How weights are initialised, and what transformers needs to know."""
+
+    config_class = RebindConfig
+    config: RebindConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["RebindBlock"]  # noqa: RUF012
+    _is_stateful = True  # a rewritten memory cannot be rolled back: no assisted generation
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Decay | ShortConvolution | TTTLayer | HopfieldLayer):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the model makes its own
+
+
+class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
+    """Embedding, blocks and a last norm."""
+
+    def __init__(self, config: RebindConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(RebindBlock(config, kind) for kind in config.kinds)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def state_size(self, context: int = 0) -> int:
+        """Numbers in one sequence's memories after `context` tokens, which only softmax attention asks for."""
+        mixers = [cast(RebindBlock, block).mixer for block in self.layers]
+        return sum(mixer.state_size * (context if mixer.grows else 1) for mixer in mixers)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RebindCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Read tokens [B, T]. `attention_mask` [B, T], or over the context too, is 0 for padding, wherever it stands.
+
+        With a cache, or with `use_cache`, what comes back in `past_key_values` continues the sequence; a cache that
+        is given is changed.
+        """
+        x = self._embedded(input_ids, inputs_embeds)
+        mask = _padding(attention_mask, x)
+        cache = self._cache(past_key_values, use_cache)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden = [x]
+        x = self.dropout(x)
+        for index, block in enumerate(self.layers):
+            x, state = block(x, None if cache is None else cache.states[index], mask)
+            hidden.append(x)
+            if cache is not None:
+                cache.states[index] = state
+        if cache is not None:
+            cache.seen += x.shape[1]
+        x = self.norm(x)
+        shown: Any = (*hidden[:-1], x) if wanted else None
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=shown)
+
+    def _embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            both = "neither" if input_ids is None else "both"
+            raise InputError(
+                f"got {both} of input_ids and inputs_embeds, expected one: pass the tokens or their vectors"
+            )
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.ndim != 3:
+            raise ShapeError(f"input_ids is {list(x.shape[:-1])}, expected [B, T]: add the batch with unsqueeze(0)")
+        return x
+
+    def _cache(self, given: RebindCache | None, use_cache: bool | None) -> RebindCache | None:
+        if given is None:
+            wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+            return RebindCache(len(self.layers)) if wanted else None
+        if not isinstance(given, RebindCache) or len(given) != len(self.layers):
+            raise InputError(
+                f"past_key_values is {given!r}, expected a RebindCache of {len(self.layers)} layers: pass what this "
+                f"model returned, or None to begin"
+            )
+        return given
+
+
+class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """A language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: RebindConfig) -> None:
+        super().__init__(config)
+        self.model = RebindModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def state_size(self, context: int = 0) -> int:
+        """Numbers in one sequence's memories after `context` tokens, which only softmax attention asks for."""
+        return self.model.state_size(context)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RebindCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits [B, T, vocab], and with `labels` (−100 where nothing is asked) the next token's mean cross-entropy.
+
+        `logits_to_keep` asks for the last so many tokens' logits alone, or those at these positions; 0 for all.
+        """
+        ran = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(ran.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        out = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=ran.past_key_values, hidden_states=ran.hidden_states
+        )
+        return out if return_dict is None or return_dict else out.to_tuple()
+
+
+def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """The mask of these tokens [B, T], true for real ones; None where all are."""
+    if attention_mask is None:
+        return None
+    batch, length = x.shape[:2]
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+        raise ShapeError(
+            f"attention_mask is {list(attention_mask.shape)}, expected [{batch}, {length}] or wider on the left, for "
+            f"the context: pass the tokenizer's"
+        )
+    mask = attention_mask[:, attention_mask.shape[1] - length :].to(torch.bool)
+    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+
+
+AutoConfig.register("rebind", RebindConfig, exist_ok=True)
+AutoModel.register(RebindConfig, RebindModel, exist_ok=True)
+AutoModelForCausalLM.register(RebindConfig, RebindForCausalLM, exist_ok=True)

@@ -1,0 +1,162 @@
+"""What every sequence layer promises: forward, segments and steps agree, and padding leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rebind.errors import InputError, ShapeError
+from rebind.nn import State
+from tests.nn.layers import DIM, LAYERS, made
+from tests.support import Draw, assert_close
+
+EVERY = pytest.mark.parametrize("name", LAYERS)
+
+
+def assert_same_state(got: State, expected: State, tolerance: float = 1e-10) -> None:
+    for one, other in zip(got.tensors, expected.tensors, strict=True):
+        assert_close(one, other, tolerance)
+
+
+@EVERY
+@pytest.mark.parametrize("length", [1, 7, 70])
+def test_forward_is_step_by_step(name, length):
+    layer, x = made(name), Draw(1).normal(2, length, DIM)
+    out, end = layer(x)
+    state, steps = layer.initial(2), []
+    for token in x.unbind(1):
+        y, state = layer.step(token, state)
+        steps.append(y)
+    assert_close(torch.stack(steps, dim=1), out)
+    assert_same_state(state, end)
+
+
+@EVERY
+@pytest.mark.parametrize("cuts", [(10,), (4, 4, 12), (1, 2, 3, 64)])
+def test_carried_state_is_one_long_pass(name, cuts):
+    layer, x = made(name), Draw(2).normal(2, sum(cuts) + 3, DIM)
+    out, end = layer(x)
+    state, pieces = None, []
+    for piece in x.split([*cuts, 3], dim=1):
+        y, state = layer(piece, state)
+        pieces.append(y)
+    assert_close(torch.cat(pieces, dim=1), out)
+    assert_same_state(state, end)
+
+
+@EVERY
+def test_it_is_causal(name):
+    layer, x = made(name), Draw(3).normal(1, 9, DIM)
+    changed = x.clone()
+    changed[:, 5:] += 1
+    assert_close(layer(changed)[0][:, :5], layer(x)[0][:, :5])
+
+
+MASKS = {"left": "0011111", "right": "1111100", "between": "1011011", "all of it": "0000000"}
+
+
+@EVERY
+@pytest.mark.parametrize("pattern", MASKS.values(), ids=MASKS.keys())
+def test_padding_leaves_no_trace(name, pattern):
+    """Poisoned padding in one row of two; the state after it goes on as if there had been none."""
+    layer, draw = made(name), Draw(4)
+    x, after = draw.normal(2, len(pattern), DIM), draw.normal(2, 6, DIM)
+    real = torch.tensor([bit == "1" for bit in pattern])
+    x[0, ~real] = 1e3
+    mask = torch.stack([real, torch.ones_like(real)])
+    out, state = layer(x, mask=mask)
+    later, _ = layer(after, state)
+    for row, tokens in ((0, x[:1, real]), (1, x[1:])):
+        alone, own = layer(tokens) if tokens.shape[1] else (tokens, layer.initial(1))
+        assert_close(out[row, mask[row]], alone[0])
+        assert_close(later[row], layer(after[row : row + 1], own)[0][0])
+    assert torch.isfinite(out).all()
+
+
+@EVERY
+def test_a_masked_step_changes_nothing(name):
+    layer, draw = made(name), Draw(5)
+    _, state = layer(draw.normal(2, 5, DIM))
+    token, after = draw.normal(2, DIM), draw.normal(2, 4, DIM)
+    _, stepped = layer.step(token, state.clone(), torch.tensor([False, True]))
+    skipped, _ = layer(after, stepped)
+    assert_close(skipped[0], layer(after, state)[0][0])
+    _, read = layer(token.unsqueeze(1), state)
+    assert_close(skipped[1], layer(after, read)[0][1])
+
+
+@EVERY
+def test_gradients_reach_every_parameter(name):
+    layer, x = made(name), Draw(6).normal(2, 9, DIM).requires_grad_()
+    out, _ = layer(x)
+    (out * Draw(7).normal(*out.shape)).sum().backward()
+    for parameter, tensor in [*layer.named_parameters(), ("x", x)]:
+        assert tensor.grad is not None, f"no gradient for {parameter}"
+        assert torch.isfinite(tensor.grad).all(), f"{parameter} has a gradient that is not finite"
+        assert tensor.grad.abs().max() > 0, f"the gradient of {parameter} is 0"
+
+
+@EVERY
+def test_gradients_go_back_through_the_state(name):
+    layer, x = made(name), Draw(8).normal(1, 6, DIM).requires_grad_()
+    weights = Draw(9).normal(1, 6, DIM)
+    (layer(x)[0] * weights).sum().backward()
+    whole, x.grad = x.grad, None
+    first, state = layer(x[:, :4])
+    second, _ = layer(x[:, 4:], state)
+    (torch.cat([first, second], dim=1) * weights).sum().backward()
+    assert_close(x.grad, whole)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_is_near(name, dtype):
+    layer, x = made(name), Draw(10).normal(2, 40, DIM)
+    expected, _ = layer(x)
+    low = made(name, dtype)
+    out, state = low(x.to(dtype))
+    assert out.dtype == dtype
+    assert_close(out.double(), expected, 1e-5 if dtype == torch.float32 else 0.1)
+    assert low.step(x[:, 0].to(dtype), state)[0].dtype == dtype
+
+
+@EVERY
+def test_states_are_chosen_repeated_and_cut(name):
+    layer, draw = made(name), Draw(11)
+    x, after = draw.normal(3, 5, DIM), draw.normal(3, 4, DIM)
+    _, state = layer(x)
+    rows = torch.tensor([2, 0, 2])
+    assert_close(layer(after, state.select(rows))[0], layer(after, layer(x[rows])[1])[0])
+    twice = after.repeat_interleave(2, dim=0)
+    assert_close(layer(twice, state.repeat(2))[0], layer(after, state)[0].repeat_interleave(2, dim=0))
+    assert all(not tensor.requires_grad for tensor in state.detach().tensors)
+
+
+@EVERY
+def test_saved_and_loaded_weights_give_the_same(name):
+    layer, other, x = made(name), made(name, seed=1), Draw(12).normal(1, 5, DIM)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x)[0], layer(x)[0])
+
+
+@EVERY
+def test_bad_input_is_explained(name):
+    layer, x = made(name), Draw(13).normal(2, 5, DIM)
+    _, state = layer(x)
+    with pytest.raises(ShapeError, match=r"expected \[B, T, dim\]: one token goes to step"):
+        layer(x[:, 0])
+    with pytest.raises(ShapeError, match=r"expected \[B, dim\]: step takes one token"):
+        layer.step(x, state)
+    with pytest.raises(ShapeError, match="is 11 wide, this layer takes 12: make the layer with dim=11"):
+        layer(x[..., :-1])
+    with pytest.raises(ShapeError, match="expected at least one token"):
+        layer(x[:, :0])
+    with pytest.raises(InputError, match=r"mask has dtype .*int64, expected bool"):
+        layer(x, mask=torch.ones(2, 5, dtype=torch.long))
+    with pytest.raises(ShapeError, match=r"mask is \[2, 4\], expected one value a token, \[2, 5\]"):
+        layer(x, mask=torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(InputError, match="state is a State, expected the"):
+        layer(x, State())
+    if state.tensors:
+        with pytest.raises(ShapeError, match="x holds 1 sequences and the state 2, expected as many"):
+            layer(x[:1], state)
