@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rebind.cli import ask, doctor, edit, layers, ledger, lens, moments, trace
+from rebind.cli import ask, bench, doctor, edit, lab, layers, ledger, lens, moments, trace
 from rebind.cli import eval as evaluation
 
 EXAMPLES = """[bold]Begin here[/bold]
@@ -54,7 +54,9 @@ app.command("trace", epilog=trace.EXAMPLES)(trace.trace)
 app.command("lens", epilog=lens.EXAMPLES)(lens.lens)
 app.command("layers", epilog=layers.EXAMPLES)(layers.layers)
 app.add_typer(evaluation.app, name="eval")
+app.command("lab", epilog=lab.EXAMPLES)(lab.lab)
 app.command("moments", epilog=moments.EXAMPLES)(moments.moments)
+app.add_typer(bench.app, name="bench")
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 

@@ -1,8 +1,9 @@
 """The scan on a GPU, in Triton.
 
 `prepare`: what a chunk is without its state, for all chunks at once. `forward`: states and outputs, chunk after chunk.
-`backward`: the states' gradients, chunk after chunk the other way, then everything else for all chunks at once. Where heads are too few to fill the device, sequences are cut in segments, each segment's effect on any
-state is found first (writes compose), and all segments then run side by side.
+`backward`: the states' gradients, chunk after chunk the other way, then everything else for all chunks at once. Where
+heads are too few to fill the device, sequences are cut in segments, each segment's effect on any state is found first
+(writes compose), and all segments then run side by side.
 
 Nothing here waits for the device but the self-check, once for each kind of problem.
 """

@@ -1,0 +1,219 @@
+"""Run an experiment into a folder. What was measured stays; a run that was killed goes on where it was.
+
+config.json     the experiment, its settings, device and versions: all it takes to repeat it
+points.jsonl    one line a point, in the order of the points, added as batches finish
+table.md        the numbers and the claims
+figure.png, figure.svg
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rebind.errors import InputError
+from rebind.evals.store import Lines, write_json
+from rebind.files import write_atomically
+from rebind.lab.experiment import C, Claim, Experiment, LabWarning, Point, Row, Table, settings
+from rebind.lab.report import markdown
+from rebind.memory.checks import require_finite
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
+
+CONFIG, POINTS, TABLE, FIGURE = "config.json", "points.jsonl", "table.md", "figure"
+
+Progress = Callable[[int, int, Point], None]  # points done, of how many, the one that comes next
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left."""
+
+    folder: Path
+    config: dict[str, Any]
+    rows: list[Row]
+    claims: list[Claim]
+    resumed: int  # points that were there already
+
+
+def run(
+    experiment: Experiment[C],
+    config: C,
+    out: str | Path | None = None,
+    *,
+    device: str = "cpu",
+    progress: Progress = lambda done, total, point: None,
+) -> Result:
+    """Measure every point that the folder does not have yet, then write table and figure."""
+    where = _device(device)
+    described = describe(experiment, config, where)
+    folder = Path(out) if out is not None else default_folder(experiment, config, where)
+    batches = experiment.batches(config)
+    _open(folder, described)
+    with _alone(folder):
+        rows, resumed = _points(experiment, config, batches, folder, where, progress)
+        claims = _made_of("claims", lambda: experiment.claims(config, rows)) or []
+        _report(experiment, config, folder, rows, claims)
+    return Result(folder, described, rows, claims, resumed)
+
+
+def _points(
+    experiment: Experiment[C],
+    config: C,
+    batches: list[list[Point]],
+    folder: Path,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[list[Row], int]:
+    """All rows, once those that were not there are measured; and how many were."""
+    lines = Lines(folder / POINTS)
+    whole = _whole_batches(lines, batches)
+    resumed = sum(map(len, batches[:whole]))
+    lines.keep(resumed)
+    total = sum(map(len, batches))
+    for batch in batches[whole:]:
+        progress(len(lines.rows), total, batch[0])
+        lines.append(_measured(experiment, config, batch, device))
+    progress(total, total, batches[-1][-1])
+    return [{**line["point"], **line["found"]} for line in lines.rows], resumed
+
+
+def describe(experiment: Experiment[C], config: C, device: torch.device) -> dict[str, Any]:
+    """What config.json holds."""
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "experiment": experiment.name,
+        "settings": settings(config),
+        "device": hardware,
+        "threads": torch.get_num_threads(),
+        "versions": {"rebind": version("rebind"), "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def default_folder(experiment: Experiment[C], config: C, device: torch.device) -> Path:
+    """One in runs/ for each experiment, size and device."""
+    known = {experiment.config: "", experiment.quick: "-quick"}
+    digest = sha256(json.dumps(settings(config)).encode()).hexdigest()[:6]
+    place = "" if device.type == "cpu" else f"-{device.type}"
+    return Path("runs") / f"lab-{experiment.name}{known.get(config, f'-{digest}')}{place}"
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        reason = str(problem).splitlines()[0]
+        raise InputError(
+            f"device {name!r} cannot be used here ({reason}), expected cpu, cuda or mps: try cpu"
+        ) from None
+    return device
+
+
+def _open(folder: Path, described: dict[str, Any]) -> None:
+    """Make the folder, or see that what it holds is this very run."""
+    path = folder / CONFIG
+    if not path.exists():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(
+                f"{folder} holds something else, expected a new folder or one of this run: name another --out"
+            )
+        write_json(path, described)
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise InputError(f"{path} cannot be read ({problem}), expected a run's settings: name another --out") from None
+    if found != described:
+        names = ", ".join(_differences(found, described))
+        raise InputError(f"{folder} holds a run that differs in {names}, expected this one: name another --out")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One run a folder at a time. The system lets go of the lock when its holder dies, however it dies."""
+    with (folder / CONFIG).open("rb") as held:
+        if fcntl is not None:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"{folder} is being filled by another process, expected to be alone: wait, or name another --out"
+                ) from None
+        yield
+
+
+def _differences(one: Any, other: Any, prefix: str = "") -> list[str]:
+    """The dotted names of what is not the same."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        names = [*one, *(name for name in other if name not in one)]
+        return [found for name in names for found in _differences(one.get(name), other.get(name), f"{prefix}{name}.")]
+    return [] if one == other else [f"{prefix.removesuffix('.') or 'everything'} ({one} there, {other} here)"]
+
+
+def _whole_batches(lines: Lines, batches: Sequence[Sequence[Point]]) -> int:
+    """How many batches the file has all of. Its lines must be these points, in this order."""
+    for number, (line, point) in enumerate(zip(lines.rows, chain.from_iterable(batches), strict=False), start=1):
+        if line.get("point") != point:
+            raise InputError(
+                f"line {number} of {lines.path} is about {line.get('point')}, expected {point}: restore the file, or "
+                f"name another --out"
+            )
+    have = len(lines.rows)
+    count = 0
+    for batch in batches:
+        have -= len(batch)
+        if have < 0:
+            break
+        count += 1
+    return count
+
+
+def _measured(experiment: Experiment[C], config: C, batch: Sequence[Point], device: torch.device) -> list[Row]:
+    found = experiment.measure(config, batch, device)
+    for point, row in zip(batch, found, strict=True):
+        for name, value in row.items():
+            require_finite(**{f"{name} of {point}": torch.as_tensor(value, dtype=torch.float64)})
+    return [{"point": point, "found": row} for point, row in zip(batch, found, strict=True)]
+
+
+def _report(experiment: Experiment[C], config: C, folder: Path, rows: Sequence[Row], claims: Sequence[Claim]) -> None:
+    table = _made_of("table", lambda: experiment.table(config, rows)) or Table([], [])
+    write_atomically(folder / TABLE, markdown(experiment.title, experiment.answers, table, claims).encode())
+    if find_spec("matplotlib") is not None:  # to measure it is not needed
+        from rebind.lab.style import save
+
+        figure = _made_of("figure", lambda: experiment.figure(config, rows))
+        if figure is not None:
+            save(figure, folder / FIGURE)
+
+
+def _made_of(what: str, make: Callable[[], T]) -> T | None:
+    """Settings may leave too few points for a slope or a comparison: what was measured stays, and that is said."""
+    try:
+        return make()
+    except (LookupError, ValueError, ZeroDivisionError) as problem:
+        warnings.warn(
+            f"no {what}: these settings leave too few points for it ({type(problem).__name__}: {problem}), expected "
+            f"about as many as it has of itself; the points are in {POINTS}",
+            LabWarning,
+            stacklevel=3,
+        )
+        return None

@@ -1,0 +1,80 @@
+"""`rebind lab` as it is typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rebind.cli.__main__ import app
+from rebind.lab.catalogue import EXPERIMENTS
+
+TINY = ["ttt-1d", "--quick", "widths=2,4,8", "tasks=8", "outer=4", "--seeds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+
+def lab(*words: str, code: int = 0):
+    result = CliRunner().invoke(app, ["lab", *words])
+    assert result.exit_code == code, (
+        f"{words}: {result.exit_code}\n{result.stdout}\n{result.stderr}\n{result.exception!r}"
+    )
+    return result
+
+
+def test_without_a_name_it_lists():
+    shown = lab().stdout
+    for experiment in EXPERIMENTS.values():
+        assert experiment.name in shown
+        assert experiment.takes
+    assert json.loads(lab("--json").stdout)["experiments"][0]["answers"]
+    assert lab("--quiet").stdout.split() == list(EXPERIMENTS)
+
+
+def test_a_run_shows_its_claims_and_leaves_its_folder(tmp_path):
+    shown = lab(*TINY, "--out", str(tmp_path / "out")).stdout
+    assert "✓" in shown
+    assert "batch descent with η = ½ from 0 is linear attention" in shown
+    assert "figure.png" in shown
+    assert "figure.svg" in shown
+    again = lab(*TINY, "--out", str(tmp_path / "out")).stdout
+    assert "of them from before" in again
+
+
+def test_json_is_one_document(tmp_path):
+    document = json.loads(lab(*TINY, "--out", str(tmp_path / "out"), "--json").stdout)
+    assert document["config"]["settings"]["widths"] == [2, 4, 8]
+    assert document["config"]["settings"]["seeds"] == 1
+    assert {"says", "holds", "got"} == set(document["claims"][0])
+    assert len(document["rows"]) == 28
+
+
+def test_without_a_folder_it_takes_one_in_runs(tmp_path):
+    folder = lab(*TINY, "--quiet").stdout.strip()
+    assert folder.startswith("runs/lab-ttt-1d-")
+    assert (tmp_path / folder / "points.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["hopfeild"], "unknown experiment 'hopfeild', expected one of capacity,"),
+        (["hopfield", "unit=3"], "unknown setting 'unit'"),
+        (["hopfield", "units"], "expected key=value"),
+        (["hopfield", "units=many"], "units is 'many', expected a whole number"),
+        (["closed-form", "keys=square"], "keys are square, expected some of sphere, correlated"),
+        (["capacity", "--quick", "features=dpfp-9"], "feature 'dpfp-9' is unknown"),
+        (["overwrite", "--quick", "rules=adam"], "unknown rule 'adam'"),
+        (["hopfield", "--quick", "--device", "abacus"], "device 'abacus' cannot be used here"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(words, says):
+    result = lab(*words, code=2)
+    assert result.stderr.startswith("error: ")
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
