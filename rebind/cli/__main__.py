@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rebind.cli import ask, bench, doctor, edit, lab, layers, ledger, lens, moments, trace
+from rebind.cli import ask, bench, doctor, edit, generate, lab, layers, ledger, lens, moments, trace, train
 from rebind.cli import eval as evaluation
 
 EXAMPLES = """[bold]Begin here[/bold]
@@ -54,6 +54,8 @@ app.command("trace", epilog=trace.EXAMPLES)(trace.trace)
 app.command("lens", epilog=lens.EXAMPLES)(lens.lens)
 app.command("layers", epilog=layers.EXAMPLES)(layers.layers)
 app.add_typer(evaluation.app, name="eval")
+app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("lab", epilog=lab.EXAMPLES)(lab.lab)
 app.command("moments", epilog=moments.EXAMPLES)(moments.moments)
 app.add_typer(bench.app, name="bench")

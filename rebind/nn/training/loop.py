@@ -1,0 +1,384 @@
+"""The training loop: a function of its config, the corpus and the step, so that it can stop and go on anywhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from rebind.errors import InputError, NumericalError
+from rebind.files import write_atomically
+from rebind.nn.cache import RebindCache
+from rebind.nn.training import carry, checkpoint
+from rebind.nn.training.build import build_model, build_optimizer, grows, rows_a_piece
+from rebind.nn.training.config import TrainConfig, differences
+from rebind.nn.training.data import Corpus, Segments, prepare
+from rebind.nn.training.evaluate import Perplexity, carried, sliding
+from rebind.nn.training.figure import draw_curve
+from rebind.nn.training.log import Log, Row
+from rebind.nn.training.processes import Processes, alone, processes
+
+CHECKPOINTS, CONFIG, LOG, TIMES, RESULT, CURVE = (
+    "checkpoints",
+    "config.json",
+    "log.jsonl",
+    "times.jsonl",
+    "result.json",
+    "curve.png",
+)
+
+
+@dataclass(frozen=True)
+class Update:
+    """How far a run is."""
+
+    step: int
+    steps: int
+    loss: float
+    validation: float | None
+    tokens_a_second: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Whom a run tells. `step` is called where losses are read, `phase` when something else than steps begins."""
+
+    step: Callable[[Update], None] = lambda update: None
+    phase: Callable[[str], None] = lambda name: None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run."""
+
+    folder: Path
+    checkpoint: Path
+    summary: dict[str, Any]
+
+
+def train(
+    config: TrainConfig, out: Path | str, *, cache: Path | None = None, progress: Progress | None = None
+) -> Result:
+    """Train into the folder `out`, or go on with what is there. Several processes: start with `torchrun`.
+
+    Args:
+        config: The run. A folder that has a checkpoint takes only the config it was begun with.
+        out: Gets config.json, log.jsonl, times.jsonl, checkpoints, and at the end result.json and curve.png.
+        cache: Where tokens are kept. None: in `out`.
+        progress: Whom to tell.
+    """
+    folder, told = Path(out), progress or Progress()
+    with processes(config.device) as group, alone(folder, group), _own_random(group):
+        found = group.after_the_first(lambda: checkpoint.latest(folder / CHECKPOINTS))
+        if found is not None:
+            _require_same(folder, config)
+        told.phase("tokens")
+        corpus = group.after_the_first(lambda: prepare(config.data, cache or folder / "tokens"))
+        run = Run(config, folder, group, corpus, found, told)
+        run.go()
+        return run.finish()
+
+
+class Run:
+    """A model, its optimizer and its place in the data."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        group: Processes,
+        corpus: Corpus,
+        found: checkpoint.Checkpoint | None,
+        told: Progress,
+    ) -> None:
+        self.config, self.folder, self.group, self.corpus, self.told = config, folder, group, corpus, told
+        self.log, self.times = Log(folder / LOG), Log(folder / TIMES)
+        self.segments = Segments(corpus.train, config.length, config.batch, seed=config.seed, lanes=config.carry)
+        self.rows = rows_a_piece(config, group.count)
+        if len(corpus.held) < 2:
+            raise InputError(f"{len(corpus.held)} tokens are held, expected 2 or more: give more text to measure on")
+        torch.manual_seed(config.seed)  # the same model in every process
+        self.model = build_model(config, corpus, group.device)
+        if config.carry and grows(self.model):
+            raise InputError("carry is on and attention's memory grows without end: train it without, or other layers")
+        fused = group.device.type == "cuda"
+        self.optimizer = build_optimizer(config, self.model, fused=fused)
+        torch.manual_seed(config.seed + 1 + group.rank)  # other dropout in each
+        self.caches = carry.filled(self.model, config.accumulate, self.rows, {}, 0)
+        self.step, self.saved = 0, found.folder if found else None
+        if found is not None:
+            self._go_on(found)
+        else:
+            self._begin()
+        self.ran = self._wrapped()
+        wide = config.precision == "float32" or (config.precision == "auto" and group.device.type != "cuda")
+        self.wide = wide
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # losses and norms that nobody has looked at
+        self.loss, self.validation = math.nan, _last_validation(self.log)
+        self._clock = time.perf_counter()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=not self.wide)
+
+    # Beginning and going on
+
+    def _begin(self) -> None:
+        if self.group.first:
+            self.log.cut(0)
+            self.times.cut(0)
+            for stale in (RESULT, CURVE):
+                (self.folder / stale).unlink(missing_ok=True)
+            text = json.dumps(self.config.to_json(), indent=1) + "\n"
+            write_atomically(self.folder / CONFIG, text.encode())
+        self.group.wait()
+
+    def _go_on(self, found: checkpoint.Checkpoint) -> None:
+        place = found.place
+        self._require_place(found)
+        found.fill(self.model)
+        checkpoint.restore_optimizer(self.optimizer, self.model, found.tensors.optimizer)
+        mine = {name: stacked[self.group.rank] for name, stacked in found.tensors.carried.items()}
+        lane = self.segments.count // self.config.batch
+        seen = (place.step % lane) * self.config.length if self.config.carry else 0
+        self.caches = carry.filled(self.model, self.config.accumulate, self.rows, mine, seen)
+        torch.set_rng_state(found.tensors.random["cpu"][self.group.rank].clone())  # a view of it crashes torch
+        if self.group.device.type == "cuda" and "cuda" in found.tensors.random:
+            torch.cuda.set_rng_state(found.tensors.random["cuda"][self.group.rank].clone(), self.group.device)
+        self.step = place.step
+        if self.group.first:
+            self.log.cut(place.log_bytes)
+        self.group.wait()
+
+    def _require_place(self, found: checkpoint.Checkpoint) -> None:
+        place = found.place
+        if place.tokenizer != self.corpus.tokenizer_digest:
+            raise InputError(
+                f"the tokenizer is not the one of checkpoint {found.folder} ({self.corpus.tokenizer_digest}, expected "
+                f"{place.tokenizer}): its ids would mean other words; restore the tokenizer or the corpus, or train "
+                f"into another folder"
+            )
+        if place.corpus != self.corpus.digest:
+            raise InputError(
+                f"the corpus is not the one of checkpoint {found.folder} ({self.corpus.digest}, expected "
+                f"{place.corpus}): restore the text, or train into another folder"
+            )
+        if place.processes != self.group.count:
+            raise InputError(
+                f"{self.group.count} processes, and checkpoint {found.folder} was written by {place.processes}: start "
+                f"as many, or train into another folder"
+            )
+
+    def _wrapped(self) -> Any:
+        ran: Any = self.model
+        if self.group.count > 1:
+            ran = DistributedDataParallel(self.model)
+        return torch.compile(ran) if self.config.compile else ran
+
+    # Steps
+
+    def go(self) -> None:
+        """Train to the last step, logging, evaluating and saving on the way."""
+        config = self.config
+        self.model.train()
+        self.told.phase("steps")
+        while self.step < config.steps:
+            with self._trusted():
+                self.waiting.append(self._step(self.step))
+            self.step += 1
+            last = self.step == config.steps
+            evaluates = last or self.step % config.evaluate_every == 0
+            saves = last or self.step % config.save_every == 0
+            if evaluates or saves or len(self.waiting) >= config.log_every:
+                self._read_losses()
+            if evaluates:
+                self._evaluate()
+            if saves:
+                self._save()
+
+    def _step(self, step: int) -> tuple[Tensor, Tensor]:
+        """One update; the loss before it and the norm of its gradients, not looked at."""
+        config, device = self.config, self.group.device
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.optimizer.rate_at(step, config.steps)
+        batch = self.segments.batch(step)
+        if batch.begins:
+            self.caches = carry.filled(self.model, config.accumulate, self.rows, {}, 0)
+        total = torch.zeros((), device=device)
+        for piece in range(config.accumulate):
+            first = (piece * self.group.count + self.group.rank) * self.rows
+            mine = slice(first, first + self.rows)
+            with self._unsynced(piece):
+                inputs, targets = (tokens[mine].to(device) for tokens in (batch.inputs, batch.targets))
+                loss = self._loss(inputs, targets, self.caches[piece] if config.carry else None)
+                (loss / config.accumulate).backward()
+            total += loss.detach() / config.accumulate
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total, norm.detach()
+
+    def _loss(self, inputs: Tensor, targets: Tensor, cache: RebindCache | None) -> Tensor:
+        """The mean loss of a piece; a cache goes on from here, its gradient cut."""
+        with self.autocast():
+            logits = self.ran(input_ids=inputs, past_key_values=cache, use_cache=cache is not None).logits
+        if cache is not None:
+            cache.detach()
+        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def _unsynced(self, piece: int) -> AbstractContextManager[Any]:
+        """Gradients are averaged over the processes once a batch, after its last piece."""
+        if self.group.count == 1 or piece == self.config.accumulate - 1:
+            return nullcontext()
+        return cast(AbstractContextManager[Any], self.ran.no_sync())
+
+    def _read_losses(self) -> None:
+        """Log the steps since the last time. A GPU waits here, and nowhere else."""
+        losses = self.group.mean(torch.stack([loss for loss, _ in self.waiting])).tolist()
+        norms = torch.stack([norm for _, norm in self.waiting]).tolist()
+        first = self.step - len(losses)
+        rows: list[Row] = []
+        self.waiting = []
+        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self._write(rows)
+                raise self._broken(f"at step {step + 1} the loss is {loss} and the norm of its gradients {norm}")
+            rate = self.config.optimizer.rate_at(step, self.config.steps)
+            rows.append({"step": step + 1, "loss": loss, "norm": norm, "rate": rate})
+        self._write(rows)
+        self.loss = losses[-1]
+        now = time.perf_counter()
+        speed = len(losses) * self.config.batch * self.config.length / max(now - self._clock, 1e-9)
+        if self.group.first:
+            self.times.append([{"step": self.step, "seconds": now - self._clock, "tokens_a_second": speed}])
+        self._clock = now
+        self.told.step(Update(self.step, self.config.steps, self.loss, self.validation, speed))
+
+    def _write(self, rows: list[Row]) -> None:
+        if self.group.first:
+            self.log.append(rows)
+
+    @contextmanager
+    def _trusted(self) -> Iterator[None]:
+        """Layers refuse what is not finite. Where the same shapes went through before, that is what they refuse."""
+        try:
+            yield
+        except InputError as problem:
+            if self.step == 0:
+                raise
+            raise self._broken(f"after step {self.step} a layer refuses its input ({problem})") from problem
+
+    def _broken(self, what: str) -> NumericalError:
+        kept = "no checkpoint was written yet" if self.saved is None else f"the last good checkpoint is {self.saved}"
+        return NumericalError(
+            f"{what}, expected finite numbers: train into another folder with a lower rate, more warm-up or float32; "
+            f"{kept}"
+        )
+
+    def _evaluate(self) -> None:
+        self.told.phase("evaluating")
+        with self.autocast(), self._trusted():
+            held = sliding(self.model, self.corpus.held[: self.config.evaluate_tokens], self.config.length)
+        if not math.isfinite(held.loss):
+            raise self._broken(f"after step {self.step} the loss of held text is {held.loss}")
+        self.validation = held.loss
+        self._write([{"step": self.step, "validation": held.loss, "tokens": held.tokens}])
+        self.told.phase("steps")
+        self._clock = time.perf_counter()
+
+    # Saving
+
+    def _save(self) -> None:
+        group = self.group
+        random = {"cpu": group.gathered(torch.get_rng_state())}
+        if group.device.type == "cuda":
+            random["cuda"] = group.gathered(torch.cuda.get_rng_state(group.device))
+        kept = {name: group.gathered(tensor) for name, tensor in carry.flattened(self.caches)}
+        if group.first:
+            self.told.phase("saving")
+            optimizer = checkpoint.optimizer_tensors(self.optimizer, self.model)
+            place = checkpoint.Place(
+                step=self.step,
+                segments=self.step * self.config.batch,
+                rate=self.config.optimizer.rate_at(self.step - 1, self.config.steps),
+                log_bytes=self.log.size,
+                processes=group.count,
+                corpus=self.corpus.digest,
+                tokenizer=self.corpus.tokenizer_digest,
+            )
+            tensors = checkpoint.Tensors(optimizer, _present(random), _present(kept))
+            folder = self.folder / CHECKPOINTS
+            keep = self.config.keep
+            self.saved = checkpoint.save(folder, self.model, self.corpus.tokenizer, place, tensors, keep=keep)
+            self.told.phase("steps")
+        group.wait()
+        self._clock = time.perf_counter()
+
+    def finish(self) -> Result:
+        """Measure the model, draw the curve, and say what came of it."""
+        path = self.folder / CHECKPOINTS / f"step-{self.step:08d}"
+        if self.group.first and not (self.folder / RESULT).exists():
+            self.told.phase("evaluating")
+            text = json.dumps(self._summary(), indent=1) + "\n"
+            title = f"{self.config.preset}, {', '.join(dict.fromkeys(self.model.config.kinds))}"
+            draw_curve(self.folder / CURVE, self.log.rows(), title)
+            write_atomically(self.folder / RESULT, text.encode())
+        self.group.wait()
+        return Result(self.folder, path, json.loads((self.folder / RESULT).read_text(encoding="utf-8")))
+
+    def _summary(self) -> dict[str, Any]:
+        config, held = self.config, self.corpus.held[: self.config.evaluate_tokens]
+        measured: dict[str, Perplexity] = {}
+        with self.autocast():
+            measured["sliding"] = sliding(self.model, held, config.length, stride=max(config.length // 2, 1))
+            if not grows(self.model):
+                measured["carried"] = carried(self.model, held, config.length)
+        rows = [row for row in self.log.rows() if "loss" in row]
+        return {
+            "steps": self.step,
+            "tokens": self.step * config.batch * config.length,
+            "epochs": self.step / self.segments.steps_an_epoch,
+            "corpus_tokens": len(self.corpus.train),
+            "vocabulary": self.model.config.vocab_size,
+            "parameters": self.model.num_parameters(),
+            "state": None if grows(self.model) else self.model.state_size(),
+            "layers": self.model.config.kinds,
+            "loss": rows[-1]["loss"],
+            "validation": {name: one.to_json() for name, one in measured.items()},
+        }
+
+
+def _own_random(group: Processes) -> AbstractContextManager[None]:
+    """Seeds of a run are not those of whoever calls it."""
+    return torch.random.fork_rng(devices=[group.device] if group.device.type == "cuda" else [])
+
+
+def _require_same(folder: Path, config: TrainConfig) -> None:
+    path = folder / CONFIG
+    try:
+        begun = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise InputError(f"{path} cannot be read ({problem}), expected a run's config: train elsewhere") from None
+    now = json.loads(json.dumps(config.to_json()))
+    if changed := differences(begun, now):
+        raise InputError(
+            f"{folder} has a run of another config ({'; '.join(changed)}): use the one it was begun with to go on, or "
+            f"another folder"
+        )
+
+
+def _last_validation(log: Log) -> float | None:
+    return next((row["validation"] for row in reversed(log.rows()) if "validation" in row), None)
+
+
+def _present(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}

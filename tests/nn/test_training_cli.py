@@ -1,0 +1,90 @@
+"""`rebind train` and `rebind generate`, as they are called."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rebind.cli.__main__ import app
+from rebind.nn.training import loop
+from tests.nn.training_runs import TINY, corpus
+
+SMALL = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
+SIZES = ["--length", "16", "--batch", "4", "--steps", "6", "--save-every", "3", "--evaluate-tokens", "50"]
+FAST = ["--layers", "delta", "--tokenizer", "characters", *SIZES]
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch, tmp_path):
+    monkeypatch.setenv("REBIND_CACHE", str(tmp_path / "cache"))
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def rebind(*words: str, code: int = 0):
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == code, f"{result.exit_code}: {result.stdout}\n{result.stderr}\n{result.exception!r}"
+    return result
+
+
+def train(tmp_path, *words: str, code: int = 0):
+    return rebind("train", "--data", corpus(tmp_path), "--out", str(tmp_path / "run"), *FAST, *SMALL, *words, code=code)
+
+
+def test_train_and_generate(tmp_path):
+    told = json.loads(train(tmp_path, "--json").stdout)
+    assert told["summary"]["steps"] == 6
+    assert told["summary"]["layers"] == ["delta", "delta"]
+    assert set(told["summary"]["validation"]) == {"sliding", "carried"}
+    assert len(list((tmp_path / "cache/tokens").glob("tokens-*"))) == 1  # for all runs on this text
+    run = str(tmp_path / "run")
+    said = json.loads(rebind("generate", run, "the ", "a ", "--tokens", "9", "--json").stdout)
+    assert said["checkpoint"] == told["checkpoint"]
+    assert [answer["prompt"] for answer in said["answers"]] == ["the ", "a "]
+    alone = json.loads(rebind("generate", run, "a ", "--tokens", "9", "--json").stdout)
+    assert alone["answers"] == said["answers"][1:]  # the seed is each prompt's own
+    greedy = [rebind("generate", run, "the ", "--greedy", "--seed", seed, "-q").stdout for seed in "12"]
+    assert greedy[0] == greedy[1]
+
+
+def test_it_says_what_came_of_it_and_goes_on(tmp_path, monkeypatch):
+    real, calls = loop.Run._step, []
+
+    def stopped(self, step):
+        calls.append(step)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return real(self, step)
+
+    monkeypatch.setattr(loop.Run, "_step", stopped)
+    assert "run the same command again to go on" in train(tmp_path, code=130).stderr
+    out = train(tmp_path).stdout
+    assert calls == [0, 1, 2, 3, 4, 3, 4, 5]  # on from the checkpoint after three steps
+    assert "perplexity" in out
+    assert "rebind generate" in out
+    assert train(tmp_path, "-q").stdout.strip() == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--layers", "dleta"], 2, "did you mean 'delta'"),
+        (["--rule", "delta,delta,attention"], 2, "names 3 layers"),
+        (["--set", "dropout"], 2, "expected field=value"),
+        (["--set", "dropuot=0.1"], 2, "did you mean 'dropout'"),
+        (["--steps", "0"], 2, "steps is 0"),
+        (["--data", "nowhere.txt"], 2, "nowhere.txt cannot be read"),
+        (["--rate", "1e30", "--clip", "1e30", "--warmup", "0"], 3, "expected finite numbers"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, words, code, says):
+    err = train(tmp_path, *words, code=code).stderr.strip()
+    assert err.startswith("error: ")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_generate_wants_a_run(tmp_path):
+    assert "has no checkpoint" in rebind("generate", str(tmp_path), "the", code=2).stderr
