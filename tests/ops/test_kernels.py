@@ -7,13 +7,14 @@ import torch
 
 from rebind.errors import NumericalWarning
 from rebind.ops import step
+from rebind.ops.inputs import checked
 from tests.ops.problems import COEFFICIENTS, compare, home, outcome, problem, tolerance_of
 from tests.support import Draw, assert_close
 
 pytest.importorskip("triton")
 
 from rebind.ops.step import _step
-from rebind.ops.triton import TRITON, launch, selfcheck
+from rebind.ops.triton import TRITON, selfcheck, tiles
 from rebind.ops.triton.decode import decode
 from rebind.ops.triton.launch import Plan
 
@@ -24,14 +25,11 @@ SINGLE = tolerance_of(torch.float32)
 @pytest.mark.parametrize("state", [True, False])
 def test_a_sequence_cut_in_segments_is_the_sequence(monkeypatch, coefficients, state):
     """Few heads on a large device: segments run side by side, from states that their composed maps give."""
-    monkeypatch.setattr(launch, "_processors", lambda device: 64)
-    monkeypatch.setattr(launch, "SHORTEST", 1)
+    monkeypatch.setattr(tiles, "_processors", lambda device: 64)
+    monkeypatch.setattr(tiles, "SHORTEST", 1)
     case = problem(200, 6, 40, batch=1, heads=2, coefficients=coefficients, state=state).to(torch.float32)
-    seen = []
-    segments = Plan.segments.func
-    monkeypatch.setattr(Plan, "segments", property(lambda plan: seen.append(segments(plan)) or seen[-1]))
+    assert Plan.of(checked(**{name: x.to(home("triton")) for name, x in case.tensors.items()})).segments > 4
     compare(outcome(case, "triton"), outcome(case.double(), "reference"), SINGLE)
-    assert max(seen) > 4
 
 
 @pytest.mark.parametrize("widths", [(1, 1), (24, 40), (64, 64), (200, 16)], ids=str)
@@ -60,8 +58,6 @@ def test_decoding_is_the_scan():
 
 
 def _inputs(dtype=torch.float32, **changes):
-    from rebind.ops.inputs import checked
-
     tensors = dict(problem(70, 8, 8).to(dtype).tensors, **changes)
     return checked(**{name: x.to(home("triton")) for name, x in tensors.items()})
 
@@ -85,6 +81,23 @@ def test_kernels_that_are_wrong_are_not(monkeypatch, wrong):
     reason = selfcheck._compare(replace(_inputs(), keep=True))
     assert reason is not None
     assert "differ from the reference by" in reason
+
+
+def test_what_is_checked_is_what_will_run(monkeypatch):
+    """The tiles of the problem at hand, and segments where it is cut: a wrong map of a segment is found."""
+    monkeypatch.setattr(tiles, "_processors", lambda device: 64)
+    monkeypatch.setattr(tiles, "SHORTEST", 1)
+    inputs = _inputs()
+    assert selfcheck._compare(inputs) is None
+    seen, right = [], Plan._maps
+
+    def wrong(plan, *args):
+        seen.append(plan.tiles)
+        return 2 * right(plan, *args)
+
+    monkeypatch.setattr(Plan, "_maps", wrong)
+    assert "differ from the reference by" in selfcheck._compare(inputs)
+    assert seen == [tiles.Tiles.of(inputs)]
 
 
 def test_kernels_that_do_not_compile_are_not_trusted(monkeypatch):

@@ -1,13 +1,12 @@
-"""Which kernels run, with which tiles, and what they hand to one another."""
+"""Which kernels run, and what they hand to one another."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,52 +17,10 @@ from rebind.ops.triton.calls import aligned, call
 from rebind.ops.triton.forward import walk_forward
 from rebind.ops.triton.places import Places
 from rebind.ops.triton.prepare import NUMBERS, prepare_plain, prepare_solve
+from rebind.ops.triton.tiles import Tiles, segments_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 WIDEST = 256  # largest head size: a state's columns and a chunk's keys must fit in a multiprocessor
-FEW = 0.3  # programs a multiprocessor below which sequences are cut: a cut sequence is walked along three times
-SHORTEST = 16  # chunks a segment must have at least
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How much a program holds at a time. Sizes are powers of two, at least 16: what tensor cores take."""
-
-    chunk: int  # C
-    key: int  # all of Dk, in the kernels that walk
-    value: int  # columns of a state a walking program holds
-    walk_warps: int
-    walk_stages: int
-    key_part: int  # of the gradients' kernel
-    value_part: int
-    run: int  # chunks a program of the gradients takes, one after another
-    gradient_warps: int
-    gradient_stages: int
-    prepare_run: int
-    prepare_stages: int
-
-    @classmethod
-    def of(cls, inputs: Inputs) -> Tiles:
-        key, value = _tile(inputs.k.shape[3]), _tile(inputs.v.shape[3])
-        narrow = inputs.v.element_size() == 2
-        chunk = inputs.mini_batch or (64 if narrow else 32)
-        # Wide blocks read keys less often; narrow ones fill a device that few heads would leave idle.
-        filled = inputs.sequences * inputs.heads * -(-value // 64) >= 0.9 * _processors(inputs.v.device)
-        columns = min(value, 64 if filled and key <= 128 and narrow else 32)
-        return cls(
-            chunk=chunk,
-            key=key,
-            value=columns,
-            walk_warps=4,
-            walk_stages=(3 if key <= 128 else 2) if narrow else 1,
-            key_part=min(key, 128 if narrow else 32),
-            value_part=min(value, 128 if narrow else 32),
-            run=8,
-            gradient_warps=4,
-            gradient_stages=2 if narrow and max(key, value) <= 128 else 1,
-            prepare_run=8 if key > 64 else 4,
-            prepare_stages=2,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +29,7 @@ class Plan:
 
     inputs: Inputs
     tiles: Tiles
+    segments: int = 1  # parts that a sequence is cut in
 
     @staticmethod
     def refuses(inputs: Inputs) -> str | None:
@@ -92,7 +50,8 @@ class Plan:
 
     @classmethod
     def of(cls, inputs: Inputs) -> Plan:
-        return cls(inputs, Tiles.of(inputs))
+        tiles = Tiles.of(inputs)
+        return cls(inputs, tiles, segments_of(inputs, tiles))
 
     @cached_property
     def places(self) -> Places:
@@ -101,15 +60,6 @@ class Plan:
     @property
     def solves(self) -> bool:
         return self.inputs.erase is not None and self.inputs.mini_batch is None
-
-    @cached_property
-    def segments(self) -> int:
-        """How many parts a sequence is cut in: one, unless heads are too few and sequences long."""
-        programs = self.inputs.sequences * self.inputs.heads * -(-self.inputs.v.shape[3] // self.tiles.value)
-        processors = _processors(self.inputs.v.device)
-        if self.inputs.cu_seqlens is not None or programs > FEW * processors:
-            return 1
-        return max(1, min(processors // programs, self.places.chunks // SHORTEST))
 
     @property
     def segment(self) -> int:
@@ -425,12 +375,3 @@ class Plan:
             now = now @ A[:, part].mT + d_starts[:, part]
             ends.append(now)
         return torch.stack(ends[::-1], dim=1)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _tile(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))

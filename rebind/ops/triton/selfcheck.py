@@ -1,9 +1,9 @@
 """Trust, but look: before a kind of problem runs on the kernels, a tiny one is compared with the reference.
 
 Compilers for new chips have been wrong about kernels like these without a word. A kind is everything that makes the
-compiler produce other code: device, dtype, head sizes, which coefficients there are. The check costs the compilation
-that the first call needs anyway, and a few milliseconds; it waits for the device, so a CUDA graph that is being
-captured goes without. REBIND_SELF_CHECK=0 turns it off.
+compiler produce other code: device, dtype, head sizes, tiles, which coefficients there are. The check costs the
+compilation that the first call needs anyway, and a few milliseconds; it waits for the device, so a CUDA graph that is
+being captured goes without. REBIND_SELF_CHECK=0 turns it off.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rebind.errors import NumericalWarning
 from rebind.ops.inputs import Inputs
 from rebind.ops.reference import REFERENCE
 from rebind.ops.triton.launch import INTERPRETED, Plan
+from rebind.ops.triton.tiles import Tiles, segments_of
 
 # Largest error, as a share of each result's norm, that rounding explains; a miscompiled kernel is off by far more.
 ROUNDING = {torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float32: 1e-4}
@@ -43,13 +44,15 @@ def trusted(inputs: Inputs) -> str | None:
 def _kind(inputs: Inputs) -> tuple[object, ...]:
     present = tuple(tensor is not None for tensor in inputs.tensors)
     sizes = (inputs.k.shape[3], inputs.v.shape[3], inputs.mini_batch, inputs.cu_seqlens is not None)
-    return inputs.q.device, inputs.v.dtype, sizes, present, inputs.keep
+    tiles = Tiles.of(inputs)
+    cut = segments_of(inputs, tiles) > 1
+    return inputs.q.device, inputs.v.dtype, sizes, present, inputs.keep, tiles, cut
 
 
 @torch.no_grad()
 def _compare(inputs: Inputs) -> str | None:
-    tiny = _tiny(inputs)
-    plan = Plan.of(tiny)
+    tiny, tiles = _tiny(inputs), Tiles.of(inputs)  # the tiles of the problem at hand: others are other kernels
+    plan = Plan(tiny, tiles, segments=2 if segments_of(inputs, tiles) > 1 else 1)
     try:
         out, final, saved = plan.forward()
         d_out, d_final = _noise(out, 8).to(out.dtype), _noise(final, 9).float()

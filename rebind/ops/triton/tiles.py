@@ -1,0 +1,73 @@
+"""How much each kernel holds at a time, and in how many parts sequences are cut: all that is tuned, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+from rebind.ops.inputs import Inputs
+
+FEW = 0.3  # programs a multiprocessor below which sequences are cut: a cut sequence is walked along three times
+SHORTEST = 16  # chunks a segment must have at least
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How much a program holds at a time. Sizes are powers of two, at least 16: what tensor cores take."""
+
+    chunk: int  # C
+    key: int  # all of Dk, in the kernels that walk
+    value: int  # columns of a state a walking program holds
+    walk_warps: int
+    walk_stages: int
+    key_part: int  # of the gradients' kernel
+    value_part: int
+    run: int  # chunks a program of the gradients takes, one after another
+    gradient_warps: int
+    gradient_stages: int
+    prepare_run: int
+    prepare_stages: int
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Tiles:
+        key, value = _tile(inputs.k.shape[3]), _tile(inputs.v.shape[3])
+        narrow = inputs.v.element_size() == 2
+        chunk = inputs.mini_batch or (64 if narrow else 32)
+        # Wide blocks read keys less often; narrow ones fill a device that few heads would leave idle.
+        filled = inputs.sequences * inputs.heads * -(-value // 64) >= 0.9 * _processors(inputs.v.device)
+        columns = min(value, 64 if filled and key <= 128 and narrow else 32)
+        return cls(
+            chunk=chunk,
+            key=key,
+            value=columns,
+            walk_warps=4,
+            walk_stages=(3 if key <= 128 else 2) if narrow else 1,
+            key_part=min(key, 128 if narrow else 32),
+            value_part=min(value, 128 if narrow else 32),
+            run=8,
+            gradient_warps=4,
+            gradient_stages=2 if narrow and max(key, value) <= 128 else 1,
+            prepare_run=8 if key > 64 else 4,
+            prepare_stages=2,
+        )
+
+
+def segments_of(inputs: Inputs, tiles: Tiles) -> int:
+    """How many parts a sequence is cut in: one, unless heads are too few and sequences long."""
+    programs = inputs.sequences * inputs.heads * -(-inputs.v.shape[3] // tiles.value)
+    processors = _processors(inputs.v.device)
+    if inputs.cu_seqlens is not None or not programs or programs > FEW * processors:
+        return 1
+    return max(1, min(processors // programs, -(-inputs.length // tiles.chunk) // SHORTEST))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _tile(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
