@@ -186,7 +186,7 @@ class Objective:
         hidden = torch.cat([first, asked.hidden[:, 1:]], dim=1).to(self.trunk.dtype)
         wanted = torch.cat([asked.where, asked.subjects])
         logits = self.trunk.logits(asked.tokens, wanted, cache=asked.cache, start=(self.layer, hidden))
-        said = torch.log_softmax(logits, dim=-1).to(delta.device)
+        said = torch.log_softmax(logits, dim=-1).to(delta)
         targets, now = said[: len(asked.where)], said[len(asked.where) :]
         picked = targets.gather(-1, asked.token.unsqueeze(-1)).squeeze(-1)
         nll = delta.new_zeros(len(delta)).index_add(

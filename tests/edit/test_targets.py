@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -32,13 +33,15 @@ def _trunk(name: str) -> Trunk:
 
 def _widen_norms(model: torch.nn.Module) -> None:
     """Let RMS norms compute in the model's dtype: the library rounds to float32 inside them, whatever the dtype."""
+
+    def widened(self: Any, x: Tensor) -> Tensor:
+        eps = getattr(self, "variance_epsilon", getattr(self, "eps", None))
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], getattr(self, "weight", None), eps)
+
     for module in model.modules():
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if type(module).__name__.endswith("RMSNorm") and not type(module).__name__.startswith("Gemma"):
-            weight = getattr(module, "weight", None)
-            module.forward = lambda x, weight=weight, eps=eps: torch.nn.functional.rms_norm(
-                x, x.shape[-1:], weight, eps
-            )
+        name = type(module).__name__
+        if name.endswith(("RMSNorm", "L2Norm")) and not name.startswith("Gemma"):
+            module.forward = MethodType(widened, module)  # a method, so that copies of the model have their own
 
 
 def _request(seed: int, target: int, *prompts: tuple[int, int]) -> Request:
@@ -135,6 +138,20 @@ def test_a_batch_is_the_plain_loop(name):
         assert_close(found.hidden[row], hidden, tolerance)
         assert abs(float(found.loss[row]) - loss) < tolerance
         assert int(found.steps[row]) == updates
+
+
+@pytest.mark.parametrize("name", EXACT + NARROW_ATTENTION)
+def test_searching_on_a_copy_changes_nothing_but_the_precision(name):
+    """A copy in the same dtype gives the same targets; one in bfloat16 starts from the model's own states."""
+    tolerance = 1e-6 if name in NARROW_ATTENTION else 1e-12
+    trunk, whole = _trunk(name), _whole(name)
+    copied = find_targets(trunk, LAYER, REQUESTS, SETTINGS, quick=trunk.narrowed(torch.float64))
+    assert_close(copied.hidden, whole.hidden, tolerance)
+    assert_close(copied.loss, whole.loss, tolerance)
+    rough = find_targets(trunk, LAYER, REQUESTS, SETTINGS, quick=trunk.narrowed(torch.bfloat16))
+    assert_close(rough.before, whole.before, tolerance)
+    assert rough.hidden.dtype == whole.hidden.dtype
+    assert not torch.equal(rough.hidden, whole.hidden), "the copy should have been used"
 
 
 def test_facts_stop_when_they_are_done():
