@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -11,8 +12,9 @@ import torch
 from rebind.edit.trunk import Trunk
 from rebind.errors import RebindError
 
-CPU_TOKENS = 8_192
+CPU_TOKENS = 2_048
 GPU_TOKENS = 131_072  # beyond this, padding to the longest of a group costs more than running another group
+PAST = 1 / 6  # what a token of a cached prefix takes, beside one that is run with gradients
 SHARE = 0.6  # of the free memory that a batch may plan for
 FLOATS_A_LAYER = 24  # kept by the backward pass for each token and layer, in units of the hidden size
 T = TypeVar("T")
@@ -44,7 +46,7 @@ def tokens_that_fit(trunk: Trunk) -> int:
 
 
 def in_portions(
-    sizes: Sequence[tuple[int, ...]], order: Sequence[int], budget: int, run: Callable[[list[int]], T]
+    sizes: Sequence[tuple[float, ...]], order: Sequence[int], budget: int, run: Callable[[list[int]], T]
 ) -> Iterator[tuple[list[int], T]]:
     """Call `run` with portions of `order`, in turn, each holding at most `budget` tokens; one item at least.
 
@@ -71,7 +73,7 @@ def in_portions(
         warnings.warn(f"memory ran out at {took} tokens at once: going on with {budget}", MemoryWarning, stacklevel=3)
 
 
-def _first_portion(sizes: Sequence[tuple[int, ...]], left: Sequence[int], budget: int) -> list[int]:
+def _first_portion(sizes: Sequence[tuple[float, ...]], left: Sequence[int], budget: int) -> list[int]:
     rows, *widths = sizes[left[0]]
     count = 1
     for item in left[1:]:
@@ -83,9 +85,9 @@ def _first_portion(sizes: Sequence[tuple[int, ...]], left: Sequence[int], budget
     return list(left[:count])
 
 
-def _padded(sizes: Sequence[tuple[int, ...]], items: Sequence[int]) -> int:
+def _padded(sizes: Sequence[tuple[float, ...]], items: Sequence[int]) -> int:
     rows, *widths = zip(*(sizes[item] for item in items), strict=True)
-    return sum(rows) * sum(max(width) for width in widths)
+    return math.ceil(sum(rows) * sum(max(width) for width in widths))
 
 
 def _unless_out_of_memory(run: Callable[[list[int]], T], portion: list[int]) -> T | None:

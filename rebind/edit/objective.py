@@ -123,9 +123,9 @@ class Asked:
         return torch.stack([self.bare, torch.zeros_like(self.bare)], dim=-1)
 
     @property
-    def tokens_a_fact(self) -> float:
-        """How many tokens a step runs for each fact, padding included."""
-        return self.tokens.ids.numel() / max(len(self), 1)
+    def rows_a_fact(self) -> float:
+        """How many rows a step runs for each fact."""
+        return len(self.owner) / max(len(self), 1)
 
     def keep(self, facts: Tensor) -> Asked:
         """Some of the facts."""
@@ -231,7 +231,7 @@ class Recorded:
         return self.objective.keep(facts)
 
 
-RECORDING = 100_000  # tokens whose step takes as long as recording one
+RECORDING = 10_000  # rows whose step takes as long as recording one
 
 
 def can_be_recorded(trunk: Trunk) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rebind.edit.budget import in_portions, tokens_that_fit
+from rebind.edit.budget import PAST, in_portions, tokens_that_fit
 from rebind.edit.objective import (
     RECORDING,
     Asked,
@@ -78,12 +78,13 @@ def find_targets(
     `quick` is the same model in a narrower dtype, to search on: a target is where a search ended, not a number with
     eight digits. What it starts from is `trunk`'s.
 
-    `tokens_at_once` bounds a group of facts: rows times tokens, padding included; found from the device unless
-    given, and halved (with a warning) when memory runs out all the same. `on_step(step, facts done, mean loss)`
-    is told of progress. `keep(indices, found)` is handed what is finished, group by group, so that nothing is
-    lost when a later group is interrupted; so are the finished facts of the interrupted group itself.
+    `tokens_at_once` bounds a group of facts: rows times tokens, padding included, a token of a cached prefix counted by
+    what it takes beside one that is run. It is found from the device unless given, and halved (with a warning) when
+    memory runs out all the same. `on_step(step, facts done, mean loss)` is told of progress. `keep(indices, found)` is
+    handed what is finished, group by group, so that nothing is lost when a later group is interrupted; so are the
+    finished facts of the interrupted group itself.
     """
-    sizes = [request.size for request in requests]
+    sizes = [(rows, PAST * prefix, suffix) for rows, prefix, suffix in (request.size for request in requests)]
     order = sorted(range(len(requests)), key=lambda index: sizes[index][::-1])  # like lengths together
     done, total_loss = 0, 0.0
 
@@ -101,7 +102,7 @@ def find_targets(
             raise
 
     parts: list[Found] = []
-    for group, found in in_portions(sizes, order, tokens_at_once or tokens_that_fit(trunk), solve):
+    for group, found in in_portions(sizes, order, tokens_at_once or tokens_that_fit(quick or trunk), solve):
         parts.append(found)
         done, total_loss = done + len(group), total_loss + float(found.loss.sum())
         if keep is not None:
@@ -148,7 +149,7 @@ class _Search:
             slope = objective.slope()
             self._move(adam, rows[going], slope[going])
             left = len(rows) - len(going)
-            if left and (not record or objective.asked.tokens_a_fact * left * (self.settings.steps - step) > RECORDING):
+            if left and (not record or objective.asked.rows_a_fact * left * (self.settings.steps - step) > RECORDING):
                 # A graph is for one size of batch: facts that are done stay in it, unmoved, until a new one pays.
                 rows, objective = rows[going], objective.keep(going)
             if record and isinstance(objective, Objective):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rebind.edit import kept as kept_module
-from rebind.edit.budget import CPU_TOKENS, MemoryWarning, OutOfMemory, in_portions, tokens_that_fit
+from rebind.edit.budget import CPU_TOKENS, PAST, MemoryWarning, OutOfMemory, in_portions, tokens_that_fit
 from rebind.edit.kept import KeptTargets, resume_targets
 from rebind.edit.sites import find_sites, module_at
 from rebind.edit.targets import Found, Prompt, Request, TargetSettings, find_targets
@@ -179,7 +179,8 @@ def test_groups_change_nothing(budget):
     for indices, part in calls:
         assert_close(part.hidden, found.hidden[indices], 0.0)
         rows = sum(REQUESTS[index].size[0] for index in indices)
-        width = sum(max(REQUESTS[index].size[axis] for index in indices) for axis in (1, 2))
+        prefix, suffix = (max(REQUESTS[index].size[axis] for index in indices) for axis in (1, 2))
+        width = PAST * prefix + suffix
         assert len(indices) == 1 or rows * width <= budget
 
 

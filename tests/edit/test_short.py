@@ -1,0 +1,70 @@
+"""A hurried copy of a model says what the model says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from rebind.edit.short import LONGEST, NAME, _Fused, hurry, short_attention
+from tests.edit.families import FAMILIES
+
+
+def _module(heads: int, key_heads: int) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads // key_heads  # type: ignore[assignment]
+    module.is_causal = True  # type: ignore[assignment]
+    return module
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("keys", [9, LONGEST + 3])
+def test_attention_is_sdpas(heads, key_heads, keys):
+    """And so are its gradients, with some keys hidden from each row."""
+    torch.manual_seed(0)
+    q = torch.randn(3, heads, 5, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(3, key_heads, keys, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    seen = torch.rand(3, 1, 5, keys) < 0.7
+    seen[..., 0] = True
+    bias = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    module = _module(heads, key_heads)
+    slope = torch.randn(3, 5, heads, 8, dtype=torch.float64)
+    found = short_attention(module, q, k, v, bias, scaling=0.3)[0]
+    expected = sdpa_attention_forward(module, q, k, v, seen, scaling=0.3)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for one, true in zip(
+        torch.autograd.grad(found, (q, k, v), slope), torch.autograd.grad(expected, (q, k, v), slope), strict=True
+    ):
+        torch.testing.assert_close(one, true, rtol=0, atol=1e-12)
+
+
+def test_without_a_mask_it_is_causal():
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    module = _module(4, 4)
+    torch.testing.assert_close(
+        short_attention(module, q, k, v, None)[0], sdpa_attention_forward(module, q, k, v, None)[0]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_says_the_same(name):
+    model = FAMILIES[name](seed=3).eval()
+    ids = torch.randint(5, 60, (3, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    with torch.no_grad():
+        before = model(input_ids=ids, attention_mask=mask).logits
+        hurry(model)
+        after = model(input_ids=ids, attention_mask=mask).logits
+    told = mask.bool()
+    torch.testing.assert_close(after[told], before[told], rtol=1e-4, atol=1e-5)
+
+
+def test_a_llama_is_hurried_and_a_gemma_keeps_its_own_norms():
+    llama, gemma = FAMILIES["llama"](seed=0), FAMILIES["gemma2"](seed=0)
+    for model in (llama, gemma):
+        hurry(model)
+    assert llama.config._attn_implementation == NAME
+    assert any(isinstance(getattr(module, "forward", None), _Fused) for module in llama.modules())
+    assert not any(isinstance(getattr(module, "forward", None), _Fused) for module in gemma.modules())
+    assert gemma.config._attn_implementation != NAME, "its attention is capped, which plain products are not"
