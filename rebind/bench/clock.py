@@ -55,6 +55,24 @@ def timed(call: Callable[[], object], device: str, inner: int = 1) -> float:
     return float(start.elapsed_time(end)) / inner
 
 
+def recorded(call: Callable[[], object], device: str) -> Callable[[], object] | None:
+    """The call as a CUDA graph, its kernels with no Python between them; None where there is no recording it."""
+    if not device.startswith("cuda"):
+        return None
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    try:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # as torch's documentation has it: what is set up on the first run stays out
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            call()
+    except Exception:  # whatever a peer may do that cannot be recorded
+        torch.cuda.synchronize()
+        return None
+    return graph.replay
+
+
 def clocked(call: Callable[[], Result], device: str) -> tuple[float, Result]:
     """Seconds of one call, and what it returned."""
     wait(device)

@@ -2,8 +2,9 @@
 
 Peers are whatever can be imported: flash-linear-attention, transformers' torch fallback of gated delta, torch's
 causal attention, and the token-by-token loop. Every round times each of them once, so that a change in the machine's
-load meets all alike; medians are reported. Floors are the bytes that must be moved and the multiplications of the
-chunk form, at the rates that this machine copies and multiplies at.
+load meets all alike; medians are reported. On a GPU each is also timed as a CUDA graph: small problems take the host
+longer than the device, and a model that is compiled or recorded pays for the kernels alone. Floors are the bytes that
+must be moved and the multiplications of the chunk form, at the rates that this machine copies and multiplies at.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rebind.bench.clock import Floors, Rates, clocked, race
+from rebind.bench.clock import Floors, Rates, clocked, race, recorded
 from rebind.bench.contenders import RULES, Contender, Shape, both, contenders, decoders, forward, inputs, ours
 from rebind.bench.machine import machine
 from rebind.bench.memory import peak
@@ -83,6 +84,8 @@ class Row:
     name: str
     forward: float | None = None
     both: float | None = None  # forward and backward
+    kernels_forward: float | None = None  # replayed as a CUDA graph: what is left without the host's part
+    kernels_both: float | None = None
     peak_mib: float | None = None  # of forward and backward, the inputs included
     first_s: float | None = None  # the first call, compilation included
     error: float | None = None  # of the output, relative, against float64
@@ -94,12 +97,12 @@ class Row:
     note: str = ""
 
     def add_floors(self, floors: Floors, rates: Rates) -> None:
-        if self.forward:
-            self.io_forward = 1e3 * floors.bytes_forward / rates.bytes_a_s / self.forward
-            self.flop_forward = 1e3 * floors.flops_forward / rates.flops_a_s / self.forward
-        if self.both:
-            self.io_both = 1e3 * floors.bytes_both / rates.bytes_a_s / self.both
-            self.flop_both = 1e3 * floors.flops_both / rates.flops_a_s / self.both
+        if forward := self.kernels_forward or self.forward:
+            self.io_forward = 1e3 * floors.bytes_forward / rates.bytes_a_s / forward
+            self.flop_forward = 1e3 * floors.flops_forward / rates.flops_a_s / forward
+        if both := self.kernels_both or self.both:
+            self.io_both = 1e3 * floors.bytes_both / rates.bytes_a_s / both
+            self.flop_both = 1e3 * floors.flops_both / rates.flops_a_s / both
 
 
 @dataclass
@@ -223,10 +226,15 @@ def _measure(shape: Shape, chosen: list[Contender], setup: Setup, doing: Callabl
 
 
 def _race(rows: list[Row], column: str, calls: dict[int, Callable[[], object]], setup: Setup) -> None:
-    found = race(calls, setup.device, setup.rounds, setup.seconds)
-    for index, ms in found.medians.items():
-        setattr(rows[index], column, ms)
-        rows[index].calm &= found.calm
+    """As called, and on a GPU also as kernels alone."""
+    replays = {index: replay for index, call in calls.items() if (replay := recorded(call, setup.device)) is not None}
+    for name, ready in ((column, calls), (f"kernels_{column}", replays)):
+        if not ready:
+            continue
+        found = race(ready, setup.device, setup.rounds, setup.seconds)
+        for index, ms in found.medians.items():
+            setattr(rows[index], name, ms)
+            rows[index].calm &= found.calm
 
 
 def _truth(leaves: list[Tensor]) -> dict[str, Tensor]:

@@ -12,15 +12,18 @@ from rebind.bench.scan import Row
 
 # The last two: what share of the time of both passes their floors are; of the forward pass where that is all.
 NUMBERS = ("fwd ms", "both ms", "MiB", "first s", "error", "I/O", "FLOP")
+KERNELS = ("fwd alone", "both alone")  # of a GPU, the host's part left out
 
 
 def tables(rows: list[Row]) -> Iterator[Table]:
     """One table a shape."""
-    for shape, some in groupby(rows, key=lambda row: row.shape):
+    for shape, group in groupby(rows, key=lambda row: row.shape):
+        some = list(group)
+        alone = any(row.kernels_forward for row in some)
         made = Table(box=SIMPLE_HEAD, title=shape, title_justify="left", title_style="bold", pad_edge=False)
         for column in ("rule", ""):
             made.add_column(column, no_wrap=True)
-        for column in NUMBERS:
+        for column in (*NUMBERS[:2], *(KERNELS if alone else ()), *NUMBERS[2:]):
             made.add_column(column, justify="right", no_wrap=True)
         for row in some:
             made.add_row(
@@ -28,6 +31,7 @@ def tables(rows: list[Row]) -> Iterator[Table]:
                 row.name,
                 milliseconds(row.forward),
                 milliseconds(row.both),
+                *((milliseconds(row.kernels_forward), milliseconds(row.kernels_both)) if alone else ()),
                 _number(row.peak_mib, ".0f"),
                 _number(row.first_s, ".2f"),
                 _number(row.error, ".0e"),
