@@ -174,14 +174,16 @@ def row_gradients(
         for at in tl.static_range(0, Dv, BV):
             b_do = load_rows(d_out, begin, start, length, head, H, Dv, at, BV, C)
             b_u = load_rows(written, begin, start, length, head, H, Dv, at, BV, C)
-            b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
             dP = tl.dot(b_do, tl.trans(b_u), acc=dP, input_precision=PRECISION)
+            if ERASE or WRITE or DECAY:
+                b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
             if SOLVE:
                 dA = tl.dot(b_dr, tl.trans(b_u), acc=dA, input_precision=PRECISION)
             if WRITE or DECAY:
                 b_v = load_rows(v, begin, start, length, head, H, Dv, at, BV, C)
                 d_eta += tl.sum(b_v.to(tl.float32) * b_dr.to(tl.float32), 1)
-            store_rows(dv, b_dr.to(tl.float32) * eta[:, None], begin, start, length, head, H, Dv, at, BV, C)
+            if WRITE:  # else it is R̄
+                store_rows(dv, b_dr.to(tl.float32) * eta[:, None], begin, start, length, head, H, Dv, at, BV, C)
         ratio = tl.exp(tl.where(lower, g[:, None] - g[None, :], FLOOR * 4).to(tl.float32))
         p = (dP * ratio).to(dtype)
         a = tl.where(i[:, None] > i[None, :], -dA * ratio, 0.0)
@@ -198,7 +200,8 @@ def row_gradients(
             for at in tl.static_range(0, Dv, BV):
                 if Dv > BV:  # else they are still here
                     b_do = load_rows(d_out, begin, start, length, head, H, Dv, at, BV, C)
-                    b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
+                    if ERASE:
+                        b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
                 b_s = load_tile(states, here, kat, at, Dk, Dv, BK, BV)
                 b_dq = tl.dot(b_do, tl.trans(b_s), acc=b_dq, input_precision=PRECISION)
                 if ERASE:

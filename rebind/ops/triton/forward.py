@@ -60,7 +60,7 @@ def walk_forward(
 ):
     """One program a (block of columns, sequence and head, segment of `segment` chunks).
 
-    KEEP stores U and each chunk's first state, for the backward pass. MAP, in place of the outputs, finds what a
+    KEEP stores U, where it is not V, and each chunk's first state, for the backward pass. MAP, in place of the outputs, finds what a
     segment does to any state, S' = M S + N: the first columns start from zero and give N, Dk further ones start from
     the identity, write nothing, and give M. `state` and `final` are [N, segments, H, columns, Dk].
     """
@@ -115,7 +115,7 @@ def walk_forward(
             b_q = load_rows(q, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
             b_p = load_tile(products, here, 0, 0, C, C, C, C)
             u = U.to(dtype)
-            if KEEP:
+            if KEEP and (ERASE or WRITE):  # else it is V
                 store_rows(written, u, begin, number * C, length, head, H, Dv, local, BV, C)
             answer = tl.dot(b_q, s, input_precision=PRECISION)
             if DECAY:

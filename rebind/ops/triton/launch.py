@@ -62,6 +62,11 @@ class Plan:
         return self.inputs.erase is not None and self.inputs.mini_batch is None
 
     @property
+    def changes(self) -> bool:
+        """Whether what is written, U, is another thing than the values."""
+        return self.inputs.erase is not None or self.inputs.write is not None
+
+    @property
     def segment(self) -> int:
         """Chunks in a segment."""
         return -(-self.places.chunks // self.segments)
@@ -91,6 +96,7 @@ class Plan:
         products, table, sums, written, states, *rest = saved
         inverses = rest[0] if self.solves else products
         with torch.cuda.device_of(inputs.v):
+            written = written if self.changes else self._v
             d_written, d_states = torch.empty_like(written), torch.empty_like(states)
             ends = d_final
             if self.segments > 1:
@@ -99,8 +105,9 @@ class Plan:
             d_state = self._walk_back(inverses, products, table, d_out, ends, d_written, d_states, store=True)
             wide = (*inputs.v.shape[:3], inputs.k.shape[3])
             dq, dk = (inputs.k.new_empty(wide) for _ in range(2))
-            # Each program reads R̄ before it writes V̄, so they may share their memory where R̄ is read once.
-            dv = d_written if inputs.v.shape[3] <= tiles.value_part else torch.empty_like(written)
+            # V̄ = diag(η) R̄. Each program reads R̄ before it writes V̄: they share their memory where it is read once.
+            shares = inputs.write is None or inputs.v.shape[3] <= tiles.value_part
+            dv = d_written if shares else torch.empty_like(written)
             decay, erase, write = (
                 None if given is None else torch.empty_like(given)
                 for given in (inputs.log_decay, inputs.erase, inputs.write)
@@ -244,7 +251,7 @@ class Plan:
 
     def _for_backward(self) -> tuple[Tensor, Tensor]:
         inputs = self.inputs
-        written = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+        written = inputs.v.new_empty(inputs.v.shape if self.changes else 0)
         every = (self.places.all_chunks, inputs.heads)
         return written, inputs.v.new_empty(*every, inputs.k.shape[3], inputs.v.shape[3])
 
