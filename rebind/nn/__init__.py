@@ -14,6 +14,7 @@ from rebind.nn.fast_weight import FastWeight, FastWeightState
 from rebind.nn.hopfield import HopfieldLayer
 from rebind.nn.layer import SequenceLayer
 from rebind.nn.normalise import Normaliser, get_normaliser
+from rebind.nn.seq2seq_attention import CrossAttention, CrossAttentionState
 from rebind.nn.states import Empty, State
 from rebind.nn.ttt import TTTLayer, TTTState
 
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
     from rebind.nn.config import RebindConfig
     from rebind.nn.models import RebindForCausalLM, RebindModel
     from rebind.nn.presets import PRESETS, preset
+    from rebind.nn.seq2seq import RebindForSeq2SeqLM
+    from rebind.nn.seq2seq_cache import RebindSeq2SeqCache
+    from rebind.nn.seq2seq_config import RebindSeq2SeqConfig
 
 __all__ = [
     "PRESETS",
     "Attention",
     "AttentionState",
+    "CrossAttention",
+    "CrossAttentionState",
     "CrossFastWeight",
     "Empty",
     "FastWeight",
@@ -36,7 +42,10 @@ __all__ = [
     "RebindCache",
     "RebindConfig",
     "RebindForCausalLM",
+    "RebindForSeq2SeqLM",
     "RebindModel",
+    "RebindSeq2SeqCache",
+    "RebindSeq2SeqConfig",
     "SequenceLayer",
     "State",
     "TTTLayer",
@@ -50,7 +59,10 @@ _MODELS = {
     "RebindCache": "cache",
     "RebindConfig": "config",
     "RebindForCausalLM": "models",
+    "RebindForSeq2SeqLM": "seq2seq",
     "RebindModel": "models",
+    "RebindSeq2SeqCache": "seq2seq_cache",
+    "RebindSeq2SeqConfig": "seq2seq_config",
     "preset": "presets",
 }
 
@@ -59,7 +71,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODELS:
         raise AttributeError(f"module 'rebind.nn' has no attribute {name!r}")
     try:
-        import_module("rebind.nn.models")  # which registers them
+        import_module("rebind.nn.models")  # which registers them, as does the next
+        import_module("rebind.nn.seq2seq")
         return getattr(import_module(f"rebind.nn.{_MODELS[name]}"), name)
     except ModuleNotFoundError as problem:
         if problem.name != "transformers":

@@ -9,7 +9,7 @@ from rebind.errors import ShapeError
 from rebind.memory.features import Feature
 from rebind.memory.precision import working_dtype
 from rebind.nn.fast_weight import FastWeightState
-from rebind.nn.feature_map import FeatureMap
+from rebind.nn.feature_map import FeatureMap, without_autocast
 from rebind.nn.layer import head_width, require_mask, require_positive
 from rebind.nn.normalise import Normaliser
 from rebind.nn.norms import RMSNorm
@@ -65,10 +65,12 @@ class CrossFastWeight(nn.Module):
         """The memory of a source [B, S, source_dim]; `mask` [B, S] is true for real tokens."""
         _require_sequence("source", source, self.source_dim)
         require_mask(mask, source)
-        k = cleared(self.phi.key(self.k_proj(source).unflatten(-1, (self.heads, self.key_dim))), mask)
-        v = self.phi.normalise.value(self.v_proj(source).unflatten(-1, (self.heads, self.value_dim)))
-        wide = working_dtype(v)
-        return FastWeightState(torch.einsum("bshv,bshk->bhvk", v.to(wide), k.to(wide)))
+        k = self.k_proj(source).unflatten(-1, (self.heads, self.key_dim))
+        v = self.v_proj(source).unflatten(-1, (self.heads, self.value_dim))
+        with without_autocast(v):
+            k, v = cleared(self.phi.key(k), mask), self.phi.normalise.value(v)
+            wide = working_dtype(v)
+            return FastWeightState(torch.einsum("bshv,bshk->bhvk", v.to(wide), k.to(wide)))
 
     def forward(self, x: Tensor, state: FastWeightState) -> Tensor:
         """What targets x [B, T, dim] read, [B, T, dim]; the memory stays as it is."""
@@ -78,8 +80,10 @@ class CrossFastWeight(nn.Module):
                 f"x holds {len(x)} sequences and the state {len(state.memory)}, expected as many: write the sources "
                 f"that belong to these targets, or choose rows with state.select"
             )
-        q = self.phi.query(self.q_proj(x).unflatten(-1, (self.heads, self.key_dim)))
-        read = self.phi.normalise.read(torch.einsum("bhvk,bthk->bthv", state.memory, q.to(state.memory.dtype)))
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.key_dim))
+        with without_autocast(q):
+            out = torch.einsum("bhvk,bthk->bthv", state.memory, self.phi.query(q).to(state.memory.dtype))
+            read = self.phi.normalise.read(out)
         if self.norm is not None:
             read = self.norm(read)
         return self.o_proj(read.flatten(-2).to(x.dtype))

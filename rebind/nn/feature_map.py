@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +38,18 @@ class FeatureMap(nn.Module):
         return self._feature.width
 
     def key(self, k: Tensor) -> Tensor:
-        return self.normalise.key(self.feature, k)
+        with without_autocast(k):
+            return self.normalise.key(self.feature, k)
 
     def query(self, q: Tensor) -> Tensor:
-        return self.normalise.query(self.feature, q)
+        with without_autocast(q):
+            return self.normalise.query(self.feature, q)
 
     def extra_repr(self) -> str:
         return f"{self.feature!r}, {self.normalise!r}"
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Products in their factors' own dtype: φ may be an exponential of one, a memory is a sum of many."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

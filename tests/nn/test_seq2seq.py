@@ -1,0 +1,416 @@
+"""The encoder-decoder: decoding, padding, beams, saving, training, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
+
+from rebind.errors import InputError, ShapeError, UnknownNameError
+from rebind.nn import CrossAttention, RebindForSeq2SeqLM, RebindSeq2SeqCache, RebindSeq2SeqConfig
+from rebind.nn.seq2seq import sinusoids
+from rebind.nn.seq2seq_kinds import SEQ2SEQ_KINDS
+from tests.support import Draw, assert_close
+
+VOCABULARY = 29
+PAD, START, END = 0, 1, 2
+STEPS = 300  # of the toy language
+EVERY = pytest.mark.parametrize("kind", SEQ2SEQ_KINDS)
+
+
+def config(kind="dpfp", **changes) -> RebindSeq2SeqConfig:
+    options = {
+        "attention": kind,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "favor_features": 8,
+        "dropout": 0.0,
+    }
+    return RebindSeq2SeqConfig(**{**options, **changes})
+
+
+def model(kind="dpfp", dtype=torch.float64, **changes) -> RebindForSeq2SeqLM:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return RebindForSeq2SeqLM(config(kind, **changes)).to(dtype).eval()
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(rows: list[torch.Tensor], left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of their own lengths as one batch, and its mask."""
+    width = max(map(len, rows))
+    sides = [(width - len(row), 0) if left else (0, width - len(row)) for row in rows]
+    ids = torch.stack([torch.nn.functional.pad(row, side, value=PAD) for row, side in zip(rows, sides, strict=True)])
+    return ids, (ids != PAD).long()
+
+
+ROWS = [tokens(length, seed=length) for length in (4, 9, 6)]
+
+
+# Decoding
+
+
+@EVERY
+@torch.no_grad()
+def test_logits_token_by_token_are_the_teacher_forced_ones(kind):
+    lm, (ids, mask), targets = model(kind), padded(ROWS), tokens(3, 11, seed=1)
+    expected, cache, steps = lm(ids, mask, targets).logits, None, []
+    encoded = lm.encoder(ids, mask)
+    for token in targets.split(1, dim=1):
+        out = lm(None, mask, token, encoder_outputs=encoded, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    assert_close(torch.cat(steps, dim=1), expected, 1e-10)
+    assert cache.get_seq_length() == 11
+
+
+@EVERY
+@torch.no_grad()
+def test_a_prefix_and_the_rest_are_one_pass(kind):
+    lm, ids, targets = model(kind), tokens(2, 5), tokens(2, 10, seed=1)
+    cache = RebindSeq2SeqCache(2)
+    pieces = [lm(ids, None, piece, past_key_values=cache).logits for piece in targets.split([4, 1, 5], dim=1)]
+    assert_close(torch.cat(pieces, dim=1), lm(ids, None, targets).logits, 1e-10)
+
+
+@EVERY
+@pytest.mark.parametrize("left", [False, True])
+@torch.no_grad()
+def test_padding_of_the_source_changes_nothing(kind, left):
+    lm, (ids, mask), targets = model(kind), padded(ROWS, left), tokens(3, 7, seed=1)
+    together = lm(ids, mask, targets).logits
+    other = lm(ids.masked_fill(mask == 0, 7), mask, targets).logits  # whatever the padding is
+    assert_close(other, together, 1e-10)
+    for row, source in enumerate(ROWS):
+        assert_close(together[row], lm(source[None], None, targets[row : row + 1]).logits[0], 1e-10)
+
+
+@EVERY
+@torch.no_grad()
+def test_padding_of_the_target_changes_nothing(kind):
+    lm, ids, target = model(kind), tokens(1, 5), tokens(1, 6, seed=1)
+    expected = lm(ids, None, target).logits
+    wide = torch.nn.functional.pad(target, (3, 0))
+    mask = (wide != PAD).long()
+    assert_close(lm(ids, None, wide, mask).logits[:, 3:], expected, 1e-10)
+    cache = RebindSeq2SeqCache(2)
+    for end in range(1, 10):
+        out = lm(ids, None, wide[:, end - 1 : end], mask[:, :end], past_key_values=cache)
+    assert_close(out.logits[:, 0], expected[:, -1], 1e-10)
+
+
+@EVERY
+@torch.no_grad()
+def test_the_decoder_sees_all_of_the_source_and_none_of_the_future(kind):
+    lm, ids, targets = model(kind), tokens(1, 6), tokens(1, 8, seed=1)
+    expected = lm(ids, None, targets).logits
+    later = targets.clone()
+    later[:, 5:] = 3 + (later[:, 5:] - 2) % (VOCABULARY - 3)
+    assert_close(lm(ids, None, later).logits[:, :5], expected[:, :5], 1e-12)
+    for place in range(6):
+        changed = ids.clone()
+        changed[:, place] = 3 + (changed[:, place] - 2) % (VOCABULARY - 3)
+        assert (lm(changed, None, targets).logits - expected).abs().amax(-1).min() > 1e-6
+    assert (lm(ids.flip(1), None, targets).logits - expected).abs().amax(-1).min() > 1e-6  # there are positions
+
+
+# Generation
+
+
+@EVERY
+def test_one_beam_is_the_greedy_choice(kind):
+    lm, (ids, mask) = model(kind), padded(ROWS)
+    got = lm.generate(ids, attention_mask=mask, max_new_tokens=9, num_beams=1, do_sample=False)
+    written = torch.full((3, 1), START)
+    for _ in range(9):
+        chosen = lm(ids, mask, written, use_cache=False).logits[:, -1].argmax(-1)
+        ended = (written == END).any(1)
+        written = torch.cat([written, chosen.masked_fill(ended, PAD)[:, None]], dim=1)
+    assert torch.equal(got, written[:, : got.shape[1]])
+    assert (written[:, got.shape[1] :] == PAD).all()
+
+
+@EVERY
+@pytest.mark.parametrize("beams", [1, 4])
+def test_batches_are_translated_as_their_sentences(kind, beams):
+    lm, (ids, mask) = model(kind), padded(ROWS)
+    options = {"max_new_tokens": 8, "num_beams": beams, "do_sample": False}
+    together = lm.generate(ids, attention_mask=mask, **options)
+    for row, source in enumerate(ROWS):
+        alone = lm.generate(source[None], **options)[0]
+        assert torch.equal(together[row, : len(alone)], alone)
+        assert (together[row, len(alone) :] <= END).all()  # padding, or the end again
+
+
+@EVERY
+def test_beams_carry_their_own_states(kind):
+    """Without a cache every beam is read anew: tokens and scores must be the same."""
+    lm, (ids, mask) = model(kind), padded(ROWS)
+    options = {"attention_mask": mask, "max_new_tokens": 10, "num_beams": 4, "num_return_sequences": 4}
+    options |= {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    expected, got = lm.generate(ids, use_cache=False, **options), lm.generate(ids, **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert_close(got.sequences_scores, expected.sequences_scores, 1e-5)
+    moved = expected.beam_indices[:, :10] - expected.beam_indices[:, :1]
+    assert (moved != 0).any()  # the beams had work to do
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_go_with_their_sources():
+    lm, (ids, mask), targets = model("linear"), padded(ROWS), tokens(3, 5, seed=1)
+    cache, rows = RebindSeq2SeqCache(2), torch.tensor([2, 0, 2])
+    lm(ids, mask, targets, past_key_values=cache)
+    cache.reorder_cache(rows)
+    token = tokens(3, 1, seed=2)
+    got = lm(ids[rows], mask[rows], token, past_key_values=cache).logits
+    expected = lm(ids[rows], mask[rows], torch.cat([targets[rows], token], dim=1)).logits[:, -1:]
+    assert_close(got, expected, 1e-10)
+
+
+@torch.no_grad()
+def test_the_cache_does_not_grow_but_for_softmax():
+    sizes = {}
+    for kind in SEQ2SEQ_KINDS:
+        lm = model(kind)
+        sizes[kind] = [lm(tokens(1, s), None, tokens(1, t)).past_key_values.size for s, t in ((3, 4), (30, 40))]
+    assert sizes["linear"] == [2 * 2 * 2 * 9 * 8] * 2  # layers, self and cross, heads, values and their sum, keys
+    assert sizes["dpfp"] == [2 * 2 * 2 * 9 * 32] * 2
+    assert sizes["performer"] == [2 * 2 * 2 * 9 * 16] * 2
+    assert sizes["softmax"] == [2 * 2 * 16 * (s + t) for s, t in ((3, 4), (30, 40))]
+    assert model("softmax").state_size(30, 40) == sizes["softmax"][1]
+    assert model("dpfp").state_size() == 2 * 2 * 2 * 8 * 32
+
+
+# Saving
+
+
+@EVERY
+def test_saved_and_loaded_models_are_the_same(kind, tmp_path):
+    lm, ids, targets = model(kind, torch.float32), tokens(2, 7), tokens(2, 5, seed=1)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter += 0.01  # away from where it would be initialised
+    lm.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, RebindForSeq2SeqLM)
+    assert loaded.config.to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert torch.equal(loaded(ids, None, targets).logits, lm(ids, None, targets).logits)
+    options = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
+    assert torch.equal(loaded.generate(ids, **options), lm.generate(ids, **options))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_are_tied_where_said(tied, tmp_path):
+    lm = model(tie_word_embeddings=tied)
+    assert (lm.lm_head.weight is lm.get_input_embeddings().weight) is tied
+    assert lm.get_input_embeddings().weight.norm(dim=-1).mean().item() == pytest.approx(1, abs=0.2)
+    lm.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) is tied
+
+
+# Training
+
+
+def test_the_loss_is_that_of_the_labels_and_ignores_minus_100():
+    lm, ids, labels = model(), tokens(2, 6), tokens(2, 5, seed=1)
+    labels[1, 3:] = -100
+    read = torch.tensor([[START, *labels[0, :-1].tolist()], [START, *labels[1, :3].tolist(), PAD]])
+    assert torch.equal(lm.prepare_decoder_input_ids_from_labels(labels), read)
+    logits = lm(ids, None, read).logits
+    expected = torch.nn.functional.cross_entropy(logits[labels != -100], labels[labels != -100])
+    out = lm(ids, labels=labels)
+    assert_close(out.loss, expected, 1e-12)
+    assert out.past_key_values is None
+    assert_close(lm(ids, labels=labels, num_items_in_batch=torch.tensor(4)).loss, expected * 2, 1e-12)
+    shorter = lm(ids[1:], labels=labels[1:, :3]).loss * 3 + lm(ids[:1], labels=labels[:1]).loss * 5
+    assert_close(shorter / 8, expected, 1e-12)
+
+
+def test_labels_are_smoothed_while_training_only():
+    lm, ids, labels = model(label_smoothing=0.1), tokens(2, 6), tokens(2, 5, seed=1)
+    plain = lm(ids, labels=labels)
+    smooth = torch.nn.functional.cross_entropy(plain.logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    assert_close(lm.train()(ids, labels=labels).loss, smooth, 1e-12)
+    assert plain.loss != smooth
+
+
+@EVERY
+def test_gradients_reach_every_parameter_checkpointed_or_not(kind):
+    lm, ids = model(kind, tie_word_embeddings=False).train(), tokens(2, 9)
+    lm(ids, labels=ids).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+    for name, grad in expected.items():
+        assert torch.isfinite(grad).all()
+        assert grad.abs().max() > 0, f"the gradient of {name} is 0"
+    lm.zero_grad()
+    lm.gradient_checkpointing_enable()
+    assert all(block.gradient_checkpointing for block in [*lm.encoder.layers, *lm.decoder.layers])
+    lm(ids, labels=ids).loss.backward()
+    for name, parameter in lm.named_parameters():
+        assert_close(parameter.grad, expected[name], 1e-10)
+
+
+@EVERY
+def test_autocast_trains_and_decodes(kind):
+    lm, (ids, mask), labels = model(kind, torch.float32), padded(ROWS), tokens(3, 5, seed=1)
+    expected = lm(ids, mask, labels=labels).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = lm(ids, mask, labels=labels).loss
+        loss.backward()
+        with torch.no_grad():
+            out = lm(ids, mask, labels)
+            out = lm(ids, mask, labels[:, :1], past_key_values=out.past_key_values)
+    assert_close(loss, expected, 0.05)
+    assert torch.isfinite(out.logits).all()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in lm.parameters())
+    if kind != "softmax":
+        assert out.past_key_values.sources[0].memory.dtype == torch.float32
+        weight = lm.decoder.layers[0].cross
+        with torch.autocast("cpu", torch.bfloat16):
+            source = torch.randn(1, 300, 16, generator=torch.Generator().manual_seed(0))
+            rounded = torch.cat([weight.write(source[:, :1]).memory, weight.write(source[:, 1:]).memory]).sum(0)
+            assert_close(weight.write(source).memory[0], rounded, 1e-5)  # sums are float32's, not bfloat16's
+
+
+def test_dropout_works_while_training_only():
+    lm, ids = model(dropout=0.5), tokens(2, 6)
+    assert torch.equal(lm(ids, labels=ids).logits, lm(ids, labels=ids).logits)
+    lm.train()
+    assert not torch.equal(lm(ids, labels=ids).logits, lm(ids, labels=ids).logits)
+
+
+class Collator(DataCollatorForSeq2Seq):
+    """Padding without a tokenizer."""
+
+    def __call__(self, features, return_tensors=None):
+        ids, mask = padded([row["input_ids"] for row in features])
+        labels, _ = padded([row["labels"] for row in features])
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels.masked_fill(labels == PAD, -100)}
+
+
+def test_it_learns_under_the_trainer(tmp_path):
+    lm = model("linear", torch.float32, label_smoothing=0.1)
+    rows = [{"input_ids": row, "labels": row.flip(0)} for row in ROWS] * 4
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path), max_steps=60, per_device_train_batch_size=6, learning_rate=1e-2, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="no", logging_strategy="no", dataloader_pin_memory=False,
+        predict_with_generate=True, generation_max_length=8, eval_strategy="no",
+    )  # fmt: skip
+    trainer = Seq2SeqTrainer(lm, arguments, train_dataset=rows, eval_dataset=rows[:3], data_collator=Collator(None))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before / 4
+
+
+@EVERY
+def test_a_toy_language_is_learned(kind):
+    """Word by word into other words, in reversed order."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small = {"encoder_layers": 1, "decoder_layers": 1, "hidden_size": 32, "intermediate_size": 64}
+        lm = model(kind, torch.float32, vocab_size=13, favor_features=16, **small)
+        words = torch.randperm(10) + 3
+        optimiser = torch.optim.AdamW(lm.train().parameters())
+
+        def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+            ids = torch.randint(3, 13, (rows, 4))
+            return ids, torch.nn.functional.pad(words[ids.flip(1) - 3], (0, 1), value=END)
+
+        for step in range(STEPS):
+            optimiser.param_groups[0]["lr"] = 1e-2 * min(1, (step + 1) / 30) * (1 - step / STEPS)
+            ids, labels = batch(32)
+            lm(ids, labels=labels).loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        ids, labels = batch(100)
+    written = lm.eval().generate(ids, max_new_tokens=6, num_beams=2, do_sample=False)[:, 1:]
+    assert (written[:, :5] == labels).all(1).double().mean() > 0.9
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"kind": "sofmax"}, UnknownNameError, "attention 'sofmax'.*softmax"),
+        ({"mlp": "gelu"}, UnknownNameError, "mlp 'gelu'"),
+        ({"encoder_layers": 0}, InputError, "encoder_layers is 0, expected a whole number of 1 or more"),
+        ({"favor_features": True}, InputError, "favor_features is True"),
+        ({"num_attention_heads": 3}, ShapeError, "hidden_size is 16 and num_attention_heads 3"),
+        ({"hidden_size": 15, "num_attention_heads": 3}, ShapeError, "hidden_size is 15"),
+        ({"dropout": 1.0}, InputError, "dropout is 1.0"),
+        ({"label_smoothing": -0.1}, InputError, "label_smoothing is -0.1"),
+        ({"decoder_start_token_id": 29}, InputError, "decoder_start_token_id is 29, expected a token from 0 to 28"),
+    ],
+)
+def test_bad_configs_are_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        config(**changes)
+
+
+def test_bad_inputs_are_refused():
+    lm, ids = model(), tokens(2, 5)
+    with pytest.raises(InputError, match="neither decoder_input_ids nor labels"):
+        lm(ids)
+    with pytest.raises(InputError, match="neither input_ids nor encoder_outputs"):
+        lm(labels=ids)
+    with pytest.raises(ShapeError, match=r"input_ids is \[5\], expected \[B, T\]"):
+        lm(ids[0], labels=ids)
+    with pytest.raises(ShapeError, match=r"attention_mask is \[2, 4\], expected one value a source token, \[2, 5\]"):
+        lm(ids, torch.ones(2, 4), labels=ids)
+    with pytest.raises(ShapeError, match=r"decoder_attention_mask is \[2, 4\].*\[2, 5\]"):
+        lm(ids, None, ids, torch.ones(2, 4))
+    with pytest.raises(ShapeError, match=r"labels are \[2, 5\], expected one a target token, \[2, 3\]"):
+        lm(ids, None, ids[:, :3], labels=ids)
+    with pytest.raises(InputError, match="expected a RebindSeq2SeqCache of 2 layers"):
+        lm(ids, None, ids, past_key_values=RebindSeq2SeqCache(3))
+
+
+# Its parts
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_cross_attention_is_softmax(masked):
+    layer, draw = CrossAttention(8, 2).double(), Draw(3)
+    source, x = draw.normal(2, 5, 8), draw.normal(2, 3, 8)
+    mask = torch.tensor([[True, True, False, True, False], [True] * 5]) if masked else None
+    q, k, v = (
+        part.unflatten(-1, (2, 4)).transpose(1, 2)
+        for part in (layer.q_proj(x), layer.k_proj(source), layer.v_proj(source))
+    )
+    scores = q @ k.mT / 2
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    expected = layer.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    assert_close(layer(x, layer.write(source, mask)), expected, 1e-12)
+
+
+def test_cross_attention_refuses_what_does_not_fit():
+    layer = CrossAttention(8, 2)
+    with pytest.raises(ShapeError, match=r"source is \[2, 5, 7\], expected \[B, T, 8\]"):
+        layer.write(torch.zeros(2, 5, 7))
+    with pytest.raises(ShapeError, match="x holds 1 sequences and the state 2"):
+        layer(torch.zeros(1, 5, 8), layer.write(torch.zeros(2, 5, 8)))
+
+
+def test_positions_are_vaswanis():
+    found = sinusoids(torch.tensor([[0, 3]]), 4, torch.float64)
+    expected = torch.tensor([[[0.0, 0, 1, 1], [0, 0, 0, 0]]], dtype=torch.float64)
+    angles = torch.tensor([3.0, 0.03], dtype=torch.float64)
+    expected[0, 1] = torch.cat([angles.sin(), angles.cos()])
+    assert_close(found, expected, 1e-12)
