@@ -103,7 +103,7 @@ def _described(problem: Exception) -> str:
     if isinstance(problem, RebindError):
         return str(problem)
     if _out_of_memory(problem):
-        return "out of memory: edit fewer facts at once, choose a smaller --dtype, or another --device"
+        return "out of memory: ask for less at once (fewer facts, a smaller batch, model or dtype), or another --device"
     if isinstance(problem, OSError):
         where = problem.filename or "a file"
         return f"cannot use {where} ({problem.strerror or problem}): check that it is there and that you may write it"

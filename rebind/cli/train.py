@@ -33,6 +33,8 @@ rebind train --data hf:roneneldan/TinyStories --out runs/stories --preset modern
 
 torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/four --batch 64 --device cuda
 
+torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/large --sharded --device cuda
+
 Stopped or killed, it goes on from its last checkpoint when the same command is run again."""
 
 DATA, STEPS, PLACE = "Text", "Steps", "Model"
@@ -113,6 +115,12 @@ def train(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the model with torch.compile.", rich_help_panel=PLACE)
     ] = False,
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="Split weights over torchrun's processes (FSDP).", rich_help_panel=PLACE)
+    ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Log for TensorBoard too, in DIR/tensorboard.")
+    ] = False,
     device: options.Device = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -144,6 +152,8 @@ def train(
             precision=precision,
             compile=compiled,
             device=device or "cpu",
+            sharded=sharded,
+            tensorboard=tensorboard,
         )
         with _bar(shown) as told:
             result = run(config, out, cache=cache_folder() / "tokens", progress=told)

@@ -189,15 +189,16 @@ def orthogonal_projection(rows: int, dim: int, seed: int) -> Tensor:
     return torch.cat(blocks) * norms
 
 
-def sum_normalise(x: Tensor) -> Tensor:
+def sum_normalise(x: Tensor, *, values: bool = True) -> Tensor:
     """x / Σx for non-negative features (Schlag et al. A.2); a row of zeros stays zero.
 
     Under the delta rule it balances what a write adds to a column against what it removes, and
-    spares the read its denominator.
+    spares the read its denominator. `values=False` does not look for negative entries: a GPU is
+    not waited for.
     """
     require_rank(1, x=x)
     require_floating(x=x)
-    if known((x < 0).any()):
+    if values and known((x < 0).any()):
         raise InputError(
             f"sum normalisation got entries down to {float(x.min()):.3g}, expected none below 0: use a non-negative "
             f"feature (elu+1, relu, dpfp, favor), or normalise by L2"

@@ -86,7 +86,8 @@ class Sum(Normaliser):
     signed = False
 
     def key(self, feature: Feature, k: Tensor) -> Tensor:
-        return sum_normalise(feature.up_to_scale(k))
+        phi = feature.up_to_scale(k)
+        return sum_normalise(phi, values=phi.device.type == "cpu")  # a GPU is not waited for
 
 
 @dataclass(frozen=True)

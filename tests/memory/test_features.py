@@ -164,6 +164,7 @@ def test_normalisers():
         assert torch.isfinite(slope).all()
     with pytest.raises(InputError, match="entries down to -1, expected none below 0"):
         sum_normalise(torch.tensor([-1.0, 2.0]))
+    assert sum_normalise(torch.tensor([-1.0, 2.0]), values=False).tolist() == [-1.0, 2.0]  # nobody looked
 
 
 def test_unknown_names():

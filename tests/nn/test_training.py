@@ -12,6 +12,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -196,43 +198,137 @@ def test_the_model_can_be_compiled(tmp_path, monkeypatch):
 # Several processes
 
 
+PROCESSES = {
+    "shuffled": {},
+    "carried": {"carry": True, "accumulate": 2},
+    "sharded": {"sharded": True, "accumulate": 2},
+    "sharded, carried": {"sharded": True, "carry": True, "layers": ("gated-delta", "ttt-linear")},
+    "sharded, hybrid": {"sharded": True, "layers": ("performer-delta", "attention")},
+}
 WORKER = """
 import sys, torch
+from dataclasses import replace
 from torch import distributed
 torch.set_num_threads(1)
 from rebind.nn.training import train
+from tests.nn.test_training import PROCESSES
 from tests.nn.training_runs import TINY, config, killed
 distributed.init_process_group("gloo")
-for name, changes in {"shuffled": {}, "carried": {"carry": True, "accumulate": 2}}.items():
+for name, changes in PROCESSES.items():
     run = config(sys.argv[1], model={**TINY, "dropout": 0.0}, **changes)
     killed(run, sys.argv[2] + "/" + name, 7)
     train(run, sys.argv[2] + "/" + name)
+run = config(sys.argv[1], model={**TINY, "dropout": 0.1}, sharded=True)
+train(run, sys.argv[2] + "/whole")
+killed(run, sys.argv[2] + "/resumed", 8)
+train(run, sys.argv[2] + "/resumed")
+run = config(sys.argv[1], model={**TINY, "dropout": 0.0})
+killed(run, sys.argv[2] + "/changed", 8)
+train(replace(run, sharded=True), sys.argv[2] + "/changed")
 distributed.destroy_process_group()
 """
 
 
-def test_two_processes_have_the_loss_of_one(tmp_path):
-    source, model = corpus(tmp_path), {**TINY, "dropout": 0.0}
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes trained, each run killed on its way, and the text."""
+    folder = tmp_path_factory.mktemp("two")
+    source = corpus(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WORKER, source, str(tmp_path / "two")]
+    command = [sys.executable, "-c", WORKER, source, str(folder)]
     both = [subprocess.Popen(command, cwd=ROOT, env={**shared, "RANK": str(rank)}) for rank in (0, 1)]
     try:
-        ends = [process.wait(timeout=120) for process in both]
+        ends = [process.wait(timeout=300) for process in both]
     finally:
         for process in both:
             process.kill()
     assert ends == [0, 0]
-    for name, changes in {"shuffled": {}, "carried": {"carry": True, "accumulate": 2}}.items():
-        run = config(source, model=model, **changes)
-        one = _losses_of(train(run, tmp_path / "one" / name).folder)
-        two = _losses_of(tmp_path / "two" / name)
-        torch.testing.assert_close(two, one, rtol=1e-4, atol=0.0)  # float32: the mean is taken in another order
-        shutil.rmtree(tmp_path / "one" / name)
-        with pytest.raises(InputError, match="1 processes, and checkpoint .* was written by 2"):
-            train(run, tmp_path / "two" / name)
+    return folder, source
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_two_processes_have_the_loss_of_one(two, tmp_path, name):
+    folder, source = two
+    run = config(source, model={**TINY, "dropout": 0.0}, **PROCESSES[name])
+    result = train(run, tmp_path / "one")
+    # float32: the mean is taken in another order
+    torch.testing.assert_close(_losses_of(folder / name), _losses_of(result.folder), rtol=1e-4, atol=0.0)
+    with pytest.raises(InputError, match="1 processes, and checkpoint .* was written by 2"):
+        train(run, folder / name)
+    kept = load(folder / name).model.state_dict()  # whole, in one process
+    for key, weight in load(tmp_path / "one").model.state_dict().items():
+        torch.testing.assert_close(kept[key], weight, rtol=0.0, atol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_shards_go_on_bit_for_bit(two):
+    folder, _ = two
+    assert outcome(folder / "resumed") == outcome(folder / "whole")
+    config_file = folder / "whole/checkpoints/step-00000012/config.json"
+    assert json.loads(config_file.read_text())["architectures"] == ["RebindForCausalLM"]
+
+
+def test_a_run_may_be_sharded_on_its_way(two):
+    folder, _ = two
+    torch.testing.assert_close(_losses_of(folder / "changed"), _losses_of(folder / "shuffled"), rtol=1e-4, atol=0.0)
+
+
+def test_one_process_has_nothing_to_shard(whole, tmp_path):
+    run, expected = whole("carried")
+    train(replace(run, sharded=True), tmp_path / "run")
+    assert outcome(tmp_path / "run") == expected
+
+
+# TensorBoard
+
+
+class Drawn:
+    """torch's SummaryWriter, as far as it is used."""
+
+    made: ClassVar[list[Drawn]] = []
+
+    def __init__(self, log_dir, purge_step):
+        self.log_dir, self.purge_step, self.scalars, self.closed = log_dir, purge_step, [], False
+        Drawn.made.append(self)
+
+    def add_scalar(self, tag, value, step):
+        self.scalars.append((tag, step, value))
+
+    def flush(self):
+        pass
+
+    def close(self):
+        self.closed = True
+
+
+def test_the_log_is_drawn_by_tensorboard_too(whole, tmp_path, monkeypatch):
+    run, expected = whole("shuffled")
+    Drawn.made.clear()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Drawn))
+    run = replace(run, tensorboard=True)
+    killed(run, tmp_path / "run", 7)
+    train(run, tmp_path / "run")
+    assert outcome(tmp_path / "run") == expected
+    before, after = Drawn.made
+    assert before.closed
+    assert after.closed
+    assert (before.log_dir, before.purge_step, after.purge_step) == (str(tmp_path / "run/tensorboard"), 1, 6)
+    rows = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    told = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    drawn = [(step, value) for tag, step, value in before.scalars[:] if tag == "loss/training" and step < 6]
+    drawn += [(step, value) for tag, step, value in after.scalars if tag == "loss/training"]
+    assert drawn == told
+    tags = {tag for tag, _, _ in after.scalars}
+    assert tags == {"loss/training", "loss/held", "gradient/norm", "optimizer/rate", "speed/tokens_a_second"}
+
+
+def test_tensorboard_that_is_not_there_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(InputError, match=r"pip install 'rebind\[tensorboard\]'"):
+        train(config(corpus(tmp_path), tensorboard=True), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 # What goes wrong

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rebind.cli.__main__ import app
@@ -84,6 +86,25 @@ def test_errors_are_one_line(tmp_path, words, code, says):
     assert err.startswith("error: ")
     assert says in err
     assert len(err.splitlines()) == 1
+
+
+def test_tensorboard_is_an_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert "pip install 'rebind[tensorboard]'" in train(tmp_path, "--tensorboard", code=2).stderr
+
+
+def test_one_process_trains_with_sharded_too(tmp_path):
+    assert json.loads(train(tmp_path, "--sharded", "--json").stdout)["summary"]["steps"] == 6
+
+
+def test_out_of_memory_speaks_of_this_command(tmp_path, monkeypatch):
+    def full(self, step):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loop.Run, "_step", full)
+    err = train(tmp_path, code=3).stderr
+    assert "a smaller batch" in err
+    assert "edit" not in err
 
 
 def test_generate_wants_a_run(tmp_path):

@@ -12,7 +12,7 @@ import torch
 
 from rebind.errors import InputError
 from rebind.nn import RebindConfig, RebindForCausalLM
-from rebind.nn.training import DataConfig, OptimizerConfig, carried, sliding, tokenizers
+from rebind.nn.training import DataConfig, OptimizerConfig, by_position, carried, sliding, tokenizers
 from rebind.nn.training.data import Segments, prepare
 from tests.nn.training_runs import corpus, text
 
@@ -172,6 +172,17 @@ def test_carried_is_one_long_pass(model, count):
     measured = carried(model, ids, 7)
     assert measured.loss == pytest.approx(_scores(model, ids).mean().item(), abs=1e-10)
     assert measured.tokens == count - 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_by_position_is_the_mean_of_windows(model, rows):
+    ids = torch.randint(11, (33,), generator=torch.Generator().manual_seed(1))
+    windows = torch.stack(
+        [_scores(model, ids[first : first + 8]) for first in range(0, 28, 7)]
+    )  # the rest is no window
+    torch.testing.assert_close(by_position(model, ids, 7, rows=rows), windows.mean(0), rtol=0, atol=1e-12)
+    with pytest.raises(InputError, match="33 tokens hold no window of 33"):
+        by_position(model, ids, 33)
 
 
 def test_one_token_has_no_perplexity(model):

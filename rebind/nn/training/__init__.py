@@ -6,7 +6,7 @@ result = train(TrainConfig(DataConfig("corpus.txt"), preset="modern-10m", layers
 """
 
 from rebind.nn.training.config import DataConfig, OptimizerConfig, TrainConfig
-from rebind.nn.training.evaluate import Perplexity, carried, sliding
+from rebind.nn.training.evaluate import Perplexity, by_position, carried, sliding
 from rebind.nn.training.loop import Progress, Result, train
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Progress",
     "Result",
     "TrainConfig",
+    "by_position",
     "carried",
     "sliding",
     "train",

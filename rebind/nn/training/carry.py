@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from rebind.nn.cache import RebindCache
@@ -20,7 +21,7 @@ def flattened(caches: list[RebindCache]) -> Iterator[tuple[str, Tensor]]:
 
 
 def filled(
-    model: RebindForCausalLM, pieces: int, rows: int, saved: Mapping[str, Tensor], seen: int
+    model: RebindForCausalLM, pieces: int, rows: int, saved: Mapping[str, Tensor], seen: int, device: torch.device
 ) -> list[RebindCache]:
     """Caches that hold these tensors again."""
     caches = [RebindCache(len(model.model.layers)) for _ in range(pieces)]
@@ -31,5 +32,5 @@ def filled(
         for layer, block in enumerate(model.model.layers):
             empty = cast(RebindBlock, block).mixer.initial(rows)
             tensors = iter(saved[f"{piece}.{layer}.{index}"] for index in range(len(empty.tensors)))
-            cache.states[layer] = empty.map(lambda old, tensors=tensors: next(tensors).to(old.device))
+            cache.states[layer] = empty.map(lambda old, tensors=tensors: next(tensors).to(device))
     return caches

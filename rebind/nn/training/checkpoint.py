@@ -51,8 +51,9 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Tensors:
-    """What is beside the model: names to tensors."""
+    """Names to tensors. One that was read has no weights: `Checkpoint.fill` gives them to a model."""
 
+    weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     random: Mapping[str, Tensor]  # [processes, ...] each
     carried: Mapping[str, Tensor]  # [processes, ...] each
@@ -75,7 +76,7 @@ def save(folder: Path, model: RebindForCausalLM, tokenizer: Any, place: Place, t
     """Write one, then remove all but the newest `keep`."""
 
     def fill(into: Path) -> None:
-        _save_model(into, model)
+        _save_model(into, model, tensors.weights)
         tokenizer.save_pretrained(into)
         for name in PARTS:
             if content := getattr(tensors, name):
@@ -122,7 +123,7 @@ def read(path: Path) -> Checkpoint:
     told = json.loads((path / STATE).read_text(encoding="utf-8"))
     told.pop("files")
     parts = {name: path / f"{name}.safetensors" for name in PARTS}
-    tensors = Tensors(**{name: load_file(file) if file.exists() else {} for name, file in parts.items()})
+    tensors = Tensors({}, **{name: load_file(file) if file.exists() else {} for name, file in parts.items()})
     return Checkpoint(path, Place(**told), tensors)
 
 
@@ -136,30 +137,41 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
     }
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Give the optimizer that state back, each tensor where the optimizer wants it."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+def moments_by_name(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, saved: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    """That state by parameter, for all parameters that the optimizer has and no others."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, value in saved.items():
         name, _, moment = key.rpartition(":")
         found.setdefault(name, {})[moment] = value
-    if missing := sorted(set(order) ^ set(found)):
+    if missing := sorted(set(_order(optimizer, model)) ^ set(found)):
         raise InputError(
             f"the checkpoint's optimizer and the model differ in {missing[0]!r}: train into another folder"
         )
-    state = {index: found[name] for index, name in enumerate(order)}
+    return found
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, moments: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Give the optimizer that state back, each tensor where the optimizer wants it."""
+    state = {index: dict(moments[name]) for index, name in enumerate(_order(optimizer, model))}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _save_model(into: Path, model: RebindForCausalLM) -> None:
+def _order(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[str]:
+    """The names of an optimizer's parameters, in its own order."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _save_model(into: Path, model: RebindForCausalLM, weights: Mapping[str, Tensor]) -> None:
     """What `save_pretrained` writes, without its progress bar: a tied output is the embedding, and is not written."""
-    weights = model.state_dict()
-    if model.config.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    contents = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    contents = {name: weight.detach().cpu().contiguous() for name, weight in weights.items() if name not in tied}
     save_file(contents, into / "model.safetensors", metadata={"format": "pt"})
-    model.config.architectures = [type(model).__name__]
+    model.config.architectures = [RebindForCausalLM.__name__]  # a sharded model's class has another name
     model.config.save_pretrained(into)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(into)

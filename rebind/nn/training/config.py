@@ -13,7 +13,13 @@ from rebind.nn.config import RebindConfig
 from rebind.nn.presets import preset
 
 PRECISIONS = ("auto", "float32", "bfloat16")
-MAY_CHANGE = {"keep", "log_every", "device"}  # between a start and a resumption: they change no number
+MAY_CHANGE = {  # between a start and a resumption: numbers are the same, or as near as their rounding
+    "keep",
+    "log_every",
+    "device",
+    "sharded",
+    "tensorboard",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run. Everything but `keep`, `log_every` and `device` decides its numbers.
+    """A whole run. Everything but `keep`, `log_every`, `device`, `sharded` and `tensorboard` decides its numbers.
 
     Attributes:
         data: Where tokens come from.
@@ -97,6 +103,8 @@ class TrainConfig:
         evaluate_tokens: Most held tokens that are read at an evaluation.
         precision: "float32", "bfloat16" (autocast; weights stay in float32), or "auto": bfloat16 on a GPU.
         keep: Checkpoints that are kept.
+        sharded: Whether several processes share the weights and moments (FSDP2), or each has all of them (DDP).
+        tensorboard: Whether the log is also written for TensorBoard.
     """
 
     data: DataConfig
@@ -118,6 +126,8 @@ class TrainConfig:
     precision: str = "auto"
     compile: bool = False
     device: str = "cpu"
+    sharded: bool = False
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         counts = ("length", "batch", "accumulate", "steps", "evaluate_every", "evaluate_tokens", "save_every", "keep")

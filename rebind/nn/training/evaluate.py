@@ -74,6 +74,28 @@ def carried(model: RebindForCausalLM, tokens: np.ndarray[Any, Any] | Tensor, len
     return Perplexity.of(total, len(ids) - 1)
 
 
+def by_position(
+    model: RebindForCausalLM, tokens: np.ndarray[Any, Any] | Tensor, length: int, *, rows: int = 8
+) -> Tensor:
+    """The mean loss [length] of the first, second, … token of windows of `length`, whose memory begins empty.
+
+    The text is cut into whole windows; the model reads `rows` of them together.
+    """
+    ids = _ids(tokens)
+    count = (len(ids) - 1) // length
+    if not count:
+        raise InputError(
+            f"{len(ids)} tokens hold no window of {length} and its next token: give more, or a shorter one"
+        )
+    inputs, targets = (ids[shift : shift + count * length].view(count, length) for shift in (0, 1))
+    with _reading(model) as device:
+        total = torch.zeros(length, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        for mine, asked in zip(inputs.split(rows), targets.split(rows), strict=True):
+            logits = model(mine.to(device), use_cache=False).logits
+            total += _losses(logits, asked.to(device)).to(total).sum(0)
+    return total.cpu() / count
+
+
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of each token [rows, T], in float32 or better."""
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rebind.errors import InputError, NumericalError
 from rebind.files import write_atomically
 from rebind.nn.cache import RebindCache
-from rebind.nn.training import carry, checkpoint
+from rebind.nn.training import carry, checkpoint, sharding
+from rebind.nn.training.board import Board, require_tensorboard
 from rebind.nn.training.build import build_model, build_optimizer, grows, rows_a_piece
 from rebind.nn.training.config import TrainConfig, differences
 from rebind.nn.training.data import Corpus, Segments, prepare
@@ -28,13 +29,14 @@ from rebind.nn.training.figure import draw_curve
 from rebind.nn.training.log import Log, Row
 from rebind.nn.training.processes import Processes, alone, processes
 
-CHECKPOINTS, CONFIG, LOG, TIMES, RESULT, CURVE = (
+CHECKPOINTS, CONFIG, LOG, TIMES, RESULT, CURVE, BOARD = (
     "checkpoints",
     "config.json",
     "log.jsonl",
     "times.jsonl",
     "result.json",
     "curve.png",
+    "tensorboard",
 )
 
 
@@ -78,15 +80,20 @@ def train(
         progress: Whom to tell.
     """
     folder, told = Path(out), progress or Progress()
-    with processes(config.device) as group, alone(folder, group), _own_random(group):
+    if config.tensorboard:
+        require_tensorboard()
+    with processes(config.device) as group, alone(folder, group), _own_random(group), sharding.quiet():
         found = group.after_the_first(lambda: checkpoint.latest(folder / CHECKPOINTS))
         if found is not None:
             _require_same(folder, config)
         told.phase("tokens")
         corpus = group.after_the_first(lambda: prepare(config.data, cache or folder / "tokens"))
         run = Run(config, folder, group, corpus, found, told)
-        run.go()
-        return run.finish()
+        try:
+            run.go()
+            return run.finish()
+        finally:
+            run.close()
 
 
 class Run:
@@ -102,24 +109,30 @@ class Run:
         told: Progress,
     ) -> None:
         self.config, self.folder, self.group, self.corpus, self.told = config, folder, group, corpus, told
+        self.sharded = config.sharded and group.count > 1  # one process holds all of it anyway
         self.log, self.times = Log(folder / LOG), Log(folder / TIMES)
         self.segments = Segments(corpus.train, config.length, config.batch, seed=config.seed, lanes=config.carry)
         self.rows = rows_a_piece(config, group.count)
         if len(corpus.held) < 2:
             raise InputError(f"{len(corpus.held)} tokens are held, expected 2 or more: give more text to measure on")
         torch.manual_seed(config.seed)  # the same model in every process
-        self.model = build_model(config, corpus, group.device)
+        self.model = build_model(config, corpus, torch.device("cpu") if self.sharded else group.device)
         if config.carry and grows(self.model):
             raise InputError("carry is on and attention's memory grows without end: train it without, or other layers")
-        fused = group.device.type == "cuda"
-        self.optimizer = build_optimizer(config, self.model, fused=fused)
-        torch.manual_seed(config.seed + 1 + group.rank)  # other dropout in each
-        self.caches = carry.filled(self.model, config.accumulate, self.rows, {}, 0)
         self.step, self.saved = 0, found.folder if found else None
+        if found is not None:
+            self._require_place(found)
+            found.fill(self.model)
+        self.caches = self._caches(found)
+        if self.sharded:
+            sharding.shard(self.model, group)
+        self.optimizer = build_optimizer(config, self.model, fused=group.device.type == "cuda")
+        torch.manual_seed(config.seed + 1 + group.rank)  # other dropout in each
         if found is not None:
             self._go_on(found)
         else:
             self._begin()
+        self.board = Board(folder / BOARD, self.step) if config.tensorboard and group.first else None
         self.ran = self._wrapped()
         wide = config.precision == "float32" or (config.precision == "auto" and group.device.type != "cuda")
         self.wide = wide
@@ -144,13 +157,9 @@ class Run:
 
     def _go_on(self, found: checkpoint.Checkpoint) -> None:
         place = found.place
-        self._require_place(found)
-        found.fill(self.model)
-        checkpoint.restore_optimizer(self.optimizer, self.model, found.tensors.optimizer)
-        mine = {name: stacked[self.group.rank] for name, stacked in found.tensors.carried.items()}
-        lane = self.segments.count // self.config.batch
-        seen = (place.step % lane) * self.config.length if self.config.carry else 0
-        self.caches = carry.filled(self.model, self.config.accumulate, self.rows, mine, seen)
+        moments = checkpoint.moments_by_name(self.optimizer, self.model, found.tensors.optimizer)
+        restore = sharding.split_moments if self.sharded else checkpoint.restore_optimizer
+        restore(self.optimizer, self.model, moments)
         torch.set_rng_state(found.tensors.random["cpu"][self.group.rank].clone())  # a view of it crashes torch
         if self.group.device.type == "cuda" and "cuda" in found.tensors.random:
             torch.cuda.set_rng_state(found.tensors.random["cuda"][self.group.rank].clone(), self.group.device)
@@ -158,6 +167,15 @@ class Run:
         if self.group.first:
             self.log.cut(place.log_bytes)
         self.group.wait()
+
+    def _caches(self, found: checkpoint.Checkpoint | None) -> list[RebindCache]:
+        """The memories of each piece of a batch: empty ones, or as a checkpoint has them."""
+        mine, seen = {}, 0
+        if found is not None and self.config.carry:
+            mine = {name: stacked[self.group.rank] for name, stacked in found.tensors.carried.items()}
+            lane = self.segments.count // self.config.batch
+            seen = (found.place.step % lane) * self.config.length
+        return carry.filled(self.model, self.config.accumulate, self.rows, mine, seen, self.group.device)
 
     def _require_place(self, found: checkpoint.Checkpoint) -> None:
         place = found.place
@@ -180,7 +198,7 @@ class Run:
 
     def _wrapped(self) -> Any:
         ran: Any = self.model
-        if self.group.count > 1:
+        if self.group.count > 1 and not self.sharded:
             ran = DistributedDataParallel(self.model)
         return torch.compile(ran) if self.config.compile else ran
 
@@ -212,20 +230,20 @@ class Run:
             group["lr"] = config.optimizer.rate_at(step, config.steps)
         batch = self.segments.batch(step)
         if batch.begins:
-            self.caches = carry.filled(self.model, config.accumulate, self.rows, {}, 0)
+            self.caches = self._caches(None)
         total = torch.zeros((), device=device)
         for piece in range(config.accumulate):
             first = (piece * self.group.count + self.group.rank) * self.rows
             mine = slice(first, first + self.rows)
             with self._unsynced(piece):
-                inputs, targets = (tokens[mine].to(device) for tokens in (batch.inputs, batch.targets))
+                inputs, targets = (_moved(tokens[mine], device) for tokens in (batch.inputs, batch.targets))
                 loss = self._loss(inputs, targets, self.caches[piece] if config.carry else None)
                 (loss / config.accumulate).backward()
             total += loss.detach() / config.accumulate
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optimizer.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return total, norm.detach()
+        return total, sharding.whole(norm.detach())
 
     def _loss(self, inputs: Tensor, targets: Tensor, cache: RebindCache | None) -> Tensor:
         """The mean loss of a piece; a cache goes on from here, its gradient cut."""
@@ -236,8 +254,8 @@ class Run:
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def _unsynced(self, piece: int) -> AbstractContextManager[Any]:
-        """Gradients are averaged over the processes once a batch, after its last piece."""
-        if self.group.count == 1 or piece == self.config.accumulate - 1:
+        """Gradients are averaged over the processes after a batch's last piece; where they are split, after each."""
+        if self.group.count == 1 or self.sharded or piece == self.config.accumulate - 1:
             return nullcontext()
         return cast(AbstractContextManager[Any], self.ran.no_sync())
 
@@ -259,13 +277,20 @@ class Run:
         now = time.perf_counter()
         speed = len(losses) * self.config.batch * self.config.length / max(now - self._clock, 1e-9)
         if self.group.first:
-            self.times.append([{"step": self.step, "seconds": now - self._clock, "tokens_a_second": speed}])
+            row = {"step": self.step, "seconds": now - self._clock, "tokens_a_second": speed}
+            self.times.append([row])
+            self._draw([row])
         self._clock = now
         self.told.step(Update(self.step, self.config.steps, self.loss, self.validation, speed))
 
     def _write(self, rows: list[Row]) -> None:
         if self.group.first:
             self.log.append(rows)
+            self._draw(rows)
+
+    def _draw(self, rows: list[Row]) -> None:
+        if self.board is not None:
+            self.board.append(rows)
 
     @contextmanager
     def _trusted(self) -> Iterator[None]:
@@ -303,9 +328,9 @@ class Run:
         if group.device.type == "cuda":
             random["cuda"] = group.gathered(torch.cuda.get_rng_state(group.device))
         kept = {name: group.gathered(tensor) for name, tensor in carry.flattened(self.caches)}
+        parts = self._whole() if self.sharded or group.first else ({}, {})
         if group.first:
             self.told.phase("saving")
-            optimizer = checkpoint.optimizer_tensors(self.optimizer, self.model)
             place = checkpoint.Place(
                 step=self.step,
                 segments=self.step * self.config.batch,
@@ -315,20 +340,35 @@ class Run:
                 corpus=self.corpus.digest,
                 tokenizer=self.corpus.tokenizer_digest,
             )
-            tensors = checkpoint.Tensors(optimizer, _present(random), _present(kept))
-            folder = self.folder / CHECKPOINTS
-            keep = self.config.keep
+            tensors = checkpoint.Tensors(*parts, _present(random), _present(kept))
+            folder, keep = self.folder / CHECKPOINTS, self.config.keep
             self.saved = checkpoint.save(folder, self.model, self.corpus.tokenizer, place, tensors, keep=keep)
+            if self.board is not None:
+                self.board.flush()
             self.told.phase("steps")
         group.wait()
         self._clock = time.perf_counter()
 
+    def _whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """All weights and all of AdamW's moments, in the first process."""
+        if self.sharded:
+            return sharding.whole_weights(self.model), sharding.whole_moments(self.optimizer, self.model)
+        return self.model.state_dict(), checkpoint.optimizer_tensors(self.optimizer, self.model)
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
     def finish(self) -> Result:
         """Measure the model, draw the curve, and say what came of it."""
         path = self.folder / CHECKPOINTS / f"step-{self.step:08d}"
-        if self.group.first and not (self.folder / RESULT).exists():
+        missing = self.group.as_the_first(not (self.folder / RESULT).exists())
+        summary = None
+        if missing and (self.group.first or self.sharded):  # a model that is split runs in all processes, or in none
             self.told.phase("evaluating")
-            text = json.dumps(self._summary(), indent=1) + "\n"
+            summary = self._summary()
+        if summary is not None and self.group.first:
+            text = json.dumps(summary, indent=1) + "\n"
             title = f"{self.config.preset}, {', '.join(dict.fromkeys(self.model.config.kinds))}"
             draw_curve(self.folder / CURVE, self.log.rows(), title)
             write_atomically(self.folder / RESULT, text.encode())
@@ -360,6 +400,11 @@ class Run:
 def _own_random(group: Processes) -> AbstractContextManager[None]:
     """Seeds of a run are not those of whoever calls it."""
     return torch.random.fork_rng(devices=[group.device] if group.device.type == "cuda" else [])
+
+
+def _moved(tokens: Tensor, device: torch.device) -> Tensor:
+    """Tokens on their device. A GPU is not waited for: they go there from memory that it reads by itself."""
+    return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens.to(device)
 
 
 def _require_same(folder: Path, config: TrainConfig) -> None:

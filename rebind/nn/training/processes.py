@@ -73,6 +73,14 @@ class Processes:
             raise RebindError("the first process could not go on: it says why")
         return cast(Made, made) if self.first else make()
 
+    def as_the_first(self, flag: bool) -> bool:
+        """What the first process says, in all of them."""
+        if self.count == 1:
+            return flag
+        said = torch.tensor(float(flag), device=self.device)
+        distributed.broadcast(said, 0)
+        return bool(said.item())
+
     def wait(self) -> None:
         if self.count > 1:
             distributed.barrier()
