@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,9 @@ def lab(
 ) -> None:
     """Measure and draw what memories hold, forget and cost; without a name, list the experiments."""
     with screen(as_json, quiet, debug) as shown:
+        if debug:
+            logging.basicConfig(format="%(relativeCreated)8d ms %(name)s: %(message)s")
+            logging.getLogger("rebind.lab").setLevel(logging.DEBUG)
         from rebind.lab.catalogue import EXPERIMENTS, get_experiment
         from rebind.lab.experiment import configure
         from rebind.lab.run import run
@@ -64,12 +68,15 @@ def lab(
 
 
 def _list(shown: Screen, experiments: list[Experiment[Any]]) -> None:
-    made = table("experiment", "what is measured", "answers", "one core", right=["one core"])
+    made = table("experiment", "what is measured", "answers", "CPU", "GPU", right=["CPU", "GPU"])
     for one in experiments:
-        made.add_row(one.name, one.title, one.answers, one.takes)
+        made.add_row(one.name, one.title, one.answers, one.takes, one.on_gpu)
     shown.show(made)
     shown.hint("rebind lab NAME runs one, --quick in seconds; rebind lab --help has the rest")
-    told = [{"name": one.name, "title": one.title, "answers": one.answers, "takes": one.takes} for one in experiments]
+    told = [
+        {"name": one.name, "title": one.title, "answers": one.answers, "takes": one.takes, "on_gpu": one.on_gpu}
+        for one in experiments
+    ]
     shown.result({"experiments": told}, "\n".join(one.name for one in experiments))
 
 

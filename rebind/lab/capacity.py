@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -11,7 +11,8 @@ import torch
 
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
 from rebind.lab.report import Curve, curve, select, spread
-from rebind.lab.retrieval import FEATURES, SOLVED, Model, Task, Training, train
+from rebind.lab.retrieval import FEATURES, SOLVED, Recipe, Task, Training
+from rebind.lab.stacks import train_all
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +26,14 @@ LABELS = {
     "favor-128": "FAVOR+, m = 128",
     "favor-512": "FAVOR+, m = 512",
     "softmax": "softmax",
+}
+# The authors' logs, one run a point with keys 64 wide: the largest S solved, and the loss at S = 600.
+PUBLISHED = {
+    "linear": (40, 0.452),
+    "dpfp-1": (100, 0.418),
+    "dpfp-2": (240, 0.326),
+    "dpfp-3": (340, 0.201),
+    "softmax": (340, 0.054),
 }
 
 
@@ -56,10 +65,18 @@ def batches(config: Capacity) -> list[list[Point]]:
 
 
 def measure(config: Capacity, points: Sequence[Point], device: torch.device) -> list[Row]:
-    size = points[0]["size"]
-    models = [Model("sum", point["seed"]) for point in points]
-    trained = train(models, Task(size, size, replacement=False), points[0]["feature"], config, device)
-    return [{"loss": one.loss, "steps": one.steps, "losses": one.losses} for one in trained]
+    return next(side_by_side(config, [points], device))[1]
+
+
+def side_by_side(
+    config: Capacity, batches: Sequence[Sequence[Point]], device: torch.device
+) -> Iterator[tuple[int, list[Row]]]:
+    jobs = []
+    for batch in batches:
+        task = Task(batch[0]["size"], batch[0]["size"], replacement=False)
+        jobs.append((Recipe(task, batch[0]["feature"]), [point["seed"] for point in batch]))
+    for job, trained in train_all(jobs, config, device):
+        yield job, [{"loss": one.loss, "steps": one.steps, "losses": one.losses} for one in trained]
 
 
 def solved(found: Curve, most: float = 2 * SOLVED) -> float:
@@ -73,8 +90,15 @@ def table(config: Capacity, rows: Sequence[Row]) -> Table:
     for feature in config.features:
         some = select(rows, feature=feature)
         cells = [spread([row["loss"] for row in select(some, size=size)]) for size in sizes]
-        lines.append([LABELS[feature], *cells, f"{solved(curve(some, 'size', 'loss')):g}"])
-    return Table(["φ", *(f"loss at S = {size}" for size in sizes), "largest S solved"], lines)
+        most, loss = PUBLISHED.get(feature, ("—", "—")) if _as_published(config) else ("—", "—")
+        lines.append([LABELS[feature], *cells, str(loss), f"{solved(curve(some, 'size', 'loss')):g}", str(most)])
+    losses = (f"loss at S = {size}" for size in sizes)
+    return Table(["φ", *losses, "published at S = 600", "largest S solved", "published"], lines)
+
+
+def _as_published(config: Capacity) -> bool:
+    """Whether the numbers may be laid beside the published ones."""
+    return (config.sizes, config.key_width, config.batch) == (Capacity.sizes, Capacity.key_width, Capacity.batch)
 
 
 def claims(config: Capacity, rows: Sequence[Row]) -> list[Claim]:
@@ -93,6 +117,11 @@ def claims(config: Capacity, rows: Sequence[Row]) -> list[Claim]:
     if "softmax" in found:
         best = found["softmax"].mean[-1] < min(last)
         made.append(Claim("softmax, whose memory grows, loses least", best, f"{found['softmax'].mean[-1]:.3f}"))
+    if _as_published(config):
+        reached = {name: solved(found[name]) for name in PUBLISHED if name in found}
+        told = ", ".join(f"{name} {most:g} ({PUBLISHED[name][0]})" for name, most in reached.items())
+        held = all(most >= PUBLISHED[name][0] for name, most in reached.items())
+        made.append(Claim("each solves what its published run did, or more", held, f"largest S (published): {told}"))
     return made
 
 
@@ -137,6 +166,7 @@ EXPERIMENT = Experiment(
     quick=QUICK,
     batches=batches,
     measure=measure,
+    side_by_side=side_by_side,
     table=table,
     figure=figure,
     claims=claims,

@@ -2,12 +2,13 @@
 
 A *point* is a setting to measure (`{"rule": "delta", "n": 32, "seed": 0}`); a *row* is a point with what was found
 there. Points that are measured together make a *batch*. What a batch finds may depend on the config and on its points
-alone, so that a run that was killed ends with the numbers of one that was not.
+alone, so that a run that was killed ends with the numbers of one that was not. Several batches may be measured side by
+side; each is kept as soon as it is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -59,7 +60,7 @@ class Experiment(Generic[C]):
     name: str
     title: str  # one line: what is measured
     answers: str  # the figure, table or sentence of the seeds that it answers
-    takes: str  # time at full size on one core, or what it is for
+    takes: str  # time at full size on a CPU of two cores, or what it is for
     config: C  # full size
     quick: C  # the same shape in seconds
     batches: Callable[[C], list[list[Point]]]
@@ -67,6 +68,17 @@ class Experiment(Generic[C]):
     table: Callable[[C, Sequence[Row]], Table]
     figure: Callable[[C, Sequence[Row]], Figure]
     claims: Callable[[C, Sequence[Row]], list[Claim]]
+    on_gpu: str = "—"  # time at full size on one H200, where it was measured
+    side_by_side: Callable[[C, Sequence[Sequence[Point]], torch.device], Iterator[tuple[int, list[Row]]]] | None = None
+    """All these batches, each with its number when it is there, in any order. None: `measure`, one after another."""
+
+    def rows(
+        self, config: C, batches: Sequence[Sequence[Point]], device: torch.device
+    ) -> Iterator[tuple[int, list[Row]]]:
+        """What the batches find, each with its number."""
+        if self.side_by_side is not None:
+            return self.side_by_side(config, batches, device)
+        return ((number, self.measure(config, batch, device)) for number, batch in enumerate(batches))
 
 
 def configure(config: C, overrides: Iterable[str]) -> C:

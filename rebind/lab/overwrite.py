@@ -6,7 +6,7 @@ measured here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,8 @@ import torch
 
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
 from rebind.lab.report import curve, select, spread
-from rebind.lab.retrieval import SOLVED, Model, Task, Training, train
+from rebind.lab.retrieval import SOLVED, Recipe, Task, Training
+from rebind.lab.stacks import train_all
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,16 @@ RULES = {
     "delta": "delta",
     "gated_delta": "gated delta",
     "longhorn": "Longhorn",
+}
+# The authors' logs by (φ, rule, S): one run with keys 64 wide, evaluated at length S.
+PUBLISHED = {
+    ("dpfp-1", "delta", 20): 7.7e-4,
+    ("dpfp-1", "sum", 20): 0.105,
+    ("dpfp-1", "tanh", 20): 1.69,
+    ("dpfp-2", "delta", 200): 8.4e-4,
+    ("dpfp-1", "delta", 200): 0.186,
+    ("dpfp-1", "sum", 200): 0.239,
+    ("linear", "delta", 200): 0.343,
 }
 
 
@@ -41,23 +52,31 @@ QUICK = Overwrite(seeds=2, sizes=(8, 16), features=("dpfp-1",), key_width=24, ba
 
 
 def batches(config: Overwrite) -> list[list[Point]]:
-    """One for each size and feature: all rules and seeds train together."""
+    """One for each feature, size and rule: the seeds train together."""
     return [
-        [
-            {"feature": feature, "size": size, "rule": rule, "seed": seed}
-            for rule in config.rules
-            for seed in range(config.seeds)
-        ]
+        [{"feature": feature, "size": size, "rule": rule, "seed": seed} for seed in range(config.seeds)]
         for feature in config.features
         for size in config.sizes
+        for rule in config.rules
     ]
 
 
 def measure(config: Overwrite, points: Sequence[Point], device: torch.device) -> list[Row]:
-    size = points[0]["size"]
-    models = [Model(point["rule"], point["seed"]) for point in points]
-    trained = train(models, Task(size, 2 * size, replacement=True), points[0]["feature"], config, device)
-    return [{"loss": one.loss, "short": one.short, "steps": one.steps, "losses": one.losses} for one in trained]
+    return next(side_by_side(config, [points], device))[1]
+
+
+def side_by_side(
+    config: Overwrite, batches: Sequence[Sequence[Point]], device: torch.device
+) -> Iterator[tuple[int, list[Row]]]:
+    jobs = []
+    for batch in batches:
+        task = Task(batch[0]["size"], 2 * batch[0]["size"], replacement=True)
+        jobs.append((Recipe(task, batch[0]["feature"], batch[0]["rule"]), [point["seed"] for point in batch]))
+    for job, trained in train_all(jobs, config, device):
+        yield (
+            job,
+            [{"loss": one.loss, "short": one.short, "steps": one.steps, "losses": one.losses} for one in trained],
+        )
 
 
 def table(config: Overwrite, rows: Sequence[Row]) -> Table:
@@ -67,8 +86,9 @@ def table(config: Overwrite, rows: Sequence[Row]) -> Table:
             for size in config.sizes:
                 some = select(rows, feature=feature, rule=rule, size=size)
                 cells = [spread([row[name] for row in some]) for name in ("loss", "short", "steps")]
-                lines.append([feature, RULES[rule], str(size), *cells])
-    return Table(["φ", "rule", "S", "loss at length 2S", "loss at length S", "steps"], lines)
+                known = PUBLISHED.get((feature, rule, size), "—") if config.key_width == Overwrite.key_width else "—"
+                lines.append([feature, RULES[rule], str(size), *cells[:2], str(known), cells[2]])
+    return Table(["φ", "rule", "S", "loss at length 2S", "loss at length S", "published at S", "steps"], lines)
 
 
 def claims(config: Overwrite, rows: Sequence[Row]) -> list[Claim]:
@@ -153,6 +173,7 @@ EXPERIMENT = Experiment(
     quick=QUICK,
     batches=batches,
     measure=measure,
+    side_by_side=side_by_side,
     table=table,
     figure=figure,
     claims=claims,

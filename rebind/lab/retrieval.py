@@ -10,7 +10,8 @@ A query comes after the last write, so no state is ever formed. With a_i = φ(k_
 reads  o = Σ_j c_j v_j,  c_j = η_j (γ_L/γ_j) (T₀ᵀ a)_j,  T₀ = (I + tril(diag(ε) K Kᵀ, −1))⁻¹,  γ = cumprod(α):
 one triangular system of L unknowns a query, whatever the rule, and none where ε = 0.
 
-Models of one size train together: every parameter has a leading axis [models], and sequences are [models, batch, L].
+The seeds of one recipe make a stack: every parameter has a leading axis [models], and sequences are [models, batch, L].
+`rebind.lab.stacks` trains them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rebind.errors import InputError
 from rebind.lab.experiment import Config
-from rebind.memory import Feature, get_feature, get_rule, sum_normalise
+from rebind.lab.reading import constant, corrected, rows, similarity, squashed
+from rebind.memory import Feature, get_feature, get_rule
 
 FEATURES: dict[str, tuple[str, dict[str, int]]] = {
     "linear": ("elu+1", {}),
@@ -62,6 +63,11 @@ class Task:
     length: int  # L
     replacement: bool  # keys and values may come again; the latest counts
 
+    @property
+    def once(self) -> bool:
+        """Whether every key and every value comes exactly once."""
+        return not self.replacement and self.length == self.size
+
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Keys and values, [count, L] each."""
         device = generator.device
@@ -71,94 +77,118 @@ class Task:
             both = torch.rand(2, count, self.size, generator=generator, device=device).argsort(-1)[..., : self.length]
         return both[0], both[1]
 
+    def lessons(self, count: int, generator: torch.Generator) -> Tensor:
+        """Sequences with one query each, [count, …], as `Sequences.of` takes them apart."""
+        keys, values = self.draw(count, generator)
+        place = torch.randint(self.length, (count, 1), generator=generator, device=keys.device)
+        query = keys.gather(-1, place)
+        places = [keys.argsort(-1), values.argsort(-1)] if self.once else []
+        return torch.cat([keys, values, query, latest(keys, values, query), *places], dim=-1)
+
 
 @dataclass(frozen=True)
-class Model:
-    """One model of a stack."""
+class Sequences:
+    """What is written and asked: keys and values [models, B, L], queries and what they should read [models, B, Q]."""
 
-    rule: str
-    seed: int
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    wanted: Tensor
+    back: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    """For the gradients of keys, values and queries, as `reading.rows` takes them."""
+
+    @classmethod
+    def of(cls, lessons: Tensor, task: Task) -> Sequences:
+        """Of what `Task.lessons` drew, [models, B, …]."""
+        length = task.length
+        keys, values, queries, wanted, *places = lessons.split(
+            [length, length, 1, 1, *([length, length] if task.once else [])], dim=-1
+        )
+        by_key, by_value = places if task.once else (hot(keys, task.size), hot(values, task.size))
+        return cls(keys, values, queries, wanted, (by_key, by_value, hot(queries, task.size)))
 
 
 @dataclass(frozen=True)
-class Trained:
-    loss: float  # at the end, on sequences of the task's length
-    short: float  # the same on sequences of length S, as the public evaluation of setting 2 had them
-    steps: int
-    losses: list[float]  # at every evaluation
+class Recipe:
+    """What the models of a stack have in common."""
+
+    task: Task
+    feature: str
+    rule: str = "sum"
 
 
 class Stack:
-    """Models with one task and one feature. Parameters are float32, [models, …]."""
+    """Models of one recipe, a seed each. Parameters are float32, [models, …]."""
 
-    def __init__(
-        self, models: Sequence[Model], task: Task, feature: str, config: Training, device: torch.device
-    ) -> None:
-        if feature not in FEATURES:
+    def __init__(self, recipe: Recipe, seeds: Sequence[int], config: Training, device: torch.device) -> None:
+        if recipe.feature not in FEATURES:
             raise InputError(
-                f"feature {feature!r} is unknown, expected one of {', '.join(FEATURES)}: choose one of these"
+                f"feature {recipe.feature!r} is unknown, expected one of {', '.join(FEATURES)}: choose one of these"
             )
-        self.models, self.task, self.softmax = list(models), task, feature == "softmax"
-        name, options = FEATURES[feature]
+        self.recipe, self.task, self.softmax = recipe, recipe.task, recipe.feature == "softmax"
+        self.rule = None if recipe.rule == "tanh" else get_rule(recipe.rule)
+        name, options = FEATURES[recipe.feature]
         self.feature: Feature = get_feature(name, config.key_width, **options)
-        drawn = [_initial(task.size, config.key_width, model.seed) for model in models]
+        drawn = [_initial(self.task.size, config.key_width, seed) for seed in seeds]
         self.parameters = {
             part: torch.stack([one[part] for one in drawn]).to(device).requires_grad_() for part in drawn[0]
         }
+        for part, held in self.feature.state.items():  # where the models are, once, and not at every step
+            setattr(self.feature, part, held.to(self.parameters["embed"]))
+        self.constant = constant(self.feature, self.parameters["embed"].detach())
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep(self, which: Sequence[int]) -> None:
         """Only these models go on."""
-        self.models = [self.models[row] for row in rows]
-        self.parameters = {name: p.detach()[list(rows)].requires_grad_() for name, p in self.parameters.items()}
+        self.parameters = {name: p.detach()[list(which)].requires_grad_() for name, p in self.parameters.items()}
 
-    def read(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-        """What is read for queries [models, B, Q] after keys and values [models, B, L]: [models, B, Q, S]."""
-        p = self.parameters
-        k = _rows(p["embed"] @ p["key"].mT, keys) + _rows(p["key_value"], values) + p["key_bias"][:, None, None]
-        q = _rows(p["embed"] @ p["query"].mT, queries) + p["query_bias"][:, None, None]
+    def loss(self, sequences: Sequences) -> Tensor:
+        """½‖o − v‖² of every query: [models, B, Q]."""
+        wanted = sequences.wanted.unsqueeze(-1)
+        read = self.read(sequences)
+        return 0.5 * read.scatter_add(-1, wanted, read.new_full((), -1.0).expand(wanted.shape)).square().sum(-1)
+
+    def read(self, sequences: Sequences) -> Tensor:
+        """What is read for the queries after the writes: [models, B, Q, S]."""
+        p, values = self.parameters, sequences.values
+        by_key, by_value, by_query = sequences.back
+        k = rows(self._table("key"), sequences.keys, by_key) + rows(p["key_value"], values, by_value)
+        q = rows(self._table("query"), sequences.queries, by_query)
         if self.softmax:
             weights = torch.softmax(q @ k.mT / math.sqrt(k.shape[-1]), dim=-1)
-            return _scatter(weights, values, self.task.size)
-        gates = _rows(p["embed"] @ p["gate"].mT, keys) + _rows(p["gate_value"], values) + p["gate_bias"][:, None, None]
-        reads = []
-        for first, count, rule in self._groups():
-            some = slice(first, first + count)
-            reads.append(self._read_by(rule, k[some], q[some], values[some], gates[some]))
-        return torch.cat(reads)
+        elif self.rule is None:
+            return self.feature(q) @ squashed(self.feature(k), values, self.task.size).mT
+        else:
+            logits = None
+            if self.rule.gates:
+                logits = rows(self._table("gate"), sequences.keys, by_key) + rows(p["gate_value"], values, by_value)
+            weights = self._weights(k, q, logits)
+        return self._values_of(weights, values, by_value)
 
-    def _read_by(self, rule: str, k: Tensor, q: Tensor, values: Tensor, logits: Tensor) -> Tensor:
-        if rule == "tanh":
-            return self._squashed(self.feature(k), self.feature(q), values)
-        found = get_rule(rule)
-        corrects = found.reads
-        phi_k, phi_q = (self._phi(x, corrects) for x in (k, q))
-        coefficients = found.coefficients(phi_k, values=False, **_gates(rule, logits))
-        weights = read_weights(phi_k, phi_q, coefficients.decay, coefficients.erase, coefficients.write)
-        if not corrects:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)
-        return _scatter(weights, values, self.task.size)
+    def _table(self, part: str) -> Tensor:
+        """W e + b of every embedding: [models, S, …]."""
+        p = self.parameters
+        return torch.baddbmm(p[f"{part}_bias"].unsqueeze(1), p["embed"], p[part].mT)
 
-    def _phi(self, x: Tensor, normalised: bool) -> Tensor:
-        """Rules that correct take features that sum to one; the others divide by what a value of 1 would return."""
-        return sum_normalise(self.feature.up_to_scale(x)) if normalised else self.feature(x)
+    def _weights(self, k: Tensor, q: Tensor, logits: Tensor | None) -> Tensor:
+        """c [models, B, Q, L]. Rules that correct take features that sum to one; the others divide by Σ c."""
+        assert self.rule is not None
+        gates = {} if logits is None else _gates(self.recipe.rule, logits)
+        if self.rule.reads:
+            phi_k, phi_q = (_shares(self.feature.up_to_scale(x)) for x in (k, q))
+            got = self.rule.coefficients(phi_k, values=False, **gates)
+            return faded(correct(phi_k, phi_q, got.erase), got.decay, got.write)
+        one = q.shape[-2] == 1
+        products = similarity(self.feature, self.constant, k, q) if one else self.feature(q) @ self.feature(k).mT
+        got = self.rule.coefficients(k, values=False, **gates)
+        weights = faded(products, got.decay, got.write)
+        return weights / (weights.sum(-1, keepdim=True) + 1e-6)
 
-    def _squashed(self, phi_k: Tensor, phi_q: Tensor, values: Tensor) -> Tensor:
-        """W ← tanh(W + v φ(k)ᵀ), which has no closed read."""
-        memory = phi_k.new_zeros(*phi_k.shape[:2], self.task.size, phi_k.shape[-1])
-        hot = functional.one_hot(values, self.task.size).to(phi_k)
-        for t in range(values.shape[-1]):
-            memory = torch.tanh(memory + hot[:, :, t, :, None] * phi_k[:, :, t, None, :])
-        return phi_q @ memory.mT
-
-    def _groups(self) -> list[tuple[int, int, str]]:
-        """Neighbours with one rule: where they begin, how many, which."""
-        groups: list[tuple[int, int, str]] = []
-        for row, model in enumerate(self.models):
-            if groups and groups[-1][2] == model.rule:
-                groups[-1] = (groups[-1][0], groups[-1][1] + 1, model.rule)
-            else:
-                groups.append((row, 1, model.rule))
-        return groups
+    def _values_of(self, weights: Tensor, values: Tensor, by_value: Tensor | None) -> Tensor:
+        """Σ_j c_j v_j for one-hot values: [models, B, Q, S]."""
+        if not self.task.once:
+            return weights @ (hot(values, self.task.size) if by_value is None else by_value)
+        zeros = weights.new_zeros(*weights.shape[:-1], self.task.size)
+        return zeros.scatter_add(-1, values.unsqueeze(-2).expand_as(weights), weights)
 
 
 def _gates(rule: str, logits: Tensor) -> dict[str, Any]:
@@ -168,110 +198,46 @@ def _gates(rule: str, logits: Tensor) -> dict[str, Any]:
     return {name: gate for name, gate in every.items() if name in get_rule(rule).gates}
 
 
-def read_weights(k: Tensor, q: Tensor, decay: float | Tensor, erase: float | Tensor, write: float | Tensor) -> Tensor:
-    """c [..., Q, L] of o = Σ c_j v_j, for φ(k) [..., L, D], φ(q) [..., Q, D] and coefficients [..., L]."""
-    weights = q @ k.mT
-    if isinstance(erase, Tensor):
-        system = torch.tril(erase.unsqueeze(-1) * (k @ k.mT), -1)
-        # aᵀT₀ = x  ⇔  x (I + system) = a
-        weights = torch.linalg.solve_triangular(system, weights, upper=False, left=False, unitriangular=True)
+def _shares(x: Tensor) -> Tensor:
+    """x / Σx for features that are never negative; a row of zeros stays zero.
+
+    `sum_normalise` without its look at the values, for which a GPU would have to be waited for.
+    """
+    total = x.sum(-1, keepdim=True)
+    return x / (total + (total == 0))
+
+
+def correct(k: Tensor, q: Tensor, erase: float | Tensor) -> Tensor:
+    """aᵀT₀ [..., Q, L] for φ(k) [..., L, D], φ(q) [..., Q, D] and ε [..., L]."""
+    if not isinstance(erase, Tensor):
+        return q @ k.mT
+    if q.shape[-2] == 1:
+        return corrected(k, q, erase)
+    system = torch.tril(erase.unsqueeze(-1) * (k @ k.mT), -1)
+    # aᵀT₀ = x  ⇔  x (I + system) = a
+    return torch.linalg.solve_triangular(system, q @ k.mT, upper=False, left=False, unitriangular=True)
+
+
+def faded(weights: Tensor, decay: float | Tensor, write: float | Tensor) -> Tensor:
+    """c [..., Q, L] of o = Σ c_j v_j: η_j γ_L/γ_j times aᵀT₀, for coefficients [..., L]."""
     if isinstance(decay, Tensor):
         logs = decay.clamp_min(1e-30).log()
         weights = weights * (logs.sum(-1, keepdim=True) - logs.cumsum(-1)).exp().unsqueeze(-2)
-    return weights * (write.unsqueeze(-2) if isinstance(write, Tensor) else write)
+    if isinstance(write, Tensor):
+        return weights * write.unsqueeze(-2)
+    return weights if write == 1 else weights * write
 
 
-def train(models: Sequence[Model], task: Task, feature: str, config: Training, device: torch.device) -> list[Trained]:
-    """Train every model until it is solved, no longer improves or has had its steps."""
-    stack = Stack(models, task, feature, config, device)
-    adam = _Adam(stack, config.rate)
-    draws = {m.seed: torch.Generator(device=device).manual_seed(m.seed + 1) for m in models}
-    ended: dict[Model, Trained] = {}
-    losses: dict[Model, list[float]] = {model: [] for model in models}
-    for step in range(1, config.steps + 1):
-        loss = _training_loss(stack, draws, config)
-        adam.step(_gradients(loss, stack))
-        if step % config.every and step != config.steps:
-            continue
-        now = _evaluate(stack, task, config)
-        for model, value in zip(stack.models, now, strict=True):
-            losses[model].append(value)
-        over = [row for row, model in enumerate(stack.models) if step == config.steps or _over(losses[model], config)]
-        if over:
-            short = _evaluate(stack, Task(task.size, task.size, task.replacement), config)
-            for row in over:
-                model = stack.models[row]
-                ended[model] = Trained(now[row], short[row], step, losses[model])
-            rest = [row for row in range(len(stack.models)) if row not in over]
-            if not rest:
-                break
-            stack.keep(rest)
-            adam.keep(rest)
-    return [ended[model] for model in models]
-
-
-def _gradients(loss: Tensor, stack: Stack) -> tuple[Tensor, ...]:
-    """Zero for what a rule does not use: sums have no gates."""
-    return torch.autograd.grad(loss, list(stack.parameters.values()), allow_unused=True, materialize_grads=True)
-
-
-def _over(losses: Sequence[float], config: Training) -> bool:
-    best = min(range(len(losses)), key=lambda index: losses[index])
-    return losses[-1] <= SOLVED or len(losses) - 1 - best >= config.patience
-
-
-def _training_loss(stack: Stack, draws: dict[int, torch.Generator], config: Training) -> Tensor:
-    """½‖o − v‖² of one query a sequence, the mean over a batch, summed over models. Each seed has its own sequences."""
-    batches = {}
-    for seed in dict.fromkeys(model.seed for model in stack.models):
-        keys, values = stack.task.draw(config.batch, draws[seed])
-        place = torch.randint(stack.task.length, (config.batch, 1), generator=draws[seed], device=keys.device)
-        query = keys.gather(-1, place)
-        batches[seed] = keys, values, query, _latest(keys, values, query)
-    keys, values, query, wanted = (
-        torch.stack([batches[model.seed][part] for model in stack.models]) for part in range(4)
-    )
-    return _loss(stack.read(keys, values, query), wanted).mean((1, 2)).sum()
-
-
-@torch.no_grad()
-def _evaluate(stack: Stack, task: Task, config: Training) -> list[float]:
-    """The loss of every distinct key of fresh sequences, the same at every evaluation of a seed."""
-    device = next(iter(stack.parameters.values())).device
-    drawn = {}
-    for seed in dict.fromkeys(model.seed for model in stack.models):
-        keys, values = task.draw(config.tested, torch.Generator(device=device).manual_seed(10_000 + seed))
-        every = torch.arange(task.size, device=device).expand(config.tested, -1)
-        present = (every.unsqueeze(-1) == keys.unsqueeze(-2)).any(-1)
-        drawn[seed] = keys, values, every, _latest(keys, values, every), present
-    keys, values, every, wanted, present = (
-        torch.stack([drawn[model.seed][part] for model in stack.models]) for part in range(5)
-    )
-    loss = _loss(stack.read(keys, values, every), wanted) * present
-    return (loss.sum((1, 2)) / present.sum((1, 2))).tolist()
-
-
-def _latest(keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+def latest(keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
     """The value that each query's key was last bound to: [B, Q]."""
     order = torch.arange(1, keys.shape[-1] + 1, device=keys.device)
     last = ((queries.unsqueeze(-1) == keys.unsqueeze(-2)) * order).argmax(-1)
     return values.gather(-1, last)
 
 
-def _loss(read: Tensor, wanted: Tensor) -> Tensor:
-    return 0.5 * (read - functional.one_hot(wanted, read.shape[-1])).square().sum(-1)
-
-
-def _rows(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of each model's table [models, S, D] at index [models, B, L]: [models, B, L, D]."""
-    flat = index.flatten(1).unsqueeze(-1).expand(-1, -1, table.shape[-1])
-    return table.gather(1, flat).unflatten(1, index.shape[1:])
-
-
-def _scatter(weights: Tensor, values: Tensor, size: int) -> Tensor:
-    """Σ_j c_j v_j for one-hot values: [models, B, Q, S]."""
-    zeros = weights.new_zeros(*weights.shape[:-1], size)
-    return zeros.scatter_add(-1, values.unsqueeze(-2).expand_as(weights), weights)
+def hot(index: Tensor, size: int) -> Tensor:
+    """One-hots [..., S], float32."""
+    return torch.zeros(*index.shape, size, device=index.device).scatter_(-1, index.unsqueeze(-1), 1.0)
 
 
 def _initial(size: int, key_width: int, seed: int) -> dict[str, Tensor]:
@@ -293,28 +259,3 @@ def _initial(size: int, key_width: int, seed: int) -> dict[str, Tensor]:
         "gate_value": uniform(size, 2),
         "gate_bias": uniform(2) + torch.tensor([0.0, 4.0]),  # α begins near 1
     }
-
-
-class _Adam:
-    """Adam over a stack whose models may leave."""
-
-    def __init__(self, stack: Stack, rate: float) -> None:
-        self.stack, self.rate, self.count = stack, rate, 0
-        self.first = [torch.zeros_like(p) for p in stack.parameters.values()]
-        self.second = [torch.zeros_like(p) for p in stack.parameters.values()]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.first = [one[list(rows)] for one in self.first]
-        self.second = [one[list(rows)] for one in self.second]
-
-    @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor]) -> None:
-        self.count += 1
-        size = self.rate * math.sqrt(1 - 0.999**self.count) / (1 - 0.9**self.count)
-        small = 1e-8 * math.sqrt(1 - 0.999**self.count)
-        torch._foreach_lerp_(self.first, list(gradients), 0.1)
-        torch._foreach_mul_(self.second, 0.999)
-        torch._foreach_addcmul_(self.second, list(gradients), list(gradients), 0.001)
-        root = torch._foreach_sqrt(self.second)
-        torch._foreach_add_(root, small)
-        torch._foreach_addcdiv_(list(self.stack.parameters.values()), self.first, root, -size)

@@ -1,7 +1,7 @@
 """Run an experiment into a folder. What was measured stays; a run that was killed goes on where it was.
 
 config.json     the experiment, its settings, device and versions: all it takes to repeat it
-points.jsonl    one line a point, in the order of the points, added as batches finish
+points.jsonl    one line a point, added as batches finish; when all are there, in the order of the points
 table.md        the numbers and the claims
 figure.png, figure.svg
 """
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +38,7 @@ T = TypeVar("T")
 
 CONFIG, POINTS, TABLE, FIGURE = "config.json", "points.jsonl", "table.md", "figure"
 
-Progress = Callable[[int, int, Point], None]  # points done, of how many, the one that comes next
+Progress = Callable[[int, int, Point], None]  # points done, of how many, one that was or comes next
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,19 @@ def _points(
     progress: Progress,
 ) -> tuple[list[Row], int]:
     """All rows, once those that were not there are measured; and how many were."""
-    lines = Lines(folder / POINTS)
-    whole = _whole_batches(lines, batches)
-    resumed = sum(map(len, batches[:whole]))
-    lines.keep(resumed)
-    total = sum(map(len, batches))
-    for batch in batches[whole:]:
-        progress(len(lines.rows), total, batch[0])
-        lines.append(_measured(experiment, config, batch, device))
-    progress(total, total, batches[-1][-1])
+    path = folder / POINTS
+    there = _there(path, batches)
+    lines = _in_order(path, [line for batch in there if batch for line in batch])
+    resumed, total = len(lines.rows), sum(map(len, batches))
+    missing = [number for number, batch in enumerate(there) if batch is None]
+    rest = [batches[number] for number in missing]
+    if rest:
+        progress(resumed, total, rest[0][0])
+    for found, rows in experiment.rows(config, rest, device):
+        there[missing[found]] = _checked(rest[found], rows)
+        lines.append(there[missing[found]] or [])
+        progress(len(lines.rows), total, rest[found][-1])
+    lines = _in_order(path, [line for batch in there if batch for line in batch])
     return [{**line["point"], **line["found"]} for line in lines.rows], resumed
 
 
@@ -168,26 +171,40 @@ def _differences(one: Any, other: Any, prefix: str = "") -> list[str]:
     return [] if one == other else [f"{prefix.removesuffix('.') or 'everything'} ({one} there, {other} here)"]
 
 
-def _whole_batches(lines: Lines, batches: Sequence[Sequence[Point]]) -> int:
-    """How many batches the file has all of. Its lines must be these points, in this order."""
-    for number, (line, point) in enumerate(zip(lines.rows, chain.from_iterable(batches), strict=False), start=1):
-        if line.get("point") != point:
+def _there(path: Path, batches: Sequence[Sequence[Point]]) -> list[list[Row] | None]:
+    """The lines of every batch that the file has all of. Its lines must be of these points, each once."""
+    ours = {_key(point): point for batch in batches for point in batch}
+    lines: dict[str, Row] = {}
+    for number, line in enumerate(Lines(path).rows, start=1):
+        key = _key(line.get("point"))
+        if key not in ours or key in lines:
+            problem = "again" if key in lines else "which is not of this run"
             raise InputError(
-                f"line {number} of {lines.path} is about {line.get('point')}, expected {point}: restore the file, or "
-                f"name another --out"
+                f"line {number} of {path} is about {line.get('point')}, {problem}, expected each point of this run "
+                f"once: restore the file, or name another --out"
             )
-    have = len(lines.rows)
-    count = 0
-    for batch in batches:
-        have -= len(batch)
-        if have < 0:
-            break
-        count += 1
-    return count
+        lines[key] = line
+    whole = [[lines[_key(point)] for point in batch if _key(point) in lines] for batch in batches]
+    return [found if len(found) == len(batch) else None for found, batch in zip(whole, batches, strict=True)]
 
 
-def _measured(experiment: Experiment[C], config: C, batch: Sequence[Point], device: torch.device) -> list[Row]:
-    found = experiment.measure(config, batch, device)
+def _key(point: Any) -> str:
+    return json.dumps(point)
+
+
+def _in_order(path: Path, lines: list[Row]) -> Lines:
+    """The file with these lines in it: as it is, cut after them, or written anew."""
+    file = Lines(path)
+    if file.rows[: len(lines)] != lines:
+        data = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+        write_atomically(path, data.encode())
+        file = Lines(path)
+    file.keep(len(lines))
+    return file
+
+
+def _checked(batch: Sequence[Point], found: Sequence[Row]) -> list[Row]:
+    """Lines of what a batch found, all of it finite."""
     for point, row in zip(batch, found, strict=True):
         for name, value in row.items():
             require_finite(**{f"{name} of {point}": torch.as_tensor(value, dtype=torch.float64)})

@@ -31,8 +31,9 @@ def test_without_a_name_it_lists():
     shown = lab().stdout
     for experiment in EXPERIMENTS.values():
         assert experiment.name in shown
-        assert experiment.takes
-    assert json.loads(lab("--json").stdout)["experiments"][0]["answers"]
+        assert experiment.takes in shown
+        assert experiment.on_gpu in shown
+    assert {"name", "title", "answers", "takes", "on_gpu"} == set(json.loads(lab("--json").stdout)["experiments"][0])
     assert lab("--quiet").stdout.split() == list(EXPERIMENTS)
 
 

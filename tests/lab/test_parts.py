@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from rebind.errors import InputError
 from rebind.lab import closed_form
 from rebind.lab.experiment import configure
+from rebind.lab.reading import _doubled, constant, corrected, rows, similarity, squashed
 from rebind.lab.real import mlp_keys
 from rebind.lab.report import curve, slope, spread
-from rebind.lab.retrieval import Model, Stack, Task, Training, _latest, read_weights, train
+from rebind.lab.retrieval import FEATURES, Recipe, Sequences, Stack, Task, Training, correct, faded, hot, latest
+from rebind.lab.stacks import Trainer, train, train_all
 from rebind.lab.theory import delta_errors, hopfield_error, interference, least_squares
-from rebind.memory import get_rule, l2_normalise, rule_names
+from rebind.memory import get_feature, get_rule, l2_normalise, rule_names
 from rebind.memory.programmer import FastWeightProgrammer
 from rebind.ops import scan_rule
 
@@ -55,34 +59,118 @@ def test_a_curve_is_a_mean_with_its_range():
     assert spread([1.0, 3.0]) == "2 ± 1.4"
 
 
+def doubles(*shape, seed=0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+def gradients(made, inputs):
+    """Of a sum with other weights at every place."""
+    weights = torch.rand(made.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return torch.autograd.grad((made * weights).sum(), inputs, retain_graph=True)
+
+
+def same_with_gradients(got, expected, inputs):
+    torch.testing.assert_close(got, expected)
+    for one, other in zip(gradients(got, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class TestReading:
+    """What is written by hand is what autograd makes of the definitions."""
+
+    @pytest.mark.parametrize("name", [name for name in FEATURES if name != "softmax"])
+    @pytest.mark.parametrize("length", [1, 9])
+    def test_similarity_is_that_of_the_features(self, name, length):
+        kind, options = FEATURES[name]
+        feature = get_feature(kind, 6, **options)
+        k, q = doubles(2, 3, length, 6), doubles(2, 3, 1, 6, seed=1)
+        signs = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+        k_signed, q_signed = k * signs, (q - 0.5) * 2
+        got = similarity(feature, constant(feature, k), k_signed, q_signed)
+        same_with_gradients(got, feature(q_signed) @ feature(k_signed).mT, (k, q))
+
+    def test_similarity_survives_long_keys(self):
+        """e^{w·k} alone would overflow; with the norms taken off first nothing does."""
+        feature = get_feature("favor", 64, m=64)
+        k = 20 * torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(0))
+        assert similarity(feature, constant(feature, k), k, k[:, :1]).isfinite().all()
+
+    @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
+    def test_one_query_is_corrected_as_many(self, length):
+        """In chunks and with a gradient by hand, or by one triangular system: the same."""
+        k, q, erase = doubles(2, length, 5), doubles(2, 1, 5, seed=1), doubles(2, length, seed=2)
+        keys = k / k.sum(-1, keepdim=True)
+        twice = correct(keys, q.expand(-1, 2, -1), erase)[:, :1]
+        same_with_gradients(corrected(keys, q, erase), twice, (k, q, erase))
+
+    @pytest.mark.parametrize("count", [1, 2, 32, 64])
+    def test_doubling_inverts(self, count):
+        matrix = 4 * doubles(3, 2, count, count).detach()
+        one = torch.eye(count, dtype=torch.float64)
+        lower = one + matrix.tril(-1)
+        inverse = _doubled(matrix, one.expand_as(matrix).contiguous())
+        assert torch.equal(inverse, inverse.tril())
+        expected = torch.linalg.solve_triangular(lower, one.expand_as(lower), upper=False)
+        torch.testing.assert_close(inverse, expected, rtol=1e-9, atol=0)
+
+    def test_doubling_does_not_cancel(self):
+        """Of the same key over and over, in float32: powers of this matrix reach 1e18, its inverse only 1."""
+        inverse = _doubled(torch.ones(1, 64, 64), torch.eye(64).expand(1, 64, 64).contiguous())
+        assert torch.equal(inverse[0], torch.eye(64) - torch.diag(torch.ones(63), -1))
+
+    def test_squashed_memories_are_the_programmers(self):
+        phi_k = doubles(2, 5, 3)
+        values = torch.tensor([[0, 1, 0, 3, 1], [2, 2, 2, 0, 1]])
+        memory, one_hots = torch.zeros(2, 4, 3, dtype=torch.float64), hot(values, 4).double()
+        for t in range(5):
+            memory = FastWeightProgrammer().step(memory, one_hots[:, t], phi_k[:, t])
+        same_with_gradients(squashed(phi_k, values, 4), memory, (phi_k,))
+        torch.testing.assert_close(squashed(phi_k.detach(), values, 4), memory.detach())
+
+    @pytest.mark.parametrize("once", [True, False])
+    def test_rows_give_their_gradients_back(self, once):
+        task = Task(5, 5, replacement=not once)
+        keys = torch.stack([task.draw(3, torch.Generator().manual_seed(seed))[0] for seed in (0, 1)])
+        table = doubles(2, 5, 4)
+        back = keys.argsort(-1) if once else hot(keys, 5).double()
+        expected = torch.stack([one[index] for one, index in zip(table, keys, strict=True)])
+        same_with_gradients(rows(table, keys, back), expected, (table,))
+
+
 class TestRetrieval:
+    @pytest.mark.parametrize("queries", [1, 2])
     @pytest.mark.parametrize("rule", rule_names())
-    def test_reading_is_the_scan(self, rule):
+    def test_reading_is_the_scan(self, rule, queries):
         """No state is formed, yet what is read is what the recurrence leaves."""
         generator = torch.Generator().manual_seed(1)
-        k, q = (torch.rand(3, n, 5, generator=generator, dtype=torch.float64) for n in (9, 2))
+        k, q = (torch.rand(3, n, 5, generator=generator, dtype=torch.float64) for n in (9, queries))
         v = torch.randn(3, 9, 4, generator=generator, dtype=torch.float64)
         found = get_rule(rule)
         gates = {name: torch.rand(3, 9, generator=generator, dtype=torch.float64) for name in found.gates}
         got = found.coefficients(k, **gates)
-        read = read_weights(k, q, got.decay, got.erase, got.write) @ v
+        read = faded(correct(k, q, got.erase), got.decay, got.write) @ v
         given = {name: gate.unsqueeze(-1) for name, gate in gates.items()}
         _, state = scan_rule(rule, k.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2), **given)
         torch.testing.assert_close(read, q @ state[:, 0].mT, atol=1e-11, rtol=1e-9)
 
-    def test_squashed_memories_are_the_programmers(self):
-        stack = Stack([Model("tanh", 0)], Task(3, 4, True), "linear", Training(key_width=2), CPU)
-        generator = torch.Generator().manual_seed(2)
-        phi_k, phi_q = torch.rand(1, 2, 4, 2, generator=generator), torch.rand(1, 2, 1, 2, generator=generator)
-        values = torch.randint(3, (1, 2, 4), generator=generator)
-        memory, hot = torch.zeros(1, 2, 3, 2), torch.nn.functional.one_hot(values, 3).float()
-        for t in range(4):
-            memory = FastWeightProgrammer().step(memory, hot[:, :, t], phi_k[:, :, t])
-        torch.testing.assert_close(stack._squashed(phi_k, phi_q, values), phi_q @ memory.mT)
+    @pytest.mark.parametrize(
+        ("task", "feature", "rule"),
+        [(Task(6, 6, False), name, "sum") for name in FEATURES]
+        + [(Task(6, 12, True), "dpfp-2", rule) for rule in ("sum", "rfa", "tanh", "delta", "gated_delta", "longhorn")],
+    )
+    def test_a_lesson_is_one_query_of_a_test(self, task, feature, rule):
+        """Training reads one key a sequence by other code than evaluation, which reads them all."""
+        stack = Stack(Recipe(task, feature, rule), [0, 1], Training(key_width=8), CPU)
+        drawn = torch.stack([task.lessons(4, torch.Generator().manual_seed(seed)) for seed in (5, 6)])
+        lesson = Sequences.of(drawn, task)
+        asked = torch.arange(task.size).expand(2, 4, -1)
+        every = stack.read(Sequences(lesson.keys, lesson.values, asked, asked))
+        expected = every.gather(2, lesson.queries.unsqueeze(-1).expand(-1, -1, -1, task.size))
+        torch.testing.assert_close(stack.read(lesson), expected, atol=1e-5, rtol=1e-4)
 
     def test_the_latest_value_is_wanted(self):
         keys, values = torch.tensor([[0, 1, 0, 2, 1]]), torch.tensor([[5, 6, 7, 8, 9]])
-        assert _latest(keys, values, torch.tensor([[0, 1, 2]])).tolist() == [[7, 9, 8]]
+        assert latest(keys, values, torch.tensor([[0, 1, 2]])).tolist() == [[7, 9, 8]]
 
     def test_without_replacement_every_key_comes_once(self):
         keys, values = Task(7, 7, replacement=False).draw(50, torch.Generator().manual_seed(0))
@@ -90,37 +178,151 @@ class TestRetrieval:
         assert (values.sort(-1).values == torch.arange(7)).all()
         assert len({tuple(row) for row in keys.tolist()}) > 40
 
-    def test_a_stack_trains_as_its_models_would_alone(self):
+    @pytest.mark.parametrize("rule", ["sum", "delta", "tanh"])
+    def test_a_stack_trains_as_its_models_would_alone(self, rule):
         config = Training(key_width=8, batch=4, steps=12, every=4, tested=3)
-        models = [Model(rule, seed) for rule in ("sum", "delta", "tanh") for seed in (0, 1)]
-        task = Task(4, 8, replacement=True)
-        together = train(models, task, "dpfp-1", config, CPU)
-        for model, found in zip(models, together, strict=True):
-            (alone,) = train([model], task, "dpfp-1", config, CPU)
+        recipe = Recipe(Task(4, 8, replacement=True), "dpfp-1", rule)
+        together = train(recipe, [0, 1], config, CPU)
+        for seed, found in enumerate(together):
+            (alone,) = train(recipe, [seed], config, CPU)
             assert found.losses == pytest.approx(alone.losses, rel=1e-4)
             assert found.short == pytest.approx(alone.short, rel=1e-4)
-        assert len({round(found.loss, 6) for found in together}) == len(models)
+        assert together[0].loss != pytest.approx(together[1].loss, rel=1e-3)
 
     def test_models_that_are_done_leave(self):
         """A model whose loss no longer falls ends; the others train as if it had never been there."""
         config = Training(key_width=8, batch=8, steps=120, every=10, patience=2, rate=0.02)
-        models = [Model("sum", 0), Model("delta", 0), Model("sum", 1)]
-        found = train(models, Task(6, 12, replacement=True), "dpfp-1", config, CPU)
+        recipe = Recipe(Task(6, 12, replacement=True), "dpfp-1", "sum")
+        found = train(recipe, [0, 1, 2], config, CPU)
         assert len({one.steps for one in found}) > 1
-        for model, one in zip(models, found, strict=True):
-            (alone,) = train([model], Task(6, 12, replacement=True), "dpfp-1", config, CPU)
+        for seed, one in enumerate(found):
+            (alone,) = train(recipe, [seed], config, CPU)
             assert (one.steps, one.loss) == (alone.steps, pytest.approx(alone.loss, rel=1e-2))
+
+    def test_rounds_in_any_order_find_the_same(self):
+        """Stacks side by side, as a GPU trains them, do not meet: nothing of one depends on the others' turns."""
+        config = Training(key_width=8, batch=4, steps=12, every=4, tested=3)
+        task = Task(4, 8, replacement=True)
+        jobs = [(Recipe(task, "dpfp-1", "delta"), [0, 1]), (Recipe(task, "linear", "rfa"), [1])]
+        apart = dict(train_all(jobs, config, CPU))
+        trainers = [Trainer(*job, config, CPU) for job in jobs]
+        for at in (0, 1, 1, 0, 1, 0):
+            trainers[at].advance()
+            trainers[at].settle()
+        assert [trainer.trained for trainer in trainers] == [apart[0], apart[1]]
+
+    def test_lessons_may_be_drawn_ahead(self):
+        """As on a GPU: a round's lessons lie in one place, and the steps look up their own."""
+        config = Training(key_width=8, batch=4, steps=6, every=3, tested=3)
+        trainer = Trainer(Recipe(Task(4, 4, replacement=False), "dpfp-1"), [0, 1], config, CPU)
+        trainer.ahead = 3
+        drawn = trainer._drawn()
+        assert drawn.shape[:3] == (3, 2, 4)
+        assert not torch.equal(drawn[0], drawn[1])
+        trainer._begin(drawn)
+        for step in range(3):
+            assert trainer.at.tolist() == [step]
+            trainer._step()
+        lessons = [drawn[step : step + 1] for step in range(3)]
+        other = Trainer(Recipe(Task(4, 4, replacement=False), "dpfp-1"), [0, 1], config, CPU)
+        for lesson in lessons:
+            other._begin(lesson)
+            other._step()
+        for name, parameter in trainer.stack.parameters.items():
+            assert torch.equal(parameter, other.stack.parameters[name])
+
+    def test_rounds_of_replays_are_rounds_of_steps(self, monkeypatch):
+        """The way of a GPU, played on a CPU: one step as it is, one recorded without effect, then replays."""
+        config = Training(key_width=8, batch=8, steps=120, every=10, patience=2, rate=0.02)
+        recipe = Recipe(Task(6, 12, replacement=True), "dpfp-1", "sum")
+        seen = {"recorded": 0, "replayed": 0}
+
+        class Graph:
+            def capture_begin(self):
+                adam = trainer.adam.state.values()
+                self.touched = [
+                    *trainer.stack.parameters.values(),
+                    trainer.at,
+                    *(t for one in adam for t in one.values()),
+                ]
+                self.before = [tensor.detach().clone() for tensor in self.touched]
+
+            def capture_end(self):
+                seen["recorded"] += 1
+                with torch.no_grad():
+                    for tensor, value in zip(self.touched, self.before, strict=True):
+                        tensor.copy_(value)
+
+            def replay(self):
+                seen["replayed"] += 1
+                trainer._step()
+
+            def reset(self):
+                pass
+
+        class Event:
+            def record(self):
+                pass
+
+            def query(self):
+                return True
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(Trainer, "_adam", lambda self: torch.optim.Adam(self.stack.parameters.values(), lr=0.02))
+        trainer = Trainer(recipe, [0, 1, 2], config, CPU, stream=object())
+        plain = Trainer(recipe, [0, 1, 2], config, CPU, stream=object())
+        plain._replay = lambda count: [plain._step() for _ in range(count)]
+        for one in (trainer, plain):
+            while not one.over:
+                one.advance()
+                one.settle()
+        assert trainer.trained == plain.trained
+        times = len({one.steps for one in trainer.trained})
+        assert times > 1, "some should leave before others"
+        assert seen == {"recorded": times, "replayed": trainer.taken - times}
 
     @pytest.mark.parametrize("feature", ["favor-64", "linear", "softmax"])
     def test_every_feature_learns_under_delta(self, feature):
         """FAVOR+ with the delta rule has been seen to end in NaN; drawn once and scaled, it does not."""
         config = Training(key_width=8, batch=8, steps=60, every=20, rate=1e-2)
-        (found,) = train([Model("delta", 0)], Task(5, 10, replacement=True), feature, config, CPU)
+        (found,) = train(Recipe(Task(5, 10, replacement=True), feature, "delta"), [0], config, CPU)
         assert found.losses[-1] < found.losses[0] < 0.5
 
     def test_an_unknown_feature_is_named(self):
         with pytest.raises(InputError, match="feature 'dpfp-9' is unknown, expected one of linear, dpfp-1"):
-            Stack([Model("sum", 0)], Task(3, 3, False), "dpfp-9", Training(), CPU)
+            Stack(Recipe(Task(3, 3, False), "dpfp-9"), [0], Training(), CPU)
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    @pytest.mark.parametrize("rule", ["sum", "rfa", "tanh", "delta", "gated_delta", "longhorn"])
+    def test_a_recorded_step_is_a_step(self, rule):
+        """On a GPU: replays of a graph leave the parameters that steps without one would; models leave in between."""
+        config = Training(key_width=8, batch=8, steps=30, every=10, tested=3)
+        recipe = Recipe(Task(6, 12, replacement=True), "dpfp-2", rule)
+        device = torch.device("cuda")
+        recorded, plain = (Trainer(recipe, [0, 1], config, device, torch.cuda.Stream()) for _ in range(2))
+        plain._replay = lambda count: [plain._step() for _ in range(count)]
+        for turn in range(3):
+            for trainer in (recorded, plain):
+                trainer.advance()
+                torch.cuda.synchronize()
+                if turn == 1:
+                    with torch.cuda.stream(trainer.stream):
+                        trainer._keep([1])
+        for name, parameter in recorded.stack.parameters.items():
+            torch.testing.assert_close(parameter, plain.stack.parameters[name])
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    def test_a_gpu_repeats_itself(self):
+        """Side by side or alone, to the bit: no sum whose order is left to chance."""
+        config = Training(key_width=8, batch=8, steps=60, every=10, patience=2, rate=0.02)
+        once, often = Task(40, 40, replacement=False), Task(20, 40, replacement=True)
+        jobs = [(Recipe(once, feature), [0, 1]) for feature in FEATURES]
+        jobs += [(Recipe(often, "dpfp-1", rule), [0, 1]) for rule in ("sum", "rfa", "tanh", "delta", "longhorn")]
+        together = dict(train_all(jobs, config, torch.device("cuda")))
+        for number, job in enumerate(jobs):
+            assert train(*job, config, torch.device("cuda")) == together[number]
 
 
 class TestRealKeys:

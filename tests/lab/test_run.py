@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -100,6 +101,27 @@ class TestResuming:
         assert len(seen) == 3 - batches  # finished points are not measured again
         assert again.rows == whole.rows
 
+    @pytest.mark.parametrize("killed_after", [0, 1, 2, None])
+    def test_batches_may_come_in_any_order(self, tmp_path, killed_after):
+        """Side by side the last may be there first; a kill then leaves a gap, and only that is filled."""
+        asked = []
+
+        def backwards(config, batches, device):
+            asked.append(len(batches))
+            for number in reversed(range(len(batches))):
+                if len(batches) - 1 - number == killed_after and len(asked) == 1:
+                    raise KilledError
+                yield number, made().measure(config, batches[number], device)
+
+        whole = run(made(), Small(), tmp_path / "whole")
+        experiment = replace(made(), side_by_side=backwards)
+        with pytest.raises(KilledError) if killed_after is not None else contextlib.nullcontext():
+            run(experiment, Small(), tmp_path / "cut")
+        again = run(experiment, Small(), tmp_path / "cut")
+        assert again.rows == whole.rows
+        assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+        assert asked == ([3, 0] if killed_after is None else [3, 3 - killed_after])
+
     def test_a_finished_run_measures_nothing(self, tmp_path):
         run(made(), Small(), tmp_path / "out")
         before = contents(tmp_path / "out")
@@ -156,7 +178,10 @@ class TestWhatIsThereStays:
         file = tmp_path / "out" / "points.jsonl"
         lines = file.read_text().splitlines(keepends=True)
         file.write_text("".join([lines[1], *lines[1:]]))
-        with pytest.raises(InputError, match=r"line 1 of .* is about .*'seed': 1"):
+        with pytest.raises(InputError, match=r"line 2 of .* is about .*'seed': 1.*, again"):
+            run(made(), Small(), tmp_path / "out")
+        file.write_text(lines[0].replace('"size": 2', '"size": 9'))
+        with pytest.raises(InputError, match=r"line 1 of .* is about .*'size': 9.*not of this run"):
             run(made(), Small(), tmp_path / "out")
 
     def test_a_damaged_config_is_named(self, tmp_path):
