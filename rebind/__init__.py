@@ -13,13 +13,12 @@ from rebind.errors import (
     ShapeError,
     UnknownNameError,
 )
+from rebind.version import __version__
 
 if TYPE_CHECKING:
     from rebind import memory
     from rebind.edit.editor import Editor
     from rebind.memory import LowRank, Memory, Write, chain, get_rule, load
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Editor",

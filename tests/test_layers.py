@@ -11,11 +11,12 @@ import rebind
 
 PACKAGE = Path(rebind.__file__).parent
 
-# What each layer may import of the package, besides itself, `rebind.errors` and `rebind.files`.
+# What each layer may import of the package, besides itself, `rebind.errors`, `rebind.files` and `rebind.version`.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "__main__": {"cli"},
     "files": set(),
+    "version": set(),
     "memory": set(),
     "ops": {"memory"},
     "nn": {"memory", "ops"},
@@ -47,7 +48,7 @@ def imports(source: str, module: str) -> set[str]:
 
 def goes_up(layer: str, imported: str) -> bool:
     parts = imported.split(".")
-    return len(parts) < 2 or parts[1] not in BELOW[layer] | {layer, "errors", "files"}
+    return len(parts) < 2 or parts[1] not in BELOW[layer] | {layer, "errors", "files", "version"}
 
 
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]

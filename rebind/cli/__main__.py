@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from rebind.cli import ask, bench, doctor, edit, generate, lab, layers, ledger, lens, moments, trace, train
 from rebind.cli import eval as evaluation
+from rebind.version import __version__
 
 EXAMPLES = """[bold]Begin here[/bold]
 
@@ -34,7 +34,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"rebind {version('rebind')}")
+        typer.echo(f"rebind {__version__}")
         raise typer.Exit
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from rebind.edit.cache import cache_folder
 from rebind.edit.facts import Fact
 from rebind.edit.held import HELD, Held
 from rebind.edit.ledger import Ledger
+from rebind.edit.sites import module_at
+from rebind.edit.spread import Place
 from rebind.edit.tracing import Tracer, TraceSettings
 from rebind.errors import InputError
 from rebind.files import write_atomically
@@ -118,11 +120,13 @@ def choose_layers(
         tried = known[:most]
         effects = _subject_effects(editor, [one.fact for one in tried], told)
         windows = _windows(editor, effects)
+        _learn_old_keys(editor, windows)
         rows = []
-        for done, (layers, why) in enumerate(windows.items()):
-            told("trial edits", done, len(windows))
-            rows.append(_tried(editor, layers, why, effects[layers[len(layers) // 2]], tried))
-        told("trial edits", len(windows), len(windows))
+        with _quietly(editor):
+            for done, (layers, why) in enumerate(windows.items()):
+                told("trial edits", done, len(windows))
+                rows.append(_tried(editor, layers, why, effects[layers[len(layers) // 2]], tried))
+            told("trial edits", len(windows), len(windows))
     best = max(rows, key=lambda row: row.score)
     made = Choice(
         editor.loaded.name, editor.fingerprint, best.layers, tuple(rows), tuple(effects), len(known), len(held)
@@ -154,6 +158,19 @@ def _apart(editor: Editor) -> Iterator[None]:
     finally:
         editor.guard = guard
         editor.use(ledger)
+
+
+@contextmanager
+def _quietly(editor: Editor) -> Iterator[None]:
+    """Trials are told one by one, and not each by its phases."""
+    from rebind.edit.editor import Progress  # which imports this file
+
+    progress = editor.progress
+    try:
+        editor.progress = Progress()
+        yield
+    finally:
+        editor.progress = progress
 
 
 def _known(editor: Editor, one: Held) -> bool:
@@ -190,6 +207,13 @@ def _windows(editor: Editor, effects: Sequence[float]) -> dict[tuple[int, ...], 
     for share in (6, 4, 3, 2):
         found.setdefault(ending(round(depth / share)), f"up to 1/{share} of the depth")
     return found
+
+
+def _learn_old_keys(editor: Editor, windows: Iterable[tuple[int, ...]]) -> None:
+    """The moments of all windows in one pass: each trial alone would read, or sample, the text anew."""
+    sites = [(editor.sites[layer].name, layer) for layer in sorted({layer for window in windows for layer in window})]
+    editor.progress.phase("moments")
+    editor.weights.learn_old_keys([Place(name, layer, module_at(editor.model, name)) for name, layer in sites])
 
 
 def _tried(editor: Editor, layers: tuple[int, ...], why: str, effect: float, held: Sequence[Held]) -> Candidate:

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +27,7 @@ from rebind.files import write_atomically
 from rebind.lab.experiment import C, Claim, Experiment, LabWarning, Point, Row, Table, settings
 from rebind.lab.report import markdown
 from rebind.memory.checks import require_finite
+from rebind.version import __version__
 
 try:
     import fcntl
@@ -106,7 +106,7 @@ def describe(experiment: Experiment[C], config: C, device: torch.device) -> dict
         "settings": settings(config),
         "device": hardware,
         "threads": torch.get_num_threads(),
-        "versions": {"rebind": version("rebind"), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"rebind": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
 

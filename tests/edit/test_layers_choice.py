@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rebind.edit import layers as module
-from rebind.edit.editor import Editor
+from rebind.edit.editor import Editor, Progress
 from rebind.edit.facts import Fact
 from rebind.edit.held import HELD, Held
 from rebind.edit.layers import Candidate, cached_choice, choice_path, choose_layers, chosen_layers, held_from
@@ -57,6 +57,19 @@ def test_the_choice_is_the_best_row_and_everything_is_left_as_it_was(editor, mon
     assert told[-1][0] == "trial edits"
     assert chosen_layers(editor.fingerprint) == made.layers
     assert cached_choice(editor.fingerprint) == made
+
+
+def test_the_text_is_read_once_for_all_trials(editor, monkeypatch):
+    read, phases = [], []
+    monkeypatch.setattr(module, "_known", lambda editor, one: True)
+    own = type(editor.corpus).windows
+    monkeypatch.setattr(type(editor.corpus), "windows", lambda *args: read.append(1) or own(*args))
+    editor.progress = progress = Progress(phase=phases.append)
+    made = choose_layers(editor, known_to(editor, *PROMPTS), most=3)
+    assert len(made.candidates) > 1
+    assert len(read) == 1
+    assert phases == ["moments"], "trials are told one by one, not each by its phases"
+    assert editor.progress is progress
 
 
 def test_only_facts_that_the_model_knows_are_tried(editor):

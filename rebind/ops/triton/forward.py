@@ -60,9 +60,9 @@ def walk_forward(
 ):
     """One program a (block of columns, sequence and head, segment of `segment` chunks).
 
-    KEEP stores U, where it is not V, and each chunk's first state, for the backward pass. MAP, in place of the outputs, finds what a
-    segment does to any state, S' = M S + N: the first columns start from zero and give N, Dk further ones start from
-    the identity, write nothing, and give M. `state` and `final` are [N, segments, H, columns, Dk].
+    KEEP stores U, where it is not V, and each chunk's first state, for the backward pass. MAP, in place of the outputs,
+    finds what a segment does to any state, S' = M S + N: the first columns start from zero and give N, Dk further ones
+    start from the identity, write nothing, and give M. `state` and `final` are [N, segments, H, columns, Dk].
     """
     block, sequence_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, head = sequence_head // H, sequence_head % H
