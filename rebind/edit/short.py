@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import sdpa_mask
 
 NAME = "rebind_short"
 LONGEST = 256  # keys: beyond, scores in memory cost more than a kernel that never stores them
@@ -24,12 +24,18 @@ def hurry(model: Any) -> None:
     """Change how a model computes, not what, up to rounding. For a copy: it does not go back."""
     if model.config._attn_implementation == "sdpa":  # others compute something that plain products do not
         AttentionInterface.register(NAME, short_attention)
-        AttentionMaskInterface.register(NAME, eager_mask)
+        AttentionMaskInterface.register(NAME, short_mask)
         model.set_attn_implementation(NAME)
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if isinstance(eps, float) and _is_rms_norm(module, eps):
             module.forward = _Fused(module.weight, eps)
+
+
+def short_mask(*places: Any, dtype: torch.dtype = torch.float32, **others: Any) -> Tensor | None:
+    """0 where a query sees a key and the lowest number where it does not, [rows, 1, T, S]; made on the device alone."""
+    seen = sdpa_mask(*places, **{**others, "allow_is_causal_skip": False})
+    return None if seen is None else torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def short_attention(

@@ -9,6 +9,7 @@ import torch
 
 from rebind.edit import targets as targets_module
 from rebind.edit.objective import RecordingWarning
+from rebind.edit.short import hurry
 from rebind.edit.sites import find_sites, module_at
 from rebind.edit.targets import TargetSettings, find_targets
 from rebind.edit.trunk import Tokens, Trunk
@@ -39,6 +40,18 @@ def test_a_recorded_search_is_the_search(name, monkeypatch):
     assert recorded.steps.tolist() == plain.steps.tolist()
     assert_close(recorded.hidden, plain.hidden, 1e-5)  # float32 inside norms and attention
     assert_close(recorded.loss, plain.loss, 1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_hurried_copy_is_recorded_too(name):
+    """Its attention and its masks are ours: nothing in them may be made on the host."""
+    trunk = _trunk(name)
+    quick = trunk.narrowed(torch.float64)
+    hurry(quick.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if name in NOT_RECORDED else "error", RecordingWarning)
+        found = find_targets(trunk, LAYER, REQUESTS, SETTINGS, quick=quick)
+    assert_close(found.hidden, find_targets(trunk, LAYER, REQUESTS, SETTINGS).hidden, 1e-4)
 
 
 def test_a_model_that_cannot_be_recorded_is_searched_all_the_same(monkeypatch):
