@@ -87,7 +87,8 @@ class Row:
     kernels_forward: float | None = None  # replayed as a CUDA graph: what is left without the host's part
     kernels_both: float | None = None
     peak_mib: float | None = None  # of forward and backward, the inputs included
-    first_s: float | None = None  # the first call, compilation included
+    first_s: float | None = None  # the first forward call, compilation included
+    first_both_s: float | None = None  # the first forward and backward, after that
     error: float | None = None  # of the output, relative, against float64
     io_forward: float | None = None  # the floor's share of the time
     io_both: float | None = None
@@ -210,7 +211,7 @@ def _measure(shape: Shape, chosen: list[Contender], setup: Setup, doing: Callabl
             row.note = _complaint(problem)
             continue
         try:
-            row.first_s += clocked(again, setup.device)[0]
+            row.first_both_s, _ = clocked(again, setup.device)
             boths[index] = again
         except Exception as problem:
             row.note = f"no backward: {_complaint(problem)}"

@@ -10,8 +10,9 @@ from rich.table import Table
 
 from rebind.bench.scan import Row
 
-# The last two: what share of the time of both passes their floors are; of the forward pass where that is all.
-NUMBERS = ("fwd ms", "both ms", "MiB", "first s", "error", "I/O", "FLOP")
+# first s: the first forward call; then s: the first of both passes, after it. The last two: what share of the time of
+# both passes their floors are; of the forward pass where that is all.
+NUMBERS = ("fwd ms", "both ms", "MiB", "first s", "then s", "error", "I/O", "FLOP")
 KERNELS = ("fwd alone", "both alone")  # of a GPU, the host's part left out
 
 
@@ -34,6 +35,7 @@ def tables(rows: list[Row]) -> Iterator[Table]:
                 *((milliseconds(row.kernels_forward), milliseconds(row.kernels_both)) if alone else ()),
                 _number(row.peak_mib, ".0f"),
                 _number(row.first_s, ".2f"),
+                _number(row.first_both_s, ".2f"),
                 _number(row.error, ".0e"),
                 _number(row.io_both or row.io_forward, ".0%"),
                 _number(row.flop_both or row.flop_forward, ".0%"),
