@@ -125,6 +125,7 @@ def config_of(options: argparse.Namespace, kind: str, seed: int, intermediate: i
         keep=1,
         log_every=50,
         precision=options.precision,
+        record=options.device.startswith("cuda") and not options.carry,  # launching would take longer than computing
         device=options.device,
     )
 

@@ -112,6 +112,10 @@ def train(
         str,
         typer.Option(metavar="NAME", help="float32, bfloat16, or auto: bfloat16 on a GPU.", rich_help_panel=PLACE),
     ] = "auto",
+    recorded: Annotated[
+        bool,
+        typer.Option("--record", help="Steps as one CUDA graph: for small models on a GPU.", rich_help_panel=PLACE),
+    ] = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the model with torch.compile.", rich_help_panel=PLACE)
     ] = False,
@@ -151,6 +155,7 @@ def train(
             keep=keep,
             precision=precision,
             compile=compiled,
+            record=recorded,
             device=device or "cpu",
             sharded=sharded,
             tensorboard=tensorboard,

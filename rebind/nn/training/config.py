@@ -17,6 +17,7 @@ MAY_CHANGE = {  # between a start and a resumption: numbers are the same, or as 
     "keep",
     "log_every",
     "device",
+    "record",
     "sharded",
     "tensorboard",
 }
@@ -103,6 +104,7 @@ class TrainConfig:
         evaluate_tokens: Most held tokens that are read at an evaluation.
         precision: "float32", "bfloat16" (autocast; weights stay in float32), or "auto": bfloat16 on a GPU.
         keep: Checkpoints that are kept.
+        record: Whether steps run as one CUDA graph: for models so small that launching takes longer than computing.
         sharded: Whether several processes share the weights and moments (FSDP2), or each has all of them (DDP).
         tensorboard: Whether the log is also written for TensorBoard.
     """
@@ -125,6 +127,7 @@ class TrainConfig:
     log_every: int = 10
     precision: str = "auto"
     compile: bool = False
+    record: bool = False
     device: str = "cpu"
     sharded: bool = False
     tensorboard: bool = False
@@ -142,11 +145,22 @@ class TrainConfig:
                 f"batch is {self.batch} and accumulate {self.accumulate}, expected a multiple: choose pieces that "
                 f"divide the batch"
             )
+        if self.record:
+            self._require_recordable()
         known = {one.name for one in fields(RebindConfig) if not one.name.startswith("_")}
         for name in self.model:
             if name not in known:
                 raise unknown_name("field of the model", name, known)
         self.model_config(self.model.get("vocab_size", 1_000))  # a bad shape says so before the corpus is read
+
+    def _require_recordable(self) -> None:
+        if not self.device.startswith("cuda"):
+            raise InputError(f"record is on and the device is {self.device!r}, expected a GPU: leave it out")
+        for name in ("carry", "compile", "sharded"):
+            if getattr(self, name):
+                raise InputError(f"record and {name} are on, expected one of them: leave the other out")
+        if self.accumulate > 1:
+            raise InputError(f"record is on and accumulate {self.accumulate}, expected 1: leave one of them out")
 
     def model_config(self, vocabulary: int, **special: Any) -> RebindConfig:
         """The model's config for a tokenizer of so many tokens."""

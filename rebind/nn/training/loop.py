@@ -28,6 +28,7 @@ from rebind.nn.training.evaluate import Perplexity, carried, sliding
 from rebind.nn.training.figure import draw_curve
 from rebind.nn.training.log import Log, Row
 from rebind.nn.training.processes import Processes, alone, processes
+from rebind.nn.training.recorded import WARM, RecordedStep, record
 
 CHECKPOINTS, CONFIG, LOG, TIMES, RESULT, CURVE, BOARD = (
     "checkpoints",
@@ -113,6 +114,8 @@ class Run:
         self.log, self.times = Log(folder / LOG), Log(folder / TIMES)
         self.segments = Segments(corpus.train, config.length, config.batch, seed=config.seed, lanes=config.carry)
         self.rows = rows_a_piece(config, group.count)
+        if config.record and group.count > 1:
+            raise InputError(f"record is on and there are {group.count} processes, expected one: leave it out")
         if len(corpus.held) < 2:
             raise InputError(f"{len(corpus.held)} tokens are held, expected 2 or more: give more text to measure on")
         torch.manual_seed(config.seed)  # the same model in every process
@@ -137,11 +140,14 @@ class Run:
         wide = config.precision == "float32" or (config.precision == "auto" and group.device.type != "cuda")
         self.wide = wide
         self.waiting: list[tuple[Tensor, Tensor]] = []  # losses and norms that nobody has looked at
+        self.recorded: RecordedStep | None = None
+        self.records_in = WARM if config.record else -1  # steps from now; never, if negative
         self.loss, self.validation = math.nan, _last_validation(self.log)
         self._clock = time.perf_counter()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=not self.wide)
+        kept = not self.config.record  # narrow weights that a graph would find stale
+        return torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=not self.wide, cache_enabled=kept)
 
     # Beginning and going on
 
@@ -229,6 +235,16 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = config.optimizer.rate_at(step, config.steps)
         batch = self.segments.batch(step)
+        if self.recorded is None and self.records_in == 0:
+            inputs, targets = (_moved(tokens, device) for tokens in (batch.inputs, batch.targets))
+            self.recorded = record(
+                self._whole_loss, list(self.model.parameters()), config.optimizer.clip, inputs, targets
+            )
+        self.records_in -= 1
+        if self.recorded is not None:
+            found = self.recorded(*(_moved(tokens, device) for tokens in (batch.inputs, batch.targets)))
+            self.optimizer.step()
+            return found
         if batch.begins:
             self.caches = self._caches(None)
         total = torch.zeros((), device=device)
@@ -252,6 +268,9 @@ class Run:
         if cache is not None:
             cache.detach()
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def _whole_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._loss(inputs, targets, None)
 
     def _unsynced(self, piece: int) -> AbstractContextManager[Any]:
         """Gradients are averaged over the processes after a batch's last piece; where they are split, after each."""

@@ -1,0 +1,71 @@
+"""A training step as a CUDA graph: a small model takes longer to launch than to compute."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+WARM = 3  # steps that run before one is recorded: kernels are compiled and checked, workspaces made
+
+
+class RecordingWarning(UserWarning):
+    """A step could not be recorded: training goes on without, slower."""
+
+
+class RecordedStep:
+    """The loss of a batch, its gradients, and their norm, clipped, in one replay.
+
+    Gradients lie where they did when the step was recorded: they are written over, and must not be set to None.
+    """
+
+    def __init__(
+        self,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        parameters: Sequence[Tensor],
+        clip: float,
+        inputs: Tensor,
+        targets: Tensor,
+    ) -> None:
+        """`loss_of(inputs, targets)` has run before, and no parameter has a gradient."""
+        self._inputs, self._targets = inputs.clone(), targets.clone()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            loss = loss_of(self._inputs, self._targets)
+            loss.backward()
+            self._norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
+            self._loss = loss.detach()
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and the norm before clipping; the parameters' gradients are those of this batch."""
+        self._inputs.copy_(inputs)
+        self._targets.copy_(targets)
+        self._graph.replay()
+        return self._loss.clone(), self._norm.clone()
+
+
+def record(
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    parameters: Sequence[Tensor],
+    clip: float,
+    inputs: Tensor,
+    targets: Tensor,
+) -> RecordedStep | None:
+    """A recorded step, or None, with a warning, where the model does something that a graph does not hold."""
+    try:
+        return RecordedStep(loss_of, parameters, clip, inputs, targets)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as problem:
+        torch.cuda.synchronize()
+        for parameter in parameters:
+            parameter.grad = None
+        warnings.warn(
+            f"a step cannot be recorded as a CUDA graph ({str(problem).splitlines()[0]}): training goes on without, "
+            f"slower",
+            RecordingWarning,
+            stacklevel=2,
+        )
+        return None

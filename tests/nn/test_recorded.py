@@ -1,0 +1,81 @@
+"""Recorded training steps. What needs no GPU: when they are refused, and what the loop does with one."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from rebind.errors import InputError
+from rebind.nn.training import loop, train
+from rebind.nn.training import recorded as recorded_module
+from rebind.nn.training.recorded import WARM, RecordingWarning
+from tests.nn.training_runs import TINY, config, corpus
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.parametrize("changes", [{}, {"carry": True}, {"compile": True}, {"sharded": True}, {"accumulate": 2}])
+def test_what_cannot_be_recorded_is_refused(tmp_path, changes):
+    device = {} if not changes else {"device": "cuda"}
+    with pytest.raises(InputError, match="record"):
+        config(corpus(tmp_path), record=True, **device, **changes)
+
+
+class _Played:
+    """A recorded step as the loop sees it, played on the CPU."""
+
+    def __init__(self, loss_of, parameters, clip, inputs, targets) -> None:
+        assert all(parameter.grad is None for parameter in parameters)
+        self.loss_of, self.parameters, self.clip = loss_of, parameters, clip
+
+    def __call__(self, inputs, targets):
+        for parameter in self.parameters:
+            parameter.grad = None
+        loss = self.loss_of(inputs, targets)
+        loss.backward()
+        return loss.detach(), torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+
+
+def test_the_loop_makes_the_same_steps(tmp_path, monkeypatch):
+    """Some eagerly, the others from the recording; killed and resumed or not."""
+    text = corpus(tmp_path)
+    plain = train(config(text, steps=8), tmp_path / "plain")
+    made = []
+    monkeypatch.setattr(loop, "record", lambda *given: made.append(1) or _Played(*given))
+    monkeypatch.setattr(loop.TrainConfig, "_require_recordable", lambda self: None)
+    found = train(config(text, steps=8, record=True), tmp_path / "recorded")
+    assert made == [1]
+    for one, true in zip(_losses(found), _losses(plain), strict=True):
+        assert one == pytest.approx(true, rel=1e-6)
+
+
+def test_a_step_that_cannot_be_recorded_is_made_all_the_same(tmp_path, monkeypatch):
+    def fails(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(recorded_module, "RecordedStep", fails)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(loop.TrainConfig, "_require_recordable", lambda self: None)
+    with pytest.warns(RecordingWarning, match="not permitted"):
+        found = train(config(corpus(tmp_path), steps=WARM + 3, record=True), tmp_path / "run")
+    assert len(_losses(found)) == WARM + 3
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["delta", "gated-delta", "dpfp-sum", "attention", "ttt-linear"])
+def test_on_a_gpu_recorded_steps_are_the_steps(tmp_path, kind):
+    text = corpus(tmp_path)
+    settings = {"steps": 12, "device": "cuda", "precision": "float32", "layers": kind}
+    settings["model"] = {**TINY, "dropout": 0.0}  # a graph draws other random numbers
+    plain = train(config(text, **settings), tmp_path / "plain")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecordingWarning)
+        found = train(config(text, record=True, **settings), tmp_path / "recorded")
+    for one, true in zip(_losses(found), _losses(plain), strict=True):
+        assert one == pytest.approx(true, rel=1e-3)
+
+
+def _losses(result) -> list[float]:
+    return [row["loss"] for row in loop.Log(result.folder / loop.LOG).rows() if "loss" in row]
