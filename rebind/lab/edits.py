@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -308,7 +309,7 @@ def _slack(ridge: Sequence[Row], others: Sequence[Row]) -> float:
 def figure(config: Edits, rows: Sequence[Row]) -> Figure:
     from rebind.lab import style
 
-    most, name = config.counts[-1], "a random model" if config.model == TOY else config.model
+    most, name = config.counts[-1], "a random model" if config.model == TOY else Path(config.model).name
     drawn, axes = style.panels(
         4,
         "One layer as the memory of many facts",
