@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from rebind.nn.layer import require_positive
 from rebind.nn.padding import Packing
+from rebind.ops import short_convolution
 
 
 class ShortConvolution(nn.Module):
@@ -38,21 +39,22 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor, window: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Tokens x [B, T, channels] after `window`: what comes out, and the next window."""
         if mask is None:
-            seen = torch.cat([window.to(x.dtype), x], dim=1)
-            return self._convolve(seen), seen[:, seen.shape[1] - (self.size - 1) :]
+            return short_convolution(x, self.weight, window), self._after(x, window)
         packing = Packing.of(mask)  # a neighbour is the next real token, whatever lies between
-        seen = torch.cat([window.to(x.dtype), packing.close(x)], dim=1)
+        packed = packing.close(x)
+        seen = torch.cat([window.to(x.dtype), packed], dim=1)
         last = packing.counts[:, None] + torch.arange(self.size - 1, device=x.device)
-        return packing.open(self._convolve(seen)), seen[torch.arange(len(x), device=x.device)[:, None], last]
+        after = seen[torch.arange(len(x), device=x.device)[:, None], last]
+        return packing.open(short_convolution(packed, self.weight, window)), after
 
     def step(self, x: Tensor, window: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One token x [B, channels]."""
         seen = torch.cat([window.to(x.dtype), x.unsqueeze(1)], dim=1)
-        out = functional.silu(torch.einsum("bsc,cs->bc", seen, self.weight))
+        out = functional.silu((seen * self.weight.mT).sum(1)).to(x.dtype)
         after = seen[:, 1:]
         return out, after if mask is None else torch.where(mask[:, None, None], after, window.to(x.dtype))
 
-    def _convolve(self, seen: Tensor) -> Tensor:
-        """[B, size − 1 + T, channels] → [B, T, channels]."""
-        out = functional.conv1d(seen.mT, self.weight.unsqueeze(1), groups=self.channels)
-        return functional.silu(out.mT)
+    def _after(self, x: Tensor, window: Tensor) -> Tensor:
+        """The last size − 1 tokens of window and x."""
+        early = x.shape[1] - (self.size - 1)
+        return x[:, early:] if early >= 0 else torch.cat([window[:, early:].to(x.dtype), x], dim=1)

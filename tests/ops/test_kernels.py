@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from rebind.ops.step import _step
 from rebind.ops.triton import TRITON, selfcheck, tiles
+from rebind.ops.triton.calls import aligned
 from rebind.ops.triton.decode import decode
 from rebind.ops.triton.launch import Plan
 
@@ -126,3 +127,10 @@ def test_what_kernels_refuse():
     wide = torch.zeros(2, 70, 3, 300)
     assert "300 and 8 wide" in TRITON.refuses(_inputs(q=wide, k=wide, state=torch.zeros(2, 3, 8, 300)))
     assert "float64" in TRITON.refuses(_inputs(torch.float64))
+
+
+def test_a_kernel_is_for_the_tensors_that_are_aligned():
+    """Compiled where one tensor begins anywhere, it may count on the others: it is not the one for another of them."""
+    whole, odd = torch.zeros(16), torch.zeros(17)[1:]
+    assert aligned(whole, odd) != aligned(odd, whole)
+    assert aligned(whole, None) == (True, True)

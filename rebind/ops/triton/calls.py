@@ -19,7 +19,7 @@ def call(
 ) -> None:
     """Run a kernel on the current stream.
 
-    `kind` decides, with the constants, which compiled kernel it is: device, dtypes, and whether all tensors begin at a
+    `kind` decides, with the constants, which compiled kernel it is: device, dtypes, and which tensors begin at a
     multiple of 16 bytes. `given` are the kernel's first parameters, the constants all others.
     """
     key = (kernel, kind, *constants.values(), warps)
@@ -33,6 +33,6 @@ def call(
     compiled[(*grid, 1, 1)[:3]](*given, *(constants[name] for name in names))
 
 
-def aligned(*tensors: Tensor | None) -> bool:
-    """Whether all of them begin at a multiple of 16 bytes, which a compiled kernel may count on."""
-    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def aligned(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Which of them begin at a multiple of 16 bytes: a compiled kernel may count on it, for each by itself."""
+    return tuple(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)

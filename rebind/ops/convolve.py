@@ -1,0 +1,241 @@
+"""A short causal convolution, each channel by itself, with silu: what a token's neighbours were.
+
+    out_t = silu(Σ_s w_s seen_{t + s})      seen = the window of `size` − 1 rows before the first token, then x
+
+Plain torch copies window and tokens together, and to another layout for `conv1d`. On a GPU two kernels read them where
+they are, once forward and once backward. Gradients of gradients are those of the formula, by plain autograd.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rebind.errors import InputError, NumericalWarning, ShapeError
+from rebind.memory.checks import unknown_name
+from rebind.memory.precision import working_dtype
+from rebind.ops.dispatch import triton_backend
+
+NAMES = ("triton", "torch")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
+LARGEST = 8  # size that the kernels take
+
+_known: dict[tuple[object, ...], bool] = {}  # a kind of problem → whether its kernels are to be trusted
+
+
+def short_convolution(x: Tensor, weight: Tensor, window: Tensor, *, backend: str = "auto") -> Tensor:
+    """silu of a depthwise causal convolution over the last `size` tokens, summed in float32 or better.
+
+    Args:
+        x: Tokens [B, T, C]. Under autocast they are taken in its dtype.
+        weight: [C, size], the oldest token's weight first.
+        window: The size − 1 tokens before x, [B, size − 1, C].
+        backend: "triton", "torch", or "auto": kernels for CUDA tensors that they take.
+
+    Returns:
+        The output [B, T, C] in the dtype that x was taken in.
+    """
+    _check(x, weight, window)
+    if backend not in ("auto", *NAMES):
+        raise unknown_name("backend", backend, ("auto", *NAMES))
+    x = _as_autocast(x)
+    if backend == "torch" or (backend == "auto" and not x.is_cuda):
+        return _plain(x, weight, window)
+    why = _why_not_triton(x, weight, window)
+    if why is not None and backend == "triton":
+        raise InputError(f"backend 'triton' cannot run this: {why}; use backend='auto' to have one chosen")
+    if why is not None:
+        return _plain(x, weight, window)
+    if torch.compiler.is_compiling():
+        return torch.ops.rebind.short_convolution(x, weight, window)
+    if not _trusted(x, weight):
+        return _plain(x, weight, window)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or window.requires_grad):
+        return _Fused.apply(x, weight, window)  # type: ignore[no-untyped-call]
+    return _kernels().forward(x, weight, window)
+
+
+def _check(x: Tensor, weight: Tensor, window: Tensor) -> None:
+    if x.ndim != 3 or weight.ndim != 2 or weight.shape[1] < 1 or x.shape[2] != weight.shape[0]:
+        raise ShapeError(
+            f"x is {list(x.shape)} and weight {list(weight.shape)}, expected [B, T, C] and [C, size]: each channel has "
+            f"its own weights"
+        )
+    expected = (x.shape[0], weight.shape[1] - 1, x.shape[2])
+    if tuple(window.shape) != expected:
+        raise ShapeError(
+            f"window is {list(window.shape)}, expected the tokens that the first one still sees, {list(expected)}: "
+            f"before the first pass zeros"
+        )
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """As `conv1d` takes it under autocast, which leaves float64 alone."""
+    device = x.device.type
+    narrows = x.dtype != torch.float64 and torch.is_autocast_enabled(device)
+    return x.to(torch.get_autocast_dtype(device)) if narrows else x
+
+
+# Plain torch
+
+
+def _plain(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
+    weight, window = weight.to(x.dtype), window.to(x.dtype)
+    if not x.shape[1]:  # `conv1d` wants a token; nothing, but made of all three
+        return x * weight.sum(1) + window.sum(1, keepdim=True)
+    seen = torch.cat([window, x], dim=1)
+    return functional.silu(functional.conv1d(seen.mT, weight.unsqueeze(1), groups=len(weight)).mT)
+
+
+def _plain_gradients(d_out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and window, in operations that have gradients themselves."""
+    wide = working_dtype(x, weight, window)
+    size, length = weight.shape[1], x.shape[1]
+    seen = torch.cat([window.to(wide), x.to(wide)], dim=1)
+    shifted = [seen[:, s : s + length] for s in range(size)]
+    weights = weight.to(wide).unbind(1)
+    pre = torch.stack([w * part for w, part in zip(weights, shifted, strict=True)]).sum(0)
+    share = pre.sigmoid()
+    slope = d_out.to(wide) * share * (1 + pre * (1 - share))  # silu(p) = p σ(p)
+    back = [functional.pad(w * slope, (0, 0, s, size - 1 - s)) for s, w in enumerate(weights)]
+    d_window, dx = torch.stack(back).sum(0).split([size - 1, length], dim=1)
+    d_weight = torch.stack([(slope * part).sum((0, 1)) for part in shifted], dim=1)
+    return dx.to(x.dtype), d_weight.to(weight.dtype), d_window.to(window.dtype)
+
+
+# Kernels
+
+
+def _why_not_triton(x: Tensor, weight: Tensor, window: Tensor) -> str | None:
+    if not all(tensor.dtype in DTYPES for tensor in (x, weight, window)):
+        return f"its kernels compute in float32 and these inputs are {x.dtype}, {weight.dtype} and {window.dtype}"
+    if weight.shape[1] > LARGEST:
+        return f"size={weight.shape[1]}, its kernels take up to {LARGEST}"
+    if not x.numel():
+        return "there is nothing to compute"
+    if torch.compiler.is_compiling():  # the operator asks when it runs
+        return None
+    backend = triton_backend() if x.is_cuda or _interpreted() else "kernels want a CUDA device"
+    return backend if isinstance(backend, str) else None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def _kernels() -> Any:
+    from rebind.ops.triton import convolve
+
+    return convolve
+
+
+class _Fused(torch.autograd.Function):
+    """The kernels, eagerly."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, window)
+        return _kernels().forward(x, weight, window)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.is_grad_enabled():  # the caller asked for a graph: gradients of these gradients
+            return _plain_gradients(d_out, *ctx.saved_tensors)
+        return _kernels().backward(d_out, *ctx.saved_tensors)
+
+
+# The registered operators, for torch.compile
+
+
+def _runs(x: Tensor, weight: Tensor, window: Tensor) -> bool:
+    return _why_not_triton(x, weight, window) is None and _trusted(x, weight)
+
+
+@torch.library.custom_op(
+    "rebind::short_convolution", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor window) -> Tensor"
+)
+def _convolve(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
+    if _runs(x, weight, window):
+        return _kernels().forward(x, weight, window)
+    return _plain(x, weight, window).contiguous()
+
+
+@_convolve.register_fake
+def _(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op(
+    "rebind::short_convolution_backward",
+    mutates_args=(),
+    schema="(Tensor d_out, Tensor x, Tensor weight, Tensor window) -> (Tensor, Tensor, Tensor)",
+)
+def _convolve_backward(d_out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if _runs(x, weight, window):
+        return _kernels().backward(d_out, x, weight, window)
+    dx, d_weight, d_window = (grad.contiguous() for grad in _plain_gradients(d_out, x, weight, window))
+    return dx, d_weight, d_window
+
+
+@_convolve_backward.register_fake
+def _(d_out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), window.new_empty(window.shape)
+
+
+def _set_up(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.rebind.short_convolution_backward(d_out, *ctx.saved_tensors)
+
+
+_convolve.register_autograd(_differentiate, setup_context=_set_up)
+
+
+# The self-check, as `rebind.ops.triton.selfcheck` does for the scan
+
+
+def _trusted(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels are right about a tiny problem of this kind; asked once, and never while a graph is made."""
+    if not x.is_cuda or os.environ.get("REBIND_SELF_CHECK", "1") in ("", "0"):
+        return True
+    kind = (x.device, x.dtype, weight.dtype, *weight.shape)
+    if kind not in _known:
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        why = _compare(x, weight)
+        if why is not None:
+            warnings.warn(f"{why}: plain torch runs instead", NumericalWarning, stacklevel=3)
+        _known[kind] = why is None
+    return _known[kind]
+
+
+@torch.no_grad()
+def _compare(x: Tensor, weight: Tensor) -> str | None:
+    """Why kernels for such tensors are not to be trusted, or None."""
+    from rebind.ops.triton.selfcheck import ROUNDING, _error, _noise
+
+    channels, size = weight.shape
+    shapes = ((2, 21, channels), (2, 21, channels), (channels, size), (2, size - 1, channels))
+    kinds = (x.dtype, x.dtype, weight.dtype, x.dtype)
+    d_out, *tiny = (
+        _noise(x.new_empty(shape), seed).to(dtype)
+        for seed, (shape, dtype) in enumerate(zip(shapes, kinds, strict=True))
+    )
+    name = f"the kernels of the short convolution over {size} tokens of {channels} channels in {x.dtype}"
+    try:
+        found = [_kernels().forward(*tiny), *_kernels().backward(d_out, *tiny)]
+    except Exception as problem:  # whatever a compiler may raise
+        return f"{name} do not compile ({problem!s:.200})"
+    wide = [tensor.double() for tensor in tiny]
+    truth = [_plain(*wide), *_plain_gradients(d_out.double(), *wide)]
+    worst = max(_error(one, true) for one, true in zip(found, truth, strict=True) if true.numel())
+    if worst <= ROUNDING[x.dtype]:
+        return None
+    return f"{name} are wrong on {x.device}: they differ from plain torch by {worst:.1e}"

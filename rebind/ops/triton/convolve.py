@@ -1,0 +1,188 @@
+"""The short convolution, one kernel each way.
+
+    pre_t = Σ_s w_s x_{t − (S − 1) + s}          out = silu(pre)
+    d_pre = d_out silu'(pre)
+    d_x_t = Σ_s w_s d_pre_{t + (S − 1) − s}      d_w_s = Σ_t d_pre_t x_{t − (S − 1) + s}
+
+S is the size; the S − 1 tokens before the first are the window's. A program walks along a run of tokens with a block of
+channels, and holds what the next token still needs, the last S − 1 rows, in registers: every row is read once. The
+backward walk goes the same way, S − 1 tokens past its run: d_x_t is whole when token t + S − 1 has been seen. It makes
+pre again rather than read it, and leaves a sum for the weights with every run, which are then added up in order: the
+same numbers every time.
+
+Tuples grow while loops over constants are unrolled; the compiler knows `+` for that, and no unpacking.
+"""
+
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, unreachable"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rebind.ops.triton.calls import aligned, call
+
+LARGEST = 8  # size; as many rows are loaded ahead
+CHANNELS = 128  # a program, which is one warp: 4 a thread
+LONGEST, SHORTEST = 128, 16  # tokens a run
+PROGRAMS = 4096  # that fill a large device; runs are shortened to have as many
+
+
+@triton.jit
+def _before(x, window, row, first, T, channel, inside, C: tl.constexpr, S: tl.constexpr):
+    """The S − 1 rows before token `first`, as a tuple of [channels] in float32."""
+    held = ()
+    for s in tl.static_range(S - 1):
+        token = first - (S - 1) + s
+        early = tl.load(window + (row * (S - 1) + first + s) * C + channel, mask=inside & (token < 0), other=0.0)
+        late = tl.load(x + (row * T + token) * C + channel, mask=inside & (token >= 0), other=0.0)
+        held = held + (early.to(tl.float32) + late.to(tl.float32),)
+    return held
+
+
+@triton.jit
+def _place(T, run, C: tl.constexpr, BC: tl.constexpr):
+    """Which row of the batch, run of its tokens and channels are this program's."""
+    BLOCKS: tl.constexpr = (C + BC - 1) // BC
+    program = tl.program_id(0)
+    place = program // BLOCKS
+    parts = tl.cdiv(T, run)
+    channel = program % BLOCKS * BC + tl.arange(0, BC)
+    return (place // parts).to(tl.int64), place % parts * run, place.to(tl.int64), channel
+
+
+@triton.jit(do_not_specialize=["T", "run"])
+def _forward(x, weight, window, out, T, run, C: tl.constexpr, S: tl.constexpr, BC: tl.constexpr, AHEAD: tl.constexpr):
+    row, start, _, channel = _place(T, run, C, BC)
+    inside = channel < C
+    stop = tl.minimum(start + run, T)
+    weights = ()
+    for s in tl.static_range(S):
+        weights = weights + (tl.load(weight + channel * S + s, mask=inside, other=0.0).to(tl.float32),)
+    held = _before(x, window, row, start, T, channel, inside, C, S)
+    for first in range(start, stop, AHEAD):
+        rows = ()
+        for j in tl.static_range(AHEAD):  # all loads before the first store
+            at = (row * T + first + j) * C + channel
+            rows = rows + (tl.load(x + at, mask=inside & (first + j < stop), other=0.0),)
+        for j in tl.static_range(AHEAD):
+            seen = held + (rows[j].to(tl.float32),)
+            pre = weights[0] * seen[0]
+            for s in tl.static_range(1, S):
+                pre += weights[s] * seen[s]
+            at = (row * T + first + j) * C + channel
+            result = (pre * tl.sigmoid(pre)).to(out.dtype.element_ty)
+            tl.store(out + at, result, mask=inside & (first + j < stop))
+            held = seen[1:]
+
+
+@triton.jit(do_not_specialize=["T", "run"])
+def _backward(
+    d_out,
+    x,
+    weight,
+    window,
+    dx,
+    d_weights,
+    d_window,
+    T,
+    run,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    BC: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """`d_weights` is [runs, S, C], `d_window` [B, S − 1, C]."""
+    row, start, place, channel = _place(T, run, C, BC)
+    inside = channel < C
+    stop = tl.minimum(start + run, T)
+    last = tl.minimum(stop + S - 1, T)  # tokens past the run, whose gradients reach back into it
+    weights, sums, slopes = (), (), ()
+    for s in tl.static_range(S):
+        weights = weights + (tl.load(weight + channel * S + s, mask=inside, other=0.0).to(tl.float32),)
+        sums = sums + (tl.zeros([BC], tl.float32),)
+    for _ in tl.static_range(S - 1):
+        slopes = slopes + (tl.zeros([BC], tl.float32),)
+    held = _before(x, window, row, start, T, channel, inside, C, S)
+    for first in range(start, stop + S - 1, AHEAD):
+        rows, given = (), ()
+        for j in tl.static_range(AHEAD):  # all loads before the first store
+            at = (row * T + first + j) * C + channel
+            there = inside & (first + j < last)
+            rows = rows + (tl.load(x + at, mask=there, other=0.0),)
+            given = given + (tl.load(d_out + at, mask=there, other=0.0),)
+        for j in tl.static_range(AHEAD):
+            seen = held + (rows[j].to(tl.float32),)
+            pre = weights[0] * seen[0]
+            for s in tl.static_range(1, S):
+                pre += weights[s] * seen[s]
+            share = tl.sigmoid(pre)
+            slope = given[j].to(tl.float32) * share * (1 + pre * (1 - share))
+            slopes = slopes + (slope,)  # those of the last S tokens
+            d_row = weights[0] * slope
+            for s in tl.static_range(1, S):
+                d_row += weights[s] * slopes[S - 1 - s]
+            token = first + j - (S - 1)
+            ours = inside & (token >= start) & (token < stop)
+            tl.store(dx + (row * T + token) * C + channel, d_row.to(dx.dtype.element_ty), mask=ours)
+            if j < S - 1:  # noqa: SIM102 (the compiler's branch, and in it the program's)
+                if first == 0:
+                    at = (row * (S - 1) + j) * C + channel
+                    tl.store(d_window + at, d_row.to(d_window.dtype.element_ty), mask=inside)
+            counted = tl.where(first + j < stop, slope, 0.0)
+            more = ()
+            for s in tl.static_range(S):
+                more = more + (sums[s] + counted * seen[s],)
+            sums = more
+            slopes = slopes[1:]
+            held = seen[1:]
+    for s in tl.static_range(S):
+        tl.store(d_weights + (place * S + s) * C + channel, sums[s], mask=inside)
+
+
+def forward(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
+    """The output [B, T, C] in x's dtype."""
+    tensors = [tensor.contiguous() for tensor in (x, weight, window)]
+    out = torch.empty_like(tensors[0])
+    _launch(_forward, _run(x), x, weight, (*tensors, out))
+    return out
+
+
+def backward(d_out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and window, each in its own dtype."""
+    d_out, x, weight, window = (tensor.contiguous() for tensor in (d_out, x, weight, window))
+    run = _run(x)
+    dx, d_window = torch.empty_like(x), torch.empty_like(window)
+    runs = x.shape[0] * -(-x.shape[1] // run)
+    d_weights = x.new_empty(runs, *reversed(weight.shape), dtype=torch.float32)
+    _launch(_backward, run, x, weight, (d_out, x, weight, window, dx, d_weights, d_window))
+    return dx, torch.empty_like(weight).copy_(d_weights.sum(0).mT), d_window
+
+
+def _run(x: Tensor) -> int:
+    """Tokens a program walks along: many, as their neighbours are read twice, unless that leaves the device idle."""
+    rows, length, channels = x.shape
+    share = rows * length * -(-channels // CHANNELS) // PROGRAMS
+    return min(max(triton.next_power_of_2(share + 1) // 2, SHORTEST), LONGEST)
+
+
+def _launch(kernel: Any, run: int, x: Tensor, weight: Tensor, tensors: tuple[Tensor, ...]) -> None:
+    rows, length, channels = x.shape
+    wide = min(CHANNELS, triton.next_power_of_2(channels))
+    with torch.cuda.device_of(x):
+        call(
+            kernel,
+            (rows * -(-length // run) * -(-channels // wide),),
+            (x.device, *((tensor.dtype, aligned(tensor)) for tensor in tensors)),
+            (*tensors, length, run),
+            warps=1,
+            C=channels,
+            S=weight.shape[1],
+            BC=wide,
+            AHEAD=LARGEST,
+        )
