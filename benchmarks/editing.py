@@ -10,6 +10,9 @@ object on the prompt, the paraphrases and the neighbours, S is their harmonic me
 token to come first. Perplexity is on the given text; drift is KL(base ‖ edited) of the next token on unrelated
 prompts, growth the largest ‖ΔW‖/‖W‖. With --made, facts are paired anew from the records (benchmarks/made.py):
 these rows are for time and memory. JSON goes to benchmarks/results/editing.json.
+
+Of the phases, *keys* are the subjects' keys and states at the edited layers, *checks* the facts' scores before and
+after. With --repeats an edit is made and undone so many times and the last one told: the first loads kernels.
 """
 
 from __future__ import annotations
@@ -20,25 +23,34 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 
 from benchmarks.made import made_facts
-from benchmarks.report import RESULTS, machine
+from benchmarks.report import RESULTS
+from rebind.bench.machine import machine
 from rebind.cli.options import parse_layers
+from rebind.edit import spread
 from rebind.edit.editor import Editor, Progress
+from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact
 from rebind.edit.reading import read_facts
+from rebind.edit.scores import FactScore, score_facts
+from rebind.edit.subjects import Subjects
 from rebind.files import write_atomically
 
 SCORES = ("ES", "PS", "NS", "S", "EA", "PA")
-PHASES = ("contexts", "moments", "targets", "solve", "writing")
+PHASES = ("contexts", "moments", "targets", "keys", "solve", "writing", "checks")
+GPU_TOKENS = 65_536  # asked at once
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,39 @@ class Clock(Progress):
             self.spent[before] = self.spent.get(before, 0.0) + now - begin  # type: ignore[attr-defined]
         object.__setattr__(self, "_now", (name, now))
 
+    @contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """Inside, another phase; the one before goes on after."""
+        before = self._now[0]  # type: ignore[attr-defined]
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+
+@contextmanager
+def told_apart(editor: Editor, clock: Clock) -> Iterator[None]:
+    """The editor counts keys to the solve, and the facts' scores to what goes on; here they are phases."""
+
+    class Timed(Subjects):
+        def keys(self, layer: int, module: nn.Module) -> Tensor:
+            with clock.aside("keys"):
+                return super().keys(layer, module)
+
+        def states(self, layer: int) -> Tensor:
+            with clock.aside("keys"):
+                return super().states(layer)
+
+    own = editor.score
+
+    def score(facts: Sequence[Fact]) -> list[FactScore]:
+        with clock.aside("checks"):
+            return own(facts)
+
+    with patch.object(spread, "Subjects", Timed), patch.object(editor, "score", score):
+        yield
+
 
 def prompts_of(facts: Sequence[Fact], texts: Sequence[Sequence[str]], target: str) -> list[Fact]:
     """Facts that ask each text for the new ("target") or the true ("old") object; the subject is a place holder."""
@@ -96,10 +141,18 @@ def prompts_of(facts: Sequence[Fact], texts: Sequence[Sequence[str]], target: st
     return asked
 
 
+def ask(editor: Editor, facts: Sequence[Fact]) -> list[FactScore]:
+    """`Editor.score`, in fewer and larger passes on a GPU."""
+    if editor.trunk.device.type != "cuda":
+        return editor.score(facts)
+    start = editor.loaded.start
+    return score_facts(editor.trunk, editor.tokenizer, start, facts, chat=editor.chat, tokens_at_once=GPU_TOKENS)
+
+
 def compare(editor: Editor, facts: Sequence[Fact], texts: Sequence[Sequence[str]]) -> tuple[float, float]:
     """How often the new object is likelier than the true one, and how often the new one is said."""
-    new = editor.score(prompts_of(facts, texts, "target"))
-    true = editor.score(prompts_of(facts, texts, "old"))
+    new = ask(editor, prompts_of(facts, texts, "target"))
+    true = ask(editor, prompts_of(facts, texts, "old"))
     likelier = statistics.fmean(n.nll < t.nll for n, t in zip(new, true, strict=True))
     return likelier, statistics.fmean(n.exact for n in new)
 
@@ -137,15 +190,22 @@ def known(editor: Editor, facts: Sequence[Fact]) -> list[Fact]:
         fact.text.casefold(): fact for fact in reversed(facts) if fact.old and fact.paraphrases and fact.neighbours
     }
     whole = [fact for fact in facts if first.get(fact.text.casefold()) is fact]
-    new = editor.score(prompts_of(whole, [[fact.text] for fact in whole], "target"))
-    true = editor.score(prompts_of(whole, [[fact.text] for fact in whole], "old"))
+    new = ask(editor, prompts_of(whole, [[fact.text] for fact in whole], "target"))
+    true = ask(editor, prompts_of(whole, [[fact.text] for fact in whole], "old"))
     return [fact for fact, n, t in zip(whole, new, true, strict=True) if t.nll < n.nll]
 
 
-def run(
-    editor: Editor, facts: Sequence[Fact], method: str, text: str, chosen: Choices, *, made: bool = False
-) -> Result:
-    """Edit, measure, undo."""
+@dataclass(frozen=True)
+class Cost:
+    """What an edit took."""
+
+    seconds: float
+    phases: dict[str, float]
+    memory_gib: float
+
+
+def write(editor: Editor, facts: Sequence[Fact], method: str, chosen: Choices) -> tuple[Edit, Cost]:
+    """Edit, phase by phase."""
     clock = Clock()
     editor.progress = clock
     search = editor.settings(method, facts=len(facts))[1].targets
@@ -153,10 +213,29 @@ def run(
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
-    edit = editor.rewrite_many(list(facts), method=method, layers=chosen.layers, lam=chosen.lam, targets=search)
+    with told_apart(editor, clock):
+        edit = editor.rewrite_many(list(facts), method=method, layers=chosen.layers, lam=chosen.lam, targets=search)
     clock.enter(None)
     seconds = time.perf_counter() - begin - clock.spent.get("moments", 0.0)  # type: ignore[attr-defined]
-    memory = peak_gib(editor)
+    editor.progress = Progress()
+    return edit, Cost(seconds, dict(clock.spent), peak_gib(editor))  # type: ignore[attr-defined]
+
+
+def run(
+    editor: Editor,
+    facts: Sequence[Fact],
+    method: str,
+    text: str,
+    chosen: Choices,
+    *,
+    made: bool = False,
+    repeats: int = 1,
+) -> Result:
+    """Edit, measure, undo."""
+    for _ in range(repeats - 1):
+        edit, _ = write(editor, facts, method, chosen)
+        editor.undo(edit.id)
+    edit, cost = write(editor, facts, method, chosen)
     scores = measure(editor, facts, made)
     held, drift = perplexity(editor, text), editor.drift()
     editor.undo(edit.id)
@@ -165,15 +244,15 @@ def run(
         method=method,
         facts=len(facts),
         made=made,
-        seconds=seconds,
-        phases=dict(clock.spent),  # type: ignore[attr-defined]
+        seconds=cost.seconds,
+        phases=cost.phases,
         layers=tuple(settings["layers"]),
         lam=float(settings["lam"]),
         scores=scores,
         perplexity=held,
         drift=drift.kl,
         growth=drift.growth,
-        memory_gib=memory,
+        memory_gib=cost.memory_gib,
     )
 
 
@@ -228,7 +307,7 @@ def show(rows: Sequence[Result]) -> None:
         console.print(cost)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--facts", required=True, help="CounterFact records, nested or flat")
     parser.add_argument("--text", required=True, help="held-out text for perplexity")
@@ -242,12 +321,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of contexts and of sampled moments")
     parser.add_argument("--made", type=int, nargs="*", default=[], help="also so many facts paired anew, for the cost")
     parser.add_argument("--alone", type=int, default=0, help="also ROME on so many facts, one at a time")
+    parser.add_argument("--repeats", type=int, default=1, help="edits a row, of which the last is told; default: 1")
     parser.add_argument("--out", default=str(RESULTS / "editing.json"))
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
     chosen = Choices(options.layers, options.lam, options.steps)
     editor = Editor(options.model, device=options.device, seed=options.seed, guard=None)
     text = Path(options.text).read_text(encoding="utf-8")
@@ -260,14 +340,15 @@ def main() -> None:
         run(editor, facts[:2], method, text[:20_000], chosen)  # moments, contexts and warm-up
     jobs = [(method, facts[:n]) for method in options.methods for n in options.n if n <= len(facts)]
     for method, written in jobs:
-        rows.append(run(editor, written, method, text, chosen))
+        rows.append(run(editor, written, method, text, chosen, repeats=options.repeats))
         tell(rows, options, editor)
     if options.alone:
         rows.append(one_at_a_time(editor, facts[: options.alone], "rome", text, chosen))
         tell(rows, options, editor)
     for method in options.methods:
         for n in options.made:
-            rows.append(run(editor, made_facts(records, n), method, text, chosen, made=True))
+            facts = made_facts(records, n)
+            rows.append(run(editor, facts, method, text, chosen, made=True, repeats=options.repeats))
             tell(rows, options, editor)
     show(rows)
 

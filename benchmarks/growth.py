@@ -16,28 +16,24 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks.editing import Clock, peak_gib
+from benchmarks.editing import Clock, peak_gib, told_apart
 from benchmarks.report import RESULTS
 from rebind.bench.machine import machine
-from rebind.edit import spread
 from rebind.edit.editor import Editor, Progress
 from rebind.edit.facts import Fact
 from rebind.edit.methods import Old
 from rebind.edit.sites import module_at
-from rebind.edit.subjects import Subjects
 from rebind.edit.trunk import Tokens
 from rebind.files import write_atomically
 
@@ -168,35 +164,14 @@ def learn(editor: Editor, layers: Sequence[int], tokens: int) -> None:
 # One edit, phase by phase
 
 
-@contextmanager
-def keys_told_apart(clock: Clock) -> Iterator[None]:
-    """The editor counts the keys to the solve; here they are a phase."""
-
-    class Timed(Subjects):
-        def keys(self, layer: int, module: nn.Module) -> Tensor:
-            clock.enter("keys")
-            found = super().keys(layer, module)
-            clock.enter("solve")
-            return found
-
-        def states(self, layer: int) -> Tensor:
-            clock.enter("keys")
-            found = super().states(layer)
-            clock.enter("solve")
-            return found
-
-    with patch.object(spread, "Subjects", Timed):
-        yield
-
-
 def edit(editor: Editor, facts: list[Fact], steps: int) -> tuple[float, dict[str, float]]:
     """Write and undo: the seconds of the edit, in all and by phase."""
     search = replace(editor.settings("memit")[1].targets, steps=steps, enough=0.0)
     clock = Clock()
     editor.progress = clock
-    clock.enter("checks")  # the scores before
+    clock.enter("writing")  # the edits before are taken out of the weights
     begin = time.perf_counter()
-    with keys_told_apart(clock):
+    with told_apart(editor, clock):
         made = editor.rewrite_many(facts, method="memit", targets=search, force=True)
     clock.enter(None)
     seconds = time.perf_counter() - begin

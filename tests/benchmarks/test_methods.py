@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from benchmarks.methods import Bench, Results, batch, figure, impossible, main, run, sequential
+from benchmarks.methods import Amount, Bench, Results, batch, evenly, figure, impossible, jobs, main, run, sequential
+from benchmarks.remembered import Memory
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
-from rebind.edit.methods import get_method
+from rebind.edit.methods import METHODS, default_settings, get_method
 from rebind.evals.records import Question, Record
 from tests.edit import tiny
 
@@ -37,7 +38,7 @@ def records() -> list[Record]:
 def bench() -> Bench:
     editor = Editor(tiny.llama(), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=256, guard=None)
     known = records()
-    return Bench(editor, known, [record.fact for record in known], " ".join(tiny.SENTENCES), free=2)
+    return Bench(editor, known, [record.fact for record in known], " ".join(tiny.SENTENCES), Amount(free=2))
 
 
 def test_methods_share_targets_and_the_model_is_put_back(bench):
@@ -47,7 +48,9 @@ def test_methods_share_targets_and_the_model_is_put_back(bench):
     assert first.scores == second.scores, "in one edit recursive is memit"
     assert first.scores["free"]["records"] == 2
     assert batch(bench, "memit", 2).groups == 1
-    assert batch(bench, "memit", 1).groups == 6, "as many groups as there are records for"
+    alone = batch(bench, "memit", 1)
+    assert alone.groups == 6, "as many groups as there are records for"
+    assert "free" not in alone.scores, "not decoded where an edit has few facts"
     assert tiny.weights(bench.editor.model) == before
 
 
@@ -89,32 +92,118 @@ def test_methods_that_remember_are_handed_earlier_keys_on_the_edited_model(bench
 
 
 def test_more_facts_than_dimensions_have_no_exact_solution(bench):
-    assert "48 dimensions" in impossible(bench.editor, get_method("emmet"), 49, made=True)
-    assert not impossible(bench.editor, get_method("emmet"), 48, made=True)
-    assert "memit" in impossible(bench.editor, get_method("recursive"), 100, made=True)
+    assert "48 dimensions" in impossible(bench.editor, get_method("emmet"), 49)
+    assert not impossible(bench.editor, get_method("emmet"), 48)
+    assert not impossible(bench.editor, get_method("memit"), 49)
     assert batch(bench, "rome", 100).why
 
 
+OPTIONS = {"protocols": ["batch", "sequential"], "found": ["base", "edited"], "size": 3, "at": [3, 6]}
+
+
 def test_rows_are_kept_and_a_second_run_measures_nothing(bench, tmp_path):
-    options = {
-        "methods": ["memit"],
-        "numbers": [2],
-        "protocols": ["batch", "sequential"],
-        "found": ["base", "edited"],
-        "size": 3,
-        "at": [3, 6],
-    }
+    ordered = jobs(bench, methods=["memit"], numbers=[2], **OPTIONS)
     path = tmp_path / "rows.json"
     told = []
-    run(bench, Results.open(path, {"seed": 0}), told=lambda row, seconds: told.append(row.name), **options)
+    assert not run(bench, Results.open(path, {"seed": 0}), ordered, lambda row, seconds: told.append(row.name))
     assert len(told) == 1 + 1 + 2 + 2
     again = Results.open(path, {"seed": 0})
-    run(bench, again, told=lambda row, seconds: pytest.fail(f"{row.name} was measured again"), **options)
+    run(bench, again, ordered, lambda row, seconds: pytest.fail(f"{row.name} was measured again"))
     assert len(json.loads(path.read_text())["rows"]) == 6
     with pytest.raises(SystemExit, match="remove it or name another"):
         Results.open(path, {"seed": 1})
     figure(again.rows, tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_most_telling_rows_come_first(bench):
+    ordered = jobs(bench, methods=["memit", "rome"], numbers=[1, 9, 6], **OPTIONS)
+    assert [(job.method, job.protocol, job.found, job.stops) for job in ordered] == [
+        ("memit", "batch", "base", (6,)),
+        ("rome", "batch", "base", (6,)),
+        ("memit", "sequential", "base", (3, 6)),
+        ("rome", "sequential", "base", (3, 6)),
+        ("memit", "sequential", "edited", (3, 6)),
+        ("memit", "batch", "base", (1,)),
+        ("rome", "batch", "base", (1,)),
+        ("memit", "batch", "base", (9,)),
+        ("rome", "batch", "base", (9,)),
+    ]
+
+
+def test_a_run_searches_once_for_each_layer_and_settings(bench, tmp_path):
+    calls = []
+    search = bench.memory.targets.search
+    own = search.find
+    search.find = lambda layer, requests, settings, *rest: (
+        calls.append((layer, settings, len(requests))) or own(layer, requests, settings, *rest)
+    )
+    methods = ["memit", "alphaedit", "recursive", "rome", "emmet"]
+    ordered = jobs(bench, methods=methods, numbers=[1, 2, 6], **(OPTIONS | {"found": ["base"]}))
+    run(bench, Results.open(tmp_path / "rows.json", {}), ordered, lambda row, seconds: None)
+    sets = {(bench.settings(method, 6).layers[-1], bench.settings(method, 6).targets) for method in methods}
+    assert len(calls) == len(sets) == 2
+    assert {found for *_, found in calls} == {6}
+
+
+def test_no_row_is_begun_after_the_time(bench, tmp_path):
+    ordered = jobs(bench, methods=["memit"], numbers=[1, 2], **OPTIONS)
+    results = Results.open(tmp_path / "rows.json", {})
+    assert run(bench, results, ordered, lambda row, seconds: None, seconds=-1.0) == ordered
+    assert [row.method for row in results.rows] == ["before"]
+
+
+@pytest.mark.parametrize("found", ["base", "edited"])
+def test_a_state_that_was_measured_is_not_measured_again(bench, tmp_path, found):
+    """And would have been the same."""
+    results = Results.open(tmp_path / "rows.json", {})
+    ordered = jobs(bench, methods=["memit", "recursive"], numbers=[3], **(OPTIONS | {"found": [found]}))
+    run(bench, results, ordered, lambda row, seconds: None)
+    rows = {row.name: row for row in results.rows}
+    assert rows["recursive", "batch", "base", 3].same == "memit, batch"
+    copied = rows["recursive", "sequential", found, 3]
+    assert copied.same
+    assert not rows["recursive", "sequential", found, 6].same
+    measured = next(iter(sequential(bench, "recursive", found, 3, [3])))
+    assert copied.scores == measured.scores
+    assert copied.growth == pytest.approx(measured.growth, rel=1e-4)
+
+
+def test_what_is_remembered_changes_no_edit():
+    def sequence(editor):
+        for number in (0, 2, 4):
+            editor.rewrite_many([record.fact for record in records()[number : number + 2]], method="recursive")
+        return tiny.weights(editor.model)
+
+    made = [
+        Editor(tiny.llama(), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=256, guard=None) for _ in range(2)
+    ]
+    memory = Memory.of(made[0])
+    layers, targets = (getattr(made[0].settings("recursive")[1], name) for name in ("layers", "targets"))
+    memory.targets.plan(layers[-1], targets, made[0]._requests([record.fact for record in records()][:2]))
+    assert sequence(made[0]) == sequence(made[1])
+
+
+def test_some_records_are_asked_about_all_and_the_others_about_the_fact(bench):
+    bench.amount = Amount(around=2, neighbours=1, free=3)
+    scores = bench.scores(bench.ask(bench.records))
+    assert {name: one["records"] for name, one in scores.items()} == {
+        "ES": 6,
+        "PS": 2,
+        "NS": 2,
+        "EA": 6,
+        "free": 3,
+        "S": 2,
+    }
+    assert evenly(10, 3) == {0, 3, 6}
+    assert evenly(3, 10) == {0, 1, 2}
+
+
+def test_held_text_ends_after_its_tokens(bench):
+    whole = bench.editor.tokenizer(bench.text, add_special_tokens=False).input_ids
+    short = Bench(bench.editor, bench.records, bench.pool, bench.text, Amount(tokens=7))
+    assert bench.text.startswith(short.held_text)
+    assert bench.editor.tokenizer(short.held_text, add_special_tokens=False).input_ids == whole[:7]
 
 
 def test_the_command_reads_records_and_draws(tmp_path, capsys):
@@ -131,13 +220,20 @@ def test_the_command_reads_records_and_draws(tmp_path, capsys):
     main([*paths, *sizes, "--model", str(folder), "--device", "cpu"])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["method"], row["protocol"], row["facts"], bool(row["why"])) for row in rows[1:]] == [
+        ("memit", "sequential", 1, False),
+        ("recursive", "sequential", 1, False),
         ("memit", "batch", 1, False),
         ("recursive", "batch", 1, False),
         ("memit", "batch", 9, False),
-        ("recursive", "batch", 9, True),
-        ("memit", "sequential", 1, False),
-        ("recursive", "sequential", 1, False),
+        ("recursive", "batch", 9, False),
     ]
     assert [row["made"] for row in rows if row["facts"] == 9] == [True, True]
     assert (tmp_path / "out.png").exists()
     assert "facts paired anew" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("n", [100, 1000, 10_000])
+def test_methods_of_several_layers_share_a_search_on_the_default_model(n):
+    several = [method for method in METHODS.values() if method.several_layers]
+    chosen = [default_settings(method, "smollm2", 30, n) for method in several]
+    assert len({(one.layers[-1], one.targets) for one in chosen}) == 1

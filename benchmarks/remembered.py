@@ -1,0 +1,113 @@
+"""What an editor finds out again and again, remembered: targets, tokens and gains of facts that many edits write.
+
+A driver that writes the same facts with many methods, alone and together, would spend nearly all of its time on
+searches whose results it has had before. On the base model a fact's target depends on nothing but the fact, the layer
+and the settings, so all facts that will ever be wanted of one (layer, settings) are found in one search, when the first
+of them is asked for. `Memory.of(editor)` puts all three in an editor's way; what is written stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rebind.edit.editor import Editor
+from rebind.edit.edits import Edit
+from rebind.edit.facts import Fact
+from rebind.edit.objective import Request, TargetSettings
+from rebind.edit.targets import Found
+from rebind.edit.weights import Weights
+
+
+class Targets:
+    """A search that looks up what it has found before, and finds in one go what was planned."""
+
+    def __init__(self, search: Any) -> None:
+        self.search = search
+        self.searched = 0  # facts
+        self._planned: dict[tuple[int, TargetSettings], dict[Request, None]] = {}
+        self._places: dict[tuple[int, TargetSettings], dict[Request, int]] = {}
+        self._found: dict[tuple[int, TargetSettings], Found] = {}
+
+    def plan(self, layer: int, settings: TargetSettings, requests: Iterable[Request]) -> None:
+        """These will be asked for: they are found with the first that is."""
+        self._planned.setdefault((layer, settings), {}).update(dict.fromkeys(requests))
+
+    def find(self, layer: int, requests: Sequence[Request], settings: TargetSettings, *rest: Any) -> Found:
+        of = layer, settings
+        places = self._places.setdefault(of, {})
+        if any(request not in places for request in requests):
+            wanted = dict.fromkeys([*requests, *self._planned.pop(of, {})])
+            missing = [request for request in wanted if request not in places]
+            new = self.search.find(layer, missing, settings, *rest)
+            places |= {request: len(places) + index for index, request in enumerate(missing)}
+            self._found[of] = Found.join([self._found[of], new]) if of in self._found else new
+            self.searched += len(missing)
+        found = self._found[of]
+        return found.select(torch.tensor([places[request] for request in requests], device=found.hidden.device))
+
+
+class Requests:
+    """Facts as tokens behind every context; each is tokenised once."""
+
+    def __init__(self, make: Callable[[Sequence[Fact]], list[Request]]) -> None:
+        self.make = make
+        self._made: dict[Fact, Request] = {}
+
+    def __call__(self, facts: Sequence[Fact]) -> list[Request]:
+        missing = [fact for fact in dict.fromkeys(facts) if fact not in self._made]
+        if missing:
+            self._made.update(zip(missing, self.make(missing), strict=True))
+        return [self._made[fact] for fact in facts]
+
+
+class Gains:
+    """Gains that depend on earlier edits are solved for at every fold of the ledger; here once.
+
+    An edit is told by its method, λ, size and first fact: in a driver that cuts its facts into groups no two differ
+    that agree in these.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._gain_at = weights.gain_at
+        self._known: dict[Hashable, Tensor] = {}
+
+    def __call__(self, site: str) -> Callable[[Edit, Sequence[Edit]], Tensor]:
+        own = self._gain_at(site)
+
+        def gain(edit: Edit, earlier: Sequence[Edit]) -> Tensor:
+            name = site, *(_told(one) for one in (*earlier, edit))
+            if name not in self._known:
+                self._known[name] = own(edit, earlier)
+            return self._known[name]
+
+        return gain
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
+def _told(edit: Edit) -> Hashable:
+    lam: Any = edit.settings["lam"]
+    return edit.method, lam, len(edit.facts), edit.facts[0].text
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """All three, of one editor."""
+
+    targets: Targets
+    requests: Requests
+    gains: Gains
+
+    @classmethod
+    def of(cls, editor: Editor) -> Memory:
+        made = cls(Targets(editor._search), Requests(editor._requests), Gains(editor.weights))
+        editor._search = made.targets  # type: ignore[assignment]
+        editor._requests = made.requests  # type: ignore[method-assign]
+        editor.weights.gain_at = made.gains  # type: ignore[method-assign]
+        return made
