@@ -76,7 +76,10 @@ def side_by_side(
         task = Task(batch[0]["size"], batch[0]["size"], replacement=False)
         jobs.append((Recipe(task, batch[0]["feature"]), [point["seed"] for point in batch]))
     for job, trained in train_all(jobs, config, device):
-        yield job, [{"loss": one.loss, "steps": one.steps, "losses": one.losses} for one in trained]
+        yield (
+            job,
+            [{"loss": one.loss, "steps": one.steps, "losses": one.losses, "diverged": one.diverged} for one in trained],
+        )
 
 
 def solved(found: Curve, most: float = 2 * SOLVED) -> float:
@@ -84,12 +87,23 @@ def solved(found: Curve, most: float = 2 * SOLVED) -> float:
     return max((size for size, loss in zip(found.x, found.mean, strict=True) if loss <= most), default=0)
 
 
+def told(rows: Sequence[Row], name: str) -> str:
+    """Mean and deviation over the seeds, with a word of those that diverged: theirs is the last finite loss."""
+    lost = len(select(rows, diverged=True))
+    return spread([row[name] for row in rows]) + (f" ({lost} of {len(rows)} diverged)" if lost else "")
+
+
+def stayed_finite(rows: Sequence[Row]) -> Claim:
+    lost = len(select(rows, diverged=True))
+    return Claim("no model's loss becomes NaN or infinite", not lost, f"{lost} of {len(rows)} did")
+
+
 def table(config: Capacity, rows: Sequence[Row]) -> Table:
     sizes = sorted({config.sizes[0], config.sizes[len(config.sizes) // 2], config.sizes[-1]})
     lines = []
     for feature in config.features:
         some = select(rows, feature=feature)
-        cells = [spread([row["loss"] for row in select(some, size=size)]) for size in sizes]
+        cells = [told(select(some, size=size), "loss") for size in sizes]
         most, loss = PUBLISHED.get(feature, ("—", "—")) if _as_published(config) else ("—", "—")
         lines.append([LABELS[feature], *cells, str(loss), f"{solved(curve(some, 'size', 'loss')):g}", str(most)])
     losses = (f"loss at S = {size}" for size in sizes)
@@ -117,11 +131,12 @@ def claims(config: Capacity, rows: Sequence[Row]) -> list[Claim]:
     if "softmax" in found:
         best = found["softmax"].mean[-1] < min(last)
         made.append(Claim("softmax, whose memory grows, loses least", best, f"{found['softmax'].mean[-1]:.3f}"))
+    made.append(stayed_finite(rows))
     if _as_published(config):
         reached = {name: solved(found[name]) for name in PUBLISHED if name in found}
-        told = ", ".join(f"{name} {most:g} ({PUBLISHED[name][0]})" for name, most in reached.items())
+        pairs = ", ".join(f"{name} {most:g} ({PUBLISHED[name][0]})" for name, most in reached.items())
         held = all(most >= PUBLISHED[name][0] for name, most in reached.items())
-        made.append(Claim("each solves what its published run did, or more", held, f"largest S (published): {told}"))
+        made.append(Claim("each solves what its published run did, or more", held, f"largest S (published): {pairs}"))
     return made
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
-from rebind.lab.recall import NORMALISERS, SOFTMAX, Model, Recall, parameters, state, train
+from rebind.lab.recall import NORMALISERS, SOFTMAX, Model, Recall, parameters, state
+from rebind.lab.recall_training import train
 from rebind.lab.report import Curve, curve, select, spread
 
 if TYPE_CHECKING:

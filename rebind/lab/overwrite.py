@@ -7,11 +7,12 @@ measured here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from rebind.lab.capacity import stayed_finite, told
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
 from rebind.lab.report import curve, select, spread
 from rebind.lab.retrieval import SOLVED, Recipe, Task, Training
@@ -73,10 +74,7 @@ def side_by_side(
         task = Task(batch[0]["size"], 2 * batch[0]["size"], replacement=True)
         jobs.append((Recipe(task, batch[0]["feature"], batch[0]["rule"]), [point["seed"] for point in batch]))
     for job, trained in train_all(jobs, config, device):
-        yield (
-            job,
-            [{"loss": one.loss, "short": one.short, "steps": one.steps, "losses": one.losses} for one in trained],
-        )
+        yield job, [asdict(one) for one in trained]
 
 
 def table(config: Overwrite, rows: Sequence[Row]) -> Table:
@@ -85,7 +83,7 @@ def table(config: Overwrite, rows: Sequence[Row]) -> Table:
         for rule in config.rules:
             for size in config.sizes:
                 some = select(rows, feature=feature, rule=rule, size=size)
-                cells = [spread([row[name] for row in some]) for name in ("loss", "short", "steps")]
+                cells = [told(some, "loss"), *(spread([row[name] for row in some]) for name in ("short", "steps"))]
                 known = PUBLISHED.get((feature, rule, size), "—") if config.key_width == Overwrite.key_width else "—"
                 lines.append([feature, RULES[rule], str(size), *cells[:2], str(known), cells[2]])
     return Table(["φ", "rule", "S", "loss at length 2S", "loss at length S", "published at S", "steps"], lines)
@@ -101,24 +99,31 @@ def claims(config: Overwrite, rows: Sequence[Row]) -> list[Claim]:
                 rule: min(a / b for a, b in zip(one.mean, found["delta"].mean, strict=True))
                 for rule, one in plain.items()
             }
-            told = ", ".join(f"{rule} {ratio:.1f}× or more" for rule, ratio in ratios.items())
+            each = ", ".join(f"{rule} {ratio:.1f}× or more" for rule, ratio in ratios.items())
             made.append(
                 Claim(
                     f"{feature}: delta's loss is below sum's, RFA's and tanh's at every S",
                     min(ratios.values()) > 1.2,
-                    told,
+                    each,
                 )
             )
     if "sum" in config.rules:
-        some = select(rows, rule="sum")
-        ratio = min(row["loss"] / row["short"] for row in some)
+        some = select(rows, rule="sum", diverged=False)
+        ratio = min((row["loss"] / row["short"] for row in some), default=0.0)
         says = "the public evaluation, at length S, flattered the sum rule"
         made.append(Claim(says, ratio > 1.2, f"its loss at 2S is {ratio:.1f}× or more that at S"))
     if "favor-64" in config.features and "delta" in config.rules:
-        worst = max(row["loss"] for row in select(rows, feature="favor-64", rule="delta"))
+        some = select(rows, feature="favor-64", rule="delta")
+        worst = max(row["loss"] for row in some)
         says = "FAVOR+ with the delta rule is finite, and learns"
-        made.append(Claim(says, worst < 0.45, f"loss {worst:.3f} at most, an empty memory scores 0.5"))
-    return made
+        made.append(
+            Claim(
+                says,
+                worst < 0.45 and stayed_finite(some).holds,
+                f"loss {worst:.3f} at most, an empty memory scores 0.5",
+            )
+        )
+    return [*made, stayed_finite(rows)]
 
 
 def figure(config: Overwrite, rows: Sequence[Row]) -> Figure:

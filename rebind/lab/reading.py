@@ -7,6 +7,7 @@ synchronisation (they can be recorded as a CUDA graph), and no sum whose order i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional
 from rebind.memory.features import Dpfp, Favor, Feature
 
 CHUNK = 64  # keys that `corrected` takes at once
+LEAST = 1e-6  # what is added to the sum that a read is divided by
 
 
 def constant(feature: Feature, like: Tensor) -> Tensor | None:
@@ -31,13 +33,101 @@ def constant(feature: Feature, like: Tensor) -> Tensor | None:
     return near + near.mT
 
 
-def similarity(feature: Feature, known: Tensor | None, k: Tensor, q: Tensor) -> Tensor:
-    """φ(q)·φ(k_j) [..., 1, L] for keys [..., L, d] and one query [..., 1, d]; `known` is the feature's constant."""
-    if known is None:
-        return feature(q) @ feature(k).mT
-    written = _DpfpSimilarity if isinstance(feature, Dpfp) else _FavorSimilarity
-    products: Tensor = written.apply(k, q, known)  # type: ignore[no-untyped-call]
-    return products.unsqueeze(-2)
+@dataclass(frozen=True)
+class Products:
+    """φ(q)·φ(k_j) = `scaled` · e^`shift`, where a feature's products may be too large or too small to be written down.
+
+    `shift` [..., Q, 1] is a constant: what does not change when both are scaled by it has its gradient from `scaled`.
+    """
+
+    scaled: Tensor  # [..., Q, L]
+    shift: Tensor | None = None  # None: 0
+
+    def share(self, weights: Tensor) -> Tensor:
+        """c_j / (Σ c + 1e-6) of weights that are linear in `scaled`: 1e-6 is scaled along, so nothing depends on it.
+
+        Between the bounds that is exact; beyond them 1e-6 is either nothing beside the largest weight, or everything.
+        """
+        least = LEAST if self.shift is None else LEAST * (-self.shift).clamp(-60.0, 80.0).exp()
+        shares: Tensor = _Share.apply(weights, least)  # type: ignore[no-untyped-call]
+        return shares
+
+
+def similarity(feature: Feature, known: Tensor | None, k: Tensor, q: Tensor) -> Products:
+    """φ(q)·φ(k_j) of keys [..., L, d] and queries [..., Q, d]; `known` is the feature's constant.
+
+    For one query, as in training, φ is never formed where that can be spared.
+    """
+    if isinstance(feature, Favor) and known is not None:
+        return _favor(k, q, known)
+    if known is None or q.shape[-2] > 1:
+        return Products(feature(q) @ feature(k).mT)
+    products: Tensor = _DpfpSimilarity.apply(k, q, known)  # type: ignore[no-untyped-call]
+    return Products(products.unsqueeze(-2))
+
+
+def _favor(k: Tensor, q: Tensor, projection: Tensor) -> Products:
+    """FAVOR+'s products, with the largest exponent of a query's, over features and keys, as the shift.
+
+    A product can be as large as e^‖w‖²/2m, where k/d^¼ = q/d^¼ = w. A row w of the projection has ‖w‖² of about d; at
+    d = 64 some have 90 to 103, float32 ends at e^88.7, and training goes that way. With exponents a_r of the query and
+    b_jr of the keys the largest a_r + b_jr is the largest a_r + B_r, B_r = max_j b_jr, so in
+
+        Σ_r e^{a_r + B_r − shift} e^{b_jr − B_r}
+
+    no factor is above 1, one product is 1, and what underflows is below 1e-37 beside it.
+    """
+    if q.shape[-2] == 1:
+        scaled, shift = _FavorSimilarity.apply(k, q, projection)  # type: ignore[no-untyped-call]
+        return Products(scaled.unsqueeze(-2), shift)
+    a, b = _exponents(q, projection), _exponents(k, projection)
+    most = b.detach().amax(-2, keepdim=True)
+    a = a + most
+    shift = a.detach().amax(-1, keepdim=True)
+    return Products((a - shift).exp() @ (b - most).exp().mT / a.shape[-1], shift)
+
+
+def _exponents(x: Tensor, projection: Tensor) -> Tensor:
+    """±P x/d^¼ − ‖x‖²/2√d: the logarithms of FAVOR+'s features, but for their common factor."""
+    x = x * x.shape[-1] ** -0.25
+    angle = x @ projection.mT
+    return torch.cat([angle, -angle], dim=-1) - x.square().sum(-1, keepdim=True) / 2
+
+
+class _Share(torch.autograd.Function):
+    """s_j = c_j/n with n = Σ c + least: dc_j = (ds_j − Σ ds·s)/n."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, least: float | Tensor) -> Tensor:
+        total = weights.sum(-1, keepdim=True) + least
+        shares = weights / total
+        ctx.save_for_backward(shares, total)
+        return shares
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        shares, total = ctx.saved_tensors
+        return (slope - (slope * shares).sum(-1, keepdim=True)).div_(total), None
+
+
+def half_square(read: Tensor, wanted: Tensor) -> Tensor:
+    """½‖o − v‖² [..., Q] of reads [..., Q, S] for one-hot values [..., Q]."""
+    losses: Tensor = _HalfSquare.apply(read, wanted)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _HalfSquare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, read: Tensor, wanted: Tensor) -> Tensor:
+        minus = torch.full_like(wanted, -1, dtype=read.dtype).unsqueeze(-1)
+        error = read.scatter_add(-1, wanted.unsqueeze(-1), minus)
+        ctx.save_for_backward(error)
+        return error.square().sum(-1) / 2
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        (error,) = ctx.saved_tensors
+        return error * slope.unsqueeze(-1), None
 
 
 class _DpfpSimilarity(torch.autograd.Function):
@@ -64,23 +154,26 @@ class _DpfpSimilarity(torch.autograd.Function):
 
 
 class _FavorSimilarity(torch.autograd.Function):
-    """φ(k)·φ(q) = 1/2m Σ_r (e^{z_r − c} + e^{−z_r − c}), z = P(k + q)/d^¼, c = (‖k‖² + ‖q‖²)/2√d."""
+    """φ(k)·φ(q) = 1/2m Σ_r (e^{z_r − c} + e^{−z_r − c}), z = P(k + q)/d^¼, c = (‖k‖² + ‖q‖²)/2√d; and the shift."""
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, q: Tensor, projection: Tensor) -> Tensor:
+    def forward(ctx: Any, k: Tensor, q: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
         scale, count = k.shape[-1] ** -0.25, len(projection)
         z = ((k + q) * scale) @ projection.mT
         c = (k.square().sum(-1, keepdim=True) + q.square().sum(-1, keepdim=True)) * (scale**2 / 2)
+        shift = (torch.linalg.vector_norm(z, ord=torch.inf, dim=-1, keepdim=True) - c).amax(-2, keepdim=True)
+        c.add_(shift)
         up = (z - c).exp_()
         down = torch.sub(-c, z, out=z).exp_()
         products = (up.sum(-1) + down.sum(-1)) / (2 * count)
         lean = up.sub_(down) @ projection * (scale / (2 * count))  # ∂ products / ∂ (k + q), by z
         ctx.save_for_backward(k, q, products, lean)
         ctx.scale = scale
-        return products
+        ctx.mark_non_differentiable(shift)
+        return products, shift
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
         k, q, products, lean = ctx.saved_tensors
         by_z = lean * slope.unsqueeze(-1)
         by_c = (slope * products * ctx.scale**2).unsqueeze(-1)
@@ -177,42 +270,6 @@ def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     count = matrix.shape[-1] // size
     tiled = matrix.unflatten(-1, (count, size)).unflatten(-3, (count, size))  # [..., block, row, block, column]
     return tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-
-
-def squashed(phi_k: Tensor, values: Tensor, size: int) -> Tensor:
-    """The memory [..., S, D] that W ← tanh(W + v φ(k)ᵀ) leaves, for φ(k) [..., L, D] and one-hot values [..., L]."""
-    lead, (length, width) = phi_k.shape[:-2], phi_k.shape[-2:]
-    flat = phi_k.reshape(-1, length, width), values.reshape(-1, length)
-    memory: Tensor = _Squashed.apply(*flat, size)  # type: ignore[no-untyped-call]
-    return memory.reshape(*lead, size, width)
-
-
-class _Squashed(torch.autograd.Function):
-    """A write touches one row; where a gradient is wanted, every state is kept, once."""
-
-    @staticmethod
-    def forward(ctx: Any, phi_k: Tensor, values: Tensor, size: int) -> Tensor:
-        n, length, width = phi_k.shape
-        kept = length + 1 if ctx.needs_input_grad[0] else 2
-        states = phi_k.new_empty(kept, n, size, width)
-        states[0].zero_()
-        rows = values.unsqueeze(-1).expand(-1, -1, width)
-        for t in range(length):
-            now, then, row = states[t % kept], states[(t + 1) % kept], rows[:, t : t + 1]
-            torch.tanh(now, out=then)
-            then.scatter_(1, row, now.gather(1, row).add_(phi_k[:, t : t + 1]).tanh_())
-        ctx.save_for_backward(states, rows)
-        return states[length % kept].clone()
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        states, rows = ctx.saved_tensors
-        slope = slope.clone()
-        d_keys = slope.new_empty(rows.shape)
-        for t in reversed(range(rows.shape[1])):
-            torch.ops.aten.tanh_backward.grad_input(slope, states[t + 1], grad_input=slope)
-            torch.gather(slope, 1, rows[:, t : t + 1], out=d_keys[:, t : t + 1])
-        return d_keys, None, None
 
 
 def rows(table: Tensor, index: Tensor, back: Tensor | None) -> Tensor:

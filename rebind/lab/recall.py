@@ -8,16 +8,14 @@ A sequence lists pairs, then asks for every key again, at some distance; the ans
 Keys come from the lower half of the vocabulary, values from the upper, 0 fills. The distances follow a power law.
 
 `Recaller` is one model. `Stack` is many of them, with one rule and one width, in one forward pass: every model's
-parameters are a row of one matrix θ [models, …], so Adam is a few lines, and one scan runs them all.
+parameters are a row of one matrix θ [models, …], and one scan runs them all. `rebind.lab.recall_training` trains them.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,7 @@ from rebind.memory import get_rule
 from rebind.nn.attention import Attention
 from rebind.nn.fast_weight import FastWeight
 from rebind.nn.norms import RMSNorm
-from rebind.ops import scan
+from rebind.ops import scan, short_convolution
 from rebind.ops.scan import coefficients
 
 SOFTMAX = "softmax"
@@ -41,7 +39,6 @@ NORMALISERS = {  # how each rule's keys are scaled where it is at home; the rest
     "gated_delta": "l2",
     SOFTMAX: "plain",
 }
-SOLVED = 0.99  # the accuracy at which training ends
 POWER = 0.01  # of the law of distances
 
 
@@ -130,13 +127,6 @@ class Model:
     seed: int
 
 
-@dataclass(frozen=True)
-class Trained:
-    accuracies: list[float]  # one a tested size
-    steps: int
-    course: list[float]  # at every evaluation, on the hardest of the sizes no longer than those trained
-
-
 class Recaller(nn.Module):
     """Embeddings, layers x + mix(norm(x)), and the embeddings again as the head. No MLPs, no positions."""
 
@@ -203,10 +193,11 @@ class Stack:
     def _mix(self, x: Tensor, p: dict[str, Tensor]) -> Tensor:
         """What `FastWeight` makes of x [models, B, T, d]."""
         mixed = _linear(x, torch.cat([p["q_proj.weight"], p["k_proj.weight"], p["v_proj.weight"]], dim=1))
-        mixed = functional.silu(_convolve(mixed, p["conv.weight"]))
-        q, k, v = mixed.flatten(0, 1).unflatten(-1, (3, self.config.heads, -1)).unbind(2)  # [models · B, T, H, D]
+        mixed = _convolve(mixed, p["conv.weight"])
+        both, v = mixed.flatten(0, 1).unflatten(-1, (3, self.config.heads, -1)).split([2, 1], dim=2)
         if NORMALISERS[self.rule] == "l2":
-            q, k = (functional.normalize(one, dim=-1) for one in (q, k))
+            both = functional.normalize(both, dim=-1)
+        (q, k), v = both.unbind(2), v.squeeze(2)  # [models · B, T, H, D]
         if self.rule == SOFTMAX:
             q, k, v = (one.transpose(1, 2) for one in (q, k, v))
             read = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -230,56 +221,6 @@ class Stack:
         return {name: found[name] for name in get_rule(self.rule).gates}
 
 
-def train(models: Sequence[Model], rule: str, width: int, config: Recall, device: torch.device) -> list[Trained]:
-    """Train every model until it is right about all sizes no longer than those trained, or has had its steps."""
-    tasks, tests = (
-        [Task.parse(size, config.vocabulary) for size in sizes] for sizes in (config.trained, config.tested)
-    )
-    within = _within(tests, tasks)
-    stack = Stack(models, rule, width, config, device)
-    adam = _AdamW(stack)
-    draws = {model.seed: torch.Generator(device=device).manual_seed(model.seed + 1) for model in models}
-    order = random.Random(0)
-    ended: dict[Model, Trained] = {}
-    course: dict[Model, list[float]] = {model: [] for model in models}
-    with _tensor_float():
-        for step in range(1, config.steps + 1):
-            adam.step(_gradient(stack, order.choice(tasks), draws), step)
-            if step % config.every and step != config.steps:
-                continue
-            now = evaluate(stack, within)
-            for model, found in zip(stack.models, now, strict=True):
-                course[model].append(found[-1])
-            over = [row for row, found in enumerate(now) if step == config.steps or min(found) >= SOLVED]
-            if not over:
-                continue
-            final = evaluate(stack, tests)
-            ended |= {stack.models[row]: Trained(final[row], step, course[stack.models[row]]) for row in over}
-            rest = [row for row in range(len(now)) if row not in over]
-            if not rest:
-                break
-            stack.keep(rest)
-            adam.keep(rest)
-    return [ended[model] for model in models]
-
-
-@torch.no_grad()
-def evaluate(stack: Stack, tests: Sequence[Task]) -> list[list[float]]:
-    """The share of right answers of each model to each test: the same sequences for all models, at every evaluation."""
-    device, config = stack.theta.device, stack.config
-    shares = []
-    for number, test in enumerate(tests):
-        generator = torch.Generator(device=device).manual_seed(10_000 + number)
-        right = []
-        for first in range(0, config.sequences, config.batch):
-            count = min(config.batch, config.sequences - first)
-            asked = _for_all(test.draw(count, generator), len(stack.models))
-            right.append((stack.logits(asked).argmax(-1) == asked.answers).flatten(1).float())
-        shares.append(torch.cat(right, dim=1).mean(1))
-    found: list[list[float]] = torch.stack(shares, dim=1).tolist()
-    return found
-
-
 def parameters(rule: str, width: int, config: Recall) -> int:
     """How many numbers one model learns."""
     with torch.device("meta"):
@@ -296,59 +237,10 @@ def state(rule: str, width: int, config: Recall) -> int:
     return mixer.state_size
 
 
-class _AdamW:
-    """Adam with decay over a stack whose models may leave; a rate a model, and gradients no longer than 1."""
-
-    def __init__(self, stack: Stack) -> None:
-        self.stack = stack
-        self.first, self.second = torch.zeros_like(stack.theta), torch.zeros_like(stack.theta)
-        self.rates = torch.tensor([model.rate for model in stack.models], device=stack.theta.device).unsqueeze(-1)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.first, self.second, self.rates = (one[list(rows)] for one in (self.first, self.second, self.rates))
-
-    @torch.no_grad()
-    def step(self, gradient: Tensor, count: int) -> None:
-        config = self.stack.config
-        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # a model that diverged stays where it is, the others go on
-        gradient = gradient / torch.linalg.vector_norm(gradient, dim=1, keepdim=True).clamp_min(1.0)
-        rates = self.rates * 0.5 * (1 + math.cos(math.pi * (count - 1) / config.steps))
-        self.first.lerp_(gradient, 0.1)
-        self.second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
-        root = (self.second / (1 - 0.999**count)).sqrt_().add_(1e-8)
-        theta = self.stack.theta
-        theta.mul_(1 - rates * config.decay).sub_(rates * (self.first / (1 - 0.9**count)) / root)
-
-
-def _gradient(stack: Stack, task: Task, draws: dict[int, torch.Generator]) -> Tensor:
-    """Of each model's mean loss, [models, …]. Models of one seed learn from the same sequences."""
-    drawn = {seed: task.draw(stack.config.batch, draws[seed]) for seed in dict.fromkeys(m.seed for m in stack.models)}
-    each = [drawn[model.seed] for model in stack.models]
-    asked = Questions(*(torch.stack([getattr(one, part.name) for one in each]) for part in fields(Questions)))
-    logits = stack.logits(asked)
-    loss = functional.cross_entropy(logits.flatten(0, -2), asked.answers.flatten(), reduction="sum")
-    return torch.autograd.grad(loss / asked.answers[0].numel(), stack.theta)[0]
-
-
-def _within(tests: Sequence[Task], tasks: Sequence[Task]) -> list[Task]:
-    """The tests no longer than what is trained, the one of most pairs last."""
-    longest = max(task.length for task in tasks)
-    within = [test for test in tests if test.length <= longest]
-    if not within:
-        raise InputError(
-            f"tested sizes are all longer than {longest}, expected one that is not, the longest trained: add one"
-        )
-    return sorted(within, key=lambda test: test.pairs)
-
-
 def _seeded(rule: str, width: int, config: Recall, seed: int) -> Recaller:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Recaller(rule, width, config)
-
-
-def _for_all(asked: Questions, models: int) -> Questions:
-    return Questions(*(getattr(asked, part.name).expand(models, -1, -1) for part in fields(Questions)))
 
 
 def _under(prefix: str, p: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -367,19 +259,12 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """The causal convolution of x [models, B, T, C] with weight [models, C, size]."""
+    """What each model's `ShortConvolution` makes of x [models, B, T, C], by its weight [models, C, size]."""
     size, length = weight.shape[-1], x.shape[2]
+    if x.is_cuda:  # a kernel a model passes over memory a fifth as often
+        window = x.new_zeros(x.shape[1], size - 1, x.shape[-1])
+        return torch.stack([short_convolution(one, its, window) for one, its in zip(x, weight, strict=True)])
     padded = functional.pad(x, (0, 0, size - 1, 0))
     kernels = weight[:, None, None].unbind(-1)
-    return sum((padded[:, :, at : at + length] * kernel for at, kernel in enumerate(kernels)), start=x.new_zeros(()))
-
-
-@contextmanager
-def _tensor_float() -> Iterator[None]:
-    """TensorFloat-32 on GPUs that have it."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    mixed = sum((padded[:, :, at : at + length] * kernel for at, kernel in enumerate(kernels)), start=x.new_zeros(()))
+    return functional.silu(mixed)

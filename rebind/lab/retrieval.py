@@ -26,7 +26,8 @@ from torch import Tensor
 
 from rebind.errors import InputError
 from rebind.lab.experiment import Config
-from rebind.lab.reading import constant, corrected, rows, similarity, squashed
+from rebind.lab.reading import constant, corrected, half_square, rows, similarity
+from rebind.lab.squash import squashed
 from rebind.memory import Feature, get_feature, get_rule
 
 FEATURES: dict[str, tuple[str, dict[str, int]]] = {
@@ -68,22 +69,32 @@ class Task:
         """Whether every key and every value comes exactly once."""
         return not self.replacement and self.length == self.size
 
-    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Keys and values, [count, L] each."""
+    def draw(self, count: int, generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
+        """Keys and values, [models, count, L] each, a generator a model."""
+        return self._ordered([self._noise(count, generator) for generator in generators])
+
+    def lessons(self, count: int, generators: Sequence[torch.Generator]) -> Tensor:
+        """Sequences with one query each, [models, count, …], as `Sequences.of` takes them apart."""
+        noise, places = [], []
+        for generator in generators:
+            noise.append(self._noise(count, generator))
+            places.append(torch.randint(self.length, (count, 1), generator=generator, device=generator.device))
+        keys, values = self._ordered(noise)
+        query = keys.gather(-1, torch.stack(places))
+        back = [keys.argsort(-1), values.argsort(-1)] if self.once else []
+        return torch.cat([keys, values, query, latest(keys, values, query), *back], dim=-1)
+
+    def _noise(self, count: int, generator: torch.Generator) -> Tensor:
+        """What a model's keys and values are made of: [2, count, …]."""
         device = generator.device
         if self.replacement:
-            both = torch.randint(self.size, (2, count, self.length), generator=generator, device=device)
-        else:
-            both = torch.rand(2, count, self.size, generator=generator, device=device).argsort(-1)[..., : self.length]
-        return both[0], both[1]
+            return torch.randint(self.size, (2, count, self.length), generator=generator, device=device)
+        return torch.rand(2, count, self.size, generator=generator, device=device)
 
-    def lessons(self, count: int, generator: torch.Generator) -> Tensor:
-        """Sequences with one query each, [count, …], as `Sequences.of` takes them apart."""
-        keys, values = self.draw(count, generator)
-        place = torch.randint(self.length, (count, 1), generator=generator, device=keys.device)
-        query = keys.gather(-1, place)
-        places = [keys.argsort(-1), values.argsort(-1)] if self.once else []
-        return torch.cat([keys, values, query, latest(keys, values, query), *places], dim=-1)
+    def _ordered(self, noise: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        drawn = torch.stack(list(noise), dim=1)  # of all models at once
+        keys, values = (drawn if self.replacement else drawn.argsort(-1)[..., : self.length]).unbind()
+        return keys, values
 
 
 @dataclass(frozen=True)
@@ -143,9 +154,7 @@ class Stack:
 
     def loss(self, sequences: Sequences) -> Tensor:
         """½‖o − v‖² of every query: [models, B, Q]."""
-        wanted = sequences.wanted.unsqueeze(-1)
-        read = self.read(sequences)
-        return 0.5 * read.scatter_add(-1, wanted, read.new_full((), -1.0).expand(wanted.shape)).square().sum(-1)
+        return half_square(self.read(sequences), sequences.wanted)
 
     def read(self, sequences: Sequences) -> Tensor:
         """What is read for the queries after the writes: [models, B, Q, S]."""
@@ -177,11 +186,9 @@ class Stack:
             phi_k, phi_q = (_shares(self.feature.up_to_scale(x)) for x in (k, q))
             got = self.rule.coefficients(phi_k, values=False, **gates)
             return faded(correct(phi_k, phi_q, got.erase), got.decay, got.write)
-        one = q.shape[-2] == 1
-        products = similarity(self.feature, self.constant, k, q) if one else self.feature(q) @ self.feature(k).mT
+        products = similarity(self.feature, self.constant, k, q)
         got = self.rule.coefficients(k, values=False, **gates)
-        weights = faded(products, got.decay, got.write)
-        return weights / (weights.sum(-1, keepdim=True) + 1e-6)
+        return products.share(faded(products.scaled, got.decay, got.write))
 
     def _values_of(self, weights: Tensor, values: Tensor, by_value: Tensor | None) -> Tensor:
         """Σ_j c_j v_j for one-hot values: [models, B, Q, S]."""
@@ -229,7 +236,7 @@ def faded(weights: Tensor, decay: float | Tensor, write: float | Tensor) -> Tens
 
 
 def latest(keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-    """The value that each query's key was last bound to: [B, Q]."""
+    """The value that each query's key was last bound to: [..., Q]."""
     order = torch.arange(1, keys.shape[-1] + 1, device=keys.device)
     last = ((queries.unsqueeze(-1) == keys.unsqueeze(-2)) * order).argmax(-1)
     return values.gather(-1, last)

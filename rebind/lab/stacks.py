@@ -1,16 +1,20 @@
 """Train stacks of retrieval models: on a CPU one after another, on a GPU many side by side.
 
-A step of a stack is a hundred small kernels, so on a GPU it is bound by launching them. There the steps between two
-evaluations are replays of one CUDA graph (lookup of the sequences, forward, backward, Adam), their sequences are drawn
-beforehand all at once, and each stack has a stream of its own: the host only starts rounds and reads losses.
+A step of a stack is some sixty small kernels, so on a GPU it is bound by launching them. There the steps between two
+evaluations are replays of one CUDA graph (lookup of the sequences, forward, backward, Adam), an evaluation is another,
+the sequences of a round are drawn beforehand all at once, and each stack has a stream of its own: the host only starts
+rounds and reads losses.
 
-What a model finds depends on its recipe, its seed and the config, not on the stacks beside it.
+What a model finds depends on its recipe, its seed and the config, not on the stacks beside it. A model whose loss is no
+longer finite ends there.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rebind.lab.experiment import LabWarning
+from rebind.lab.recorded import Place, Recorded
 from rebind.lab.retrieval import SOLVED, Recipe, Sequences, Stack, Task, Training, latest
 
 ALIVE = 24  # stacks that train at once on a GPU
@@ -29,10 +35,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    loss: float  # at the end, on sequences of the task's length
+    loss: float  # at the end, on sequences of the task's length; the last finite one of a model that diverged
     short: float  # the same on sequences of length S, as the public evaluation of setting 2 had them
     steps: int
     losses: list[float]  # at every evaluation
+    diverged: bool = False  # ended because its loss was NaN or infinite; `short` is then `loss`
 
 
 class Trainer:
@@ -44,24 +51,23 @@ class Trainer:
         seeds: Sequence[int],
         config: Training,
         device: torch.device,
-        stream: torch.cuda.Stream | None = None,
+        place: Place | None = None,
     ) -> None:
-        self.recipe, self.seeds, self.config, self.device, self.stream = recipe, list(seeds), config, device, stream
-        self.ahead = 1 if stream is None else config.every  # steps whose sequences are drawn at once
+        self.recipe, self.seeds, self.config, self.device, self.place = recipe, list(seeds), config, device, place
+        self.ahead = 1 if place is None else config.every  # steps whose sequences are drawn at once
         self.taken = 0
         self.alive = list(self.seeds)
         self.losses: dict[int, list[float]] = {seed: [] for seed in seeds}
         self.ended: dict[int, Trained] = {}
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.recordings: tuple[Recorded, Recorded] | None = None  # of a step and of an evaluation
         with self._there():
             self.stack = Stack(recipe, seeds, config, device)
             self.adam = self._adam()
             self.draws = {seed: torch.Generator(device=device).manual_seed(seed + 1) for seed in seeds}
             self.at = torch.zeros(1, dtype=torch.int64, device=device)  # which of the drawn lessons comes next
             self.lessons = torch.empty(0)
-            self.tests = self._tests(recipe.task)
-        self.now: Tensor | None = None  # losses of those alive, perhaps still being computed
-        self.done = torch.cuda.Event() if stream is not None else None
+            self._prepare()
+        self.done = torch.cuda.Event() if place is not None else None
 
     @property
     def over(self) -> bool:
@@ -80,115 +86,122 @@ class Trainer:
         """Start the steps up to the next evaluation, and it. On a GPU this does not wait for them."""
         count = min(self.config.every, self.config.steps - self.taken)
         with self._there():
-            if self.stream is None:
+            if self.recordings is None:
                 for _ in range(count):
                     self._begin(self._drawn())
                     self._step()
+                self._look()
             else:
+                step, look = self.recordings
                 self._begin(self._drawn())
-                self._replay(count)
-            self.now = self._evaluate(self.tests)
+                step.run(count)
+                look.run()
             if self.done is not None:
                 self.done.record()
         self.taken += count
 
     def settle(self) -> None:
         """Read the evaluation; models that are over leave the stack."""
-        assert self.now is not None
         with self._there():
             now = self.now.tolist()
             for seed, value in zip(self.alive, now, strict=True):
-                self.losses[seed].append(value)
-            last = self.taken >= self.config.steps
-            leaving = [row for row, seed in enumerate(self.alive) if last or _over(self.losses[seed], self.config)]
+                if math.isfinite(value):
+                    self.losses[seed].append(value)
+            leaving = [row for row, value in enumerate(now) if self._leaves(self.alive[row], value)]
             if leaving:
                 short = self._short(now)
                 for row in leaving:
-                    seed = self.alive[row]
-                    self.ended[seed] = Trained(now[row], short[row], self.taken, self.losses[seed])
+                    self._end(self.alive[row], now[row], short[row])
                 self._keep([row for row in range(len(self.alive)) if row not in leaving])
 
+    def _leaves(self, seed: int, now: float) -> bool:
+        return not math.isfinite(now) or self.taken >= self.config.steps or _over(self.losses[seed], self.config)
+
+    def _end(self, seed: int, loss: float, short: float) -> None:
+        losses = self.losses[seed]
+        if math.isfinite(loss) and math.isfinite(short):
+            self.ended[seed] = Trained(loss, short, self.taken, losses)
+            return
+        last = losses[-1] if losses else self._untrained(seed)
+        self.ended[seed] = Trained(last, last, self.taken, losses, diverged=True)
+        warnings.warn(
+            f"the loss of {self.recipe}, seed {seed}, is not finite after {self.taken} steps, expected a number: its "
+            f"row has the last that was, {last:.3g}, and says that it diverged; try a lower rate",
+            LabWarning,
+            stacklevel=2,
+        )
+
     def _there(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        return nullcontext() if self.place is None else torch.cuda.stream(self.place.stream)
+
+    def _prepare(self) -> None:
+        """What the models now in the stack are tested with, and where; on a GPU, what will be recorded of them."""
+        self.tests = self._tests(self.recipe.task, self.alive)
+        self.now = torch.zeros(len(self.alive), device=self.device)  # their losses, perhaps still being computed
+        if self.place is not None:
+            make_room(self.device)
+            self.recordings = Recorded(self._step, self.place), Recorded(self._look, self.place)
 
     def _begin(self, lessons: Tensor) -> None:
-        """Put lessons where the steps look for them: where a graph was recorded, in the same place."""
-        if self.graph is None:
+        """Put lessons where the steps look for them: for a recording, always the same place."""
+        if self.lessons.shape != lessons.shape or self.recordings is None:
             self.lessons = lessons
         else:
             self.lessons.copy_(lessons)
         self.at.zero_()
 
-    def _replay(self, count: int) -> None:
-        """The steps on a GPU. The first of a stack is run as it is: it sets up what a graph must find in place."""
-        if self.graph is None:
-            self._step()
-            count -= 1
-            if not count:
-                return
-            make_room(self.device)
-            graph = torch.cuda.CUDAGraph()
-            # torch.cuda.graph() would wait for the device and collect garbage first, with every other stack idle
-            graph.capture_begin()
-            try:
-                self._step()
-            finally:
-                graph.capture_end()
-            self.graph = graph
-        for _ in range(count):
-            self.graph.replay()
-
     def _step(self) -> None:
         """One step of every model. Each draws its own sequences, so the gradient of the sum is that of each."""
         lessons = self.lessons.index_select(0, self.at).squeeze(0)
-        loss = self.stack.loss(Sequences.of(lessons, self.recipe.task)).mean((1, 2)).sum()
+        losses = self.stack.loss(Sequences.of(lessons, self.recipe.task))
+        mean = torch.full_like(losses, 1 / losses[0].numel())
         parameters = list(self.stack.parameters.values())
-        for parameter, slope in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+        slopes = torch.autograd.grad(losses, parameters, mean, allow_unused=True)
+        for parameter, slope in zip(parameters, slopes, strict=True):
             # None for what the rule does not use (sums have no gates); fused Adam walks all memory in one order
             parameter.grad = None if slope is None else slope.contiguous()
         self.adam.step()
         self.at.add_(1)
 
+    def _look(self) -> None:
+        """Evaluate the models."""
+        self.now.copy_(_evaluate(self.stack, self.tests))
+
     def _adam(self) -> torch.optim.Adam:
         parameters = list(self.stack.parameters.values())
-        return torch.optim.Adam(parameters, lr=self.config.rate, fused=True, capturable=self.stream is not None)
+        return torch.optim.Adam(parameters, lr=self.config.rate, fused=True, capturable=self.place is not None)
 
     def _drawn(self) -> Tensor:
         """Lessons of `ahead` steps: [ahead, models, batch, …]."""
         config = self.config
-        every = [self.recipe.task.lessons(self.ahead * config.batch, self.draws[seed]) for seed in self.alive]
-        return torch.stack(every).unflatten(1, (self.ahead, config.batch)).transpose(0, 1).contiguous()
+        every = self.recipe.task.lessons(self.ahead * config.batch, [self.draws[seed] for seed in self.alive])
+        return every.unflatten(1, (self.ahead, config.batch)).transpose(0, 1).contiguous()
 
-    def _tests(self, task: Task) -> tuple[Sequences, Tensor]:
+    def _tests(self, task: Task, seeds: Sequence[int]) -> tuple[Sequences, Tensor]:
         """Sequences whose every distinct key is asked for, the same at every evaluation of a seed; which keys are."""
-        drawn = []
-        for seed in self.alive:
-            keys, values = task.draw(self.config.tested, torch.Generator(device=self.device).manual_seed(10_000 + seed))
-            asked = torch.arange(task.size, device=self.device).expand(self.config.tested, -1)
-            present = (asked.unsqueeze(-1) == keys.unsqueeze(-2)).any(-1)
-            drawn.append((keys, values, asked, latest(keys, values, asked), present))
-        keys, values, asked, wanted, present = (torch.stack(part) for part in zip(*drawn, strict=True))
-        return Sequences(keys, values, asked, wanted), present
-
-    @torch.no_grad()
-    def _evaluate(self, tests: tuple[Sequences, Tensor]) -> Tensor:
-        """The mean loss of the keys that are there: [models]."""
-        sequences, present = tests
-        return (self.stack.loss(sequences) * present).sum((1, 2)) / present.sum((1, 2))
+        draws = [torch.Generator(device=self.device).manual_seed(10_000 + seed) for seed in seeds]
+        keys, values = task.draw(self.config.tested, draws)
+        asked = torch.arange(task.size, device=self.device).expand(len(seeds), self.config.tested, -1)
+        present = (asked.unsqueeze(-1) == keys.unsqueeze(-2)).any(-1)
+        return Sequences(keys, values, asked, latest(keys, values, asked)), present
 
     def _short(self, now: list[float]) -> list[float]:
         """The losses on sequences of length S."""
         task = self.recipe.task
         if task.length == task.size:
             return now
-        return self._evaluate(self._tests(Task(task.size, task.size, task.replacement))).tolist()
+        return _evaluate(self.stack, self._tests(Task(task.size, task.size, task.replacement), self.alive)).tolist()
+
+    def _untrained(self, seed: int) -> float:
+        stack = Stack(self.recipe, [seed], self.config, self.device)
+        return float(_evaluate(stack, self._tests(self.recipe.task, [seed])).nan_to_num())
 
     def _keep(self, rows: list[int]) -> None:
         """Only these models go on: as they are, in a smaller stack. Its step is recorded anew."""
         self.alive = [self.alive[row] for row in rows]
-        if self.graph is not None:
-            self.graph.reset()
-            self.graph = None
+        for recorded in self.recordings or ():
+            recorded.forget()
+        self.recordings = None  # they hold on to this trainer, and it to them
         if not rows:
             return
         held = [self.adam.state.get(p) for p in self.stack.parameters.values()]
@@ -198,7 +211,14 @@ class Trainer:
             if state:
                 kept = {name: value if name == "step" else value[rows] for name, value in state.items()}
                 self.adam.state[parameter] = kept
-        self.tests = self._tests(self.recipe.task)
+        self._prepare()
+
+
+@torch.no_grad()
+def _evaluate(stack: Stack, tests: tuple[Sequences, Tensor]) -> Tensor:
+    """The mean loss of the keys that are there: [models]."""
+    sequences, present = tests
+    return (stack.loss(sequences) * present).sum((1, 2)) / present.sum((1, 2))
 
 
 def _over(losses: Sequence[float], config: Training) -> bool:
@@ -216,18 +236,19 @@ def train_all(
 ) -> Iterator[tuple[int, list[Trained]]]:
     """Train every stack; each comes, with its number, when it is over. A GPU takes the long ones first."""
     waiting = deque(range(len(jobs)))
-    streams: list[torch.cuda.Stream | None] = [None]
-    if device.type == "cuda":
+    gpu = device.type == "cuda"
+    if gpu:
         waiting = deque(sorted(waiting, key=lambda job: -jobs[job][0].task.length))
-        streams = [torch.cuda.Stream(device) for _ in range(min(ALIVE, len(jobs)))]
     alive: dict[int, Trainer] = {}
     began: dict[int, float] = {}
+    idle: list[Place] = []  # where stacks have been
     settled = True  # whether there may be room that was not there before
     while waiting or alive:
-        while settled and waiting and streams and (not alive or make_room(device)):
+        while settled and waiting and len(alive) < (ALIVE if gpu else 1) and (not alive or make_room(device, idle)):
             job = waiting.popleft()
             began[job] = time.monotonic()
-            alive[job] = Trainer(*jobs[job], config, device, streams.pop())
+            place = (idle.pop() if idle else Place(device)) if gpu else None
+            alive[job] = Trainer(*jobs[job], config, device, place)
             alive[job].advance()
         job, trainer = _next_ready(alive)
         trainer.settle()
@@ -237,8 +258,11 @@ def train_all(
             continue
         seconds = time.monotonic() - began[job]
         log.debug("%s: %d steps in %.1f s, %d beside it", trainer.recipe, trainer.taken, seconds, len(alive) - 1)
-        streams.append(alive.pop(job).stream)
-        yield job, trainer.trained
+        found = trainer.trained
+        if trainer.place is not None:
+            idle.append(trainer.place)
+        del alive[job], trainer  # its memory, before another begins
+        yield job, found
 
 
 def _next_ready(alive: dict[int, Trainer]) -> tuple[int, Trainer]:
@@ -250,12 +274,14 @@ def _next_ready(alive: dict[int, Trainer]) -> tuple[int, Trainer]:
         time.sleep(1e-4)
 
 
-def make_room(device: torch.device) -> bool:
-    """Whether there is memory for one more stack. What graphs leave behind is given back only when asked for."""
+def make_room(device: torch.device, idle: Sequence[Place] = ()) -> bool:
+    """Whether there is memory for one more stack. What graphs leave behind is given back only when it is short."""
     if device.type != "cuda":
         return True
     free, total = torch.cuda.mem_get_info(device)
     if free < ROOM * total:
+        for place in idle:
+            place.release()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
     return free >= ROOM * total

@@ -37,6 +37,8 @@ def spoilt(row, point, noise, scale):
     """The row of the same point with other numbers in it."""
 
     def other(value):
+        if isinstance(value, bool):
+            return noise.random() < 0.5
         return [other(one) for one in value] if isinstance(value, list) else scale * noise.uniform(0.2, 2.0)
 
     return {name: value if name in point else other(value) for name, value in row.items()}

@@ -17,11 +17,11 @@ from rebind.lab.recall import (
     Recaller,
     Stack,
     Task,
-    evaluate,
     parameters,
     state,
-    train,
 )
+from rebind.lab.recall_training import _at, _Trainer, evaluate, train
+from rebind.lab.recorded import Recorded
 from rebind.nn.attention import Attention
 
 SMALL = replace(QUICK, vocabulary=40, layers=2, heads=2)
@@ -93,6 +93,20 @@ class TestStack:
             wanted = every.gather(1, asked.places[row].unsqueeze(-1).expand(-1, -1, SMALL.vocabulary))
             torch.testing.assert_close(found[row], wanted, atol=2e-6, rtol=1e-4)
 
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    @pytest.mark.parametrize("rule", list(NORMALISERS))
+    def test_a_gpu_finds_the_same(self, rule):
+        asked = for_models(Task(32, 6, SMALL.vocabulary), len(MODELS))
+        there = Questions(*(getattr(asked, name).cuda() for name in ("tokens", "places", "answers")))
+        found = []
+        for device, given in ((torch.device("cpu"), asked), (torch.device("cuda"), there)):
+            stack = Stack(MODELS, rule, 16, SMALL, device)
+            logits = stack.logits(given)
+            (slope,) = torch.autograd.grad(logits.square().mean(), stack.theta)
+            found.append((logits.detach().cpu(), slope.cpu()))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
     def test_softmax_is_attention_between_the_same_projections(self):
         """One layer, spelt out."""
         config = replace(SMALL, layers=1, heads=1)
@@ -103,7 +117,9 @@ class TestStack:
             one = Recaller(SOFTMAX, 8, config)
         mix = one.mixers[0]
         x = one.embed(asked.tokens[0])
-        mixed, _ = mix.conv(mix._project(one.norms[0](x)), mix.conv.initial(len(x)))
+        normed = one.norms[0](x)
+        projected = torch.cat([part(normed) for part in (mix.q_proj, mix.k_proj, mix.v_proj)], dim=-1)
+        mixed, _ = mix.conv(projected, mix.conv.initial(len(x)))
         q, k, v = mixed.split(8, dim=-1)
         scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf"))
         x = x + mix.o_proj(mix.norm(scores.softmax(-1) @ v))
@@ -117,6 +133,70 @@ class TestStack:
         together = train([Model(1e-2, 0), Model(3.0, 1)], "delta", 8, config, torch.device("cpu"))
         alone = train([Model(1e-2, 0)], "delta", 8, config, torch.device("cpu"))
         assert together[0].accuracies == pytest.approx(alone[0].accuracies, abs=0.04)
+
+    @pytest.mark.parametrize("rule", ["delta", SOFTMAX])
+    def test_rounds_of_replays_are_rounds_of_steps(self, rule, monkeypatch):
+        """The way of a GPU, played on a CPU: of each size two plain steps, one recorded without effect, replays."""
+        tasks = [Task.parse(size, SMALL.vocabulary) for size in ("16x4", "32x8")]
+        seen = {"recorded": 0, "replayed": 0}
+
+        class Graph:
+            def capture_begin(self, pool=None):
+                adam = trainer.adam
+                held = [at for _, at in trainer.lessons.values()]
+                self.touched = [trainer.stack.theta, adam.first, adam.second, adam.at, *held]
+                self.before = [tensor.detach().clone() for tensor in self.touched]
+
+            def capture_end(self):
+                seen["recorded"] += 1
+                with torch.no_grad():
+                    for tensor, value in zip(self.touched, self.before, strict=True):
+                        tensor.copy_(value)
+
+            def replay(self):
+                seen["replayed"] += 1
+                next(one for one in trainer.recorded.values() if one.graph is self).step()
+
+            def reset(self):
+                pass
+
+        class FakePlace:
+            def memory(self):
+                return None
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        trainer, plain = (_Trainer(Stack(MODELS, rule, 8, SMALL), FakePlace()) for _ in range(2))
+        for turn in range(2):
+            for one in (trainer, plain):
+                with monkeypatch.context() as patched:
+                    if one is plain:
+                        patched.setattr(Recorded, "run", lambda recorded: recorded.step())
+                    one.take([tasks[at] for at in (0, 1, 0, 0, 1, 1, 0, 1, 0)])
+                if not turn:
+                    one.keep([0, 2])
+            assert torch.equal(trainer.stack.theta, plain.stack.theta)
+            assert torch.equal(trainer.adam.at, torch.tensor([9 * (turn + 1)]))
+        assert seen == {"recorded": 4, "replayed": 2 * 9 - 4 * 2}
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    @pytest.mark.parametrize("rule", list(NORMALISERS))
+    def test_a_recorded_step_is_a_step(self, rule, monkeypatch):
+        """On a GPU, with a model that leaves in between."""
+        device = torch.device("cuda")
+        tasks = [Task.parse(size, SMALL.vocabulary) for size in ("16x4", "32x8")]
+        steps, found = [tasks[at] for at in (0, 1, 0, 0, 1, 1, 0, 1, 0)], []
+        for recorded in (True, False):
+            with monkeypatch.context() as patched, _at(device) as place:
+                if not recorded:
+                    patched.setattr(Recorded, "run", lambda one: one.step())
+                trainer = _Trainer(Stack(MODELS, rule, 16, SMALL, device), place)
+                trainer.take(steps)
+                torch.cuda.synchronize()
+                trainer.keep([0, 2])
+                trainer.take(steps)
+                found.append(trainer.stack.theta.detach().cpu())
+                trainer.keep([])
+        torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-3)
 
     def test_those_that_leave_leave_the_others_as_they_were(self):
         stack = Stack(MODELS, "delta", 8, SMALL)

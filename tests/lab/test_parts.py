@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from itertools import pairwise
 
 import pytest
 import torch
 
 from rebind.errors import InputError
-from rebind.lab import closed_form
-from rebind.lab.experiment import configure
-from rebind.lab.reading import _doubled, constant, corrected, rows, similarity, squashed
+from rebind.lab import capacity, closed_form, overwrite
+from rebind.lab.experiment import LabWarning, configure
+from rebind.lab.reading import _doubled, constant, corrected, rows, similarity
 from rebind.lab.real import mlp_keys
+from rebind.lab.recorded import Place
 from rebind.lab.report import curve, slope, spread
 from rebind.lab.retrieval import FEATURES, Recipe, Sequences, Stack, Task, Training, correct, faded, hot, latest
+from rebind.lab.squash import squashed, unwrite, write
 from rebind.lab.stacks import Trainer, train, train_all
 from rebind.lab.theory import delta_errors, hopfield_error, interference, least_squares
 from rebind.memory import get_feature, get_rule, l2_normalise, rule_names
@@ -21,6 +25,7 @@ from rebind.memory.programmer import FastWeightProgrammer
 from rebind.ops import scan_rule
 
 CPU = torch.device("cpu")
+DEVICES = ["cuda"] if torch.cuda.is_available() else ["cpu"]  # where Triton's kernels run, or are interpreted
 
 
 def test_delta_errors_are_those_of_a_simulation():
@@ -75,6 +80,19 @@ def same_with_gradients(got, expected, inputs):
         torch.testing.assert_close(one, other)
 
 
+def favor_shares(feature, k, q):
+    """c / (Σ c + 1e-6), c = φ(q)·φ(k), all of it in logarithms."""
+
+    def exponents(x):
+        x = x * feature.dim**-0.25
+        angle = x @ feature.projection.to(x).mT
+        return torch.cat([angle, -angle], dim=-1) - x.square().sum(-1, keepdim=True) / 2
+
+    logs = torch.logsumexp(exponents(q).unsqueeze(-2) + exponents(k).unsqueeze(-3), dim=-1) - math.log(feature.width)
+    least = torch.full_like(logs[..., :1], math.log(1e-6))
+    return (logs - torch.logsumexp(torch.cat([logs, least], dim=-1), dim=-1, keepdim=True)).exp()
+
+
 class TestReading:
     """What is written by hand is what autograd makes of the definitions."""
 
@@ -87,13 +105,38 @@ class TestReading:
         signs = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
         k_signed, q_signed = k * signs, (q - 0.5) * 2
         got = similarity(feature, constant(feature, k), k_signed, q_signed)
-        same_with_gradients(got, feature(q_signed) @ feature(k_signed).mT, (k, q))
+        products = got.scaled if got.shift is None else got.scaled * got.shift.exp()
+        expected = feature(q_signed) @ feature(k_signed).mT
+        same_with_gradients(products, expected, (k, q))
+        same_with_gradients(got.share(got.scaled), expected / (expected.sum(-1, keepdim=True) + 1e-6), (k, q))
 
-    def test_similarity_survives_long_keys(self):
-        """e^{w·k} alone would overflow; with the norms taken off first nothing does."""
-        feature = get_feature("favor", 64, m=64)
-        k = 20 * torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(0))
-        assert similarity(feature, constant(feature, k), k, k[:, :1]).isfinite().all()
+    @pytest.mark.parametrize("queries", [1, 5])
+    @pytest.mark.parametrize("scale", ["w", 1e-3, 1.0, 5.0, 50.0])
+    def test_favor_reads_whatever_the_keys_are(self, queries, scale):
+        """In float32 what logarithms give in float64, gradients too: where e^‖w‖² overflows, where all underflows."""
+        feature = get_feature("favor", 64, m=128)
+        longest = feature.projection.norm(dim=-1).topk(4).indices
+        if scale == "w":  # keys and queries at projections with ‖w‖² of 90 and more, and some elsewhere
+            k = torch.cat([feature.projection[longest] * 64**0.25, feature.projection[:3]])[None]
+        else:
+            k = scale * torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        k, q = k.float(), k[:, :queries].float()
+        found = {}
+        for dtype in (torch.float32, torch.float64):
+            keys, asked = k.to(dtype).requires_grad_(), q.to(dtype).requires_grad_()
+            if dtype == torch.float32:
+                got = similarity(feature, constant(feature, keys), keys, asked)
+                read = got.share(got.scaled)
+            else:
+                read = favor_shares(feature, keys, asked)
+            weights = torch.arange(1, 8, dtype=dtype) / 8
+            found[dtype] = (read, *torch.autograd.grad((read * weights).sum(), (keys, asked)))
+        rough = 2e-2 if scale == 50.0 else 2e-3  # exponents of 1e5 have their last digit at 1e-2
+        for one, other in zip(found[torch.float32], found[torch.float64], strict=True):
+            assert one.isfinite().all()
+            torch.testing.assert_close(
+                one.double(), other, rtol=rough, atol=rough * max(1e-3, float(other.detach().abs().max()))
+            )
 
     @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
     def test_one_query_is_corrected_as_many(self, length):
@@ -127,14 +170,47 @@ class TestReading:
         same_with_gradients(squashed(phi_k, values, 4), memory, (phi_k,))
         torch.testing.assert_close(squashed(phi_k.detach(), values, 4), memory.detach())
 
+    @pytest.mark.parametrize(("length", "size", "width"), [(1, 1, 1), (7, 5, 3), (12, 40, 70)])
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_kernels_squash_as_the_definition(self, length, size, width, device):
+        kernels = pytest.importorskip("rebind.lab.squash_kernels")
+        generator = torch.Generator().manual_seed(0)
+        phi_k = torch.randn(2, length, width, generator=generator) * torch.tensor([1e-3, 3.0]).view(2, 1, 1)
+        values = torch.randint(size, (2, length), generator=generator)
+        slope = torch.randn(2, size, width, generator=generator)
+        expected, states = write(phi_k.double(), values, size, True)
+        got, kept = kernels.write(phi_k.to(device), values.to(device), size, True)
+        alone, _ = kernels.write(phi_k.to(device), values.to(device), size, False)
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=2e-6, atol=2e-9)
+        assert torch.equal(alone, got)
+        d_phi = kernels.unwrite(slope.to(device), values.to(device), kept)
+        torch.testing.assert_close(d_phi.cpu().double(), unwrite(slope.double(), values, states), rtol=1e-5, atol=1e-6)
+
     @pytest.mark.parametrize("once", [True, False])
     def test_rows_give_their_gradients_back(self, once):
         task = Task(5, 5, replacement=not once)
-        keys = torch.stack([task.draw(3, torch.Generator().manual_seed(seed))[0] for seed in (0, 1)])
+        keys, _ = task.draw(3, [torch.Generator().manual_seed(seed) for seed in (0, 1)])
         table = doubles(2, 5, 4)
         back = keys.argsort(-1) if once else hot(keys, 5).double()
         expected = torch.stack([one[index] for one, index in zip(table, keys, strict=True)])
         same_with_gradients(rows(table, keys, back), expected, (table,))
+
+
+class Event:
+    """Of a GPU, played on a CPU."""
+
+    def record(self):
+        pass
+
+    def query(self):
+        return True
+
+
+class FakePlace:
+    stream = None
+
+    def memory(self):
+        return None
 
 
 class TestRetrieval:
@@ -161,7 +237,7 @@ class TestRetrieval:
     def test_a_lesson_is_one_query_of_a_test(self, task, feature, rule):
         """Training reads one key a sequence by other code than evaluation, which reads them all."""
         stack = Stack(Recipe(task, feature, rule), [0, 1], Training(key_width=8), CPU)
-        drawn = torch.stack([task.lessons(4, torch.Generator().manual_seed(seed)) for seed in (5, 6)])
+        drawn = task.lessons(4, [torch.Generator().manual_seed(seed) for seed in (5, 6)])
         lesson = Sequences.of(drawn, task)
         asked = torch.arange(task.size).expand(2, 4, -1)
         every = stack.read(Sequences(lesson.keys, lesson.values, asked, asked))
@@ -173,7 +249,7 @@ class TestRetrieval:
         assert latest(keys, values, torch.tensor([[0, 1, 2]])).tolist() == [[7, 9, 8]]
 
     def test_without_replacement_every_key_comes_once(self):
-        keys, values = Task(7, 7, replacement=False).draw(50, torch.Generator().manual_seed(0))
+        (keys,), (values,) = Task(7, 7, replacement=False).draw(50, [torch.Generator().manual_seed(0)])
         assert (keys.sort(-1).values == torch.arange(7)).all()
         assert (values.sort(-1).values == torch.arange(7)).all()
         assert len({tuple(row) for row in keys.tolist()}) > 40
@@ -238,11 +314,12 @@ class TestRetrieval:
         seen = {"recorded": 0, "replayed": 0}
 
         class Graph:
-            def capture_begin(self):
+            def capture_begin(self, pool=None):
                 adam = trainer.adam.state.values()
                 self.touched = [
                     *trainer.stack.parameters.values(),
                     trainer.at,
+                    trainer.now,
                     *(t for one in adam for t in one.values()),
                 ]
                 self.before = [tensor.detach().clone() for tensor in self.touched]
@@ -255,33 +332,78 @@ class TestRetrieval:
 
             def replay(self):
                 seen["replayed"] += 1
-                trainer._step()
+                recorded = next(one for one in trainer.recordings if one.graph is self)
+                recorded.step()
 
             def reset(self):
                 pass
-
-        class Event:
-            def record(self):
-                pass
-
-            def query(self):
-                return True
 
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(Trainer, "_adam", lambda self: torch.optim.Adam(self.stack.parameters.values(), lr=0.02))
-        trainer = Trainer(recipe, [0, 1, 2], config, CPU, stream=object())
-        plain = Trainer(recipe, [0, 1, 2], config, CPU, stream=object())
-        plain._replay = lambda count: [plain._step() for _ in range(count)]
+        trainer = Trainer(recipe, [0, 1, 2], config, CPU, FakePlace())
+        plain = Trainer(recipe, [0, 1, 2], config, CPU, FakePlace())
         for one in (trainer, plain):
             while not one.over:
+                if one is plain:
+                    for recorded in plain.recordings:
+                        recorded.plain = 1_000
                 one.advance()
                 one.settle()
         assert trainer.trained == plain.trained
-        times = len({one.steps for one in trainer.trained})
-        assert times > 1, "some should leave before others"
-        assert seen == {"recorded": times, "replayed": trainer.taken - times}
+        ends = sorted({one.steps for one in trainer.trained})
+        assert len(ends) > 1, "some should leave before others"
+        rounds = [end - start for start, end in pairwise([0, *ends])]
+        looks = sum(1 for steps in rounds if steps > config.every)  # an evaluation is recorded at its second time
+        evaluations = trainer.taken // config.every
+        assert seen == {
+            "recorded": len(ends) + looks,
+            "replayed": trainer.taken - len(ends) + evaluations - len(ends),
+        }
+
+    def test_a_model_that_diverges_ends_alone(self):
+        """Its row has the last finite loss and says so; the others go on as if it had never been there."""
+        config = Training(key_width=8, batch=4, steps=12, every=4, tested=3)
+        recipe = Recipe(Task(4, 8, replacement=True), "dpfp-1", "delta")
+        trainer = Trainer(recipe, [0, 1], config, CPU)
+        trainer.advance()
+        trainer.settle()
+        with torch.no_grad():
+            trainer.stack.parameters["embed"][0, 0, 0] = float("nan")
+        trainer.advance()
+        with pytest.warns(LabWarning, match="seed 0, is not finite after 8 steps"):
+            trainer.settle()
+        trainer.advance()
+        trainer.settle()
+        lost, other = trainer.trained
+        assert (lost.diverged, lost.steps, lost.loss, lost.short) == (True, 8, lost.losses[0], lost.losses[0])
+        (alone,) = train(recipe, [1], config, CPU)
+        assert not other.diverged
+        assert other.losses == pytest.approx(alone.losses, rel=1e-4)
+
+    def test_a_model_that_was_never_finite_has_its_first_loss(self):
+        config = Training(key_width=8, batch=4, steps=12, every=4, tested=3)
+        trainer = Trainer(Recipe(Task(4, 4, replacement=False), "favor-64"), [0], config, CPU)
+        with torch.no_grad():
+            trainer.stack.parameters["key"].fill_(float("inf"))
+        trainer.advance()
+        with pytest.warns(LabWarning, match="diverged"):
+            trainer.settle()
+        (found,) = trainer.trained
+        assert found.losses == []
+        assert 0 < found.loss < 2
+
+    def test_a_diverged_model_is_in_the_table_and_fails_a_claim(self):
+        for experiment in (capacity.EXPERIMENT, overwrite.EXPERIMENT):
+            points = [point for batch in experiment.batches(experiment.quick) for point in batch]
+            rows = [
+                {**point, "loss": 0.3, "short": 0.1, "steps": 10, "losses": [0.3], "diverged": not at}
+                for at, point in enumerate(points)
+            ]
+            assert "0.3 (1 of 2 diverged)" in experiment.table(experiment.quick, rows).rows[0]
+            (said,) = [one for one in experiment.claims(experiment.quick, rows) if "NaN" in one.says]
+            assert not said.holds
 
     @pytest.mark.parametrize("feature", ["favor-64", "linear", "softmax"])
     def test_every_feature_learns_under_delta(self, feature):
@@ -301,15 +423,17 @@ class TestRetrieval:
         config = Training(key_width=8, batch=8, steps=30, every=10, tested=3)
         recipe = Recipe(Task(6, 12, replacement=True), "dpfp-2", rule)
         device = torch.device("cuda")
-        recorded, plain = (Trainer(recipe, [0, 1], config, device, torch.cuda.Stream()) for _ in range(2))
-        plain._replay = lambda count: [plain._step() for _ in range(count)]
+        recorded, plain = (Trainer(recipe, [0, 1], config, device, Place(device)) for _ in range(2))
         for turn in range(3):
             for trainer in (recorded, plain):
+                for one in trainer.recordings if trainer is plain else ():
+                    one.plain = 1_000
                 trainer.advance()
                 torch.cuda.synchronize()
                 if turn == 1:
-                    with torch.cuda.stream(trainer.stream):
+                    with torch.cuda.stream(trainer.place.stream):
                         trainer._keep([1])
+            torch.testing.assert_close(recorded.now, plain.now)
         for name, parameter in recorded.stack.parameters.items():
             torch.testing.assert_close(parameter, plain.stack.parameters[name])
 
