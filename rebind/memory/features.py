@@ -60,10 +60,13 @@ class Feature(ABC):
 
     def _checked(self, x: Tensor) -> Tensor:
         """The input in the working dtype."""
+        self._check(x)
+        return x.to(working_dtype(x))
+
+    def _check(self, x: Tensor) -> None:
         require_rank(1, x=x)
         require_floating(x=x)
         require_width("x", x, self.dim, f"feature {self.name!r}")
-        return x.to(working_dtype(x))
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self.options.items())
@@ -77,6 +80,10 @@ class Identity(Feature):
     """φ(x) = x."""
 
     name = "identity"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._check(x)
+        return x
 
     def _map(self, x: Tensor) -> Tensor:
         return x
@@ -126,8 +133,9 @@ class Dpfp(Feature):
         return {"nu": self.nu}
 
     def _map(self, x: Tensor) -> Tensor:
-        halves = torch.cat([functional.relu(x), functional.relu(-x)], dim=-1)
-        return torch.cat([halves * halves.roll(shift, dims=-1) for shift in range(1, self.nu + 1)], dim=-1)
+        halves = functional.relu(torch.cat([x, -x], dim=-1))
+        blocks = [halves * halves.roll(shift, dims=-1) for shift in range(1, self.nu + 1)]
+        return blocks[0] if self.nu == 1 else torch.cat(blocks, dim=-1)
 
 
 class Favor(Feature):
@@ -198,14 +206,20 @@ def sum_normalise(x: Tensor, *, values: bool = True) -> Tensor:
     """
     require_rank(1, x=x)
     require_floating(x=x)
-    if values and known((x < 0).any()):
+    if values:
+        require_non_negative(x)
+    wide = _unit_peak(x)
+    total = wide.sum(-1, keepdim=True)
+    return (wide / total.where(total > 0, 1.0)).to(x.dtype)
+
+
+def require_non_negative(x: Tensor) -> None:
+    """Look for entries that a sum cannot normalise."""
+    if known((x < 0).any()):
         raise InputError(
             f"sum normalisation got entries down to {float(x.min()):.3g}, expected none below 0: use a non-negative "
             f"feature (elu+1, relu, dpfp, favor), or normalise by L2"
         )
-    wide = _unit_peak(x)
-    total = wide.sum(-1, keepdim=True)
-    return (wide / total.where(total > 0, 1.0)).to(x.dtype)
 
 
 def l2_normalise(x: Tensor) -> Tensor:

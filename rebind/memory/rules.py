@@ -60,6 +60,7 @@ class Rule(ABC):
     gates: ClassVar[dict[str, float]]  # every gate with its default
     largest: ClassVar[dict[str, float]] = {}  # upper bounds of gates that have one
     reads: ClassVar[bool]  # whether the write probes the memory with k; if so ε = η
+    decay: ClassVar[str | None] = None  # the gate that is α itself, where one is: its logarithm may be given instead
 
     _known: ClassVar[dict[str, type[Rule]]] = {}
 
@@ -74,11 +75,16 @@ class Rule(ABC):
     def coefficients(self, k: Tensor, *, values: bool = True, **gates: Gate) -> Coefficients:
         """α, ε, η for keys [..., d_k]; each a constant or of shape [...].
 
-        With `values=False` the gates' values are not looked at, which on a GPU would wait for them.
+        With `values=False` the gates' values are not looked at, which on a GPU would wait for them. `trusted` asks
+        nothing at all.
         """
         require_rank(1, k=k)
         require_floating(k=k)
         return self._coefficients(k, self._gates(k, gates, values))
+
+    def trusted(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
+        """`coefficients` of keys and gates that are known to be right, as a layer's own are."""
+        return self._coefficients(k, Gates({**self.gates, **gates}))
 
     def write(self, k: Tensor, v: Tensor, **gates: Gate) -> Write:
         """The one-row write of each key [..., d_k] and value [..., d_v]: a batch of writes."""
@@ -181,6 +187,7 @@ class Mamba2(Rule):
     name = "mamba2"
     gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "dt": 1.0}
     reads = False
+    decay = "alpha"
 
     def _coefficients(self, k: Tensor, gate: Gates) -> Coefficients:
         return Coefficients(decay=gate.alpha, erase=0.0, write=gate.dt)
@@ -231,6 +238,7 @@ class GatedDelta(Rule):
     name = "gated_delta"
     gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "beta": 1.0}
     reads = True
+    decay = "alpha"
 
     def _coefficients(self, k: Tensor, gate: Gates) -> Coefficients:
         return Coefficients(decay=gate.alpha, erase=gate.beta, write=gate.beta)

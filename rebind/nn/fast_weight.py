@@ -30,14 +30,17 @@ from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Rule, get_rule
 from rebind.nn.convolution import ShortConvolution
 from rebind.nn.feature_map import FeatureMap
-from rebind.nn.gates import Gates
+from rebind.nn.gates import Gates, Made
 from rebind.nn.layer import SequenceLayer, head_width, key_heads_for
 from rebind.nn.normalise import Normaliser
 from rebind.nn.norms import RMSNorm
 from rebind.nn.padding import cleared
+from rebind.nn.products import entering, joined
 from rebind.nn.states import State
-from rebind.ops import scan, step
+from rebind.ops import scan
+from rebind.ops.inputs import DEBUG
 from rebind.ops.scan import coefficients
+from rebind.ops.step import stepped
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,12 +128,14 @@ class FastWeight(SequenceLayer[FastWeightState]):
     def forward(
         self, x: Tensor, state: FastWeightState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, FastWeightState]:
-        start = self._start(x, state, mask)
-        mixed = self._project(x)
-        window = start.window
+        self._check(x, state, mask)
+        x, others = entering(x), self._others
+        mixed = joined(x, self.q_proj, self.k_proj, self.v_proj)
+        gate, made = self._gated(joined(x, *others) if others else None)
+        window = None if state is None else state.window
         if self.conv is not None:
-            mixed, window = self.conv(mixed, window, mask)
-        writes = self._writes(x, mixed, mask)
+            mixed, window = self.conv(mixed, self.conv.initial(len(x)) if window is None else window, mask)
+        writes = self._writes(mixed, made, mask)
         out, memory = scan(
             writes.q,
             writes.k,
@@ -138,53 +143,74 @@ class FastWeight(SequenceLayer[FastWeightState]):
             log_decay=writes.log_decay,
             erase=writes.erase,
             write=writes.write,
-            state=start.memory,
+            state=None if state is None else state.memory,
         )
-        return self._output(x, out), FastWeightState(memory, window)
+        return self._output(out, gate, x.dtype), FastWeightState(memory, window)
 
     @torch.no_grad()
     def step(self, x: Tensor, state: FastWeightState, mask: Tensor | None = None) -> tuple[Tensor, FastWeightState]:
-        start = self._start(x, state, mask, rank=2)
-        mixed = self._project(x)
-        window = start.window
+        self._check(x, state, mask, rank=2)
+        x, window = entering(x), state.window
+        mixed, rest = joined(x, self.q_proj, self.k_proj, self.v_proj, *self._others).tensor_split([self._mixed], -1)
+        gate, made = self._gated(rest if rest.shape[-1] else None)
         if self.conv is not None:
             mixed, window = self.conv.step(mixed, cast(Tensor, window), mask)
-        writes = self._writes(x, mixed, mask)
-        out = step(
+        writes = self._writes(mixed, made, mask)
+        out = stepped(
             writes.q,
             writes.k,
             writes.v,
-            start.memory,
+            state.memory,
             log_decay=writes.log_decay,
             erase=writes.erase,
             write=writes.write,
         )
-        return self._output(x, out), FastWeightState(start.memory, window)
+        return self._output(out, gate, x.dtype), FastWeightState(state.memory, window)
 
-    def _project(self, x: Tensor) -> Tensor:
-        """Queries, keys and values side by side."""
-        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+    @property
+    def _mixed(self) -> int:
+        """How wide queries, keys and values are side by side: what the convolution mixes."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
-    def _writes(self, x: Tensor, mixed: Tensor, mask: Tensor | None) -> _Writes:
-        keys = self.key_heads * self.key_dim
-        q, k, v = mixed.split([keys, keys, self.heads * self.value_dim], dim=-1)
-        q = self.phi.query(q.unflatten(-1, (self.key_heads, self.key_dim)))
-        k = self.phi.key(k.unflatten(-1, (self.key_heads, self.key_dim)))
+    @property
+    def _others(self) -> list[nn.Linear]:
+        """The other projections of x, in the order that `_gated` takes apart."""
+        return [*([] if self.g_proj is None else [self.g_proj]), *self.gates.projections]
+
+    def _gated(self, raw: Tensor | None) -> tuple[Tensor | None, Made]:
+        """What reads are multiplied by before its silu [..., heads · value_dim], and the rule's gates."""
+        if raw is None or self.g_proj is None:
+            return None, self.gates.made(raw)
+        if not self.gates.names:
+            return raw, Made({})
+        values = self.heads * self.value_dim
+        gate, rest = raw.split([values, raw.shape[-1] - values], dim=-1)
+        return gate, self.gates.made(rest)
+
+    def _writes(self, mixed: Tensor, made: Made, mask: Tensor | None) -> _Writes:
+        keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
+        if self.phi.normalise.paired:
+            both, v = mixed.split([2 * keys, values], dim=-1)
+            q, k = self.phi.pair(both.unflatten(-1, (2, self.key_heads, self.key_dim)))
+        else:
+            q, k, v = mixed.split([keys, keys, values], dim=-1)
+            q = self.phi.query(q.unflatten(-1, (self.key_heads, self.key_dim)))
+            k = self.phi.key(k.unflatten(-1, (self.key_heads, self.key_dim)))
         v = self.phi.normalise.value(v.unflatten(-1, (self.heads, self.value_dim)))
         k = cleared(k, mask)  # a key of zeros writes nothing and erases nothing
-        log_decay, erase, write = coefficients(self.rule, k, v, self.gates(x))
+        log_decay, erase, write = coefficients(self.rule, k, v, made.gates, log_decay=made.log_decay, trusted=not DEBUG)
         if log_decay is not None:
             log_decay = cleared(log_decay, mask)  # and ln α = 0 forgets nothing
         return _Writes(q, k, v, log_decay, erase, write)
 
-    def _output(self, x: Tensor, out: Tensor) -> Tensor:
+    def _output(self, out: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
         """What was read [..., heads, value_dim (+ 1)] as the layer's output [..., dim]."""
         read = self.phi.normalise.read(out)
         if self.norm is not None:
             read = self.norm(read)
-        if self.g_proj is not None:
-            read = read * functional.silu(self.g_proj(x)).unflatten(-1, (self.heads, self.value_dim))
-        return self.o_proj(read.flatten(-2).to(x.dtype))
+        if gate is not None:
+            read = read * functional.silu(gate).unflatten(-1, (self.heads, self.value_dim))
+        return self.o_proj(read.flatten(-2).to(dtype))
 
     def extra_repr(self) -> str:
         return f"rule={self.rule!r}, heads={self.heads}, key_dim={self.key_dim}, value_dim={self.value_dim}"

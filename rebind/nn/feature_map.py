@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rebind.memory.features import Feature, get_feature
 from rebind.nn.normalise import Normaliser, get_normaliser
+from rebind.nn.products import without_autocast
+
+__all__ = ["FeatureMap", "without_autocast"]
 
 
 class FeatureMap(nn.Module):
@@ -45,11 +46,10 @@ class FeatureMap(nn.Module):
         with without_autocast(q):
             return self.normalise.query(self.feature, q)
 
+    def pair(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [..., 2, heads, dim] where they are treated alike: as one, and each contiguous."""
+        q, k = self.key(both.movedim(-3, 0).contiguous()).unbind(0)
+        return q, k
+
     def extra_repr(self) -> str:
         return f"{self.feature!r}, {self.normalise!r}"
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Products in their factors' own dtype: φ may be an exponential of one, a memory is a sum of many."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -52,6 +52,10 @@ class SequenceLayer(nn.Module, Generic[S]):
 
     def _start(self, x: Tensor, state: S | None, mask: Tensor | None, rank: int = 3) -> S:
         """The state to start from, once everything fits."""
+        self._check(x, state, mask, rank)
+        return self.initial(x.shape[0]) if state is None else state
+
+    def _check(self, x: Tensor, state: S | None, mask: Tensor | None, rank: int = 3) -> None:
         shape = "[B, T, dim]" if rank == 3 else "[B, dim]"
         other = "step takes one token" if rank == 2 else "one token goes to step"
         if x.ndim != rank:
@@ -65,7 +69,7 @@ class SequenceLayer(nn.Module, Generic[S]):
             raise ShapeError(f"x is {list(x.shape)}, expected at least one token: leave empty batches out")
         require_mask(mask, x)
         if state is None:
-            return self.initial(x.shape[0])
+            return
         if not isinstance(state, self.kind_of_state):
             raise InputError(
                 f"state is a {type(state).__name__}, expected the {self.kind_of_state.__name__} of this layer: pass "
@@ -77,7 +81,6 @@ class SequenceLayer(nn.Module, Generic[S]):
                 f"x holds {x.shape[0]} sequences and the state {max(rows)}, expected as many: begin with state=None, "
                 f"or choose rows with state.select"
             )
-        return state
 
 
 def require_mask(mask: Tensor | None, x: Tensor) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rebind.nn.products import entering
+
 
 class SwiGlu(nn.Module):
     """W_d (silu(W_g x) · W_u x)."""
@@ -16,6 +18,7 @@ class SwiGlu(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = entering(x)
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

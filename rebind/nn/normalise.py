@@ -1,6 +1,9 @@
 """How φ(k) and φ(q) are brought to scale, and whether a read is divided by anything.
 
 Each is an object with three jobs: the key that is written, the query that reads, and the read itself.
+
+A layer normalises at every token, so `unit` and `share` take few operations, where `rebind.memory.features` divides by
+the largest entry first. In float32 and bfloat16 that leaves entries up to about 1e18: beyond, sums of squares overflow.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
-from rebind.memory.features import Feature, l2_normalise, sum_normalise
+from rebind.memory.features import Feature, require_non_negative
 from rebind.memory.precision import working_dtype
 
 NON_NEGATIVE = ("elu+1", "relu", "dpfp", "favor")  # features that a sum can normalise
@@ -26,6 +30,7 @@ class Normaliser(ABC):
     name: ClassVar[str]
     rows: ClassVar[int] = 0  # rows that the memory holds besides the values'
     signed: ClassVar[bool] = True  # whether features may be negative
+    paired: ClassVar[bool] = False  # whether keys and queries are brought to scale as one: alike, and worth a copy
     _known: ClassVar[dict[str, type[Normaliser]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -73,9 +78,10 @@ class L2(Normaliser):
     """φ(k)/‖φ(k)‖ and φ(q)/‖φ(q)‖: a delta write at β = 1 then replaces exactly. What DeltaNets use today."""
 
     name = "l2"
+    paired = True
 
     def key(self, feature: Feature, k: Tensor) -> Tensor:
-        return l2_normalise(feature(k))
+        return unit(feature(k))
 
 
 @dataclass(frozen=True)
@@ -84,10 +90,13 @@ class Sum(Normaliser):
 
     name = "sum"
     signed = False
+    paired = True
 
     def key(self, feature: Feature, k: Tensor) -> Tensor:
-        phi = feature.up_to_scale(k)
-        return sum_normalise(phi, values=phi.device.type == "cpu")  # a GPU is not waited for
+        phi = feature.up_to_scale(k.to(working_dtype(k)))
+        if phi.device.type == "cpu":  # a GPU is not waited for
+            require_non_negative(phi)
+        return share(phi).to(k.dtype)
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,25 @@ class Attention(Normaliser):
         return torch.cat([wide, wide.new_ones((*v.shape[:-1], 1))], dim=-1)
 
     def read(self, out: Tensor) -> Tensor:
-        return out[..., :-1] / (out[..., -1:] + self.eps)
+        read, total = out.split([out.shape[-1] - 1, 1], dim=-1)
+        return read / (total + self.eps)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / ‖x‖, computed in float32 or better: RMSNorm with the weight 1/√width, one kernel on a GPU.
+
+    A row of zeros stays zero. So that its gradient stays bounded, so does in part a row with entries below the machine
+    epsilon, 1e-7 in float32.
+    """
+    width = x.shape[-1]
+    least = torch.finfo(working_dtype(x)).eps
+    return functional.rms_norm(x, (width,), x.new_full((width,), width**-0.5), least**2)
+
+
+def share(x: Tensor) -> Tensor:
+    """x / Σx for x of 0 and more; a row of zeros stays zero."""
+    total = x.sum(-1, keepdim=True)
+    return x / (total + (total == 0))
 
 
 def get_normaliser(name: str | Normaliser) -> Normaliser:

@@ -19,9 +19,7 @@ class State:
 
     @property
     def tensors(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        self.map(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        return found
+        return [tensor for name in self.__dataclass_fields__ for tensor in _tensors(getattr(self, name))]
 
     def detach(self) -> Self:
         """The same numbers, cut from the graph: train segment after segment without going back further."""
@@ -49,6 +47,12 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple):
         return tuple(_mapped(item, change) for item in value)
     return change(value) if isinstance(value, Tensor) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, tuple) else []
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rebind.memory.precision import working_dtype
-from rebind.memory.rules import Gate, Rule, get_rule
+from rebind.memory.rules import Coefficients, Gate, Rule, get_rule
 from rebind.ops import autograd, dispatch
 from rebind.ops.dispatch import Explanation
 from rebind.ops.inputs import DEBUG, Inputs, checked
@@ -114,41 +114,68 @@ def scan_rule(
 
 
 def coefficients(
-    rule: Rule, k: Tensor, v: Tensor, gates: dict[str, Gate]
+    rule: Rule,
+    k: Tensor,
+    v: Tensor,
+    gates: dict[str, Gate],
+    *,
+    log_decay: Tensor | None = None,
+    trusted: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """A rule's ln α, ε and η for keys [..., Hk, Dk] and values [..., H, Dv]: [..., H], or None for 1, 0 and 1.
 
-    Gates are taken to float64 before anything is computed of them: ln(1 − β) of a small β keeps its digits.
+    Args:
+        rule: The rule.
+        k: Keys [..., Hk, Dk].
+        v: Values [..., H, Dv].
+        gates: Numbers, or tensors that broadcast to [..., H].
+        log_decay: ln α [..., H] for a rule that has a gate for α: given in that gate's stead, it is passed on as it is.
+        trusted: Whether gates are known to be right, and nothing is asked of them: a layer makes its own.
     """
-    shape, sharing = v.shape[:-1], max(v.shape[-2] // max(k.shape[-2], 1), 1)
-    wide = torch.float32 if v.device.type == "mps" else torch.float64
-    given = {
-        name: gate.to(wide) if isinstance(gate, Tensor) and gate.is_floating_point() else gate
-        for name, gate in gates.items()
-    }
+    dtype, shape = working_dtype(v), v.shape[:-1]
+    sharing = max(v.shape[-2] // max(k.shape[-2], 1), 1)
     keys = k if sharing == 1 else k.repeat_interleave(sharing, dim=-2)
-    found = rule.coefficients(keys, values=DEBUG or v.device.type == "cpu", **given)
-    decay = found.decay
-    log_decay = (
-        None
-        if not isinstance(decay, Tensor) and decay == 1
-        else _log(torch.as_tensor(decay, dtype=wide, device=v.device))
-    )
-    dtype = working_dtype(v)
+    given = _in(dtype, gates)
+    values = not trusted and (DEBUG or v.device.type == "cpu")
+    found = rule.trusted(keys, given) if trusted else rule.coefficients(keys, values=values, **given)
 
     def each(value: Gate | None, absent: float | None) -> Tensor | None:
         if value is None or (not isinstance(value, Tensor) and value == absent):
             return None
         number = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device=v.device)
-        return number.to(dtype).expand(shape)
+        number = number if number.dtype == dtype else number.to(dtype)
+        return number if number.shape == shape else number.expand(shape)
 
-    return each(log_decay, None), each(found.erase, 0.0), each(found.write, 1.0)
+    erase = each(found.erase, 0.0)
+    same = isinstance(found.write, Tensor) and found.write is found.erase
+    write = erase if same else each(found.write, 1.0)
+    if log_decay is None:
+        log_decay = _log_decay(rule, keys, found, gates)
+    return each(log_decay, None), erase, write
+
+
+def _log_decay(rule: Rule, k: Tensor, found: Coefficients, gates: dict[str, Gate]) -> Tensor | None:
+    """ln α by way of float64, where ln(1 − β) of a small β keeps its digits; None for a rule that forgets nothing."""
+    wide = torch.float32 if k.device.type == "mps" else torch.float64
+    decay = found.decay
+    if isinstance(decay, Tensor):
+        decay = rule.trusted(k, _in(wide, gates)).decay  # the same formula, of wider gates
+    elif decay == 1:
+        return None
+    return _log(torch.as_tensor(decay, dtype=wide, device=k.device))
+
+
+def _in(dtype: torch.dtype, gates: dict[str, Gate]) -> dict[str, Gate]:
+    return {
+        name: gate.to(dtype) if isinstance(gate, Tensor) and gate.is_floating_point() else gate
+        for name, gate in gates.items()
+    }
 
 
 def _log(decay: Tensor) -> Tensor:
     """ln α, −inf for 0; there its gradient is 0, where that of a plain logarithm would be infinite."""
-    some = decay > 0
-    return torch.where(some, torch.where(some, decay, 1.0).log(), float("-inf"))
+    nothing = decay <= 0
+    return decay.masked_fill(nothing, 1.0).log().masked_fill(nothing, float("-inf"))
 
 
 def _inputs(

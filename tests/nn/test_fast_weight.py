@@ -118,14 +118,57 @@ def test_decays_start_where_mamba_does():
 
 
 def test_a_slow_decay_survives_half_precision():
-    """α = exp(−1e-6) is 1 in bfloat16; the layer must not round it away."""
+    """α = exp(−1e-6) is 1 in bfloat16; the layer hands on its logarithm."""
     layer = FastWeight(4, 1, rule="gated_delta").to(torch.bfloat16)
     with torch.no_grad():
         layer.gates.decay.project.weight.zero_()
         layer.gates.decay.dt_bias.fill_(math.log(1e-3))
         layer.gates.decay.A_log.fill_(math.log(1e-3))
-    alpha = layer.gates.decay(torch.zeros(1, 4, dtype=torch.bfloat16))[0].detach()
-    assert 0.9e-6 < 1 - float(alpha) < 1.1e-6
+    made = layer.gates(torch.zeros(1, 4, dtype=torch.bfloat16))
+    assert set(made.gates) == {"beta"}
+    assert made.log_decay.dtype == torch.float32
+    assert -1.1e-6 < float(made.log_decay.detach()) < -0.9e-6
+
+
+class Halfway(Rule):
+    """A rule that makes its decay of α, which it must then be given; it has no name, so nobody finds it."""
+
+    gates = {"alpha": 1.0, "beta": 1.0}  # noqa: RUF012
+    reads = True
+
+    def _coefficients(self, k, gate):
+        return Coefficients((1 + gate.alpha) / 2, gate.beta, gate.beta)
+
+    def _objective(self, memory, previous, k, v, gate):
+        raise NotImplementedError
+
+
+def test_a_rule_with_a_formula_for_its_decay():
+    layer, x = FastWeight(6, 2, rule=Halfway(), normalise="l2", norm=False).double(), Draw(15).normal(1, 8, 6)
+    gates, reads = gates_by_hand(layer, x[0]), []
+    q, k, v = (project(x[0]).unflatten(-1, (2, 3)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+    memory = torch.zeros(2, 3, 3, dtype=torch.float64)
+    for t in range(8):
+        memory = layer.rule.write(k[t], v[t], alpha=gates["alpha"][t], beta=gates["beta"][t]).apply(memory)
+        reads.append((memory @ q[t].unsqueeze(-1)).flatten())
+    out, state = layer(x)
+    assert_close(state.memory[0], memory)
+    assert_close(out[0], layer.o_proj(torch.stack(reads)))
+
+
+@pytest.mark.parametrize("rule", ["delta", "gated_delta", "longhorn"])
+def test_erasing_and_writing_share_a_tensor(rule):
+    """ε = η: one number a head is computed, passed twice."""
+    layer = FastWeight(6, 2, rule=rule)
+    writes = layer._writes(torch.zeros(1, 4, 18), layer.gates(torch.zeros(1, 4, 6)), None)
+    assert writes.erase is writes.write
+
+
+def test_a_steps_state_of_other_widths_is_explained():
+    x = torch.zeros(1, 8)
+    with pytest.raises(ShapeError, match=r"state is \[1, 2, 4, 4\], expected"):
+        FastWeight(8, 4).step(x, FastWeight(8, 2).initial(1))
 
 
 def test_a_feature_object_can_be_shared():

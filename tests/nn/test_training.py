@@ -198,12 +198,13 @@ def test_the_model_can_be_compiled(tmp_path, monkeypatch):
 # Several processes
 
 
+SLOW = {"optimizer": OptimizerConfig(rate=2e-3, warmup=3)}  # a larger rate makes much of the order of a sum
 PROCESSES = {
-    "shuffled": {},
-    "carried": {"carry": True, "accumulate": 2},
-    "sharded": {"sharded": True, "accumulate": 2},
-    "sharded, carried": {"sharded": True, "carry": True, "layers": ("gated-delta", "ttt-linear")},
-    "sharded, hybrid": {"sharded": True, "layers": ("performer-delta", "attention")},
+    "shuffled": {**SLOW},
+    "carried": {**SLOW, "carry": True, "accumulate": 2},
+    "sharded": {**SLOW, "sharded": True, "accumulate": 2},
+    "sharded, carried": {**SLOW, "sharded": True, "carry": True, "layers": ("gated-delta", "ttt-linear")},
+    "sharded, hybrid": {**SLOW, "sharded": True, "layers": ("performer-delta", "attention")},
 }
 WORKER = """
 import sys, torch
@@ -222,7 +223,7 @@ run = config(sys.argv[1], model={**TINY, "dropout": 0.1}, sharded=True)
 train(run, sys.argv[2] + "/whole")
 killed(run, sys.argv[2] + "/resumed", 8)
 train(run, sys.argv[2] + "/resumed")
-run = config(sys.argv[1], model={**TINY, "dropout": 0.0})
+run = config(sys.argv[1], model={**TINY, "dropout": 0.0}, **PROCESSES["shuffled"])
 killed(run, sys.argv[2] + "/changed", 8)
 train(replace(run, sharded=True), sys.argv[2] + "/changed")
 distributed.destroy_process_group()
