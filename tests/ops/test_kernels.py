@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from rebind.ops.step import _step
 from rebind.ops.triton import TRITON, selfcheck, tiles
-from rebind.ops.triton.calls import aligned
+from rebind.ops.triton.calls import aligned, call, compile_ahead
 from rebind.ops.triton.decode import decode
 from rebind.ops.triton.launch import Plan
 
@@ -134,3 +134,36 @@ def test_a_kernel_is_for_the_tensors_that_are_aligned():
     whole, odd = torch.zeros(16), torch.zeros(17)[1:]
     assert aligned(whole, odd) != aligned(odd, whole)
     assert aligned(whole, None) == (True, True)
+
+
+class _Kernel:
+    """What `call` needs of a kernel, and a note of what it was asked."""
+
+    arg_names = ("x", "SIZE")
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        self.problem = problem
+
+    def warmup(self, *given: object, grid: tuple[int, ...], **constants: object) -> None:
+        self.asked.append(("compile", given, grid, constants))
+        if self.problem is not None:
+            raise self.problem
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *given, **constants: self.asked.append(("run", given, grid, constants))
+
+
+def test_kernels_are_compiled_ahead_and_not_run():
+    kernel = _Kernel()
+    compile_ahead(lambda: call(kernel, (3,), (), (1,), warps=4, SIZE=2))
+    assert kernel.asked == [("compile", (1,), (3,), {"SIZE": 2, "num_warps": 4})]
+    call(kernel, (3,), (), (1,), warps=4, SIZE=2)
+    assert kernel.asked[1] == ("run", (1,), (3,), {"SIZE": 2, "num_warps": 4})
+
+
+def test_what_does_not_compile_ahead_is_left_to_the_call():
+    kernel = _Kernel(RuntimeError("no"))
+    compile_ahead(lambda: call(kernel, (3,), (), (1,), warps=4, SIZE=2))
+    call(kernel, (3,), (), (1,), warps=4, SIZE=2)
+    assert [what for what, *_ in kernel.asked] == ["compile", "run"]

@@ -7,11 +7,16 @@ first time is called again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
+import triton
 from torch import Tensor
 
 _ready: dict[tuple[Any, ...], Any] = {}
+_ahead: ContextVar[bool] = ContextVar("rebind_compiling_ahead", default=False)
 
 
 def call(
@@ -24,6 +29,10 @@ def call(
     """
     key = (kernel, kind, *constants.values(), warps)
     compiled = _ready.get(key)
+    if _ahead.get():
+        if compiled is None:
+            kernel.warmup(*given, grid=grid, **constants, num_warps=warps)
+        return
     if compiled is None:
         compiled = kernel[grid](*given, **constants, num_warps=warps)
         if compiled is not None:  # as it is where kernels are interpreted
@@ -31,6 +40,23 @@ def call(
         return
     names = kernel.arg_names[len(given) :]
     compiled[(*grid, 1, 1)[:3]](*given, *(constants[name] for name in names))
+
+
+def compile_ahead(run: Callable[[], object]) -> None:
+    """Compile the kernels that `run` calls, side by side, so that a first call waits for the slowest and not for all.
+
+    Its calls are not made: what it computes means nothing. What does not compile will say so when it is called.
+    """
+    if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.5
+        return
+    before = _ahead.set(True)
+    try:
+        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            run()
+    except Exception:  # whatever a compiler may raise
+        return
+    finally:
+        _ahead.reset(before)
 
 
 def aligned(*tensors: Tensor | None) -> tuple[bool, ...]:

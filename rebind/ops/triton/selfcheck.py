@@ -2,8 +2,8 @@
 
 Compilers for new chips have been wrong about kernels like these without a word. A kind is everything that makes the
 compiler produce other code: device, dtype, head sizes, tiles, which coefficients there are. The check costs the
-compilation that the first call needs anyway, and a few milliseconds; it waits for the device, so a CUDA graph that is
-being captured goes without. REBIND_SELF_CHECK=0 turns it off.
+compilation that the first call needs anyway, of all kernels side by side, and a few milliseconds; it waits for the
+device, so a CUDA graph that is being captured goes without. REBIND_SELF_CHECK=0 turns it off.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from rebind.errors import NumericalWarning
 from rebind.ops.inputs import Inputs
 from rebind.ops.reference import REFERENCE
+from rebind.ops.triton.calls import compile_ahead
 from rebind.ops.triton.launch import INTERPRETED, Plan
 from rebind.ops.triton.tiles import Tiles, segments_of
 
@@ -53,6 +54,8 @@ def _kind(inputs: Inputs) -> tuple[object, ...]:
 def _compare(inputs: Inputs) -> str | None:
     tiny, tiles = _tiny(inputs), Tiles.of(inputs)  # the tiles of the problem at hand: others are other kernels
     plan = Plan(tiny, tiles, segments=2 if segments_of(inputs, tiles) > 1 else 1)
+    if not INTERPRETED:
+        compile_ahead(lambda: _both(plan))
     try:
         out, final, saved = plan.forward()
         d_out, d_final = _noise(out, 8).to(out.dtype), _noise(final, 9).float()
@@ -69,6 +72,12 @@ def _compare(inputs: Inputs) -> str | None:
         f"the kernels for heads of {tiny.k.shape[3]} and {tiny.v.shape[3]} in {tiny.v.dtype} are wrong on "
         f"{_name(tiny.v.device)}: they differ from the reference by {worst:.1e}"
     )
+
+
+def _both(plan: Plan) -> None:
+    out, final, saved = plan.forward()
+    if plan.inputs.keep:
+        plan.backward(saved, out, final)
 
 
 def _name(device: torch.device) -> str:
