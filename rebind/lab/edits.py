@@ -388,6 +388,7 @@ EXPERIMENT = Experiment(
     title="One layer's weight as the memory: efficacy and drift against the number of facts, and λ's trade",
     answers="ROME eq. 17, MEMIT eq. 14, EMMET and AlphaEdit on the same keys; plasticity against stability",
     takes="for a GPU",
+    on_gpu="2 min",
     config=Edits(),
     quick=QUICK,
     batches=batches,
