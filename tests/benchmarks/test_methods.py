@@ -6,8 +6,11 @@ import json
 
 import pytest
 
-from benchmarks.methods import Amount, Bench, Results, batch, evenly, figure, impossible, jobs, main, run, sequential
-from benchmarks.remembered import Memory
+from benchmarks.methods.__main__ import main
+from benchmarks.methods.jobs import Results, jobs, run
+from benchmarks.methods.protocols import batch, impossible, sequential
+from benchmarks.methods.remembered import Memory
+from benchmarks.methods.states import Amount, Bench, evenly
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.methods import METHODS, default_settings, get_method
@@ -102,6 +105,8 @@ OPTIONS = {"protocols": ["batch", "sequential"], "found": ["base", "edited"], "s
 
 
 def test_rows_are_kept_and_a_second_run_measures_nothing(bench, tmp_path):
+    from benchmarks.methods.figure import figure  # needs matplotlib
+
     ordered = jobs(bench, methods=["memit"], numbers=[2], **OPTIONS)
     path = tmp_path / "rows.json"
     told = []

@@ -7,8 +7,11 @@ import json
 import pytest
 import torch
 
-from benchmarks import speedups
-from benchmarks.speedups import Plain, Setup, finished_stay, searches, searches_one_by_one
+from benchmarks.speedups import __main__ as speedups
+from benchmarks.speedups import searches as speedup_searches
+from benchmarks.speedups.plain_trunk import Plain
+from benchmarks.speedups.searches import Setup, finished_stay, searches, searches_one_by_one, target_rows
+from benchmarks.speedups.timing import Timer, difference
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.targets import TargetSettings, find_targets
@@ -37,7 +40,7 @@ def test_every_search_finds_the_same(setup):
     steps = find_targets(setup.trunk, setup.layer, setup.requests, setup.settings).steps
     assert 0 < int(steps.min()) < int(steps.max()), "some facts are done before others"
     for name, call in (searches(setup) | searches_one_by_one(setup)).items():
-        assert speedups.difference(call(), expected) < 1e-9, name
+        assert difference(call(), expected) < 1e-9, name
 
 
 @pytest.mark.parametrize(
@@ -83,8 +86,8 @@ def test_finished_facts_stay(setup):
 
 
 def test_of_many_facts_few_are_timed_one_by_one(setup, monkeypatch):
-    monkeypatch.setattr(speedups, "FEW", 2)
-    rows = {row.name: row for row in speedups.target_rows(setup, speedups.Timer(setup.trunk.device), slow=False)}
+    monkeypatch.setattr(speedup_searches, "FEW", 2)
+    rows = {row.name: row for row in target_rows(setup, Timer(setup.trunk.device), slow=False)}
     row = rows["one fact at a time (2, times 1.5)"]
     assert row.difference < 1e-9
 

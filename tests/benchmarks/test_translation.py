@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import translation
-from benchmarks.translation import END, PAD, Corpus, Settings, Task, read_pairs, shared_tokenizer
+from benchmarks.translation import __main__ as translation
+from benchmarks.translation import runs as translation_runs
+from benchmarks.translation.data import END, PAD, Corpus, read_pairs, shared_tokenizer
+from benchmarks.translation.runs import Run
+from benchmarks.translation.training import Settings, Task, rate, valid_loss
 from rebind.errors import InputError
+from rebind.nn import RebindForSeq2SeqLM
 
 GERMAN = ["der", "große", "alte", "Mann", "Hund", "läuft", "springt", "über", "grüne", "Büsche"]
 ENGLISH = ["the", "big", "old", "man", "dog", "runs", "jumps", "over", "green", "bushes"]
@@ -46,8 +50,8 @@ def data(tmp_path) -> Path:
 @pytest.fixture
 def exact(monkeypatch) -> None:
     """The share of sentences that are right, in place of sacreBLEU, which may not be there."""
-    monkeypatch.setattr(translation, "_require_sacrebleu", lambda: None)
-    monkeypatch.setattr(translation, "bleu", lambda got, true: 100 * sum(map(str.__eq__, got, true)) / len(true))
+    monkeypatch.setattr(translation, "require_sacrebleu", lambda: None)
+    monkeypatch.setattr(translation_runs, "bleu", lambda got, true: 100 * sum(map(str.__eq__, got, true)) / len(true))
 
 
 def options(data: Path, out: Path, *more: str) -> list[str]:
@@ -112,7 +116,7 @@ def test_long_pairs_are_left_out_of_training(tmp_path):
 
 
 def test_the_rate_rises_and_falls():
-    rates = [translation._rate(step, TINY) for step in range(TINY.steps + 1)]
+    rates = [rate(step, TINY) for step in range(TINY.steps + 1)]
     assert rates[0] == 1 / 20
     assert rates[19] == max(rates) == 1
     assert rates[-1] == pytest.approx(0, abs=1e-6)
@@ -121,11 +125,11 @@ def test_the_rate_rises_and_falls():
 def test_the_validation_loss_is_the_mean_over_tokens(data, tmp_path):
     task = Task.read(data, TINY, tmp_path, torch.device("cpu"))
     torch.manual_seed(0)
-    model = translation.RebindForSeq2SeqLM(TINY.config("linear", task.tokenizer.get_vocab_size())).eval()
+    model = RebindForSeq2SeqLM(TINY.config("linear", task.tokenizer.get_vocab_size())).eval()
     (whole,) = task.valid.batches(10**6)
     with torch.no_grad():
         expected = model(**whole).loss
-    assert translation.valid_loss(model, task.valid, 100) == pytest.approx(expected.item(), rel=1e-5)
+    assert valid_loss(model, task.valid, 100) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_runs_learn_and_are_not_made_twice(data, tmp_path, exact, monkeypatch, capsys):
@@ -139,7 +143,7 @@ def test_runs_learn_and_are_not_made_twice(data, tmp_path, exact, monkeypatch, c
 
     def instead(kind, seed, *_):
         made.append((kind, seed))
-        return translation.Run(kind, seed, 50.0, 1.0, 1, 1.0, 1.0, 1, 1)
+        return Run(kind, seed, 50.0, 1.0, 1, 1.0, 1.0, 1, 1)
 
     monkeypatch.setattr(translation, "run", instead)
     translation.main([*arguments, "2"])

@@ -1,0 +1,168 @@
+"""Which rows of the comparison are measured, in which order, and which are there already.
+
+A job is measured in one go: a batch, or a sequence with its stops. Rows go to a file as they come, and a state that
+another row is of already is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.methods.protocols import batch, impossible, sequential
+from benchmarks.methods.states import GROUPS, WAYS, Bench, Row
+from rebind.bench.machine import machine
+from rebind.edit.facts import Fact
+from rebind.edit.methods import Settings, get_method
+from rebind.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rows that are measured one after another: of one batch, or of one sequence."""
+
+    method: str
+    protocol: str
+    found: str
+    stops: tuple[int, ...]  # numbers of facts
+    size: int  # facts an edit
+
+    @property
+    def names(self) -> list[tuple[str, str, str, int]]:
+        return [(self.method, self.protocol, self.found, stop) for stop in self.stops]
+
+    def run(self, bench: Bench, stops: Sequence[int]) -> Iterator[Row]:
+        """The rows at some of the stops."""
+        if self.protocol == "batch":
+            yield batch(bench, self.method, self.size)
+        else:
+            yield from sequential(bench, self.method, self.found, self.size, stops)
+
+    def needs(self, bench: Bench) -> Iterator[tuple[Settings, list[Fact]]]:
+        """What is searched for on the base, with which settings. Made facts are not: they are many, and come last."""
+        if impossible(bench.editor, get_method(self.method), self.size):
+            return
+        if self.protocol == "sequential":
+            last = self.stops[-1] if self.found == "base" else min(self.size, self.stops[-1])
+            for begin in range(0, last, self.size):
+                facts = [one.fact for one in bench.records[begin : min(begin + self.size, last)]]
+                yield bench.settings(self.method, len(facts)), facts
+        elif self.size <= len(bench.records):
+            groups = bench.facts(self.size)
+            yield bench.settings(self.method, self.size), [one.fact for group in groups for one in group]
+
+
+def jobs(
+    bench: Bench,
+    *,
+    methods: Sequence[str],
+    numbers: Sequence[int],
+    protocols: Sequence[str],
+    found: Sequence[str],
+    size: int,
+    at: Sequence[int],
+) -> list[Job]:
+    """Those that say most first: many facts at once, sequences, few facts, made ones."""
+    most = len(bench.records)
+    stops = tuple(sorted({min(stop, most) for stop in at}))
+    several = [method for method in methods if get_method(method).several_layers]
+
+    def batches(some: Iterable[int]) -> list[Job]:
+        chosen = sorted(some) if "batch" in protocols else []
+        return [Job(method, "batch", "base", (n,), n) for n in chosen for method in methods]
+
+    ways = [way for way in WAYS if way in found and "sequential" in protocols]
+    return [
+        *batches(n for n in numbers if n not in GROUPS and n <= most),
+        *(
+            Job(method, "sequential", way, stops, size)
+            for way in ways
+            for method in (methods if way == "base" else several)
+        ),
+        *batches(n for n in numbers if n in GROUPS and n <= most),
+        *batches(n for n in numbers if n > most),
+    ]
+
+
+def same(job: Job, stop: int, rows: Sequence[Row]) -> Row | None:
+    """The row of a state that another row is of already."""
+    if job.protocol == "batch":
+        twin = ("memit", "batch", "base", stop) if job.method == "recursive" else None
+    else:
+        twin = (job.method, "batch", "base", stop) if stop == job.size and stop not in GROUPS else None
+    for row in rows:
+        if row.name == twin and not row.why:
+            told = f"{row.method}, {row.protocol}"
+            own: Any = {"method": job.method, "protocol": job.protocol, "found": job.found}
+            return replace(row, **own, same=told, phases={}, searched=0)
+    return None
+
+
+@dataclass(eq=False)
+class Results:
+    """Rows, in a file that is written anew after each."""
+
+    path: Path
+    of: dict[str, Any]  # what the rows depend on: a file of something else is not gone on with
+    rows: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, path: Path, of: dict[str, Any]) -> Results:
+        if not path.exists():
+            return cls(path, of)
+        stored = json.loads(path.read_bytes())
+        if stored["of"] != json.loads(json.dumps(of)):
+            raise SystemExit(f"{path} holds rows of {stored['of']}, expected {of}: remove it or name another --out")
+        return cls(path, of, [Row(**(row | {"layers": tuple(row["layers"])})) for row in stored["rows"]])
+
+    @cached_property
+    def _machine(self) -> dict[str, Any]:
+        return dict(machine("transformers"))
+
+    def have(self, *names: tuple[str, str, str, int]) -> bool:
+        return {*names} <= {row.name for row in self.rows}
+
+    def add(self, row: Row) -> None:
+        self.rows = [other for other in self.rows if other.name != row.name] + [row]
+        content = {"machine": self._machine, "of": self.of, "rows": [asdict(one) for one in self.rows]}
+        write_atomically(self.path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def run(
+    bench: Bench,
+    results: Results,
+    ordered: Sequence[Job],
+    told: Callable[[Row, float], None],
+    *,
+    seconds: float = math.inf,
+) -> list[Job]:
+    """Every row that is not there yet, in order; the jobs that were not begun within so many seconds."""
+    begin = time.perf_counter()
+
+    def add(rows: Iterable[Row]) -> None:
+        before = time.perf_counter()
+        for row in rows:
+            results.add(row)
+            told(row, time.perf_counter() - before)
+            before = time.perf_counter()
+
+    missing = [job for job in ordered if not results.have(*job.names)]
+    everything = Row("before", "batch", "base", len(bench.records))
+    if not results.have(everything.name):
+        add(bench.measured(row, bench.records) for row in [everything])
+    bench.prepare([need for job in missing for need in job.needs(bench)])
+    for index, job in enumerate(missing):
+        if time.perf_counter() - begin > seconds:
+            return missing[index:]
+        stops = [stop for stop, name in zip(job.stops, job.names, strict=True) if not results.have(name)]
+        twins = [twin for stop in stops if (twin := same(job, stop, results.rows)) is not None]
+        add(twins)
+        if left := [stop for stop in stops if stop not in {twin.facts for twin in twins}]:
+            add(job.run(bench, left))
+    return []

@@ -1,0 +1,146 @@
+"""Facts written all at once, or batch after batch: the two protocols that methods are compared in.
+
+In a sequence targets and keys are found on the base model, as rebind does it, or on the model that holds the batches
+before, as in the papers. After the last row the unedited model is there again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.editing import peak_gib
+from benchmarks.methods.states import Bench, Row, places
+from rebind.edit.editor import Editor
+from rebind.edit.facts import Fact
+from rebind.edit.kept import KeptTargets
+from rebind.edit.methods import Method, get_method
+from rebind.edit.search import Search
+from rebind.edit.sites import memory_of, write_memory
+from rebind.edit.spread import Place, spread, suitable_lambda
+from rebind.evals.answers import Row as Answer
+from rebind.evals.records import Record
+from rebind.memory import Write
+
+LOOKED_AT = 3  # groups whose perplexity is measured
+FREELY = 10  # facts that each of several groups has at least for free decoding: its passes are dear for one fact
+
+
+def impossible(editor: Editor, method: Method, n: int) -> str:
+    """Why so many facts are not written at once with this method; nothing if they are."""
+    width = min(site.d_k for site in editor.sites)
+    if not method.several_layers and n > width:
+        return f"{n:,} facts exactly in one matrix, whose keys have {width:,} dimensions: there is no solution"
+    return ""
+
+
+def batch(bench: Bench, name: str, n: int) -> Row:
+    """n facts in one edit, or the mean of several such edits."""
+    editor, method = bench.editor, get_method(name)
+    empty = Row(name, "batch", "base", n, made=n > len(bench.records))
+    if why := impossible(editor, method, n):
+        return replace(empty, why=why)
+    groups = bench.facts(n)
+    said: list[tuple[Record, Answer]] = []
+    wholes: list[dict[str, Any]] = []
+    with bench.apart() as clock:
+        for number, records in enumerate(groups):
+            edit = editor.rewrite_many([record.fact for record in records], method=method)
+            clock.enter(None)
+            said += bench.ask(records, freely=len(groups) == 1 or n >= FREELY)
+            if number < LOOKED_AT:
+                wholes.append(bench.whole())
+            editor.undo(edit.id)
+        settings: Any = edit.settings
+        return replace(
+            empty,
+            groups=len(groups),
+            scores=bench.scores(said),
+            perplexity=_mean(one["perplexity"] for one in wholes),
+            drift=_mean(one["drift"] for one in wholes),
+            growth=_mean(one["growth"] for one in wholes),
+            layers=tuple(settings["layers"]),
+            lam=float(settings["lam"]),
+            phases=dict(clock.spent),  # type: ignore[attr-defined]
+            searched=bench.memory.targets.searched,
+            memory_gib=peak_gib(editor),
+        )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    listed = list(values)
+    return None if None in listed else fmean(value for value in listed if value is not None)
+
+
+def sequential(bench: Bench, name: str, found: str, size: int, at: Sequence[int]) -> Iterator[Row]:
+    """Batches of facts, one after another; a row for each number of facts in `at`."""
+    method = get_method(name)
+    stops = sorted({min(stop, len(bench.records)) for stop in at})
+    if why := impossible(bench.editor, method, min(size, stops[-1])):
+        yield from (Row(name, "sequential", found, stop, why=why) for stop in stops)
+        return
+    with bench.apart() as clock:
+        write = _on_base(bench.editor, method) if found == "base" else _on_edited(bench, method)
+        for begin in range(0, stops[-1], size):
+            end = min(begin + size, stops[-1])
+            layers, lam = write([record.fact for record in bench.records[begin:end]])
+            clock.enter(None)
+            if end in stops:
+                row = Row(name, "sequential", found, end, layers=layers, lam=lam)
+                yield bench.measured(row, bench.records[:end], clock)
+
+
+Writer = Callable[[list[Fact]], tuple[tuple[int, ...], float]]  # facts → layers, λ
+
+
+def _on_base(editor: Editor, method: Method) -> Writer:
+    def write(facts: list[Fact]) -> tuple[tuple[int, ...], float]:
+        settings: Any = editor.rewrite_many(facts, method=method).settings
+        return tuple(settings["layers"]), float(settings["lam"])
+
+    return write
+
+
+def _on_edited(bench: Bench, method: Method) -> Writer:
+    """Writes go straight into the weights, past the ledger, which stays empty: what it says puts the base back."""
+    editor = bench.editor
+    _ = editor.contexts, editor.drift()  # both are asked of the base: once there, they are kept
+    earlier: dict[str, Tensor] = {}  # keys of the batches before, by site
+
+    def write(facts: list[Fact]) -> tuple[tuple[int, ...], float]:
+        settings = bench.settings(method.name, len(facts))
+        sites = places(editor, settings.layers)
+        editor.progress.phase("contexts")
+        requests = editor._requests(facts)
+        editor.weights.remember([place.name for place in sites])
+        editor.progress.phase("moments")
+        editor.weights.learn_old_keys(sites)
+        editor.progress.phase("targets")
+        # The narrower copy of a search is of the weights as they stand; nothing is written yet: those of the base.
+        search: Any = Search(editor.trunk, "the model as it stands") if earlier else bench.memory.targets
+        wanted = search.find(
+            settings.layers[-1], requests, settings.targets, KeptTargets(None), editor.progress.targets
+        )
+        editor.progress.phase("solve")
+        lam = settings.lam
+
+        def gain(place: Place, keys: Tensor) -> Tensor:
+            nonlocal lam
+            old = editor.weights.old[place.name]
+            if lam is None:
+                lam = suitable_lambda(keys, old.factored)
+            return method.gain(keys, old, lam, earlier.get(place.name, keys[:0]))
+
+        writes = spread(editor.trunk, sites, requests, wanted.hidden, gain)
+        for place in sites:
+            keys, values, found = (part.double() for part in writes[place.name].tensors())
+            write_memory(place.module, Write(keys, values, found).apply(memory_of(place.module).double()))
+            earlier[place.name] = torch.cat([earlier[place.name], keys]) if place.name in earlier else keys
+        return settings.layers, float(lam or 0.0)
+
+    return write

@@ -1,0 +1,194 @@
+"""A state of an edited model, measured: what it says to the facts that were written, and what became of the rest.
+
+Several methods write the same facts, alone and together, and each time the same is asked. A `Bench` has what all of
+them share: the editor with its remembered searches (`benchmarks.methods.remembered`), the records, the held text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from benchmarks.editing import Clock, peak_gib
+from benchmarks.made import made_facts
+from benchmarks.methods.remembered import Memory
+from rebind.edit.editor import Editor, Progress
+from rebind.edit.facts import Fact
+from rebind.edit.ledger import Ledger
+from rebind.edit.methods import Settings
+from rebind.edit.sites import module_at
+from rebind.edit.spread import Place
+from rebind.evals.answers import Asking, answer_all
+from rebind.evals.answers import Row as Answer
+from rebind.evals.asking import Model, generate
+from rebind.evals.drift import Held
+from rebind.evals.metrics import bootstrap
+from rebind.evals.records import Record
+from rebind.evals.scores import S_OF, Asked
+from rebind.evals.scores import SCORES as SCORE
+
+SCORES = ("S", "ES", "PS", "NS", "EA", "free")
+GROUPS = {1: 10, 10: 5}  # how many disjoint groups of so many facts are written, each alone
+FREE_TOKENS = 16
+WAYS = {"base": "on the base", "edited": "on the edited model"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A state of the model, measured."""
+
+    method: str  # "before" for the unedited model
+    protocol: str  # batch or sequential
+    found: str  # base or edited: which model targets and keys are found on
+    facts: int
+    groups: int = 1
+    made: bool = False  # whether facts were paired anew: then ES, EA and free alone mean something
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # {name: value, low, high, records}
+    perplexity: float | None = None
+    drift: float | None = None  # nats
+    growth: float | None = None
+    layers: tuple[int, ...] = ()
+    lam: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # seconds, of all edits of this row
+    searched: int = 0  # facts whose targets were not there yet
+    memory_gib: float = 0.0
+    why: str = ""  # nothing was measured
+    same: str = ""  # as the state that was measured
+
+    @property
+    def name(self) -> tuple[str, str, str, int]:
+        return self.method, self.protocol, self.found, self.facts
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much is asked of a row."""
+
+    around: int = 300  # facts whose paraphrases and neighbours are asked
+    neighbours: int = 5  # of each
+    free: int = 100  # facts that are decoded freely
+    tokens: int = 20_000  # of held text
+
+
+@dataclass(eq=False)
+class Bench:
+    """An editor, the records to write, and how they are asked about."""
+
+    editor: Editor
+    records: Sequence[Record]  # known to the model, no prompt twice
+    pool: Sequence[Fact]  # all facts of the file: more are made of them
+    text: str
+    amount: Amount = Amount()
+
+    def __post_init__(self) -> None:
+        self.memory = Memory.of(self.editor)
+        self.model, self.held = Model.of(self.editor), Held(self.editor, self.held_text)
+
+    @cached_property
+    def held_text(self) -> str:
+        """As much of the text as is read: it is tokenised anew for every row."""
+        most = self.amount.tokens
+        begun = self.text[: 20 * most]
+        ends = self.editor.tokenizer(begun, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = ends["offset_mapping"]
+        return begun if len(offsets) <= most else begun[: offsets[most - 1][1]]
+
+    def ask(self, records: Sequence[Record], *, freely: bool = True) -> list[tuple[Record, Answer]]:
+        """What the model as it stands says: each record, less what is not asked of it, with its answer."""
+        around = evenly(len(records), self.amount.around)
+        asked = [self._asked(record, around=index in around) for index, record in enumerate(records)]
+        answers = answer_all(self.model, asked, Asking(free_tokens=0, texts=0))
+        free = sorted(evenly(len(records), self.amount.free)) if freely else []
+        for index, text in zip(free, self._said([asked[index] for index in free]), strict=True):
+            answers[index]["free"] = {"prompt": text}
+        return list(zip(asked, answers, strict=True))
+
+    def _asked(self, record: Record, *, around: bool) -> Record:
+        some = record.neighbours[: self.amount.neighbours] if around else ()
+        fact = record.fact if around else replace(record.fact, paraphrases=())
+        return replace(record, fact=fact, neighbours=some, consequences=())
+
+    def _said(self, records: Sequence[Record]) -> list[str]:
+        return generate(self.model, [record.fact.text for record in records], FREE_TOKENS)
+
+    def scores(self, said: Sequence[tuple[Record, Answer]]) -> dict[str, dict[str, float]]:
+        asked = [Asked(record, answer, answer, {}) for record, answer in said]  # none looks at what was said before
+        columns = {name: [SCORE[name].of(one) for one in asked] for name in SCORES if name != "S"}
+        return {name: asdict(one) for name, one in bootstrap(columns, {"S": S_OF}, rounds=200).items()}
+
+    def facts(self, n: int) -> list[list[Record]]:
+        """Groups of n records to write; made ones where there are not as many."""
+        if n > len(self.records):
+            return [self._made(n)]
+        count = max(1, min(GROUPS.get(n, 1), len(self.records) // n))
+        return [list(self.records[group * n : (group + 1) * n]) for group in range(count)]
+
+    @cached_property
+    def _made(self) -> Callable[[int], list[Record]]:
+        @cache
+        def made(n: int) -> list[Record]:
+            facts = (replace(fact, paraphrases=(), neighbours=()) for fact in made_facts(self.pool, n))
+            return [Record(fact, str(number)) for number, fact in enumerate(facts)]
+
+        return made
+
+    def settings(self, method: str, n: int) -> Settings:
+        return self.editor.settings(method, facts=n)[1]
+
+    def prepare(self, needs: Sequence[tuple[Settings, Sequence[Fact]]]) -> None:
+        """Moments of all layers in one pass; targets of all facts, in one search for each layer and settings."""
+        if not needs:
+            return
+        editor = self.editor
+        for settings, facts in needs:
+            self.memory.targets.plan(settings.layers[-1], settings.targets, editor._requests(facts))
+        sites = places(editor, sorted({layer for settings, _ in needs for layer in settings.layers}))
+        editor.weights.remember([place.name for place in sites])
+        editor.weights.learn_old_keys(sites)
+
+    @contextmanager
+    def apart(self) -> Iterator[Clock]:
+        """An empty ledger, and a clock; the unedited model again after."""
+        self.editor.use(Ledger.in_memory(self.editor.fingerprint, self.editor.loaded.name))
+        if self.editor.trunk.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        clock, self.memory.targets.searched = Clock(), 0
+        self.editor.progress = clock
+        try:
+            yield clock
+        finally:
+            self.editor.progress = Progress()
+            self.editor.use(Ledger.in_memory(self.editor.fingerprint, self.editor.loaded.name))
+            self.memory.gains.forget()
+
+    def measured(self, row: Row, records: Sequence[Record], clock: Clock | None = None) -> Row:
+        """The row with what the model as it stands says to the records."""
+        return replace(
+            row,
+            scores=self.scores(self.ask(records)),
+            **self.whole(),
+            phases={} if clock is None else dict(clock.spent),  # type: ignore[attr-defined]
+            searched=self.memory.targets.searched,
+            memory_gib=peak_gib(self.editor),
+        )
+
+    def whole(self) -> dict[str, Any]:
+        """Perplexity, drift and growth."""
+        found = self.held.measure()
+        return {"perplexity": found["perplexity"], "drift": found["kl"], "growth": found["growth"]}
+
+
+def evenly(n: int, most: int) -> set[int]:
+    """At most so many of n places, evenly spaced: of a sequence, early facts and late ones alike."""
+    return set(range(n)) if n <= most else {index * n // most for index in range(most)}
+
+
+def places(editor: Editor, layers: Sequence[int]) -> list[Place]:
+    """Where those layers are written to."""
+    names = [(editor.sites[layer].name, layer) for layer in layers]
+    return [Place(name, layer, module_at(editor.model, name)) for name, layer in names]

@@ -1,0 +1,1 @@
+"""What each speed-up of editing buys."""

@@ -1,0 +1,1 @@
+"""Translation by the kind of attention."""

@@ -1,0 +1,136 @@
+"""Training a translation model: what it depends on, its data, and the checkpoint that validates best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from benchmarks.translation.data import END, PAD, SPLITS, START, Corpus, read_pairs, shared_tokenizer
+from rebind.errors import InputError
+from rebind.nn import RebindForSeq2SeqLM, RebindSeq2SeqConfig
+from rebind.nn.training import OptimizerConfig
+
+CHECKS = 10  # times that the validation loss is taken in a run, the last one included
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything but kind and seed that a result depends on."""
+
+    steps: int = 1_600
+    tokens: int = 16_384  # of a batch: source and target, padding included
+    rate: float = 1e-3
+    warmup: int = 200  # steps, then a cosine down to 0
+    vocabulary: int = 8_000
+    hidden: int = 256
+    layers: int = 3  # of the encoder, and of the decoder
+    heads: int = 4
+    ff: int = 1_024
+    dropout: float = 0.3
+    smoothing: float = 0.1
+    favor: int = 128  # m; with heads of 64 features 256 wide, as Schlag et al.'s smallest
+    nu: int = 2  # ν; the same width
+    beams: int = 5
+    longest: int = 96  # tokens that a training sentence may have; longer pairs are left out
+
+    def config(self, kind: str, vocabulary: int) -> RebindSeq2SeqConfig:
+        return RebindSeq2SeqConfig(
+            vocab_size=vocabulary, attention=kind, hidden_size=self.hidden, encoder_layers=self.layers,
+            decoder_layers=self.layers, num_attention_heads=self.heads, intermediate_size=self.ff,
+            dropout=self.dropout, label_smoothing=self.smoothing, favor_features=self.favor, dpfp_nu=self.nu,
+            pad_token_id=PAD, bos_token_id=START, eos_token_id=END, decoder_start_token_id=START,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """The data as a run needs it."""
+
+    tokenizer: Tokenizer
+    train: Corpus
+    valid: Corpus
+    test: Corpus
+    references: list[str]
+
+    @classmethod
+    def read(cls, folder: Path, settings: Settings, cache: Path, device: torch.device) -> Task:
+        pairs = {split: read_pairs(folder, split) for split in SPLITS}
+        tokenizer = shared_tokenizer(pairs["train"], settings.vocabulary, cache)
+        train, valid, test = (
+            Corpus.of(tokenizer, pairs[split], device, settings.longest if split == "train" else None)
+            for split in SPLITS
+        )
+        return cls(tokenizer, train, valid, test, [reference for _, reference in pairs[SPLITS[2]]])
+
+
+def train(
+    model: RebindForSeq2SeqLM,
+    corpus: Corpus,
+    valid: Corpus,
+    settings: Settings,
+    seed: int,
+    told: Callable[[int, float | None], None],
+) -> tuple[float, int]:
+    """Train, and leave the model at its best checkpoint: that validation loss, and its step."""
+    device = corpus.source.device
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda"
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate(step, settings))
+    checks = {max(1, round(settings.steps * part / CHECKS)) for part in range(1, CHECKS + 1)}
+    best, best_step, kept = float("inf"), 0, {}
+    model.train()
+    for step, batch in enumerate(_forever(corpus, settings.tokens, seed), 1):
+        with autocast(device):
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        if step in checks and (now := valid_loss(model, valid, settings.tokens)) < best:
+            best, best_step = now, step
+            kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        told(step, best if step in checks else None)
+        if step == settings.steps:
+            break
+    if not kept:
+        raise InputError("the validation loss was never a number, expected it to fall: lower --rate")
+    model.load_state_dict(kept)
+    return best, best_step
+
+
+def _forever(corpus: Corpus, tokens: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from corpus.batches(tokens, generator)
+
+
+def rate(step: int, settings: Settings) -> float:
+    """Up in a line, down along a cosine; as a share of the highest."""
+    warmup = min(settings.warmup, settings.steps // 4)
+    return OptimizerConfig(rate=1.0, warmup=warmup, final=0.0).rate_at(step, settings.steps)
+
+
+@torch.no_grad()
+def valid_loss(model: RebindForSeq2SeqLM, corpus: Corpus, tokens: int) -> float:
+    """Mean cross-entropy a target token."""
+    model.train(False)
+    device = corpus.source.device
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    with autocast(device):
+        for batch in corpus.batches(tokens):
+            total += model(**batch, num_items_in_batch=1).loss
+    model.train()
+    return float(total) / int(corpus.lengths[:, 1].sum())
+
+
+def autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
