@@ -56,7 +56,7 @@ def lab(
         from rebind.lab.experiment import configure
         from rebind.lab.run import run
 
-        if name is None:
+        if name in (None, "list"):
             _list(shown, list(EXPERIMENTS.values()))
             return
         experiment = get_experiment(name)

@@ -164,6 +164,8 @@ def train(
             result = run(config, out, cache=cache_folder() / "tokens", progress=told)
         if first:
             _show(shown, result)
+            if sharded and os.environ.get("WORLD_SIZE", "1") == "1":
+                shown.hint("--sharded split nothing, there was one process: start several with torchrun")
 
 
 def _kinds(text: str | None) -> str | tuple[str, ...] | None:

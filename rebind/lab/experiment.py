@@ -20,6 +20,8 @@ from rebind.memory.checks import unknown_name
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+PLACES = ("layer",)  # settings that count from 0; the other whole numbers say how many, or how wide
+
 Point = dict[str, Any]
 Row = dict[str, Any]
 
@@ -93,11 +95,8 @@ def configure(config: C, overrides: Iterable[str]) -> C:
             raise unknown_name("setting", name, known)
         if name in changed:
             raise InputError(f"{name} is set twice, expected once: leave one of them out")
-        changed[name] = _read(name, text, known[name])
-    made = replace(config, **changed)
-    if made.seeds < 1:
-        raise InputError(f"seeds is {made.seeds}, expected 1 or more: every point is measured once a seed")
-    return made
+        changed[name] = _read(name, text, known[name], known[name])
+    return replace(config, **changed)
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -105,19 +104,21 @@ def settings(config: Config) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
 
 
-def _read(name: str, text: str, like: Any) -> Any:
+def _read(name: str, text: str, like: Any, default: Any) -> Any:
     """Text as the type of the value it replaces; a tuple is written a,b,c."""
     if isinstance(like, tuple):
         parts = [part for part in text.split(",") if part]
         if not parts:
             raise InputError(f"{name} is empty, expected values as in {name}={','.join(map(str, like))}: name some")
-        return tuple(_read(name, part, like[0]) for part in parts)
+        return tuple(_read(name, part, like[0], default) for part in parts)
     kind = type(like)
     try:
         value = kind(text)
     except ValueError:
         value = None
-    if value is None or value != value or (kind is not str and not 0 <= value < float("inf")):
-        wanted = {int: "a whole number of 0 or more", float: "a number of 0 or more"}[kind]
-        raise InputError(f"{name} is {text!r}, expected {wanted}: it is {like} unless set") from None
+    least = 1 if kind is int and name not in PLACES else 0
+    if value is None or value != value or (kind is not str and not least <= value < float("inf")):
+        wanted = {int: f"a whole number of {least} or more", float: "a number of 0 or more"}[kind]
+        usual = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        raise InputError(f"{name} is {text!r}, expected {wanted}: it is {usual} unless set") from None
     return value

@@ -124,7 +124,7 @@ def claims(config: Mqar, rows: Sequence[Row]) -> list[Claim]:
     if SOFTMAX in top:
         got = top[SOFTMAX][-1]
         made.append(Claim(f"attention recalls {told}", 0.95 < got <= 1, f"{got:.3f} at the largest width"))
-    if "sum" in top:
+    if "sum" in top and len(config.widths) > 1:
         rises = all(b > a - 0.05 for a, b in zip(top["sum"], top["sum"][1:], strict=False))
         made.append(
             Claim(
@@ -137,7 +137,7 @@ def claims(config: Mqar, rows: Sequence[Row]) -> list[Claim]:
         ahead = [d - s for d, s in zip(top["delta"], top["sum"], strict=True)]
         made.append(
             Claim(
-                f"with a state of the same size delta recalls no less than sum of {told}",
+                f"with a state of the same size delta recalls no less than sum of {told}, to 0.1",
                 min(ahead) > -0.1,
                 ", ".join(f"{one:+.2f}" for one in ahead),
             )

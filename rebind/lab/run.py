@@ -65,8 +65,8 @@ def run(
     described = describe(experiment, config, where)
     folder = Path(out) if out is not None else default_folder(experiment, config, where)
     batches = experiment.batches(config)
-    _open(folder, described)
-    with _alone(folder):
+    begun = _open(folder, described)
+    with _alone(folder), _nothing_left(folder, begun):
         rows, resumed = _points(experiment, config, batches, folder, where, progress)
         claims = _made_of("claims", lambda: experiment.claims(config, rows)) or []
         _report(experiment, config, folder, rows, claims)
@@ -130,8 +130,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _open(folder: Path, described: dict[str, Any]) -> None:
-    """Make the folder, or see that what it holds is this very run."""
+def _open(folder: Path, described: dict[str, Any]) -> bool:
+    """Make the folder, or see that what it holds is this very run. Whether it was made."""
     path = folder / CONFIG
     if not path.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -139,7 +139,7 @@ def _open(folder: Path, described: dict[str, Any]) -> None:
                 f"{folder} holds something else, expected a new folder or one of this run: name another --out"
             )
         write_json(path, described)
-        return
+        return True
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
@@ -147,6 +147,20 @@ def _open(folder: Path, described: dict[str, Any]) -> None:
     if found != described:
         names = ", ".join(_differences(found, described))
         raise InputError(f"{folder} holds a run that differs in {names}, expected this one: name another --out")
+    return False
+
+
+@contextlib.contextmanager
+def _nothing_left(folder: Path, begun: bool) -> Iterator[None]:
+    """Settings that turn out to be wrong before anything is measured leave no begun run behind."""
+    try:
+        yield
+    except InputError:
+        if begun and not (folder / POINTS).exists():
+            (folder / CONFIG).unlink()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 @contextlib.contextmanager

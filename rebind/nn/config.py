@@ -64,8 +64,8 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         self._check_sizes()
         if self.mlp not in MLPS:
             raise unknown_name("mlp", self.mlp, MLPS)
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout is {self.dropout}, expected 0 or more and less than 1: 0 turns it off")
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise InputError(f"dropout is {self.dropout!r}, expected 0 or more and less than 1: 0 turns it off")
         for kind in self.kinds:
             if kind not in KINDS:
                 raise unknown_name("layer kind", kind, KINDS)

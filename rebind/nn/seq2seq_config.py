@@ -65,8 +65,8 @@ class RebindSeq2SeqConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
             raise unknown_name("mlp", self.mlp, MLPS)
         for name in ("dropout", "label_smoothing"):
             share = getattr(self, name)
-            if not 0 <= share < 1:
-                raise InputError(f"{name} is {share}, expected 0 or more and less than 1: 0 turns it off")
+            if not isinstance(share, (int, float)) or not 0 <= share < 1:
+                raise InputError(f"{name} is {share!r}, expected 0 or more and less than 1: 0 turns it off")
         if not 0 <= self.decoder_start_token_id < self.vocab_size:
             raise InputError(
                 f"decoder_start_token_id is {self.decoder_start_token_id}, expected a token from 0 to "

@@ -61,6 +61,13 @@ def short_convolution(x: Tensor, weight: Tensor, window: Tensor, *, backend: str
 
 
 def _check(x: Tensor, weight: Tensor, window: Tensor) -> None:
+    for name, tensor in (("x", x), ("weight", weight), ("window", window)):
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} is a {type(tensor).__name__}, expected a tensor: convert it with torch.as_tensor")
+        if not tensor.is_floating_point():
+            raise InputError(f"{name} has dtype {tensor.dtype}, expected a real floating-point dtype: convert it")
+        if tensor.device != x.device:
+            raise InputError(f"{name} is on {tensor.device}, expected {x.device} as x: move it with .to(x.device)")
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[1] < 1 or x.shape[2] != weight.shape[0]:
         raise ShapeError(
             f"x is {list(x.shape)} and weight {list(weight.shape)}, expected [B, T, C] and [C, size]: each channel has "

@@ -34,7 +34,7 @@ def test_without_a_name_it_lists():
         assert experiment.takes in shown
         assert experiment.on_gpu in shown
     assert {"name", "title", "answers", "takes", "on_gpu"} == set(json.loads(lab("--json").stdout)["experiments"][0])
-    assert lab("--quiet").stdout.split() == list(EXPERIMENTS)
+    assert lab("--quiet").stdout.split() == lab("list", "--quiet").stdout.split() == list(EXPERIMENTS)
 
 
 def test_a_run_shows_its_claims_and_leaves_its_folder(tmp_path):

@@ -173,6 +173,14 @@ class TestWhatIsThereStays:
             run(made(), Small(), tmp_path / "out")
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
+    def test_settings_that_measuring_refuses_leave_nothing(self, tmp_path):
+        def refuse(config, points, device):
+            raise InputError("size is 2, expected 3: change it")
+
+        with pytest.raises(InputError, match="size is 2"):
+            run(made(refuse), Small(), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
     def test_points_of_another_run_are_refused(self, tmp_path):
         run(made(), Small(), tmp_path / "out")
         file = tmp_path / "out" / "points.jsonl"
@@ -242,13 +250,18 @@ class TestOverrides:
             ("scale=big", "scale is 'big', expected a number"),
             ("scale=nan", "scale is 'nan', expected a number"),
             ("scale=-1", "scale is '-1', expected a number of 0 or more"),
-            ("seeds=0", "seeds is 0, expected 1 or more"),
+            ("seeds=0", "seeds is '0', expected a whole number of 1 or more"),
+            ("sizes=3,0", "sizes is '0', expected a whole number of 1 or more"),
             ("seeds=1.5", "seeds is '1.5', expected a whole number"),
         ],
     )
     def test_bad_ones_say_what_is_wrong(self, word, says):
         with pytest.raises(InputError, match=says):
             configure(Small(), [word])
+
+    def test_a_layer_may_be_the_first(self):
+        experiment = get_experiment("edits")
+        assert configure(experiment.config, ["layer=0"]).layer == 0
 
     def test_twice_is_refused(self):
         with pytest.raises(InputError, match="scale is set twice"):

@@ -376,9 +376,9 @@ def test_a_rate_too_high_says_so(tmp_path, log_every):
         ({"batch": 6, "accumulate": 4}, InputError, "expected a multiple"),
         ({"precision": "int8"}, UnknownNameError, "unknown precision"),
         ({"layers": "attention", "carry": True}, InputError, "grows without end"),
-        ({"device": "cuda:77"}, InputError, "device is 'cuda:77'"),
-        ({"device": "toaster"}, InputError, "device is 'toaster'"),
-        ({"length": 100_000}, InputError, r"expected at least 100,001 for 1 segments"),
+        ({"device": "cuda:77"}, InputError, "device 'cuda:77' cannot be used here"),
+        ({"device": "toaster"}, InputError, "device 'toaster' cannot be used here"),
+        ({"length": 100_000}, InputError, r"expected at least 100,001 for one segment"),
         ({"carry": True, "batch": 4_000}, InputError, r"for 4000 segments of 16"),
     ],
 )

@@ -78,6 +78,8 @@ def test_it_says_what_came_of_it_and_goes_on(tmp_path, monkeypatch):
         (["--set", "dropuot=0.1"], 2, "did you mean 'dropout'"),
         (["--steps", "0"], 2, "steps is 0"),
         (["--data", "nowhere.txt"], 2, "nowhere.txt cannot be read"),
+        (["--device", "abacus"], 2, "device 'abacus' cannot be used here"),
+        (["--set", "dropout=much"], 2, "dropout is 'much'"),
         (["--rate", "1e30", "--clip", "1e30", "--warmup", "0"], 3, "expected finite numbers"),
     ],
 )
@@ -88,6 +90,20 @@ def test_errors_are_one_line(tmp_path, words, code, says):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "words", [["--data", "nowhere.txt"], ["--length", "100000"], ["--carry", "--rule", "attention"]]
+)
+def test_what_is_refused_leaves_no_folder(tmp_path, words):
+    train(tmp_path, *words, code=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_yours_stays(tmp_path):
+    (tmp_path / "run").mkdir()
+    train(tmp_path, "--data", "nowhere.txt", code=2)
+    assert (tmp_path / "run").is_dir()
+
+
 def test_tensorboard_is_an_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert "pip install 'rebind[tensorboard]'" in train(tmp_path, "--tensorboard", code=2).stderr
@@ -95,6 +111,7 @@ def test_tensorboard_is_an_extra(tmp_path, monkeypatch):
 
 def test_one_process_trains_with_sharded_too(tmp_path):
     assert json.loads(train(tmp_path, "--sharded", "--json").stdout)["summary"]["steps"] == 6
+    assert "start several with torchrun" in train(tmp_path, "--sharded").stdout
 
 
 def test_out_of_memory_speaks_of_this_command(tmp_path, monkeypatch):
@@ -109,3 +126,4 @@ def test_out_of_memory_speaks_of_this_command(tmp_path, monkeypatch):
 
 def test_generate_wants_a_run(tmp_path):
     assert "has no checkpoint" in rebind("generate", str(tmp_path), "the", code=2).stderr
+    assert "nowhere is not a folder" in rebind("generate", str(tmp_path / "nowhere"), "the", code=2).stderr

@@ -278,6 +278,12 @@ def test_what_is_refused():
         short_convolution(x, weight, window[:, 1:])
     with pytest.raises(ShapeError, match="each channel has its own weights"):
         short_convolution(x, weight[1:], window)
+    with pytest.raises(InputError, match="weight has dtype torch.int64, expected a real floating-point dtype"):
+        short_convolution(x, weight.long(), window)
+    with pytest.raises(InputError, match="weight is on meta, expected cpu as x"):
+        short_convolution(x, weight.to("meta"), window)
+    with pytest.raises(InputError, match="window is a NoneType, expected a tensor"):
+        short_convolution(x, weight, None)
     with pytest.raises(UnknownNameError, match="unknown backend 'cuda'"):
         short_convolution(x, weight, window, backend="cuda")
 

@@ -195,9 +195,10 @@ class Segments:
         self.count = max(len(tokens) - 1, 0) // length  # segments, each seeing one token of the next as a target
         needed = rows if lanes else 1
         if self.count < needed:
+            segments = "one segment" if needed == 1 else f"{needed} segments"
             raise InputError(
                 f"the corpus has {len(tokens):,} tokens to train on, expected at least {needed * length + 1:,} for "
-                f"{needed} segments of {length}: give more text, or a smaller length or batch"
+                f"{segments} of {length}: give more text, or a smaller length{' or batch' if lanes else ''}"
             )
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
 

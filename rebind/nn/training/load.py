@@ -44,7 +44,8 @@ def load(folder: Path | str, *, device: str = "cpu", dtype: torch.dtype | None =
     found = checkpoint.latest(given / "checkpoints") if (given / "checkpoints").is_dir() else None
     path = given if found is None else found.folder
     if not (path / "config.json").is_file() or not (path / "model.safetensors").is_file():
-        raise InputError(f"{given} has no checkpoint, expected a folder that `rebind train` made: train it further")
+        what = "has no checkpoint" if given.is_dir() else "is not a folder, so it has no checkpoint"
+        raise InputError(f"{given} {what}, expected one that `rebind train` made: name it, or train there first")
     model: Any = RebindForCausalLM(RebindConfig.from_pretrained(path))  # untyped: transformers wraps `to`
     load_model(model, path / "model.safetensors")
     tokenizer = tokenizers.read_tokenizer(path)

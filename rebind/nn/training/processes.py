@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ except ImportError:  # Windows has none
 
 Made = TypeVar("Made")
 PATIENCE = timedelta(hours=2)  # that the others have while the first reads a large corpus
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ def processes(device: str) -> Iterator[Processes]:
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as problem:
         line = str(problem).strip().splitlines()[0]
-        raise InputError(f"device is {device!r} ({line}), expected one of this machine: cpu, cuda, mps") from None
+        raise InputError(
+            f"device {device!r} cannot be used here ({line}), expected cpu, cuda or mps: try cpu"
+        ) from None
     if count == 1:
         yield Processes(0, 1, place)
         return
@@ -116,22 +119,35 @@ def processes(device: str) -> Iterator[Processes]:
 
 @contextmanager
 def alone(folder: Path, group: Processes) -> Iterator[None]:
-    """Nobody else trains into this folder meanwhile. The lock goes with the process, however that ends."""
+    """Nobody else trains into this folder meanwhile. The lock goes with the process, however that ends.
+
+    A folder that was made for it and got nothing else, because the run was refused, goes too.
+    """
     with ExitStack() as held:
 
         def take() -> None:
             if group.first and fcntl is not None:
+                new = not folder.exists()
                 folder.mkdir(parents=True, exist_ok=True)
-                file = held.enter_context((folder / ".lock").open("w"))
+                file = held.enter_context((folder / LOCK).open("w"))
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     raise InputError(
                         f"another process trains into {folder}: wait for its end, or choose another folder"
                     ) from None
+                if new:
+                    held.callback(_remove_if_bare, folder)  # while the lock is still held
 
         group.after_the_first(take)
         yield
+
+
+def _remove_if_bare(folder: Path) -> None:
+    with suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            folder.rmdir()
 
 
 def _number(name: str, default: int) -> int:
