@@ -6,7 +6,8 @@
 A step is forward, loss, backward and AdamW (fused on a GPU) on one batch of random tokens; every batch holds --tokens
 of them, in sequences of each of --lengths. On a GPU weights are float32 and models run in bfloat16 by autocast; on a
 CPU all is float32. The time is the median of --repeats steps after some that warm up; memory is the highest that a step
-allocates on a GPU, weights, gradients and moments included.
+allocates on a GPU, weights, gradients and moments included. Backward passes run in the thread that asks for them, the
+peers' too: operators written in Python are slower in autograd's own.
 
 Ours are the presets with layers of each of --kinds. Peers have the same width, depth, heads and vocabulary:
 
@@ -185,7 +186,8 @@ def _measured(contender: Contender, options: argparse.Namespace, empty: Row) -> 
     def step() -> None:
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=cuda):
             loss = ran(input_ids=ids, labels=ids).loss
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):  # as `rebind train` does
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

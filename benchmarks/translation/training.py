@@ -90,7 +90,8 @@ def train(
     for step, batch in enumerate(_forever(corpus, settings.tokens, seed), 1):
         with autocast(device):
             loss = model(**batch).loss
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):  # Python in autograd's own thread is slower
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad()
