@@ -43,3 +43,7 @@ class NumericalWarning(UserWarning):
 
 class LedgerWarning(UserWarning):
     """A ledger was read, but not all that its files hold; or it holds something of what is asked for already."""
+
+
+class RecordingWarning(UserWarning):
+    """Something could not be recorded as a CUDA graph: it runs without, slower; the message says what and why."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rebind.edit.trunk import Tokens, Trunk, select_cache
+from rebind.errors import RecordingWarning
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,6 @@ class Request:
             max(prompt.subject_last for prompt in self.prompts),
             max(len(prompt.ids) - prompt.subject_last for prompt in self.prompts) + len(self.target) - 1,
         )
-
-
-class RecordingWarning(UserWarning):
-    """A step could not be recorded as a CUDA graph: the search goes on without, slower."""
 
 
 @dataclass(frozen=True, eq=False)

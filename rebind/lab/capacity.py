@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
-from rebind.lab.report import Curve, curve, select, spread
+from rebind.lab.report import Curve, curve, select, stayed_finite, told
 from rebind.lab.retrieval import FEATURES, SOLVED, Recipe, Task, Training
 from rebind.lab.stacks import train_all
 
@@ -85,17 +85,6 @@ def side_by_side(
 def solved(found: Curve, most: float = 2 * SOLVED) -> float:
     """The largest S at which the mean loss is about that at which training ends."""
     return max((size for size, loss in zip(found.x, found.mean, strict=True) if loss <= most), default=0)
-
-
-def told(rows: Sequence[Row], name: str) -> str:
-    """Mean and deviation over the seeds, with a word of those that diverged: theirs is the last finite loss."""
-    lost = len(select(rows, diverged=True))
-    return spread([row[name] for row in rows]) + (f" ({lost} of {len(rows)} diverged)" if lost else "")
-
-
-def stayed_finite(rows: Sequence[Row]) -> Claim:
-    lost = len(select(rows, diverged=True))
-    return Claim("no model's loss becomes NaN or infinite", not lost, f"{lost} of {len(rows)} did")
 
 
 def table(config: Capacity, rows: Sequence[Row]) -> Table:

@@ -53,6 +53,8 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Edits(Config):
+    from_zero = ("layer",)
+
     model: str = "smollm2"
     layer: int = 2
     counts: tuple[int, ...] = (1, 2, 5, 10, 20, 60)  # facts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -19,8 +19,6 @@ from rebind.memory.checks import unknown_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-PLACES = ("layer",)  # settings that count from 0; the other whole numbers say how many, or how wide
 
 Point = dict[str, Any]
 Row = dict[str, Any]
@@ -31,6 +29,8 @@ class Config:
     """The settings of an experiment; each has its own, and these."""
 
     seeds: int = 3  # every point is measured so many times, with other random numbers
+
+    from_zero: ClassVar[tuple[str, ...]] = ()  # settings that say which one; other whole numbers say how many
 
 
 C = TypeVar("C", bound=Config)
@@ -95,7 +95,7 @@ def configure(config: C, overrides: Iterable[str]) -> C:
             raise unknown_name("setting", name, known)
         if name in changed:
             raise InputError(f"{name} is set twice, expected once: leave one of them out")
-        changed[name] = _read(name, text, known[name], known[name])
+        changed[name] = _read(name, text, known[name], known[name], least=0 if name in config.from_zero else 1)
     return replace(config, **changed)
 
 
@@ -104,19 +104,19 @@ def settings(config: Config) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
 
 
-def _read(name: str, text: str, like: Any, default: Any) -> Any:
+def _read(name: str, text: str, like: Any, default: Any, least: int) -> Any:
     """Text as the type of the value it replaces; a tuple is written a,b,c."""
     if isinstance(like, tuple):
         parts = [part for part in text.split(",") if part]
         if not parts:
             raise InputError(f"{name} is empty, expected values as in {name}={','.join(map(str, like))}: name some")
-        return tuple(_read(name, part, like[0], default) for part in parts)
+        return tuple(_read(name, part, like[0], default, least) for part in parts)
     kind = type(like)
     try:
         value = kind(text)
     except ValueError:
         value = None
-    least = 1 if kind is int and name not in PLACES else 0
+    least = least if kind is int else 0
     if value is None or value != value or (kind is not str and not least <= value < float("inf")):
         wanted = {int: f"a whole number of {least} or more", float: "a number of 0 or more"}[kind]
         usual = ",".join(map(str, default)) if isinstance(default, tuple) else default

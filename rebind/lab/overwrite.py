@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rebind.lab.capacity import stayed_finite, told
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
-from rebind.lab.report import curve, select, spread
+from rebind.lab.report import curve, select, spread, stayed_finite, told
 from rebind.lab.retrieval import SOLVED, Recipe, Task, Training
 from rebind.lab.stacks import train_all
 

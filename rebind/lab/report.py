@@ -62,6 +62,17 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return sum(a * (b - height) for a, b in zip(moved, up, strict=True)) / sum(a * a for a in moved)
 
 
+def told(rows: Sequence[Row], name: str) -> str:
+    """Mean and deviation over the seeds, with a word of those that diverged: theirs is the last finite loss."""
+    lost = len(select(rows, diverged=True))
+    return spread([row[name] for row in rows]) + (f" ({lost} of {len(rows)} diverged)" if lost else "")
+
+
+def stayed_finite(rows: Sequence[Row]) -> Claim:
+    lost = len(select(rows, diverged=True))
+    return Claim("no model's loss becomes NaN or infinite", not lost, f"{lost} of {len(rows)} did")
+
+
 def markdown(title: str, answers: str, table: Table, claims: Sequence[Claim]) -> str:
     """table.md."""
     lines = [f"# {title}", "", f"Answers: {answers}."]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rebind.edit import targets as targets_module
-from rebind.edit.objective import RecordingWarning
 from rebind.edit.short import hurry
 from rebind.edit.sites import find_sites, module_at
 from rebind.edit.targets import TargetSettings, find_targets
 from rebind.edit.trunk import Tokens, Trunk
+from rebind.errors import RecordingWarning
 from tests.edit.families import FAMILIES
 from tests.edit.test_targets import LAYER, REQUESTS, SETTINGS
 from tests.support import assert_close

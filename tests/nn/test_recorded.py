@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 
-from rebind.errors import InputError
+from rebind.errors import InputError, RecordingWarning
 from rebind.nn.training import loop, train
 from rebind.nn.training import recorded as recorded_module
-from rebind.nn.training.recorded import WARM, RecordingWarning
+from rebind.nn.training.recorded import WARM
 from tests.nn.training_runs import TINY, config, corpus
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -256,7 +256,7 @@ def test_two_processes_have_the_loss_of_one(two, tmp_path, name):
     run = config(source, model={**TINY, "dropout": 0.0}, **PROCESSES[name])
     result = train(run, tmp_path / "one")
     # float32: the mean is taken in another order
-    torch.testing.assert_close(_losses_of(folder / name), _losses_of(result.folder), rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(_losses_of(folder / name), _losses_of(result.folder), rtol=1e-5, atol=0.0)
     with pytest.raises(InputError, match="1 processes, and checkpoint .* was written by 2"):
         train(run, folder / name)
     kept = load(folder / name).model.state_dict()  # whole, in one process
@@ -273,7 +273,7 @@ def test_shards_go_on_bit_for_bit(two):
 
 def test_a_run_may_be_sharded_on_its_way(two):
     folder, _ = two
-    torch.testing.assert_close(_losses_of(folder / "changed"), _losses_of(folder / "shuffled"), rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(_losses_of(folder / "changed"), _losses_of(folder / "shuffled"), rtol=1e-5, atol=0.0)
 
 
 def test_one_process_has_nothing_to_shard(whole, tmp_path):

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from rebind.errors import RecordingWarning
+
 WARM = 3  # steps that run before one is recorded: kernels are compiled and checked, workspaces made
-
-
-class RecordingWarning(UserWarning):
-    """A step could not be recorded: training goes on without, slower."""
 
 
 class RecordedStep:
