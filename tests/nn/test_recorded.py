@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rebind.errors import InputError, RecordingWarning
-from rebind.nn.training import loop, train
+from rebind.nn.training import loop, train, updates
 from rebind.nn.training import recorded as recorded_module
 from rebind.nn.training.recorded import WARM
 from tests.nn.training_runs import TINY, config, corpus
@@ -43,7 +43,7 @@ def test_the_loop_makes_the_same_steps(tmp_path, monkeypatch):
     text = corpus(tmp_path)
     plain = train(config(text, steps=8), tmp_path / "plain")
     made = []
-    monkeypatch.setattr(loop, "record", lambda *given: made.append(1) or _Played(*given))
+    monkeypatch.setattr(updates, "record", lambda *given: made.append(1) or _Played(*given))
     monkeypatch.setattr(loop.TrainConfig, "_require_recordable", lambda self: None)
     found = train(config(text, steps=8, record=True), tmp_path / "recorded")
     assert made == [1]

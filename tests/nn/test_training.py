@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from rebind.errors import InputError, NumericalError, StorageError, UnknownNameError
-from rebind.nn.training import DataConfig, OptimizerConfig, Progress, TrainConfig, checkpoint, loop, train
+from rebind.nn.training import DataConfig, OptimizerConfig, Progress, TrainConfig, checkpoint, train, updates
 from rebind.nn.training.load import load
 from tests.nn.training_runs import TINY, Killed, config, corpus, killed, outcome, text
 
@@ -338,14 +338,14 @@ def test_tensorboard_that_is_not_there_says_so(tmp_path, monkeypatch):
 def test_a_loss_that_is_no_number_stops_and_leaves_the_last_good_checkpoint(whole, tmp_path, monkeypatch):
     run, expected = whole("shuffled")
     calls = []
-    right = loop.Run._loss
+    right = updates.Updates._loss
 
     def wrong(self, inputs, targets, cache):
-        calls.append(self.step)
-        return right(self, inputs, targets, cache) * (float("nan") if self.step == 7 else 1.0)
+        calls.append(len(calls))
+        return right(self, inputs, targets, cache) * (float("nan") if calls[-1] == 7 else 1.0)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop.Run, "_loss", wrong)
+        patched.setattr(updates.Updates, "_loss", wrong)
         with pytest.raises(NumericalError, match=r"at step 8 the loss is nan.*last good checkpoint is .*step-00000005"):
             train(replace(run, log_every=100), tmp_path / "run")
     assert [path.name for path in checkpoint.steps(tmp_path / "run/checkpoints")] == ["step-00000005"]

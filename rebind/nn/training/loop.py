@@ -6,15 +6,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from rebind.errors import InputError, NumericalError
 from rebind.files import write_atomically
@@ -28,7 +26,7 @@ from rebind.nn.training.evaluate import Perplexity, carried, sliding
 from rebind.nn.training.figure import draw_curve
 from rebind.nn.training.log import Log, Row
 from rebind.nn.training.processes import Processes, alone, processes
-from rebind.nn.training.recorded import WARM, RecordedStep, record
+from rebind.nn.training.updates import Updates
 
 CHECKPOINTS, CONFIG, LOG, TIMES, RESULT, CURVE, BOARD = (
     "checkpoints",
@@ -136,18 +134,10 @@ class Run:
         else:
             self._begin()
         self.board = Board(folder / BOARD, self.step) if config.tensorboard and group.first else None
-        self.ran = self._wrapped()
-        wide = config.precision == "float32" or (config.precision == "auto" and group.device.type != "cuda")
-        self.wide = wide
+        self.updates = Updates(config, group, self.model, self.optimizer, self.rows)
         self.waiting: list[tuple[Tensor, Tensor]] = []  # losses and norms that nobody has looked at
-        self.recorded: RecordedStep | None = None
-        self.records_in = WARM if config.record else -1  # steps from now; never, if negative
         self.loss, self.validation = math.nan, _last_validation(self.log)
         self._clock = time.perf_counter()
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        kept = not self.config.record  # narrow weights that a graph would find stale
-        return torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=not self.wide, cache_enabled=kept)
 
     # Beginning and going on
 
@@ -202,12 +192,6 @@ class Run:
                 f"as many, or train into another folder"
             )
 
-    def _wrapped(self) -> Any:
-        ran: Any = self.model
-        if self.group.count > 1 and not self.sharded:
-            ran = DistributedDataParallel(self.model)
-        return torch.compile(ran) if self.config.compile else ran
-
     # Steps
 
     def go(self) -> None:
@@ -231,59 +215,10 @@ class Run:
 
     def _step(self, step: int) -> tuple[Tensor, Tensor]:
         """One update; the loss before it and the norm of its gradients, not looked at."""
-        config, device = self.config, self.group.device
-        for group in self.optimizer.param_groups:
-            group["lr"] = config.optimizer.rate_at(step, config.steps)
         batch = self.segments.batch(step)
-        if self.recorded is None and self.records_in == 0:
-            inputs, targets = (_moved(tokens, device) for tokens in (batch.inputs, batch.targets))
-            self.recorded = record(
-                self._whole_loss, list(self.model.parameters()), config.optimizer.clip, inputs, targets
-            )
-        self.records_in -= 1
-        if self.recorded is not None:
-            found = self.recorded(*(_moved(tokens, device) for tokens in (batch.inputs, batch.targets)))
-            self.optimizer.step()
-            return found
         if batch.begins:
             self.caches = self._caches(None)
-        total = torch.zeros((), device=device)
-        for piece in range(config.accumulate):
-            first = (piece * self.group.count + self.group.rank) * self.rows
-            mine = slice(first, first + self.rows)
-            with self._unsynced(piece):
-                inputs, targets = (_moved(tokens[mine], device) for tokens in (batch.inputs, batch.targets))
-                loss = self._loss(inputs, targets, self.caches[piece] if config.carry else None)
-                with self._in_this_thread():
-                    (loss / config.accumulate).backward()
-            total += loss.detach() / config.accumulate
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optimizer.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total, sharding.whole(norm.detach())
-
-    def _loss(self, inputs: Tensor, targets: Tensor, cache: RebindCache | None) -> Tensor:
-        """The mean loss of a piece; a cache goes on from here, its gradient cut."""
-        with self.autocast():
-            logits = self.ran(input_ids=inputs, past_key_values=cache, use_cache=cache is not None).logits
-        if cache is not None:
-            cache.detach()
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    def _in_this_thread(self) -> AbstractContextManager[Any]:
-        """Backward passes without autograd's thread for the GPU: Python in another thread is several times slower."""
-        if self.group.count > 1:
-            return nullcontext()
-        return cast(AbstractContextManager[Any], torch.autograd.set_multithreading_enabled(False))
-
-    def _whole_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._loss(inputs, targets, None)
-
-    def _unsynced(self, piece: int) -> AbstractContextManager[Any]:
-        """Gradients are averaged over the processes after a batch's last piece; where they are split, after each."""
-        if self.group.count == 1 or self.sharded or piece == self.config.accumulate - 1:
-            return nullcontext()
-        return cast(AbstractContextManager[Any], self.ran.no_sync())
+        return self.updates.make(self.config.optimizer.rate_at(step, self.config.steps), batch, self.caches)
 
     def _read_losses(self) -> None:
         """Log the steps since the last time. A GPU waits here, and nowhere else."""
@@ -337,7 +272,7 @@ class Run:
 
     def _evaluate(self) -> None:
         self.told.phase("evaluating")
-        with self.autocast(), self._trusted():
+        with self.updates.autocast(), self._trusted():
             held = sliding(self.model, self.corpus.held[: self.config.evaluate_tokens], self.config.length)
         if not math.isfinite(held.loss):
             raise self._broken(f"after step {self.step} the loss of held text is {held.loss}")
@@ -404,7 +339,7 @@ class Run:
     def _summary(self) -> dict[str, Any]:
         config, held = self.config, self.corpus.held[: self.config.evaluate_tokens]
         measured: dict[str, Perplexity] = {}
-        with self.autocast():
+        with self.updates.autocast():
             measured["sliding"] = sliding(self.model, held, config.length, stride=max(config.length // 2, 1))
             if not grows(self.model):
                 measured["carried"] = carried(self.model, held, config.length)
@@ -426,11 +361,6 @@ class Run:
 def _own_random(group: Processes) -> AbstractContextManager[None]:
     """Seeds of a run are not those of whoever calls it."""
     return torch.random.fork_rng(devices=[group.device] if group.device.type == "cuda" else [])
-
-
-def _moved(tokens: Tensor, device: torch.device) -> Tensor:
-    """Tokens on their device. A GPU is not waited for: they go there from memory that it reads by itself."""
-    return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens.to(device)
 
 
 def _require_same(folder: Path, config: TrainConfig) -> None:
