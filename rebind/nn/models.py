@@ -35,12 +35,7 @@ class RebindBlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, State]:
-        entering = self.mixer_norm(x)
-        if x.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
-            read, state = self.mixer.step(entering.squeeze(1), state, None if mask is None else mask.squeeze(1))
-            read = read.unsqueeze(1)
-        else:
-            read, state = self.mixer(entering, state, mask)
+        read, state = self.mixer.go_on(self.mixer_norm(x), state, mask)
         x = x + self.dropout(read)
         return x + self.dropout(self.mlp(self.mlp_norm(x))), state
 

@@ -84,12 +84,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         self, x: Tensor, state: State | None, mask: Tensor | None, source: State | None, encoded: tuple[Tensor, Any]
     ) -> tuple[Tensor, State, State]:
         """What comes out, the state after it, and the source: `encoded` (vectors, mask) is written if there is none."""
-        entering = self.mixer_norm(x)
-        if x.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
-            read, state = self.mixer.step(entering.squeeze(1), state, None if mask is None else mask.squeeze(1))
-            read = read.unsqueeze(1)
-        else:
-            read, state = self.mixer(entering, state, mask)
+        read, state = self.mixer.go_on(self.mixer_norm(x), state, mask)
         x = x + self.dropout(read)
         source = self.cross.write(*encoded) if source is None else source
         x = x + self.dropout(self.cross(self.cross_norm(x), cast(Any, source)))
