@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.methods.protocols import batch, impossible, sequential
-from benchmarks.methods.states import GROUPS, WAYS, Bench, Row
+from benchmarks.methods.states import GROUPS, Bench, Row
 from rebind.bench.machine import machine
 from rebind.edit.facts import Fact
 from rebind.edit.methods import Settings, get_method
@@ -48,12 +48,14 @@ class Job:
         """What is searched for on the base, with which settings. Made facts are not: they are many, and come last."""
         if impossible(bench.editor, get_method(self.method), self.size):
             return
+        if self.stops[-1] > len(bench.records):
+            return
         if self.protocol == "sequential":
             last = self.stops[-1] if self.found == "base" else min(self.size, self.stops[-1])
             for begin in range(0, last, self.size):
                 facts = [one.fact for one in bench.records[begin : min(begin + self.size, last)]]
                 yield bench.settings(self.method, len(facts)), facts
-        elif self.size <= len(bench.records):
+        else:
             groups = bench.facts(self.size)
             yield bench.settings(self.method, self.size), [one.fact for group in groups for one in group]
 
@@ -70,23 +72,24 @@ def jobs(
 ) -> list[Job]:
     """Those that say most first: many facts at once, sequences, few facts, made ones."""
     most = len(bench.records)
-    stops = tuple(sorted({min(stop, most) for stop in at}))
+    stops, beyond = (tuple(sorted({*some})) for some in ((n for n in at if n <= most), (n for n in at if n > most)))
     several = [method for method in methods if get_method(method).several_layers]
 
     def batches(some: Iterable[int]) -> list[Job]:
         chosen = sorted(some) if "batch" in protocols else []
         return [Job(method, "batch", "base", (n,), n) for n in chosen for method in methods]
 
-    ways = [way for way in WAYS if way in found and "sequential" in protocols]
+    def sequences(way: str, some: Sequence[str], stops: tuple[int, ...]) -> list[Job]:
+        asked = stops and way in found and "sequential" in protocols
+        return [Job(method, "sequential", way, stops, size) for method in some] if asked else []
+
     return [
         *batches(n for n in numbers if n not in GROUPS and n <= most),
-        *(
-            Job(method, "sequential", way, stops, size)
-            for way in ways
-            for method in (methods if way == "base" else several)
-        ),
+        *sequences("base", methods, stops),
+        *sequences("edited", several, stops),
         *batches(n for n in numbers if n in GROUPS and n <= most),
         *batches(n for n in numbers if n > most),
+        *sequences("base", several, beyond),
     ]
 
 

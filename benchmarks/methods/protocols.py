@@ -78,21 +78,22 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def sequential(bench: Bench, name: str, found: str, size: int, at: Sequence[int]) -> Iterator[Row]:
-    """Batches of facts, one after another; a row for each number of facts in `at`."""
-    method = get_method(name)
-    stops = sorted({min(stop, len(bench.records)) for stop in at})
+    """Batches of facts, one after another; a row for each number of facts in `at`. Of more than there are, made ones."""
+    method, stops = get_method(name), sorted({*at})
+    (records,) = bench.facts(stops[-1], once=True)
+    made = stops[-1] > len(bench.records)
     if why := impossible(bench.editor, method, min(size, stops[-1])):
-        yield from (Row(name, "sequential", found, stop, why=why) for stop in stops)
+        yield from (Row(name, "sequential", found, stop, made=made, why=why) for stop in stops)
         return
     with bench.apart() as clock:
         write = _on_base(bench.editor, method) if found == "base" else _on_edited(bench, method)
         for begin in range(0, stops[-1], size):
             end = min(begin + size, stops[-1])
-            layers, lam = write([record.fact for record in bench.records[begin:end]])
+            layers, lam = write([record.fact for record in records[begin:end]])
             clock.enter(None)
             if end in stops:
-                row = Row(name, "sequential", found, end, layers=layers, lam=lam)
-                yield bench.measured(row, bench.records[:end], clock)
+                row = Row(name, "sequential", found, end, made=made, layers=layers, lam=lam)
+                yield bench.measured(row, records[:end], clock)
 
 
 Writer = Callable[[list[Fact]], tuple[tuple[int, ...], float]]  # facts → layers, λ

@@ -121,11 +121,11 @@ class Bench:
         columns = {name: [SCORE[name].of(one) for one in asked] for name in SCORES if name != "S"}
         return {name: asdict(one) for name, one in bootstrap(columns, {"S": S_OF}, rounds=200).items()}
 
-    def facts(self, n: int) -> list[list[Record]]:
-        """Groups of n records to write; made ones where there are not as many."""
+    def facts(self, n: int, *, once: bool = False) -> list[list[Record]]:
+        """Groups of n records to write, or one group; made ones where there are not as many."""
         if n > len(self.records):
             return [self._made(n)]
-        count = max(1, min(GROUPS.get(n, 1), len(self.records) // n))
+        count = 1 if once else max(1, min(GROUPS.get(n, 1), len(self.records) // n))
         return [list(self.records[group * n : (group + 1) * n]) for group in range(count)]
 
     @cached_property

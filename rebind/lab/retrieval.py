@@ -29,6 +29,7 @@ from rebind.lab.experiment import Config
 from rebind.lab.reading import constant, corrected, half_square, rows, similarity
 from rebind.lab.squash import squashed
 from rebind.memory import Feature, get_feature, get_rule
+from rebind.memory.features import Favor
 
 FEATURES: dict[str, tuple[str, dict[str, int]]] = {
     "linear": ("elu+1", {}),
@@ -140,7 +141,8 @@ class Stack:
         self.rule = None if recipe.rule == "tanh" else get_rule(recipe.rule)
         name, options = FEATURES[recipe.feature]
         self.feature: Feature = get_feature(name, config.key_width, **options)
-        drawn = [_initial(self.task.size, config.key_width, seed) for seed in seeds]
+        gentle = self.softmax or isinstance(self.feature, Favor)
+        drawn = [_initial(self.task.size, config.key_width, seed, gentle) for seed in seeds]
         self.parameters = {
             part: torch.stack([one[part] for one in drawn]).to(device).requires_grad_() for part in drawn[0]
         }
@@ -247,20 +249,28 @@ def hot(index: Tensor, size: int) -> Tensor:
     return torch.zeros(*index.shape, size, device=index.device).scatter_(-1, index.unsqueeze(-1), 1.0)
 
 
-def _initial(size: int, key_width: int, seed: int) -> dict[str, Tensor]:
-    """One model's parameters: N(0, 1) embeddings, linear maps U(±1/8) with biases."""
+def _initial(size: int, key_width: int, seed: int, gentle: bool) -> dict[str, Tensor]:
+    """One model's parameters: N(0, 1) embeddings, linear maps U(±1/8) with biases.
+
+    Where k·q goes into an exponential, W_K and W_Q begin as Xavier's, as the authors' softmax does: at S = 600 the others
+    make softmax's scores ±7, one key takes all of the weight, and nothing is ever learned.
+    """
     generator = torch.Generator().manual_seed(seed)
     width = int(1.1 * 2 * size)
 
-    def uniform(*shape: int) -> Tensor:
-        return (2 * torch.rand(shape, generator=generator) - 1) / 8
+    def uniform(*shape: int, bound: float = 1 / 8) -> Tensor:
+        return (2 * torch.rand(shape, generator=generator) - 1) * bound
 
+    def xavier(inputs: int) -> float:
+        return math.sqrt(6 / (inputs + key_width))
+
+    for_keys, for_queries = (xavier(width + size), xavier(width)) if gentle else (1 / 8, 1 / 8)
     return {
         "embed": torch.randn(size, width, generator=generator),
-        "key": uniform(key_width, width),
-        "key_value": uniform(size, key_width),  # W_K's columns for the one-hot value
+        "key": uniform(key_width, width, bound=for_keys),
+        "key_value": uniform(size, key_width, bound=for_keys),  # W_K's columns for the one-hot value
         "key_bias": uniform(key_width),
-        "query": uniform(key_width, width),
+        "query": uniform(key_width, width, bound=for_queries),
         "query_bias": uniform(key_width),
         "gate": uniform(2, width),  # β and α
         "gate_value": uniform(size, 2),

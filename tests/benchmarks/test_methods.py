@@ -221,8 +221,8 @@ def test_the_command_reads_records_and_draws(tmp_path, capsys):
     (tmp_path / "text.txt").write_text(" ".join(tiny.SENTENCES))
     files = ["--facts", "facts.jsonl", "--text", "text.txt", "--out", "out.json", "--figure", "out.png"]
     paths = [str(tmp_path / word) if "." in word else word for word in files]
-    sizes = ["--n", "1", "9", "--methods", "memit", "recursive", "--batch", "1", "--at", "1", "--found", "base"]
-    main([*paths, *sizes, "--model", str(folder), "--device", "cpu"])
+    sizes = ["--n", "1", "9", "--methods", "memit", "recursive", "--batch", "1", "--at", "1", "9"]
+    main([*paths, *sizes, "--found", "base", "--model", str(folder), "--device", "cpu"])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["method"], row["protocol"], row["facts"], bool(row["why"])) for row in rows[1:]] == [
         ("memit", "sequential", 1, False),
@@ -231,8 +231,10 @@ def test_the_command_reads_records_and_draws(tmp_path, capsys):
         ("recursive", "batch", 1, False),
         ("memit", "batch", 9, False),
         ("recursive", "batch", 9, False),
+        ("memit", "sequential", 9, False),
+        ("recursive", "sequential", 9, False),
     ]
-    assert [row["made"] for row in rows if row["facts"] == 9] == [True, True]
+    assert [row["made"] for row in rows if row["facts"] == 9] == [True] * 4
     assert (tmp_path / "out.png").exists()
     assert "facts paired anew" in capsys.readouterr().out
 

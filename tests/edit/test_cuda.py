@@ -51,7 +51,8 @@ def test_a_hurried_copy_is_recorded_too(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if name in NOT_RECORDED else "error", RecordingWarning)
         found = find_targets(trunk, LAYER, REQUESTS, SETTINGS, quick=quick)
-    assert_close(found.hidden, find_targets(trunk, LAYER, REQUESTS, SETTINGS).hidden, 1e-4)
+        expected = find_targets(trunk, LAYER, REQUESTS, SETTINGS)
+    assert_close(found.hidden, expected.hidden, 1e-4)
 
 
 def test_a_model_that_cannot_be_recorded_is_searched_all_the_same(monkeypatch):

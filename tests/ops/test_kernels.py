@@ -98,7 +98,7 @@ def test_what_is_checked_is_what_will_run(monkeypatch):
 
     monkeypatch.setattr(Plan, "_maps", wrong)
     assert "differ from the reference by" in selfcheck._compare(inputs)
-    assert seen == [tiles.Tiles.of(inputs)]
+    assert {*seen} == {tiles.Tiles.of(inputs)}  # on a GPU more than once: everything is compiled first
 
 
 def test_kernels_that_do_not_compile_are_not_trusted(monkeypatch):

@@ -32,7 +32,8 @@ class RecordedStep:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             loss = loss_of(self._inputs, self._targets)
-            loss.backward()
+            with torch.autograd.set_multithreading_enabled(False):  # another thread would set up cuBLAS here
+                loss.backward()
             self._norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
             self._loss = loss.detach()
 
