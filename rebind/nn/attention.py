@@ -80,10 +80,13 @@ class Attention(SequenceLayer[AttentionState]):
         seen = self._extended(start, k, v, mask)
         past = start.keys.shape[2]
         allowed = _allowed(past, x.shape[1], seen.real, x.device)
-        causal = allowed is None and past == 0 and x.shape[1] > 1
-        read = functional.scaled_dot_product_attention(
-            q, seen.keys, seen.values, attn_mask=allowed, is_causal=causal, enable_gqa=self.key_heads != self.heads
-        )
+        if x.shape[1] == 1:
+            read = _read_one(q, seen.keys, seen.values, allowed)
+        else:
+            causal = allowed is None and past == 0
+            read = functional.scaled_dot_product_attention(
+                q, seen.keys, seen.values, attn_mask=allowed, is_causal=causal, enable_gqa=self.key_heads != self.heads
+            )
         return self.o_proj(read.transpose(1, 2).flatten(-2).to(x.dtype)), seen
 
     @torch.no_grad()
@@ -118,6 +121,19 @@ class Attention(SequenceLayer[AttentionState]):
             state.count + (length if mask is None else mask.sum(1)),
             real,
         )
+
+
+def _read_one(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None) -> Tensor:
+    """What one query a head [B, heads, 1, d] reads of keys and values [B, key_heads, S, d].
+
+    Two plain products: on some GPUs scaled_dot_product_attention plans anew for every S, milliseconds a layer and token.
+    """
+    together = q.reshape(*keys.shape[:2], -1, q.shape[-1])  # the queries of a key head, which see the same keys
+    scores = (together * q.shape[-1] ** -0.5) @ keys.mT
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    weights = torch.softmax(scores, dim=-1, dtype=working_dtype(scores)).to(values.dtype)
+    return (weights @ values).reshape(*q.shape[:3], -1)
 
 
 def _allowed(past: int, length: int, real: Tensor | None, device: torch.device) -> Tensor | None:
