@@ -111,10 +111,9 @@ def _compare(axes: Any, found: dict[tuple[str, str], Line]) -> None:
         if name == "ours" or not both:
             continue
         t, value = both[-1]
-        left = len(line) > 1  # beside its last point, off the line
         axes.annotate(
-            f"{value / mine[t]:.1f}× ours", (t, value), xytext=(-7, 4) if left else (7, -3),
-            textcoords="offset points", ha="right" if left else "left", fontsize=8.5, color=COLOURS.get(name, INK),
+            f"{value / mine[t]:.1f}× ours", (t, value), xytext=(7, -3), textcoords="offset points", fontsize=8.5,
+            color=COLOURS.get(name, INK), annotation_clip=False,
         )  # fmt: skip
 
 
@@ -132,7 +131,8 @@ def _machine(document: dict[str, Any]) -> str:
     threads = f"{here['threads']} thread{'s' * (here['threads'] != 1)}"
     what = f"{here['processor']}, {threads}" if document["note"].startswith("cpu") else here["gpu"]
     dtype = document["note"].split(";")[0].split(", ")[-1]
-    return f"{what} · {dtype} · torch {here['torch']} · transformers {here.get('transformers', 'none')}"
+    libraries = [f"{name} {here[name]}" for name in ("torch", "fla", "transformers") if here.get(name, "none") != "none"]
+    return " · ".join([what, dtype, *libraries])
 
 
 if __name__ == "__main__":
