@@ -9,7 +9,8 @@ CPU all is float32. The time is the median of --repeats steps after some that wa
 allocates on a GPU, weights, gradients and moments included. Backward passes run in the thread that asks for them, the
 peers' too: operators written in Python are slower in autograd's own.
 
-Ours are the presets with layers of each of --kinds. Peers have the same width, depth, heads and vocabulary:
+Ours are the presets with layers of each of --kinds, asked for their loss without the logits, as `rebind train` does
+(flash-linear-attention's hold theirs only in part either). Peers have the same width, depth, heads and vocabulary:
 
 - `fla-delta`, `fla-gated-delta`: flash-linear-attention's DeltaNetForCausalLM and GatedDeltaNetForCausalLM with values
   as wide as keys, tied embeddings and otherwise their defaults. Their kernels tune themselves at first use.
@@ -27,9 +28,9 @@ import gc
 import importlib
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,6 +73,7 @@ class Contender:
     name: str
     build: Callable[[RebindConfig, int], nn.Module]
     during: Callable[[], Any] = nullcontext  # what is in force while it runs
+    asked: Mapping[str, Any] = field(default_factory=dict)  # of its forward, besides
 
 
 # Who takes part
@@ -82,7 +84,7 @@ def ours(kind: str) -> Contender:
         changed = RebindConfig(**{**config.to_dict(), "layer_kinds": kind})
         return RebindForCausalLM(changed)
 
-    return Contender(f"ours, {kind}", build)
+    return Contender(f"ours, {kind}", build, asked={"return_logits": False})
 
 
 def peer(name: str) -> Contender:
@@ -90,7 +92,7 @@ def peer(name: str) -> Contender:
         "fla-delta": Contender("fla, DeltaNet", _fla_delta),
         "fla-gated-delta": Contender("fla, GatedDeltaNet", _fla_gated),
         "gpt2": Contender("transformers, GPT-2", _gpt2),
-        "transformers": Contender("transformers' gated delta", ours("gated-delta").build, _fallback),
+        "transformers": replace(ours("gated-delta"), name="transformers' gated delta", during=_fallback),
     }[name]
 
 
@@ -185,7 +187,7 @@ def _measured(contender: Contender, options: argparse.Namespace, empty: Row) -> 
 
     def step() -> None:
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=cuda):
-            loss = ran(input_ids=ids, labels=ids).loss
+            loss = ran(input_ids=ids, labels=ids, **contender.asked).loss
         with torch.autograd.set_multithreading_enabled(False):  # as `rebind train` does
             loss.backward()
         optimizer.step()

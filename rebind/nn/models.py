@@ -6,17 +6,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from rebind.errors import InputError, ShapeError
+from rebind.memory.precision import working_dtype
 from rebind.nn.cache import RebindCache
 from rebind.nn.config import RebindConfig
 from rebind.nn.convolution import ShortConvolution
 from rebind.nn.gates import Decay
 from rebind.nn.hopfield import HopfieldLayer
 from rebind.nn.kinds import build
+from rebind.nn.loss import IGNORED, head_loss
 from rebind.nn.mlp import MLPS
 from rebind.nn.norms import RMSNorm
 from rebind.nn.states import State
@@ -159,22 +162,39 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        shift_labels: Tensor | None = None,
+        return_logits: bool = True,
+        num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits [B, T, vocab], and with `labels` (−100 where nothing is asked) the next token's mean cross-entropy.
 
-        `logits_to_keep` asks for the last so many tokens' logits alone, or those at these positions; 0 for all.
+        `shift_labels` are labels that say each token's next one already. `logits_to_keep` asks for the last so many
+        tokens' logits alone, or those at these positions; 0 for all. Without `return_logits` a loss is all there is: it
+        is computed piece by piece, and logits of a large vocabulary, most of a training step's memory, are never held.
         """
         ran = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(ran.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        hidden, loss, logits = ran.last_hidden_state, None, None
+        if shift_labels is None and labels is not None:
+            shift_labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        if return_logits or shift_labels is None:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, kept])
+        if shift_labels is not None:
+            loss = self._loss(hidden, logits, shift_labels, num_items_in_batch)
         out = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=ran.past_key_values, hidden_states=ran.hidden_states
         )
         return out if return_dict is None or return_dict else out.to_tuple()
+
+    def _loss(self, hidden: Tensor, logits: Tensor | None, targets: Tensor, count: int | Tensor | None) -> Tensor:
+        """The sum of the next tokens' cross-entropies over their number, or over `count`."""
+        if logits is None:
+            total = head_loss(hidden, self.lm_head.weight, targets)
+        else:
+            flat = logits.to(working_dtype(logits)).flatten(0, 1)
+            total = functional.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total / ((targets != IGNORED).sum() if count is None else count)
 
 
 def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:

@@ -173,10 +173,11 @@ def test_the_loss_goes_down(tmp_path, changes):
 
 
 def test_pieces_of_a_batch_add_up_to_it(tmp_path):
+    """For eight updates: what is rounding at first is ten times as much two updates later."""
     source, model = corpus(tmp_path), {**TINY, "dropout": 0.0}
     losses = [_losses_of(train(config(source, model=model, accumulate=n), tmp_path / str(n)).folder) for n in (1, 2, 4)]
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0.0)
-    torch.testing.assert_close(losses[2], losses[0], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(losses[1][:8], losses[0][:8], rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(losses[2][:8], losses[0][:8], rtol=1e-5, atol=0.0)
 
 
 def test_it_is_a_model_of_transformers(tmp_path):

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from rebind.nn.cache import RebindCache
@@ -74,10 +73,11 @@ class Updates:
     def _loss(self, inputs: Tensor, targets: Tensor, cache: RebindCache | None) -> Tensor:
         """The mean loss of a piece; a cache goes on from here, its gradient cut."""
         with self.autocast():
-            logits = self.ran(input_ids=inputs, past_key_values=cache, use_cache=cache is not None).logits
+            carried = {"past_key_values": cache, "use_cache": cache is not None}
+            found = self.ran(input_ids=inputs, shift_labels=targets, return_logits=False, **carried)
         if cache is not None:
             cache.detach()
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return cast(Tensor, found.loss)
 
     def _whole_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self._loss(inputs, targets, None)
