@@ -31,7 +31,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.report import RESULTS
-from rebind.bench.clock import clocked, timed, wait
+from rebind.bench.clock import clocked, recorded, timed, wait
 from rebind.bench.machine import machine
 from rebind.files import write_atomically
 from rebind.nn import RebindCache, RebindConfig, RebindForCausalLM, preset
@@ -120,14 +120,17 @@ def measure(model: Any, name: str, context: int, batch: int, options: argparse.N
     def step() -> None:
         model(input_ids=token, past_key_values=cache, use_cache=True)
 
-    ways: list[tuple[bool, Callable[[], Callable[[], object]]]] = [(False, lambda: step)]
+    ways: list[tuple[bool, Callable[[], Callable[[], object] | None]]] = [(False, lambda: step)]
     if options.graph and cuda and isinstance(model, RebindForCausalLM) and not grows(model):
-        ways.append((True, lambda: recorded(model, cache, token)))
+        ways.append((True, lambda: recorded(in_place(model, cache, token), options.device)))
     for graph, make in ways:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         try:
             call = make()
+            if call is None:
+                yield Row(name, context, batch, graph, problem="a step cannot be recorded")
+                continue
             for _ in range(WARM_UP):
                 call()
             wait(options.device)
@@ -139,24 +142,15 @@ def measure(model: Any, name: str, context: int, batch: int, options: argparse.N
         yield Row(name, context, batch, graph, 1e3 * batch / ms, ms, seconds, held, peak)
 
 
-def recorded(model: RebindForCausalLM, cache: RebindCache, token: Tensor) -> Callable[[], object]:
-    """A step as a CUDA graph: it reads and writes the same tensors every time, so the state is copied back to them."""
+def in_place(model: RebindForCausalLM, cache: RebindCache, token: Tensor) -> Callable[[], None]:
+    """A step that reads and writes the same tensors every time, as a graph must: the state is copied back to them."""
     static = [state for state in cache.states if state is not None]
 
     def once() -> None:
         model(input_ids=token, past_key_values=cache, use_cache=True)
         restore(cache, static)
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            once()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        once()
-    return graph.replay
+    return once
 
 
 def restore(cache: RebindCache, static: Sequence[State]) -> None:
