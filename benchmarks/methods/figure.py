@@ -18,7 +18,7 @@ COLOURS = {"memit": BLUE, "alphaedit": AMBER, "recursive": GREEN, "rome": RED, "
 
 
 def figure(rows: Sequence[Row], path: Path) -> None:
-    """S, EA and perplexity against the number of facts: solid on the base, dashed on the edited model. No made facts."""
+    """S, EA and perplexity against the number of (real) facts: solid on the base, dashed on the edited model."""
     rows = [row for row in rows if not row.made]
     said = "solid: targets and keys found on the base model; dashed: on the model that holds the batches before"
     drawn, (left, middle, right) = panels(3, "Facts written batch after batch", said, width=3.9)

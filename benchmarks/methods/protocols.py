@@ -78,7 +78,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def sequential(bench: Bench, name: str, found: str, size: int, at: Sequence[int]) -> Iterator[Row]:
-    """Batches of facts, one after another; a row for each number of facts in `at`. Of more than there are, made ones."""
+    """Batches of facts, one after another; a row for each number in `at`. Where there are not as many, made ones."""
     method, stops = get_method(name), sorted({*at})
     (records,) = bench.facts(stops[-1], once=True)
     made = stops[-1] > len(bench.records)

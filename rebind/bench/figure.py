@@ -131,7 +131,9 @@ def _machine(document: dict[str, Any]) -> str:
     threads = f"{here['threads']} thread{'s' * (here['threads'] != 1)}"
     what = f"{here['processor']}, {threads}" if document["note"].startswith("cpu") else here["gpu"]
     dtype = document["note"].split(";")[0].split(", ")[-1]
-    libraries = [f"{name} {here[name]}" for name in ("torch", "fla", "transformers") if here.get(name, "none") != "none"]
+    libraries = [
+        f"{name} {here[name]}" for name in ("torch", "fla", "transformers") if here.get(name, "none") != "none"
+    ]
     return " · ".join([what, dtype, *libraries])
 
 

@@ -252,8 +252,8 @@ def hot(index: Tensor, size: int) -> Tensor:
 def _initial(size: int, key_width: int, seed: int, gentle: bool) -> dict[str, Tensor]:
     """One model's parameters: N(0, 1) embeddings, linear maps U(±1/8) with biases.
 
-    Where k·q goes into an exponential, W_K and W_Q begin as Xavier's, as the authors' softmax does: at S = 600 the others
-    make softmax's scores ±7, one key takes all of the weight, and nothing is ever learned.
+    Where k·q goes into an exponential, W_K and W_Q begin as Xavier's, as the authors' softmax does: at S = 600 the
+    others make softmax's scores ±7, one key takes all of the weight, and nothing is ever learned.
     """
     generator = torch.Generator().manual_seed(seed)
     width = int(1.1 * 2 * size)

@@ -126,7 +126,7 @@ class Attention(SequenceLayer[AttentionState]):
 def _read_one(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None) -> Tensor:
     """What one query a head [B, heads, 1, d] reads of keys and values [B, key_heads, S, d].
 
-    Two plain products: on some GPUs scaled_dot_product_attention plans anew for every S, milliseconds a layer and token.
+    Two plain products: on some GPUs scaled_dot_product_attention plans anew for every S, milliseconds a layer.
     """
     together = q.reshape(*keys.shape[:2], -1, q.shape[-1])  # the queries of a key head, which see the same keys
     scores = (together * q.shape[-1] ** -0.5) @ keys.mT

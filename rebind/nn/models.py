@@ -174,7 +174,7 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
         is computed piece by piece, and logits of a large vocabulary, most of a training step's memory, are never held.
         """
         ran = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states)
-        hidden, loss, logits = ran.last_hidden_state, None, None
+        hidden, loss, logits = ran.last_hidden_state, cast(Any, None), None
         if shift_labels is None and labels is not None:
             shift_labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if return_logits or shift_labels is None:
