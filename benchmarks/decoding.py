@@ -5,7 +5,7 @@
 A model (random weights, bfloat16 on a GPU) reads a context of random tokens in one pass, its cache is repeated to
 --batch sequences, and then single tokens are read: embedding, all layers and the logits, through the model's own cache
 and without `generate`, sampling or the choice of a next token. The time is the median of --steps of them; with --graph
-the recurrent kinds are timed as a recorded CUDA graph too, which takes the launches out. *cache* is the bytes of the
+the recurrent kinds are timed under `recorded_decoding` too, which takes the launches out. *cache* is the bytes of the
 cache for all sequences after the context; *peak* the highest that a step allocates on the GPU, weights included.
 
 The state of the recurrent kinds does not depend on the context; attention's grows with it, ours by a concatenation a
@@ -20,7 +20,8 @@ import gc
 import importlib
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,10 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.report import RESULTS
-from rebind.bench.clock import clocked, recorded, timed, wait
+from rebind.bench.clock import clocked, timed, wait
 from rebind.bench.machine import machine
 from rebind.files import write_atomically
-from rebind.nn import RebindCache, RebindConfig, RebindForCausalLM, preset
-from rebind.nn.states import State
+from rebind.nn import RebindCache, RebindConfig, RebindForCausalLM, preset, recorded_decoding
 from rebind.nn.training.build import grows
 
 WARM_UP = 5
@@ -120,46 +120,23 @@ def measure(model: Any, name: str, context: int, batch: int, options: argparse.N
     def step() -> None:
         model(input_ids=token, past_key_values=cache, use_cache=True)
 
-    ways: list[tuple[bool, Callable[[], Callable[[], object] | None]]] = [(False, lambda: step)]
+    ways: list[tuple[bool, AbstractContextManager[None]]] = [(False, nullcontext())]
     if options.graph and cuda and isinstance(model, RebindForCausalLM) and not grows(model):
-        ways.append((True, lambda: recorded(in_place(model, cache, token), options.device)))
-    for graph, make in ways:
+        ways.append((True, recorded_decoding(model)))
+    for graph, way in ways:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         try:
-            call = make()
-            if call is None:
-                yield Row(name, context, batch, graph, problem="a step cannot be recorded")
-                continue
-            for _ in range(WARM_UP):
-                call()
-            wait(options.device)
-            ms = statistics.median(timed(call, options.device) for _ in range(options.steps))
+            with way:
+                for _ in range(WARM_UP):
+                    step()
+                wait(options.device)
+                ms = statistics.median(timed(step, options.device) for _ in range(options.steps))
         except RuntimeError as problem:
             yield Row(name, context, batch, graph, problem=_said(problem))
             continue
         peak = torch.cuda.max_memory_allocated() / GIB if cuda else None
         yield Row(name, context, batch, graph, 1e3 * batch / ms, ms, seconds, held, peak)
-
-
-def in_place(model: RebindForCausalLM, cache: RebindCache, token: Tensor) -> Callable[[], None]:
-    """A step that reads and writes the same tensors every time, as a graph must: the state is copied back to them."""
-    static = [state for state in cache.states if state is not None]
-
-    def once() -> None:
-        model(input_ids=token, past_key_values=cache, use_cache=True)
-        restore(cache, static)
-
-    return once
-
-
-def restore(cache: RebindCache, static: Sequence[State]) -> None:
-    """Bring what a step left in the cache back into the tensors it began with."""
-    for old, new in zip(static, cache.states, strict=True):
-        for place, value in zip(old.tensors, [] if new is None else new.tensors, strict=True):
-            if place.data_ptr() != value.data_ptr():
-                place.copy_(value)
-    cache.states = list(static)
 
 
 def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:

@@ -21,6 +21,7 @@ from rebind.nn.ttt import TTTLayer, TTTState
 if TYPE_CHECKING:
     from rebind.nn.cache import RebindCache
     from rebind.nn.config import RebindConfig
+    from rebind.nn.decoding import recorded_decoding
     from rebind.nn.models import RebindForCausalLM, RebindModel
     from rebind.nn.presets import PRESETS, preset
     from rebind.nn.seq2seq import RebindForSeq2SeqLM
@@ -52,6 +53,7 @@ __all__ = [
     "TTTState",
     "get_normaliser",
     "preset",
+    "recorded_decoding",
 ]
 
 _MODELS = {
@@ -64,6 +66,7 @@ _MODELS = {
     "RebindSeq2SeqCache": "seq2seq_cache",
     "RebindSeq2SeqConfig": "seq2seq_config",
     "preset": "presets",
+    "recorded_decoding": "decoding",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from safetensors.torch import load_model
 
 from rebind.errors import InputError
 from rebind.nn.config import RebindConfig
+from rebind.nn.decoding import recorded_decoding
 from rebind.nn.models import RebindForCausalLM
 from rebind.nn.training import checkpoint, tokenizers
+from rebind.nn.training.build import grows
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,9 @@ class Trained:
         given = torch.tensor([ids or [end]], device=self.model.device)
         options = {"attention_mask": torch.ones_like(given), "pad_token_id": end, **options}
         model: Any = self.model  # transformers types `generate` for its own classes
-        out = model.generate(given, **options)[0, given.shape[1] :]
+        recorded = self.model.device.type == "cuda" and not grows(self.model)
+        with recorded_decoding(self.model) if recorded else nullcontext():
+            out = model.generate(given, **options)[0, given.shape[1] :]
         return str(self.tokenizer.decode(out, skip_special_tokens=True))
 
 

@@ -1,0 +1,164 @@
+"""Tokens decoded as replays of a CUDA graph: launching the kernels of a token takes ten times as long as running them.
+
+    with recorded_decoding(model):
+        model.generate(ids, max_new_tokens=500)
+
+Memories of a fixed size are what a graph wants: it reads and writes the same tensors at every token. A recording has
+tensors of its own for them. The cache that was played last holds these, and gets copies when another one is played.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from rebind.errors import InputError, RecordingWarning
+from rebind.nn.cache import RebindCache
+from rebind.nn.models import RebindForCausalLM
+from rebind.nn.states import State
+
+
+@contextmanager
+def recorded_decoding(model: RebindForCausalLM) -> Iterator[None]:
+    """Within, a token that follows a cache is a replay, recorded once for each batch size. All else runs as before.
+
+    Weights may change in place in the meantime, but not move. What cannot be recorded runs unrecorded, with a warning.
+    """
+    if growing := [kind for kind, block in zip(model.config.kinds, model.model.layers, strict=True) if _grows(block)]:
+        raise InputError(
+            f"the memory of {growing[0]} grows with every token, expected layers of fixed memory: decode as it is"
+        )
+    untyped: Any = model  # `forward` is about to be shadowed
+    plain, recordings = untyped.forward, dict[Hashable, "_Recording | None"]()
+
+    @wraps(plain)  # `generate` looks at what forward takes
+    def forward(
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RebindCache | None = None,
+        **others: Any,
+    ) -> Any:
+        if not model.training and _is_next_token(input_ids, attention_mask, past_key_values, others):
+            assert input_ids is not None
+            assert past_key_values is not None
+            kind = _kind(past_key_values)
+            if kind not in recordings:
+                recordings[kind] = _recorded(plain, input_ids, past_key_values)
+            recording = recordings[kind]
+            if recording is not None:
+                return recording.play(input_ids, past_key_values)
+        return plain(input_ids, attention_mask, past_key_values, **others)
+
+    untyped.forward = forward
+    try:
+        yield
+    finally:
+        del untyped.forward
+        for recording in recordings.values():
+            if recording is not None:
+                recording.leave()
+
+
+class _Recording:
+    """One token of every sequence of a batch: tensors that it is read from and written to, and its replay."""
+
+    def __init__(self, plain: Callable[..., Any], token: Tensor, cache: RebindCache) -> None:
+        self.token = token.clone()
+        self.states = [state.clone() for state in cache.states if state is not None]
+        self.owner: Callable[[], RebindCache | None] = lambda: None  # whose memory `states` are
+        own = RebindCache(len(cache))
+
+        def once() -> None:
+            own.states = list(self.states)
+            self.logits = plain(input_ids=self.token, past_key_values=own, use_cache=True).logits
+            _write_back(self.states, own)
+
+        self.replay = _graph(once)
+
+    def play(self, token: Tensor, cache: RebindCache) -> CausalLMOutputWithPast:
+        if any(state is not mine for state, mine in zip(cache.states, self.states, strict=True)):
+            self.leave()
+            _write_back(self.states, cache)
+            self.owner = weakref.ref(cache)
+        self.token.copy_(token)
+        self.replay()
+        cache.states = list(self.states)
+        cache.seen += 1
+        return CausalLMOutputWithPast(logits=self.logits.clone(), past_key_values=cache)
+
+    def leave(self) -> None:
+        """The memory of the cache that was played last goes on in tensors of its own."""
+        if (owner := self.owner()) is not None:
+            mine = {id(state) for state in self.states}
+            owner.states = [state.clone() if state and id(state) in mine else state for state in owner.states]
+        self.owner = lambda: None
+
+
+def _recorded(plain: Callable[..., Any], token: Tensor, cache: RebindCache) -> _Recording | None:
+    try:
+        return _Recording(plain, token, cache)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as problem:
+        torch.cuda.synchronize()
+        warnings.warn(
+            f"a token cannot be recorded as a CUDA graph ({str(problem).splitlines()[0]}): decoding goes on without, "
+            f"slower",
+            RecordingWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _graph(once: Callable[[], None]) -> Callable[[], object]:
+    """A replay of the call."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # what is set up and compiled on the first runs stays out of the graph
+        for _ in range(2):
+            once()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    return graph.replay
+
+
+def _write_back(places: list[State], cache: RebindCache) -> None:
+    """What is in the cache, into tensors that stay where they are."""
+    for place, state in zip(places, cache.states, strict=True):
+        for into, value in zip(place.tensors, [] if state is None else state.tensors, strict=True):
+            if into.data_ptr() != value.data_ptr():
+                into.copy_(value)
+
+
+def _is_next_token(token: Tensor | None, mask: Tensor | None, cache: Any, others: dict[str, Any]) -> bool:
+    """Whether a GPU is asked for the logits of one real token a sequence, after memories, and for nothing else."""
+    if token is None or not isinstance(cache, RebindCache) or None in cache.states or torch.is_grad_enabled():
+        return False
+    asked = {name for name, value in others.items() if value is not None and value is not False}
+    alone = others.get("return_dict") is not False and asked <= {"use_cache", "return_dict", "logits_to_keep"}
+    single = token.ndim == 2 and token.shape[1] == 1 and _on_gpu(token)
+    return alone and single and (mask is None or bool(mask[:, -1].all()))
+
+
+def _on_gpu(token: Tensor) -> bool:
+    return token.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def _kind(cache: RebindCache) -> Hashable:
+    return tuple(
+        (tensor.shape, tensor.dtype) for state in cache.states if state is not None for tensor in state.tensors
+    )
+
+
+def _grows(block: Any) -> bool:
+    return bool(block.mixer.grows)

@@ -1,0 +1,143 @@
+"""Decoding by recordings. Without a GPU a recording is the call itself, on the tensors that a graph would use."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from rebind.errors import InputError, RecordingWarning
+from rebind.nn import RebindConfig, RebindForCausalLM, decoding
+from rebind.nn.decoding import recorded_decoding
+from tests.support import assert_close
+
+KINDS = ["linear-sum", "dpfp-delta", "delta", "gated-delta", "longhorn", "ttt-linear"]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def _model(kind="gated-delta", device="cpu"):
+    torch.manual_seed(0)
+    config = RebindConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, layer_kinds=kind, pad_token_id=0
+    )
+    return RebindForCausalLM(config).double().eval().to(device)
+
+
+def _prompts(device="cpu"):
+    ids = torch.randint(1, 40, (3, 7), generator=torch.Generator().manual_seed(1))
+    ids[0, :3] = 0
+    return {"input_ids": ids.to(device), "attention_mask": (ids != 0).long().to(device)}
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Recordings that were made: calls that begin as a graph's would, after two runs."""
+    made = []
+
+    def graph(once):
+        for _ in range(2):
+            once()
+        made.append(once)
+        return once
+
+    monkeypatch.setattr(decoding, "_graph", graph)
+    monkeypatch.setattr(decoding, "_on_gpu", lambda token: True)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_what_is_generated_is_the_same(played, kind, beams):
+    model = _model(kind)
+    settings = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams}
+    expected = model.generate(**_prompts(), **settings)
+    with recorded_decoding(model):
+        assert torch.equal(model.generate(**_prompts(), **settings), expected)
+        assert torch.equal(model.generate(**_prompts(), **settings), expected)
+    assert len(played) == 1
+    assert torch.equal(model.generate(**_prompts(), **settings), expected)
+    assert "forward" not in vars(model)
+
+
+@torch.no_grad()
+def test_conversations_do_not_meet(played):
+    """Two caches in turn, one of which goes on after the recordings are over."""
+    model = _model()
+    tokens = torch.randint(1, 40, (2, 9), generator=torch.Generator().manual_seed(2))
+    whole = [model(row[None]).logits for row in tokens]
+    with recorded_decoding(model):
+        caches = [model(row[None, :4], use_cache=True).past_key_values for row in tokens]
+        for at in range(4, 8):
+            for row, cache, true in zip(tokens, caches, whole, strict=True):
+                said = model(row[None, at : at + 1], past_key_values=cache).logits
+                assert_close(said[:, 0], true[:, at], 1e-12)
+        assert caches[0].seen == 8
+    for row, cache, true in zip(tokens, caches, whole, strict=True):
+        assert_close(model(row[None, 8:], past_key_values=cache).logits[:, 0], true[:, 8], 1e-12)
+    assert len(played) == 1
+
+
+@torch.no_grad()
+def test_logits_stay_when_the_next_token_comes(played):
+    model = _model()
+    token = torch.tensor([[3]])
+    with recorded_decoding(model):
+        cache = model(torch.tensor([[1, 2]]), use_cache=True).past_key_values
+        first = model(token, past_key_values=cache).logits
+        kept = first.clone()
+        model(token + 1, past_key_values=cache)
+    assert torch.equal(first, kept)
+
+
+@torch.no_grad()
+def test_each_batch_size_has_a_recording(played):
+    model = _model()
+    with recorded_decoding(model):
+        for rows in (1, 2, 1):
+            model.generate(torch.ones(rows, 3, dtype=torch.long), max_new_tokens=3, do_sample=False)
+    assert len(played) == 2
+
+
+def test_what_is_not_a_token_of_a_cache_runs_as_it_is(played):
+    model = _model()
+    ids = torch.tensor([[1, 2, 3]])
+    with recorded_decoding(model):
+        cache = model(ids, use_cache=True).past_key_values
+        model(ids, labels=ids).loss.backward()
+        model(ids[:, :1], past_key_values=cache)  # with gradients
+        with torch.no_grad():
+            model(ids[:, :2], past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache, output_hidden_states=True)
+            model(ids[:, :1], past_key_values=cache, return_dict=False)
+            model(ids[:, :1], attention_mask=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+    assert not played
+
+
+def test_attention_is_refused():
+    with pytest.raises(InputError, match="the memory of attention grows"), recorded_decoding(_model("attention")):
+        pass
+
+
+def test_what_cannot_be_recorded_is_decoded_all_the_same(played, monkeypatch):
+    def fails(once):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(decoding, "_graph", fails)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model = _model()
+    expected = model.generate(**_prompts(), max_new_tokens=5, do_sample=False)
+    with recorded_decoding(model), pytest.warns(RecordingWarning, match="not permitted"):
+        found = model.generate(**_prompts(), max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_what_is_generated_is_the_same(kind):
+    model = _model(kind, "cuda")
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(**_prompts("cuda"), **settings)
+    with warnings.catch_warnings(), recorded_decoding(model):
+        warnings.simplefilter("error", RecordingWarning)
+        assert torch.equal(model.generate(**_prompts("cuda"), **settings), expected)
