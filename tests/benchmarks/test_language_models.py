@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import decoding, language, training
-from rebind.nn import RebindCache, RebindForCausalLM, preset
+from rebind.nn import RebindForCausalLM, preset
 from tests.nn.training_runs import text
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
