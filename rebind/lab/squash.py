@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Write = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
-Unwrite = Callable[[Tensor, Tensor, Tensor], Tensor]
+Write = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, tuple[Tensor, ...]]]
+Unwrite = Callable[..., Tensor]
 
 
 def squashed(phi_k: Tensor, values: Tensor, size: int) -> Tensor:
@@ -22,19 +22,18 @@ def squashed(phi_k: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 class _Squashed(torch.autograd.Function):
-    """Where a gradient is wanted every state is kept, once."""
+    """Where a gradient is wanted, what it takes is kept: every state, or what kernels make do with."""
 
     @staticmethod
     def forward(ctx: Any, phi_k: Tensor, values: Tensor, size: int) -> Tensor:
         phi_k, values = phi_k.contiguous(), values.contiguous()
-        memory, states = _ways(phi_k)[0](phi_k, values, size, ctx.needs_input_grad[0])
-        ctx.save_for_backward(values, states)
+        memory, kept = _ways(phi_k)[0](phi_k, values, size, ctx.needs_input_grad[0])
+        ctx.save_for_backward(values, *kept)
         return memory
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        values, states = ctx.saved_tensors
-        return _ways(slope)[1](slope.contiguous(), values, states), None, None
+        return _ways(slope)[1](slope.contiguous(), *ctx.saved_tensors), None, None
 
 
 def _ways(x: Tensor) -> tuple[Write, Unwrite]:
@@ -46,7 +45,7 @@ def _ways(x: Tensor) -> tuple[Write, Unwrite]:
     return write, unwrite
 
 
-def write(phi_k: Tensor, values: Tensor, size: int, keep: bool) -> tuple[Tensor, Tensor]:
+def write(phi_k: Tensor, values: Tensor, size: int, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The memory [n, S, D] that keys [n, L, D] leave in rows `values` [n, L], and if kept every state [L, n, S, D]."""
     n, length, width = phi_k.shape
     states = phi_k.new_empty(length if keep else 1, n, size, width)
@@ -56,7 +55,7 @@ def write(phi_k: Tensor, values: Tensor, size: int, keep: bool) -> tuple[Tensor,
         then = states[t % len(states)]
         torch.addcmul(memory, hot[:, t].unsqueeze(-1), phi_k[:, t : t + 1], out=then)
         memory = then.tanh_()
-    return memory.clone(), states
+    return memory.clone(), (states,) if keep else ()
 
 
 def unwrite(slope: Tensor, values: Tensor, states: Tensor) -> Tensor:

@@ -1,18 +1,21 @@
 """`rebind.lab.squash` in one kernel each way.
 
-An entry of the memory depends on no other, so a program takes some rows through all keys in registers. Forward it
-leaves every state behind where a gradient is wanted; backward it reads them once, from the last to the first.
+An entry of the memory depends on no other, so a program takes some rows through all keys in registers. What a key wrote
+into a row reaches the end through every tanh that follows: its slope is the memory's times Π (1 − W²) over these. A row
+is written a few times in a sequence, so this product is kept from write to write, one number a key and not one a state.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ENTRIES = 2048  # of a program
+ENTRIES = 2048  # of a program that writes
+COLUMNS = 64  # of one that goes back
 
 
 @triton.jit
@@ -24,13 +27,13 @@ def _tanh(x):
     return tl.where(tl.abs(x) < 0.3, near, 1 - 2 / (1 + tl.exp(2 * x)))
 
 
-@triton.jit(do_not_specialize=["stride", "L", "S"])
+@triton.jit(do_not_specialize=["L", "S"])
 def _write(
     phi,
     values,
     out,
-    states,
-    stride,
+    between,
+    after,
     L,
     S,
     D: tl.constexpr,
@@ -44,58 +47,54 @@ def _write(
     inside = (row < S) & (column < D)
     place = (n * S + row) * D + column
     memory = tl.zeros([ROWS, WIDE], dtype=tl.float32)
-    state = states + place
+    passed = memory + 1.0  # Π (1 − W²) since the row was written
     for t in range(L):
-        value = tl.load(values + n * L + t)
+        here = row == tl.load(values + n * L + t)
         key = tl.load(phi + (n * L + t) * D + column, mask=column < D, other=0.0)
-        memory = _tanh(memory + tl.where(row == value, key, 0.0))
         if KEEP:
-            tl.store(state, memory, mask=inside)
-            state += stride
+            tl.store(between + (n * L + t) * D + column + 0 * row, passed, mask=here & inside)
+            passed = tl.where(here, 1.0, passed)
+        memory = _tanh(memory + tl.where(here, key, 0.0))
+        if KEEP:
+            passed *= 1 - memory * memory
     tl.store(out + place, memory, mask=inside)
+    if KEEP:
+        tl.store(after + place, passed, mask=inside)
 
 
-@triton.jit(do_not_specialize=["stride", "L", "S"])
-def _unwrite(slope, values, d_phi, last, stride, L, S, D: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
+@triton.jit(do_not_specialize=["L", "S"])
+def _unwrite(slope, values, between, d_phi, L, S, D: tl.constexpr, WIDE: tl.constexpr):
+    """From the last key to the first; `slope` is at first that of what was written last into each row."""
     n = tl.program_id(0)
-    first = tl.program_id(1) * ROWS
-    row = first + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, WIDE)
-    inside = (row < S) & (column[None, :] < D)
-    place = (n * S + row) * D + column[None, :]
-    d_memory = tl.load(slope + place, mask=inside, other=0.0)
-    state = last + place
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    inside = column < D
     for back in range(L):
         t = L - 1 - back
-        memory = tl.load(state, mask=inside, other=0.0)
-        d_memory = d_memory * (1 - memory * memory)
-        value = tl.load(values + n * L + t)
-        d_key = tl.sum(tl.where(row == value, d_memory, 0.0), axis=0)
-        here = (value >= first) & (value < first + ROWS)  # one program has the row that was written
-        tl.store(d_phi + (n * L + t) * D + column, d_key, mask=(column < D) & here)
-        state -= stride
+        row = slope + (n * S + tl.load(values + n * L + t)) * D + column
+        place = (n * L + t) * D + column
+        d_key = tl.load(row, mask=inside, other=0.0)
+        tl.store(d_phi + place, d_key, mask=inside)
+        tl.store(row, d_key * tl.load(between + place, mask=inside, other=0.0), mask=inside)
+        tl.debug_barrier()  # the row may be the next one's
 
 
-def write(phi_k: Tensor, values: Tensor, size: int, keep: bool) -> tuple[Tensor, Tensor]:
+def write(phi_k: Tensor, values: Tensor, size: int, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
     """As `squash.write`, of contiguous tensors."""
     n, length, width = phi_k.shape
     out = phi_k.new_empty(n, size, width)
-    states = phi_k.new_empty(length if keep else 0, n, size, width)
-    grid, constants = _shape(n, size, width)
-    _write[grid](phi_k, values, out, states, out.numel(), length, size, D=width, KEEP=keep, **constants)
-    return out, states
-
-
-def unwrite(slope: Tensor, values: Tensor, states: Tensor) -> Tensor:
-    """As `squash.unwrite`, of contiguous tensors."""
-    length, n, size, width = states.shape
-    d_phi = slope.new_empty(n, length, width)
-    grid, constants = _shape(n, size, width)
-    _unwrite[grid](slope, values, d_phi, states[-1], slope.numel(), length, size, D=width, **constants)
-    return d_phi
-
-
-def _shape(n: int, size: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    between, after = (torch.empty_like(phi_k), torch.empty_like(out)) if keep else (phi_k, out)
     wide = triton.next_power_of_2(width)
     rows = max(1, min(ENTRIES // wide, triton.next_power_of_2(size)))
-    return (n, triton.cdiv(size, rows)), {"ROWS": rows, "WIDE": wide}
+    grid = (n, triton.cdiv(size, rows))
+    _write[grid](phi_k, values, out, between, after, length, size, D=width, KEEP=keep, ROWS=rows, WIDE=wide)
+    return out, (between, after) if keep else ()
+
+
+def unwrite(slope: Tensor, values: Tensor, between: Tensor, after: Tensor) -> Tensor:
+    """As `squash.unwrite`, of contiguous tensors."""
+    n, length, width = between.shape
+    d_phi, last = torch.empty_like(between), slope * after
+    wide = min(COLUMNS, triton.next_power_of_2(width))
+    grid = (n, triton.cdiv(width, wide))
+    _unwrite[grid](last, values, between, d_phi, length, slope.shape[1], D=width, WIDE=wide, num_warps=1)
+    return d_phi

@@ -23,6 +23,7 @@ from rebind.lab.theory import delta_errors, hopfield_error, interference, least_
 from rebind.memory import get_feature, get_rule, l2_normalise, rule_names
 from rebind.memory.programmer import FastWeightProgrammer
 from rebind.ops import scan_rule
+from tests.support import assert_close
 
 CPU = torch.device("cpu")
 DEVICES = ["cuda"] if torch.cuda.is_available() else ["cpu"]  # where Triton's kernels run, or are interpreted
@@ -170,7 +171,23 @@ class TestReading:
         same_with_gradients(squashed(phi_k, values, 4), memory, (phi_k,))
         torch.testing.assert_close(squashed(phi_k.detach(), values, 4), memory.detach())
 
-    @pytest.mark.parametrize(("length", "size", "width"), [(1, 1, 1), (7, 5, 3), (12, 40, 70)])
+    @pytest.mark.parametrize(("length", "width"), [(1, 1), (5, 3), (70, 24), (130, 64)])
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_kernels_correct_as_the_definition(self, length, width, device):
+        kernels = pytest.importorskip("rebind.lab.correct_kernels")
+        k = torch.nn.functional.normalize(doubles(3, length, width).detach(), dim=-1).requires_grad_()
+        q, erase = doubles(3, 1, width), torch.rand(3, length, dtype=torch.float64, requires_grad=True)
+        slope = doubles(3, 1, length).detach()
+        expected = corrected(k, q, erase)
+        truth = torch.autograd.grad(expected, (k, q, erase), slope)
+        on_device = [one.detach().float().to(device) for one in (k, q, erase)]
+        x, rest = kernels.sweep(*on_device)
+        assert_close(x.cpu().double(), expected.detach()[:, 0], 1e-5)
+        found = kernels.unsweep(on_device[0], on_device[2], x, rest, slope[:, 0].float().to(device))
+        for one, true in zip(found, truth, strict=True):
+            assert_close(one.cpu().double(), true, 1e-5)
+
+    @pytest.mark.parametrize(("length", "size", "width"), [(1, 1, 1), (7, 5, 3), (12, 40, 70), (60, 4, 9)])
     @pytest.mark.parametrize("device", DEVICES)
     def test_kernels_squash_as_the_definition(self, length, size, width, device):
         kernels = pytest.importorskip("rebind.lab.squash_kernels")
@@ -178,12 +195,12 @@ class TestReading:
         phi_k = torch.randn(2, length, width, generator=generator) * torch.tensor([1e-3, 3.0]).view(2, 1, 1)
         values = torch.randint(size, (2, length), generator=generator)
         slope = torch.randn(2, size, width, generator=generator)
-        expected, states = write(phi_k.double(), values, size, True)
+        expected, (states,) = write(phi_k.double(), values, size, True)
         got, kept = kernels.write(phi_k.to(device), values.to(device), size, True)
         alone, _ = kernels.write(phi_k.to(device), values.to(device), size, False)
         torch.testing.assert_close(got.cpu().double(), expected, rtol=2e-6, atol=2e-9)
         assert torch.equal(alone, got)
-        d_phi = kernels.unwrite(slope.to(device), values.to(device), kept)
+        d_phi = kernels.unwrite(slope.to(device), values.to(device), *kept)
         torch.testing.assert_close(d_phi.cpu().double(), unwrite(slope.double(), values, states), rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("once", [True, False])
