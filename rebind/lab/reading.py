@@ -63,8 +63,17 @@ def similarity(feature: Feature, known: Tensor | None, k: Tensor, q: Tensor) -> 
         return _favor(k, q, known)
     if known is None or q.shape[-2] > 1:
         return Products(feature(q) @ feature(k).mT)
+    if isinstance(feature, Dpfp) and has_kernels(k):
+        flat = (x.reshape(-1, *x.shape[-2:]) for x in (k, q))
+        found: Tensor = _DpfpByKernels.apply(*flat, feature.nu)  # type: ignore[no-untyped-call]
+        return Products(found.reshape(*q.shape[:-1], k.shape[-2]))
     products: Tensor = _DpfpSimilarity.apply(k, q, known)  # type: ignore[no-untyped-call]
     return Products(products.unsqueeze(-2))
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether x is where kernels of ours run: on a GPU, in float32."""
+    return x.is_cuda and x.dtype == torch.float32 and find_spec("triton") is not None
 
 
 def _favor(k: Tensor, q: Tensor, projection: Tensor) -> Products:
@@ -154,6 +163,26 @@ class _DpfpSimilarity(torch.autograd.Function):
         return share * q, (share * k).sum(-2, keepdim=True), None
 
 
+class _DpfpByKernels(torch.autograd.Function):
+    """The same in two kernels, for keys [n, L, d] and queries [n, 1, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, q: Tensor, nu: int) -> Tensor:
+        from rebind.lab.dpfp_kernels import products
+
+        k, q = k.contiguous(), q.contiguous()
+        ctx.save_for_backward(k, q)
+        ctx.nu = nu
+        return products(k, q, nu)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+        from rebind.lab.dpfp_kernels import slopes
+
+        k, q = ctx.saved_tensors
+        return *slopes(k, q, slope.contiguous(), ctx.nu), None
+
+
 class _FavorSimilarity(torch.autograd.Function):
     """φ(k)·φ(q) = 1/2m Σ_r (e^{z_r − c} + e^{−z_r − c}), z = P(k + q)/d^¼, c = (‖k‖² + ‖q‖²)/2√d; and the shift."""
 
@@ -189,8 +218,7 @@ def corrected(k: Tensor, q: Tensor, erase: Tensor) -> Tensor:
     """
     lead, (length, width) = k.shape[:-2], k.shape[-2:]
     flat = k.reshape(-1, length, width), q.reshape(-1, 1, width), erase.reshape(-1, length)
-    kernels = k.is_cuda and k.dtype == torch.float32 and find_spec("triton") is not None
-    x: Tensor = (_CorrectedByKernels if kernels else _Corrected).apply(*flat)  # type: ignore[no-untyped-call]
+    x: Tensor = (_CorrectedByKernels if has_kernels(k) else _Corrected).apply(*flat)  # type: ignore[no-untyped-call]
     return x.reshape(*lead, 1, length)
 
 
@@ -256,7 +284,8 @@ class _CorrectedByKernels(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from rebind.lab.correct_kernels import unsweep
 
-        return unsweep(*ctx.saved_tensors, slope.contiguous())
+        k, erase, x, rest = ctx.saved_tensors
+        return unsweep(k, erase, x, rest, slope.contiguous())
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:

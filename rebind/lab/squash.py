@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rebind.lab.reading import has_kernels
 
 Write = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, tuple[Tensor, ...]]]
 Unwrite = Callable[..., Tensor]
@@ -38,7 +39,7 @@ class _Squashed(torch.autograd.Function):
 
 def _ways(x: Tensor) -> tuple[Write, Unwrite]:
     """Two kernels on a GPU; elsewhere some operations a key."""
-    if x.is_cuda and x.dtype == torch.float32 and find_spec("triton") is not None:
+    if has_kernels(x):
         from rebind.lab import squash_kernels
 
         return squash_kernels.write, squash_kernels.unwrite

@@ -171,6 +171,23 @@ class TestReading:
         same_with_gradients(squashed(phi_k, values, 4), memory, (phi_k,))
         torch.testing.assert_close(squashed(phi_k.detach(), values, 4), memory.detach())
 
+    @pytest.mark.parametrize(("length", "width", "nu"), [(1, 2, 1), (33, 5, 3), (40, 24, 2), (70, 64, 1)])
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_kernels_multiply_as_the_definition(self, length, width, nu, device):
+        kernels = pytest.importorskip("rebind.lab.dpfp_kernels")
+        generator = torch.Generator().manual_seed(0)
+        k, q = (torch.randn(3, n, width, generator=generator, dtype=torch.float64) for n in (length, 1))
+        k[0, 0, 0] = 0.0  # a corner of relu
+        slope = torch.randn(3, 1, length, generator=generator, dtype=torch.float64)
+        feature = get_feature("dpfp", width, nu=nu)
+        k.requires_grad_(), q.requires_grad_()
+        expected = feature(q) @ feature(k).mT
+        truth = torch.autograd.grad(expected, (k, q), slope)
+        keys, query = (x.detach().float().to(device) for x in (k, q))
+        assert_close(kernels.products(keys, query, nu).cpu().double(), expected.detach()[:, 0], 1e-5)
+        for one, true in zip(kernels.slopes(keys, query, slope[:, 0].float().to(device), nu), truth, strict=True):
+            assert_close(one.cpu().double(), true, 1e-5)
+
     @pytest.mark.parametrize(("length", "width"), [(1, 1), (5, 3), (70, 24), (130, 64)])
     @pytest.mark.parametrize("device", DEVICES)
     def test_kernels_correct_as_the_definition(self, length, width, device):
