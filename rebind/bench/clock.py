@@ -7,13 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 
 from rebind.bench.contenders import Shape
+from rebind.recording import replay_of
 
 CHUNK = 64  # of the floors: the chunk size that GPU kernels use
 FEWEST = 3  # rounds
@@ -60,24 +60,11 @@ def recorded(call: Callable[[], object], device: str) -> Callable[[], object] | 
     """The call as a CUDA graph, its kernels with no Python between them; None where there is no recording it."""
     if not device.startswith("cuda"):
         return None
-    graph, side = torch.cuda.CUDAGraph(), _side()
     try:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # as torch's documentation has it: what is set up on the first run stays out
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            call()
+        return replay_of(call)
     except Exception:  # whatever a peer may do that cannot be recorded
         torch.cuda.synchronize()
         return None
-    return graph.replay
-
-
-@cache
-def _side() -> torch.cuda.Stream:
-    """One stream for all: each would keep a workspace of cuBLAS, and memory is measured too."""
-    return torch.cuda.Stream()
 
 
 def clocked(call: Callable[[], Result], device: str) -> tuple[float, Result]:

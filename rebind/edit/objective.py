@@ -11,7 +11,6 @@ a CUDA graph and then replays it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rebind.edit.trunk import Tokens, Trunk, select_cache
-from rebind.errors import RecordingWarning
+from rebind.recording import or_none
 
 
 @dataclass(frozen=True)
@@ -239,16 +238,5 @@ def can_be_recorded(trunk: Trunk) -> bool:
 
 def recorded(objective: Objective) -> Recorded | Objective:
     """The objective as a graph, or as it is, with a warning, when the model's code does not allow that."""
-    try:
-        return Recorded(objective)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as problem:
-        torch.cuda.synchronize()
-        warnings.warn(
-            f"{type(objective.trunk.model).__name__} cannot be recorded as a CUDA graph "
-            f"({str(problem).splitlines()[0]}): the search for targets goes on without, slower",
-            RecordingWarning,
-            stacklevel=2,
-        )
-        return objective
+    name = type(objective.trunk.model).__name__
+    return or_none(lambda: Recorded(objective), f"the search for targets on {name}") or objective

@@ -9,21 +9,21 @@ tensors of its own for them. The cache that was played last holds these, and get
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from rebind.errors import InputError, RecordingWarning
+from rebind.errors import InputError
 from rebind.nn.cache import RebindCache
 from rebind.nn.models import RebindForCausalLM
 from rebind.nn.states import State
+from rebind.recording import or_none, replay_of
 
 
 @contextmanager
@@ -51,7 +51,8 @@ def recorded_decoding(model: RebindForCausalLM) -> Iterator[None]:
             assert past_key_values is not None
             kind = _kind(past_key_values)
             if kind not in recordings:
-                recordings[kind] = _recorded(plain, input_ids, past_key_values)
+                made = partial(_Recording, plain, input_ids, past_key_values)
+                recordings[kind] = or_none(made, "a token")
             recording = recordings[kind]
             if recording is not None:
                 return recording.play(input_ids, past_key_values)
@@ -81,7 +82,7 @@ class _Recording:
             self.logits = plain(input_ids=self.token, past_key_values=own, use_cache=True).logits
             _write_back(self.states, own)
 
-        self.replay = _graph(once)
+        self.replay = replay_of(once, warm=2)
 
     def play(self, token: Tensor, cache: RebindCache) -> CausalLMOutputWithPast:
         if any(state is not mine for state, mine in zip(cache.states, self.states, strict=True)):
@@ -100,36 +101,6 @@ class _Recording:
             mine = {id(state) for state in self.states}
             owner.states = [state.clone() if state and id(state) in mine else state for state in owner.states]
         self.owner = lambda: None
-
-
-def _recorded(plain: Callable[..., Any], token: Tensor, cache: RebindCache) -> _Recording | None:
-    try:
-        return _Recording(plain, token, cache)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as problem:
-        torch.cuda.synchronize()
-        warnings.warn(
-            f"a token cannot be recorded as a CUDA graph ({str(problem).splitlines()[0]}): decoding goes on without, "
-            f"slower",
-            RecordingWarning,
-            stacklevel=2,
-        )
-        return None
-
-
-def _graph(once: Callable[[], None]) -> Callable[[], object]:
-    """A replay of the call."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # what is set up and compiled on the first runs stays out of the graph
-        for _ in range(2):
-            once()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        once()
-    return graph.replay
 
 
 def _write_back(places: list[State], cache: RebindCache) -> None:

@@ -35,13 +35,13 @@ def played(monkeypatch):
     """Recordings that were made: calls that begin as a graph's would, after two runs."""
     made = []
 
-    def graph(once):
-        for _ in range(2):
+    def graph(once, warm):
+        for _ in range(warm):
             once()
         made.append(once)
         return once
 
-    monkeypatch.setattr(decoding, "_graph", graph)
+    monkeypatch.setattr(decoding, "replay_of", graph)
     monkeypatch.setattr(decoding, "_on_gpu", lambda token: True)
     return made
 
@@ -120,10 +120,10 @@ def test_attention_is_refused():
 
 
 def test_what_cannot_be_recorded_is_decoded_all_the_same(played, monkeypatch):
-    def fails(once):
+    def fails(once, warm):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(decoding, "_graph", fails)
+    monkeypatch.setattr(decoding, "replay_of", fails)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     model = _model()
     expected = model.generate(**_prompts(), max_new_tokens=5, do_sample=False)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from rebind.errors import RecordingWarning
+from rebind.recording import or_none
 
 WARM = 3  # steps that run before one is recorded: kernels are compiled and checked, workspaces made
 
@@ -53,18 +52,8 @@ def record(
     targets: Tensor,
 ) -> RecordedStep | None:
     """A recorded step, or None, with a warning, where the model does something that a graph does not hold."""
-    try:
-        return RecordedStep(loss_of, parameters, clip, inputs, targets)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as problem:
-        torch.cuda.synchronize()
+    made = or_none(lambda: RecordedStep(loss_of, parameters, clip, inputs, targets), "a training step")
+    if made is None:
         for parameter in parameters:
             parameter.grad = None
-        warnings.warn(
-            f"a step cannot be recorded as a CUDA graph ({str(problem).splitlines()[0]}): training goes on without, "
-            f"slower",
-            RecordingWarning,
-            stacklevel=2,
-        )
-        return None
+    return made

@@ -1,0 +1,54 @@
+"""CUDA graphs: kernels that were launched once, one by one, and are replayed with one call.
+
+Steps of small models take a host longer to launch than a GPU to compute. What is recorded must find its inputs in the
+same tensors every time, and must not look at a value.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+from rebind.errors import RecordingWarning
+
+Made = TypeVar("Made")
+
+
+def replay_of(call: Callable[[], object], *, warm: int = 1) -> Callable[[], object]:
+    """The call as a graph, after so many runs that compile and set up what must not be in it."""
+    here, aside = torch.cuda.current_stream(), _aside()
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        for _ in range(warm):
+            call()
+    here.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def or_none(make: Callable[[], Made], what: str) -> Made | None:
+    """A recording, or None, with a warning that `what` goes on without, where code does what a graph does not hold."""
+    try:
+        return make()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as problem:
+        torch.cuda.synchronize()
+        warnings.warn(
+            f"{what} cannot be recorded as a CUDA graph ({str(problem).splitlines()[0]}): it goes on without, slower",
+            RecordingWarning,
+            stacklevel=3,
+        )
+        return None
+
+
+@cache
+def _aside() -> torch.cuda.Stream:
+    """One stream for all: each would keep a workspace of cuBLAS."""
+    return torch.cuda.Stream()
