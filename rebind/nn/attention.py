@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rebind.errors import InputError
 from rebind.memory.precision import working_dtype
 from rebind.nn.layer import SequenceLayer, head_width, key_heads_for
+from rebind.nn.padding import cleared
 from rebind.nn.states import State
+
+ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +82,13 @@ class Attention(SequenceLayer[AttentionState]):
         self, x: Tensor, state: AttentionState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, AttentionState]:
         start = self._start(x, state, mask)
+        x = cleared(x, mask)
         q, k, v = self._project(x, start.count, mask)
         seen = self._extended(start, k, v, mask)
         past = start.keys.shape[2]
         allowed = _allowed(past, x.shape[1], seen.real, x.device)
-        if x.shape[1] == 1:
-            read = _read_one(q, seen.keys, seen.values, allowed)
-        else:
-            causal = allowed is None and past == 0
+        causal = allowed is None and past == 0 and x.shape[1] > 1
+        with _without_plans(q):
             read = functional.scaled_dot_product_attention(
                 q, seen.keys, seen.values, attn_mask=allowed, is_causal=causal, enable_gqa=self.key_heads != self.heads
             )
@@ -123,17 +128,11 @@ class Attention(SequenceLayer[AttentionState]):
         )
 
 
-def _read_one(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None) -> Tensor:
-    """What one query a head [B, heads, 1, d] reads of keys and values [B, key_heads, S, d].
-
-    Two plain products: on some GPUs scaled_dot_product_attention plans anew for every S, milliseconds a layer.
-    """
-    together = q.reshape(*keys.shape[:2], -1, q.shape[-1])  # the queries of a key head, which see the same keys
-    scores = (together * q.shape[-1] ** -0.5) @ keys.mT
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    weights = torch.softmax(scores, dim=-1, dtype=working_dtype(scores)).to(values.dtype)
-    return (weights @ values).reshape(*q.shape[:3], -1)
+def _without_plans(q: Tensor) -> AbstractContextManager[None]:
+    """For one token on a GPU, kernels that take any context: cuDNN's plans anew for each, milliseconds a layer."""
+    if not q.is_cuda or q.shape[2] > 1:
+        return nullcontext()
+    return cast(AbstractContextManager[None], sdpa_kernel(ANY_LENGTH))
 
 
 def _allowed(past: int, length: int, real: Tensor | None, device: torch.device) -> Tensor | None:

@@ -57,4 +57,4 @@ class ShortConvolution(nn.Module):
     def _after(self, x: Tensor, window: Tensor) -> Tensor:
         """The last size − 1 tokens of window and x."""
         early = x.shape[1] - (self.size - 1)
-        return x[:, early:] if early >= 0 else torch.cat([window[:, early:].to(x.dtype), x], dim=1)
+        return x[:, early:].clone() if early >= 0 else torch.cat([window[:, early:].to(x.dtype), x], dim=1)

@@ -38,31 +38,36 @@ def recorded_decoding(model: RebindForCausalLM) -> Iterator[None]:
         )
     untyped: Any = model  # `forward` is about to be shadowed
     plain, recordings = untyped.forward, dict[Hashable, "_Recording | None"]()
+    shadowed = vars(model).get("forward")  # what accelerate or an outer recording put in its place
 
     @wraps(plain)  # `generate` looks at what forward takes
     def forward(
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: RebindCache | None = None,
+        *rest: Any,
         **others: Any,
     ) -> Any:
-        if not model.training and _is_next_token(input_ids, attention_mask, past_key_values, others):
+        if not rest and not model.training and _is_next_token(input_ids, attention_mask, past_key_values, others):
             assert input_ids is not None
             assert past_key_values is not None
-            kind = _kind(past_key_values)
+            kind = input_ids.shape, _kind(past_key_values)
             if kind not in recordings:
                 made = partial(_Recording, plain, input_ids, past_key_values)
                 recordings[kind] = or_none(made, "a token")
             recording = recordings[kind]
             if recording is not None:
                 return recording.play(input_ids, past_key_values)
-        return plain(input_ids, attention_mask, past_key_values, **others)
+        return plain(input_ids, attention_mask, past_key_values, *rest, **others)
 
     untyped.forward = forward
     try:
         yield
     finally:
-        del untyped.forward
+        if shadowed is None:
+            del untyped.forward
+        else:
+            untyped.forward = shadowed
         for recording in recordings.values():
             if recording is not None:
                 recording.leave()
@@ -71,6 +76,8 @@ def recorded_decoding(model: RebindForCausalLM) -> Iterator[None]:
 class _Recording:
     """One token of every sequence of a batch: tensors that it is read from and written to, and its replay."""
 
+    @torch.inference_mode(False)  # its tensors are written to outside of it too
+    @torch.no_grad()
     def __init__(self, plain: Callable[..., Any], token: Tensor, cache: RebindCache) -> None:
         self.token = token.clone()
         self.states = [state.clone() for state in cache.states if state is not None]
@@ -98,8 +105,8 @@ class _Recording:
     def leave(self) -> None:
         """The memory of the cache that was played last goes on in tensors of its own."""
         if (owner := self.owner()) is not None:
-            mine = {id(state) for state in self.states}
-            owner.states = [state.clone() if state and id(state) in mine else state for state in owner.states]
+            mine = {tensor.untyped_storage().data_ptr() for state in self.states for tensor in state.tensors}
+            owner.states = [state.clone() if state and _lies_in(state, mine) else state for state in owner.states]
         self.owner = lambda: None
 
 
@@ -133,3 +140,8 @@ def _kind(cache: RebindCache) -> Hashable:
 
 def _grows(block: Any) -> bool:
     return bool(block.mixer.grows)
+
+
+def _lies_in(state: State, storages: set[int]) -> bool:
+    """Whether any tensor of it does: a token that was not replayed leaves some in place and makes others anew."""
+    return any(tensor.untyped_storage().data_ptr() in storages for tensor in state.tensors)

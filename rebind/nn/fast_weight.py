@@ -129,7 +129,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
         self, x: Tensor, state: FastWeightState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, FastWeightState]:
         self._check(x, state, mask)
-        x, others = entering(x), self._others
+        x, others = entering(cleared(x, mask)), self._others
         mixed = joined(x, self.q_proj, self.k_proj, self.v_proj)
         gate, made = self._gated(joined(x, *others) if others else None)
         window = None if state is None else state.window
@@ -150,7 +150,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
     @torch.no_grad()
     def step(self, x: Tensor, state: FastWeightState, mask: Tensor | None = None) -> tuple[Tensor, FastWeightState]:
         self._check(x, state, mask, rank=2)
-        x, window = entering(x), state.window
+        x, window = entering(cleared(x, mask)), state.window
         mixed, rest = joined(x, self.q_proj, self.k_proj, self.v_proj, *self._others).tensor_split([self._mixed], -1)
         gate, made = self._gated(rest if rest.shape[-1] else None)
         if self.conv is not None:

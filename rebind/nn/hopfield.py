@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rebind.errors import InputError
 from rebind.memory.precision import working_dtype
 from rebind.nn.layer import SequenceLayer, head_width, require_positive
+from rebind.nn.padding import cleared
 from rebind.nn.states import Empty
 
 
@@ -59,12 +60,12 @@ class HopfieldLayer(SequenceLayer[Empty]):
 
     def forward(self, x: Tensor, state: Empty | None = None, mask: Tensor | None = None) -> tuple[Tensor, Empty]:
         start = self._start(x, state, mask)
-        return self._retrieve(x), start
+        return self._retrieve(cleared(x, mask)), start
 
     @torch.no_grad()
     def step(self, x: Tensor, state: Empty, mask: Tensor | None = None) -> tuple[Tensor, Empty]:
         start = self._start(x, state, mask, rank=2)
-        return self._retrieve(x), start
+        return self._retrieve(cleared(x, mask)), start
 
     def _retrieve(self, x: Tensor) -> Tensor:
         query = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))

@@ -48,8 +48,8 @@ class SequenceLayer(nn.Module, Generic[S]):
         """Read one token x [B, dim], without gradients. The given state is used up: its memory is changed in place."""
 
     def go_on(self, x: Tensor, state: S | None, mask: Tensor | None = None) -> tuple[Tensor, S]:
-        """`forward`; by `step`, with the same numbers, where one token follows a state and no gradient is wanted."""
-        if x.shape[1] != 1 or state is None or torch.is_grad_enabled():
+        """`forward`; by `step`, with the same numbers, where one token follows a state and nothing is trained."""
+        if x.shape[1] != 1 or state is None or torch.is_grad_enabled() or self.training:
             return self(x, state, mask)
         out, state = self.step(x.squeeze(1), state, None if mask is None else mask.squeeze(1))
         return out.unsqueeze(1), state

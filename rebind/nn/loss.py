@@ -24,6 +24,8 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     At least float32; autocast is obeyed. Targets of −100 ask for nothing.
     """
+    if not torch.is_grad_enabled():  # autograd would still say that gradients are wanted
+        hidden, weight = hidden.detach(), weight.detach()
     total: Tensor = _HeadLoss.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
     return total
 
@@ -69,4 +71,5 @@ class _HeadLoss(torch.autograd.Function):
 def _narrowed(tensor: Tensor) -> Tensor:
     """As autocast would have it in a product."""
     kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+    narrows = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64  # which autocast leaves alone
+    return tensor.to(torch.get_autocast_dtype(kind)) if narrows else tensor

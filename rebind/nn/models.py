@@ -22,6 +22,7 @@ from rebind.nn.kinds import build
 from rebind.nn.loss import IGNORED, head_loss
 from rebind.nn.mlp import MLPS
 from rebind.nn.norms import RMSNorm
+from rebind.nn.products import is_plain
 from rebind.nn.states import State
 from rebind.nn.ttt import TTTLayer
 
@@ -162,7 +163,6 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        shift_labels: Tensor | None = None,
         return_logits: bool = True,
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
@@ -175,9 +175,10 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
         """
         ran = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states)
         hidden, loss, logits = ran.last_hidden_state, cast(Any, None), None
+        shift_labels = kwargs.get("shift_labels")  # no parameter: Trainer would ask every batch for it, as for `labels`
         if shift_labels is None and labels is not None:
             shift_labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        if return_logits or shift_labels is None:
+        if return_logits or shift_labels is None or not is_plain(self.lm_head):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, kept])
         if shift_labels is not None:

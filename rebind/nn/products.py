@@ -26,7 +26,7 @@ def joined(x: Tensor, *projections: nn.Linear) -> Tensor:
     if len(projections) == 1:
         out: Tensor = projections[0](x)
         return out
-    if all(map(_is_plain, projections)):
+    if all(map(is_plain, projections)):
         weights = [project.weight for project in projections]
         if _worth_joining(x, weights):
             return functional.linear(x, torch.cat(weights))
@@ -41,7 +41,7 @@ def _worth_joining(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return x.is_cuda and len(weights) > 2 and sum(weight.numel() for weight in weights) <= LARGEST
 
 
-def _is_plain(project: nn.Module) -> bool:
+def is_plain(project: nn.Module) -> bool:
     """Whether calling the module is multiplying by its weight, and nobody is told."""
     return (
         type(project) is nn.Linear

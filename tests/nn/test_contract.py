@@ -45,6 +45,17 @@ def test_carried_state_is_one_long_pass(name, cuts):
 
 
 @EVERY
+def test_a_state_holds_no_more_than_it_says(name):
+    """Not the sequence that it is a view of: as much memory after two hundred tokens as after twenty."""
+    layer, held = made(name), []
+    for length in (20, 200):
+        _, state = layer(Draw(7).normal(1, length, DIM))
+        stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.tensors}
+        held.append(sum(stores.values()))
+    assert layer.grows or held[0] == held[1]
+
+
+@EVERY
 def test_it_is_causal(name):
     layer, x = made(name), Draw(3).normal(1, 9, DIM)
     changed = x.clone()
@@ -57,12 +68,13 @@ MASKS = {"left": "0011111", "right": "1111100", "between": "1011011", "all of it
 
 @EVERY
 @pytest.mark.parametrize("pattern", MASKS.values(), ids=MASKS.keys())
-def test_padding_leaves_no_trace(name, pattern):
+@pytest.mark.parametrize("poison", [1e3, float("nan")])
+def test_padding_leaves_no_trace(name, pattern, poison):
     """Poisoned padding in one row of two; the state after it goes on as if there had been none."""
     layer, draw = made(name), Draw(4)
     x, after = draw.normal(2, len(pattern), DIM), draw.normal(2, 6, DIM)
     real = torch.tensor([bit == "1" for bit in pattern])
-    x[0, ~real] = 1e3
+    x[0, ~real] = poison
     mask = torch.stack([real, torch.ones_like(real)])
     out, state = layer(x, mask=mask)
     later, _ = layer(after, state)

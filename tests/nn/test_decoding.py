@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from rebind.errors import InputError, RecordingWarning
+from rebind.errors import InputError, RecordingWarning, ShapeError
 from rebind.nn import RebindConfig, RebindForCausalLM, decoding
 from rebind.nn.decoding import recorded_decoding
 from tests.support import assert_close
@@ -76,6 +76,58 @@ def test_conversations_do_not_meet(played):
     for row, cache, true in zip(tokens, caches, whole, strict=True):
         assert_close(model(row[None, 8:], past_key_values=cache).logits[:, 0], true[:, 8], 1e-12)
     assert len(played) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["hidden states", "a masked token"])
+def test_a_token_that_is_not_replayed_leaves_no_memory_behind(played, way):
+    """It goes on in the recording's own tensors, which the next cache is written into."""
+    model, token = _model(), torch.tensor([[3]])
+    odd = {"output_hidden_states": True} if way == "hidden states" else {"attention_mask": torch.tensor([[1, 1, 1, 0]])}
+
+    def talk():
+        one, other = (model(torch.tensor([[1, first]]), use_cache=True).past_key_values for first in (5, 6))
+        model(token, past_key_values=one)
+        model(token, past_key_values=one, **odd)
+        model(token, past_key_values=other)
+        return model(token, past_key_values=one).logits
+
+    expected = talk()
+    with recorded_decoding(model):
+        assert_close(talk(), expected, 1e-12)
+    assert played
+
+
+def test_what_shadowed_forward_before_does_so_again(played):
+    model = _model()
+    given = torch.tensor([[1, 2]])
+    with recorded_decoding(model), recorded_decoding(model):
+        model.generate(given, max_new_tokens=3, do_sample=False)
+    assert "forward" not in vars(model)
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    shadow = model.forward
+    with recorded_decoding(model):
+        model(given, None, None, None, given)  # labels by their place
+    assert model.forward is shadow
+
+
+def test_recorded_in_inference_mode_and_used_without(played):
+    model, given = _model(), torch.tensor([[1, 2]])
+    with recorded_decoding(model):
+        with torch.inference_mode():
+            expected = model.generate(given, max_new_tokens=3, do_sample=False)
+        assert torch.equal(model.generate(given, max_new_tokens=3, do_sample=False), expected)
+
+
+@torch.no_grad()
+def test_a_token_too_few_is_refused_as_ever(played):
+    model = _model()
+    with recorded_decoding(model):
+        cache = model(torch.ones(2, 3, dtype=torch.long), use_cache=True).past_key_values
+        model(torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+        with pytest.raises(ShapeError):
+            model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
 
 
 @torch.no_grad()

@@ -62,6 +62,26 @@ def test_autocast_is_obeyed():
         assert_close(one, true, 1e-2)
 
 
+def test_float64_stays_float64_under_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert head_loss(*_problem()).dtype == torch.float64
+
+
+def test_without_gradients_none_are_made(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: made.append(args))
+    with torch.no_grad():
+        head_loss(*_problem())
+    assert not made
+
+
+def test_a_head_that_is_more_than_its_weight_is_asked_itself():
+    lm = RebindForCausalLM(RebindConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    lm.lm_head.register_forward_hook(lambda module, given, out: 2 * out)
+    ids = torch.randint(30, (1, 9))
+    assert_close(lm(ids, labels=ids, return_logits=False).loss, lm(ids, labels=ids).loss, 1e-6)
+
+
 def test_nothing_asked_is_nothing():
     hidden, weight, targets = _problem()
     total = head_loss(hidden, weight, torch.full_like(targets, IGNORED))

@@ -259,7 +259,9 @@ def test_it_learns_under_the_trainer(tmp_path):
         bf16=True,
     )  # fmt: skip
     before = lm(rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss
-    Trainer(lm, arguments, train_dataset=rows).train()
+    trainer = Trainer(lm, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before / 2
     after = lm.eval()(rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss
     assert after < before / 2
 

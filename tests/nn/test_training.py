@@ -21,7 +21,16 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from rebind.errors import InputError, NumericalError, StorageError, UnknownNameError
-from rebind.nn.training import DataConfig, OptimizerConfig, Progress, TrainConfig, checkpoint, train, updates
+from rebind.nn.training import (
+    DataConfig,
+    OptimizerConfig,
+    Progress,
+    TrainConfig,
+    checkpoint,
+    tokenizers,
+    train,
+    updates,
+)
 from rebind.nn.training.load import load
 from tests.nn.training_runs import TINY, Killed, config, corpus, killed, outcome, text
 
@@ -155,6 +164,43 @@ def test_the_oldest_checkpoints_go(tmp_path):
         ".json",
         ".safetensors",  # and no pickle
     }
+
+
+def test_what_a_killed_run_was_writing_goes(tmp_path):
+    run = config(corpus(tmp_path), steps=3, save_every=3)
+    train(run, tmp_path / "run")
+    left = tmp_path / "run/checkpoints/.step-00000002.0123456789ab.tmp"
+    left.mkdir()
+    train(run, tmp_path / "run")
+    assert not left.exists()
+
+
+def test_a_reader_beside_a_run_takes_what_is_there(tmp_path, monkeypatch):
+    """The checkpoint that it was about to read is gone, and a newer one in its place."""
+    run = tmp_path / "run"
+    train(config(corpus(tmp_path), steps=6, save_every=3, keep=2), run)
+    older, newer = sorted((run / "checkpoints").iterdir())
+    aside = tmp_path / "aside"
+    newer.rename(aside)
+    read = tokenizers.read_tokenizer
+
+    def late(path):
+        if aside.exists():
+            aside.rename(newer)
+            shutil.rmtree(older)
+        return read(path)
+
+    monkeypatch.setattr(tokenizers, "read_tokenizer", late)
+    assert load(run).folder == newer
+
+
+def test_a_reader_puts_nothing_aside(tmp_path):
+    train(config(corpus(tmp_path), steps=6, save_every=3, keep=2), tmp_path / "run")
+    older, newer = sorted((tmp_path / "run/checkpoints").iterdir())
+    (newer / "model.safetensors").write_bytes(b"")
+    with pytest.warns(checkpoint.CheckpointWarning, match="the one before it is taken"):
+        assert load(tmp_path / "run").folder == older
+    assert newer.is_dir()
 
 
 # Learning

@@ -102,6 +102,26 @@ def steps(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
+def tidy(folder: Path) -> None:
+    """Remove what killed runs were writing. For whoever has the folder to himself."""
+    for left in folder.glob(".step-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole, for a reader beside a run, who puts nothing aside."""
+    for path in reversed(steps(folder)):
+        problem = _damage(path)
+        if problem is None:
+            return path
+        if not path.is_dir():  # the run has removed it: there is a newer one
+            return newest(folder)
+        warnings.warn(
+            f"checkpoint {path} is damaged ({problem}): the one before it is taken", CheckpointWarning, stacklevel=3
+        )
+    return None
+
+
 def latest(folder: Path) -> Checkpoint | None:
     """The newest checkpoint that is whole. Damaged ones are put aside, with a warning; None where there is none."""
     for path in reversed(steps(folder)):

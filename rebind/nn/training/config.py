@@ -90,7 +90,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run. Everything but `keep`, `log_every`, `device`, `sharded` and `tensorboard` decides its numbers.
+    """A whole run. All but `keep`, `log_every`, `device`, `record`, `sharded` and `tensorboard` decides its numbers.
 
     Attributes:
         data: Where tokens come from.
@@ -138,6 +138,8 @@ class TrainConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} is {value!r}, expected a whole number of 1 or more: correct it")
+        if self.evaluate_tokens == 1:
+            raise InputError("evaluate_tokens is 1, expected 2 or more, of which the second is predicted: give more")
         if self.precision not in PRECISIONS:
             raise unknown_name("precision", self.precision, PRECISIONS)
         if self.batch % self.accumulate:

@@ -46,8 +46,17 @@ class Trained:
 def load(folder: Path | str, *, device: str = "cpu", dtype: torch.dtype | None = None) -> Trained:
     """The newest checkpoint of a run's folder, or that of a checkpoint's own folder."""
     given = Path(folder)
-    found = checkpoint.latest(given / "checkpoints") if (given / "checkpoints").is_dir() else None
-    path = given if found is None else found.folder
+    while True:
+        found = checkpoint.newest(given / "checkpoints") if (given / "checkpoints").is_dir() else None
+        try:
+            return _loaded(given, given if found is None else found, device, dtype)
+        except Exception:
+            if found is None or found.is_dir():
+                raise
+            # a run that goes on beside us has removed it: there is a newer one
+
+
+def _loaded(given: Path, path: Path, device: str, dtype: torch.dtype | None) -> Trained:
     if not (path / "config.json").is_file() or not (path / "model.safetensors").is_file():
         what = "has no checkpoint" if given.is_dir() else "is not a folder, so it has no checkpoint"
         raise InputError(f"{given} {what}, expected one that `rebind train` made: name it, or train there first")

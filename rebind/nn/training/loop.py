@@ -82,6 +82,8 @@ def train(
     if config.tensorboard:
         require_tensorboard()
     with processes(config.device) as group, alone(folder, group), _own_random(group), sharding.quiet():
+        if group.first:
+            checkpoint.tidy(folder / CHECKPOINTS)
         found = group.after_the_first(lambda: checkpoint.latest(folder / CHECKPOINTS))
         if found is not None:
             _require_same(folder, config)
