@@ -50,7 +50,7 @@ def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     try:
         with _disk_problems_named(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_stale(path)
+            remove_stale(path.parent, f".{path.name}.*.tmp")
             temporary.mkdir()
             fill(temporary)
             for folder, _, files in os.walk(temporary):
@@ -76,9 +76,9 @@ def _rename_unless_there(temporary: Path, path: Path) -> None:
             raise
 
 
-def _remove_stale(path: Path) -> None:
-    """Remove what a killed process was filling for the same target."""
-    for left in path.parent.glob(f".{path.name}.*.tmp"):
+def remove_stale(folder: Path, *patterns: str) -> None:
+    """Remove folders of these names that a killed process was filling."""
+    for left in (left for pattern in patterns for left in folder.glob(pattern)):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > STALE_AFTER:
                 shutil.rmtree(left, ignore_errors=True)

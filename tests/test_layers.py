@@ -11,11 +11,13 @@ import rebind
 
 PACKAGE = Path(rebind.__file__).parent
 
-# What each layer may import of the package, besides itself, `rebind.errors`, `rebind.files` and `rebind.version`.
+# What each layer may import of the package, besides itself and what stands beside `rebind.errors`.
+BESIDE = {"errors", "files", "recording", "version"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "__main__": {"cli"},
     "files": set(),
+    "recording": set(),
     "version": set(),
     "memory": set(),
     "ops": {"memory"},
@@ -48,7 +50,7 @@ def imports(source: str, module: str) -> set[str]:
 
 def goes_up(layer: str, imported: str) -> bool:
     parts = imported.split(".")
-    return len(parts) < 2 or parts[1] not in BELOW[layer] | {layer, "errors", "files", "version"}
+    return len(parts) < 2 or parts[1] not in BELOW[layer] | BESIDE | {layer}
 
 
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]

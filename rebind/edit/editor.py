@@ -26,12 +26,12 @@ from rebind.edit.drift import Drift, measure, next_tokens
 from rebind.edit.edits import Edit
 from rebind.edit.encoding import encode_many
 from rebind.edit.facts import Fact, conflicts
-from rebind.edit.guard import Failure, Guard, admit, enforce, find_earlier
+from rebind.edit.guard import Earlier, Failure, Guard, admit, enforce, find_earlier
 from rebind.edit.kept import KeptTargets
 from rebind.edit.layers import chosen_layers
 from rebind.edit.ledger import Ledger
 from rebind.edit.log import JSON
-from rebind.edit.methods import Method, Settings, choose_settings, get_method
+from rebind.edit.methods import METHODS, Method, Settings, choose_settings, get_method
 from rebind.edit.models import Loaded, fingerprint, load_model
 from rebind.edit.moments import Recipe, collect, tokenizer_digest
 from rebind.edit.plan import Plan, estimate
@@ -94,7 +94,7 @@ class Editor:
         self.moment_tokens = moment_tokens or (8_192 if on_cpu else 100_000)
         self.chat, self.seed, self.guard = chat, seed, guard
         self.progress = progress or Progress()
-        self.ledger = ledger if isinstance(ledger, Ledger) else self._open(ledger)
+        self.ledger = self._own(ledger) if isinstance(ledger, Ledger) else self._open(ledger)
         self._kept = KeptTargets(self.ledger.work_folder)
         self._search = Search(self.trunk, self.fingerprint)
         self.weights = Weights(self.model, self._moments, self._origin)
@@ -145,8 +145,11 @@ class Editor:
             after = self.score(listed)
             told, failed = self._checked(after, force=force)
             scores = {"before": [asdict(s) for s in before], "after": [asdict(s) for s in after], **told}
-            forced = bool(failed) or any(one.clashes for one in earlier)
-            stored = self.ledger.append(replace(edit, scores=scores, forced=forced))
+            with self.ledger.locked():
+                late = self._clashes(listed)  # what another process wrote in the meantime too
+                admit([one for one in late if one not in earlier], force=force)
+                forced = bool(failed) or bool(late)
+                stored = self.ledger.append(replace(edit, scores=scores, forced=forced))
         self._kept.clear()
         return stored
 
@@ -160,9 +163,11 @@ class Editor:
         self.refresh()
         return edit
 
-    def redo(self, edit_id: str) -> Edit:
-        """Put an undone edit back in its old place."""
+    def redo(self, edit_id: str, *, force: bool = False) -> Edit:
+        """Put an undone edit back in its old place; with `force` also where a prompt has got another target since."""
         edit = self.ledger.get(edit_id)
+        if not self.ledger.is_active(edit.id):
+            admit(self._clashes(edit.facts), force=force)
         active = {other.id for other in self.ledger.active} | {edit.id}
         self.weights.folded([other for other in self.ledger.edits if other.id in active])
         edit = self.ledger.redo(edit.id)
@@ -171,7 +176,7 @@ class Editor:
 
     def use(self, ledger: Ledger) -> None:
         """Go on with another ledger of the same model."""
-        self.ledger, self._kept = ledger, KeptTargets(ledger.work_folder)
+        self.ledger, self._kept = self._own(ledger), KeptTargets(ledger.work_folder)
         self.refresh()
 
     def refresh(self) -> None:
@@ -203,7 +208,7 @@ class Editor:
             out = self.model.generate(
                 torch.tensor([ids], device=self.trunk.device),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self.trunk.device),
-                max_new_tokens=tokens,
+                max_new_tokens=tokens if (most := self._limit()) is None else max(1, min(tokens, most - len(ids))),
                 do_sample=False,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0,
             )
@@ -228,6 +233,11 @@ class Editor:
     ) -> tuple[Method, Settings]:
         """The method, and what it would be run with on this model: what is given, the rest by default."""
         chosen = get_method(method)
+        if chosen is not METHODS.get(chosen.name):
+            raise InputError(
+                f"method {chosen.name!r} is not what rebind.edit.methods.METHODS has by that name, and edits are "
+                f"solved again by their method's name when others are undone: put it there first"
+            )
         here = chosen_layers(self.fingerprint)
         name, depth = self.loaded.name, len(self.sites)
         return chosen, choose_settings(
@@ -302,6 +312,19 @@ class Editor:
         if folder is None:
             return Ledger.in_memory(self.fingerprint, self.loaded.name)
         return Ledger.open(Path(folder), self.fingerprint, model_name=self.loaded.name)
+
+    def _own(self, ledger: Ledger) -> Ledger:
+        if ledger.model != self.fingerprint:
+            raise InputError(
+                f"ledger {ledger.path or 'in memory'} was made for {ledger.model_name or 'a model'} "
+                f"({ledger.model[:12]}…), this model is {self.fingerprint[:12]}…: load the model it was made for"
+            )
+        return ledger
+
+    def _clashes(self, facts: Sequence[Fact]) -> list[Earlier]:
+        """Active edits that bind one of the prompts to another target; none are looked for without a guard."""
+        found = find_earlier(facts, self.ledger.active) if self.guard is not None else []
+        return [one for one in found if one.clashes]
 
     def _facts(self, facts: Any) -> list[Fact]:
         listed = list(read_facts(facts))

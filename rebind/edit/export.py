@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from rebind.edit.edits import Edit
 from rebind.edit.sites import memory_of, module_at, write_memory
 from rebind.errors import InputError, NumericalError, ShapeError, StorageError
-from rebind.files import write_atomically, write_folder_atomically
+from rebind.files import remove_stale, write_atomically, write_folder_atomically
 from rebind.memory.checks import unknown_name
 from rebind.memory.low_rank import LowRank
 from rebind.memory.precision import solving_dtype
@@ -196,6 +196,7 @@ def _write_folder(path: Path, fill: Callable[[Path], None], mark: str, overwrite
     """Fill a folder beside `path`, then put it in its place; until then what is there stays as it is."""
     path = path.resolve()
     _require_free(path, mark, overwrite)
+    remove_stale(path.parent, f".{path.name}.*.new", f"..{path.name}.*.new.*.tmp")
     staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
     try:
         write_folder_atomically(staged, fill)

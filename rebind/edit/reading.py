@@ -97,7 +97,7 @@ def _from_file(path: Path) -> Iterator[tuple[str, Any]]:
 def _json_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     try:
         records = json.loads(text)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise InputError(f"{path} is not JSON ({problem}): repair it there") from None
     for index, record in enumerate(records):
         yield f"record {index} of {path.name}", record
@@ -124,7 +124,10 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     header = text.split("\n", 1)[0]
     delimiter = max("\t;,", key=header.count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    names = [name.strip().lower() for name in reader.fieldnames or ()]
+    try:
+        names = [name.strip().lower() for name in reader.fieldnames or ()]
+    except csv.Error as problem:
+        raise InputError(f"line 1 of {path} is not CSV ({problem}): repair it there, or pass JSONL") from None
     if "prompt" not in names and "src" not in names:
         raise InputError(
             f"{path} has columns {', '.join(names)}, expected prompt, subject and target in its first line: "

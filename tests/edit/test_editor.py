@@ -10,7 +10,7 @@ import torch
 
 from rebind.edit import editor as editor_module
 from rebind.edit.corpus import OwnSamples
-from rebind.edit.editor import Editor
+from rebind.edit.editor import GUARD, Editor
 from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact
 from rebind.edit.ledger import Ledger
@@ -385,3 +385,59 @@ def test_contexts_are_the_base_models_whoever_asks_first():
     with again.lifted():
         base = again.say("The", tokens=8)
     assert again.say("The", tokens=8) != base, "the edit changes what the model says"
+
+
+# What belongs together
+
+
+def test_an_open_ledger_of_another_model_is_refused(tmp_path):
+    rewrite(open_editor(ledger=tmp_path / "ledger"), FACTS[0])
+    other = tiny.llama()
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.01)
+    with pytest.raises(InputError, match="load the model it was made for"):
+        open_editor(other, ledger=Ledger.open(tmp_path / "ledger"))
+    editor = open_editor(other)
+    with pytest.raises(InputError, match="load the model it was made for"):
+        editor.use(Ledger.open(tmp_path / "ledger"))
+
+
+def test_what_another_process_wrote_meanwhile_is_seen(tmp_path, monkeypatch):
+    """Its target for the same prompt comes while ours is searched for: ours is refused, and nothing is left of it."""
+    ours, theirs = (open_editor(ledger=tmp_path / "ledger", guard=GUARD) for _ in range(2))
+    solve = ours._solve
+
+    def slowly(*args):
+        rewrite(theirs, FACTS[0], force=True)
+        return solve(*args)
+
+    monkeypatch.setattr(ours, "_solve", slowly)
+    monkeypatch.setattr(ours, "_checked", lambda scores, force: ({}, []))
+    with pytest.raises(InputError, match="edit e0001 already makes"):
+        rewrite(ours, replace(FACTS[0], target="Berlin"))
+    assert [edit.id for edit in Ledger.open(tmp_path / "ledger").active] == ["e0001"]
+
+
+def test_a_prompt_that_was_bound_anew_is_not_redone_in_silence():
+    editor = open_editor()
+    first = rewrite(editor, FACTS[0])
+    editor.undo(first.id)
+    rewrite(editor, replace(FACTS[0], target="Berlin"))
+    editor.guard = GUARD
+    with pytest.raises(InputError, match="already makes"):
+        editor.redo(first.id)
+    with pytest.warns(UserWarning, match="was written before"):
+        editor.redo(first.id, force=True)
+    assert len(editor.ledger.active) == 2
+
+
+def test_a_method_that_nobody_else_knows_is_refused():
+    """An edit names its method; whoever folds the ledger later looks it up."""
+    with pytest.raises(InputError, match="put it there first"):
+        rewrite(open_editor(), FACTS[0], method=replace(METHODS["memit"], name="mine"))
+
+
+def test_what_is_said_ends_with_the_context():
+    editor = open_editor()
+    most = editor.model.config.max_position_embeddings
+    assert editor.say("The capital of France is", tokens=most + 50)

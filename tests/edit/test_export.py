@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -400,6 +401,18 @@ def test_an_empty_folder_is_filled(llama, tmp_path):
     save_model(llama.model, None, tmp_path / "out", "card")
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert left_in(tmp_path) == ["out"]
+
+
+def test_what_a_killed_save_left_goes(llama, tokenizer, tmp_path):
+    left = [tmp_path / name for name in (".out.0123456789ab.new", "..out.0123456789ab.new.ba9876543210.tmp")]
+    young = tmp_path / ".out.ffffffffffff.new"
+    for folder in (*left, young):
+        folder.mkdir()
+    for folder in left:
+        os.utime(folder, (0, 0))
+    save_model(llama.model, tokenizer, tmp_path / "out", "")
+    assert not any(folder.exists() for folder in left)
+    assert young.exists()  # whose owner may be alive
 
 
 def test_the_base_is_never_overwritten(llama, tokenizer, tmp_path):

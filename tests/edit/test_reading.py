@@ -238,3 +238,11 @@ def test_limit_counts_facts_and_reads_no_further():
     assert len(read_facts([FLAT], limit=0)) == 0
     with pytest.raises(InputError, match="limit is -1"):
         read_facts([FLAT], limit=-1)
+
+
+@pytest.mark.parametrize("text", ['prompt,"tar"get\nA,B\n', "x" * 200_000, "[" * 100_000])
+def test_what_is_no_table_is_said_to_be_none(tmp_path, text):
+    path = tmp_path / "facts.csv"
+    path.write_text(text)
+    with pytest.raises(InputError, match="facts.csv"):
+        list(read_facts(path))
