@@ -121,7 +121,8 @@ def evaluate(
             Asking(free_tokens, texts),
         )
         held = None if text is None else _held(text)
-        records = _read(facts, None if known else n, skip_bad)
+        # Where some may be left out, `_choose` takes the first n of the rest.
+        records = _read(facts, None if known or skip_bad else n, skip_bad)
         bars = Bars(shown)
         with bars.drawn():
             wanted = Wanted(model, None, device, dtype, chat, corpus, moment_tokens)

@@ -23,6 +23,7 @@ it is run, and left out; the result is the same:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,7 +39,7 @@ from rebind.edit.facts import Fact
 from rebind.edit.mixers import mixer_outputs
 from rebind.edit.sites import Site, module_at
 from rebind.edit.trunk import Hidden, Tokens, Trunk, select_cache
-from rebind.errors import InputError
+from rebind.errors import InputError, NumericalError
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
@@ -62,9 +63,10 @@ class TraceSettings:
     def __post_init__(self) -> None:
         if unknown := [kind for kind in self.kinds if kind not in KINDS] or not self.kinds:
             raise InputError(f"kinds are {self.kinds!r} ({unknown}), expected some of {', '.join(KINDS)}: choose these")
-        if not (self.noise > 0 and self.draws > 0 and (self.window is None or self.window > 0)):
+        if not (0 < self.noise < math.inf and self.draws > 0 and (self.window is None or self.window > 0)):
             raise InputError(
-                f"noise is {self.noise}, draws {self.draws}, window {self.window}, expected all above 0: correct them"
+                f"noise is {self.noise}, draws {self.draws}, window {self.window}, expected finite numbers above 0: "
+                f"correct them"
             )
 
     def window_of(self, depth: int) -> int:
@@ -238,13 +240,19 @@ class Tracer:
         back = self._restore_all(question, wanted, noise, clean, corrupted, answer)
         # All that was asked of the device, fetched at once: until here nothing waited for it.
         effects = {kind: self._effects(question, wanted, rows, base).cpu() for kind, rows in back.items()}
+        odds = float(said[answer]), float(base)
+        if not all(map(math.isfinite, odds)):
+            raise NumericalError(
+                f"the answer's probability is {odds[0]}, {odds[1]} corrupted (noise {self.settings.noise}), expected "
+                f"numbers: take less noise, or load the model in a wider dtype"
+            )
         return Trace(
             question=question,
             answer=str(self.tokenizer.decode([int(answer)])),
             answer_id=int(answer),
             first_choice=bool(answer == said.argmax()),
-            clean=float(said[answer]),
-            corrupted=float(base),
+            clean=odds[0],
+            corrupted=odds[1],
             effects=effects,
             settings=self.settings,
             noise=self.settings.noise * self.embedding_std,

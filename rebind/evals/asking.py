@@ -150,11 +150,15 @@ def generate(
         return []
     distinct = list(dict.fromkeys(prompts))
     encoded = model.encode([(prompt, ".") for prompt in distinct])
-    sizes = [(1, len(one.ids) + tokens) for one in encoded]
-    order = sorted(range(len(distinct)), key=lambda index: sizes[index])
-    run = partial(_generate_some, model.trunk, encoded, tokens, top_k, seed)
+    rooms = [_room(model.trunk, one, tokens) for one in encoded]
+    sizes = [(1, len(one.ids) + room) for one, room in zip(encoded, rooms, strict=True)]
+    by_size = sorted(range(len(distinct)), key=lambda index: sizes[index])
+    parts: list[tuple[list[int], Tensor]] = []
+    for room in sorted(set(rooms), reverse=True):  # apart: a long prompt would cut short what follows the others
+        order = [index for index in by_size if rooms[index] == room]
+        run = partial(_generate_some, model.trunk, encoded, room, top_k, seed)
+        parts += in_portions(sizes, order, model.tokens_at_once, run)
     texts: dict[str, str] = {}
-    parts = list(in_portions(sizes, order, model.tokens_at_once, run))
     ends = _ends(model)
     for portion, made in parts:
         rows = [_until(row, ends) for row in made.cpu().tolist()]
@@ -163,12 +167,16 @@ def generate(
     return [texts[prompt] for prompt in prompts]
 
 
+def _room(trunk: Trunk, prompt: Encoded, tokens: int) -> int:
+    """How many of so many tokens the model's context has room for after a prompt; one at least."""
+    return tokens if trunk.context is None else max(1, min(tokens, trunk.context - len(prompt.ids)))
+
+
 def _generate_some(
     trunk: Trunk, encoded: Sequence[Encoded], tokens: int, top_k: int | None, seed: int, portion: Sequence[int]
 ) -> Tensor:
-    """Tokens [rows, tokens] that follow these prompts, as many as the model's context has room for."""
+    """Tokens [rows, tokens] that follow these prompts."""
     rows = [encoded[index].ids for index in portion]
-    room = tokens if trunk.context is None else min(tokens, trunk.context - max(map(len, rows)))
     device = trunk.device
     generator = torch.Generator(device).manual_seed(seed)
     prefixes = Tokens.left_padded([row[:-1] for row in rows], device)
@@ -177,7 +185,7 @@ def _generate_some(
     ids = torch.tensor([[row[-1]] for row in rows], device=device)
     accepts = inspect.signature(trunk.model.forward).parameters
     made = []
-    for _ in range(max(room, 1)):
+    for _ in range(tokens):
         mask = torch.cat([mask, torch.ones_like(ids)], dim=-1)
         given = {"position_ids": positions} if "position_ids" in accepts else {}
         out = trunk.model(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True, **given)
@@ -213,9 +221,9 @@ def text_nll(model: Model, text: str, *, window: int = 512, most: int = 50_000) 
     """Summed negative log-likelihood of a text's tokens, window by window, and how many they are."""
     trunk = model.trunk
     ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:most]
-    limit = window if trunk.context is None else min(window, trunk.context - len(model.start))
-    rows = [ids[begin : begin + limit] for begin in range(0, len(ids), limit)]
     start = list(model.start) or ids[:1]
+    limit = window if trunk.context is None else min(window, trunk.context - len(start))
+    rows = [ids[begin : begin + limit] for begin in range(0, len(ids), limit)]
     sums = []
     at_once = max(1, model.tokens_at_once // (16 * limit))  # a logit for every word of the vocabulary at every token
     for begin in range(0, len(rows), at_once):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rebind.edit.editor import Editor
 from rebind.edit.encoding import encode_many
+from rebind.edit.facts import conflicts
 from rebind.errors import InputError
 from rebind.evals.answers import questions
 from rebind.evals.asking import Model, ask
@@ -15,7 +16,10 @@ from rebind.evals.records import Record, Records, without_conflicts
 
 
 def usable(editor: Editor, records: Records, protocol: Protocol, *, skip_bad: bool) -> Records:
-    """Records that fit into the model's context and can be written together; the others are an error or left out."""
+    """Records that fit into the model's context and can be written; the others are an error or left out.
+
+    None may contradict itself, and where they are written together, no two each other.
+    """
     fitting = _fitting(editor, records, skip_bad)
     return fitting if protocol.alone else without_conflicts(fitting, skip_bad=skip_bad)
 
@@ -38,6 +42,9 @@ def _fitting(editor: Editor, records: Records, skip_bad: bool) -> Records:
     model, contexts = Model.of(editor), ("", *editor.contexts)
 
     def check(some: Sequence[Record]) -> None:
+        for clash in (clash for record in some for clash in conflicts(record.facts)):
+            wanted = " and ".join(repr(target) for target in dict.fromkeys(clash.targets))
+            raise InputError(f"it asks for {wanted} after {clash.text!r}, expected one target: keep one of them")
         model.encode([pair for record in some for pair in questions(record)])
         facts = [fact for record in some for fact in record.facts]
         for context in contexts:

@@ -102,26 +102,31 @@ def kept(before: Sequence[int], after: Sequence[int]) -> float:
 def free_decoding(text: str, answers: Iterable[str], instead: Iterable[str] = ()) -> bool:
     """Whether a text the model made freely says an answer, and says it before any of what it should not say.
 
+    Of two that begin at one place the longer one was said.
+
     >>> free_decoding(" the city of Rome, Italy", ["Rome"], instead=["Paris"])
     True
     >>> free_decoding(" Paris. Rome is", ["Rome"], instead=["Paris"])
     False
     """
     said = min(_places(text, answers), default=None)
-    other = min(_places(text, instead), default=math.inf)
+    other = min(_places(text, instead), default=(math.inf, 0))
     return said is not None and said < other
 
 
-def _places(text: str, phrases: Iterable[str]) -> list[int]:
-    """Where each phrase first stands in the text as whole words, case and encoding of accents aside."""
+def _places(text: str, phrases: Iterable[str]) -> list[tuple[float, int]]:
+    """Where each phrase first stands in the text as whole words, case and encoding of accents aside.
+
+    (place, −words of the phrase): the least is the first, and the longest of those at one place.
+    """
     words = words_of(text)
-    found = []
+    found: list[tuple[float, int]] = []
     for phrase in phrases:
         wanted = words_of(phrase)
         starts = range(len(words) - len(wanted) + 1) if wanted else range(0)
         place = next((start for start in starts if words[start : start + len(wanted)] == wanted), None)
         if place is not None:
-            found.append(place)
+            found.append((place, -len(wanted)))
     return found
 
 

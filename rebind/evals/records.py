@@ -43,8 +43,8 @@ class Question:
         return () if self.answer is None else (self.answer, *self.aliases)
 
     def to_json(self) -> dict[str, Any]:
-        told = {"prompt": self.prompt, "answer": self.answer, "aliases": list(self.aliases)}
-        return {name: value for name, value in told.items() if value}
+        told = {"prompt": self.prompt, "answer": self.answer}  # without one it would be read as the fact's old target
+        return told | ({"aliases": list(self.aliases)} if self.aliases else {})
 
 
 @dataclass(frozen=True)

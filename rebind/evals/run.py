@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from rebind.edit.editor import Editor
+from rebind.edit.edits import Edit
 from rebind.edit.ledger import Ledger
 from rebind.edit.lock import Lock
 from rebind.edit.methods import get_method
@@ -108,7 +109,7 @@ def evaluate(
         )
     run = _Run(editor, records, trial, Held(editor, text), progress or Progress())
     config = run.config()
-    run.out = Path(out) if out is not None else default_folder(config)
+    run.out = Path(out).expanduser() if out is not None else default_folder(config)
     _claim(run.out, config)
     work = run.out / WORK
     work.mkdir(exist_ok=True)
@@ -250,7 +251,7 @@ class _Run:
             self._write(batch, edits)
 
     def _go_on(self, stage: Stage, edits: Lines) -> None:
-        """Write the batches that the ledger on disk does not have yet."""
+        """Write the batches that the ledger on disk does not have yet, and tell those that it has."""
         folder = self.out / WORK / "ledger"
         if self.editor.ledger.path != folder:
             self.editor.use(Ledger.open(folder, self.editor.fingerprint, model_name=self.editor.loaded.name))
@@ -259,6 +260,8 @@ class _Run:
                 f"{folder} has {len(self.editor.ledger.edits)} edits where {len(stage.batches)} come next, expected no "
                 f"more: {RECORDS} was cut short, so remove {self.out} and run again"
             )
+        for batch, edit in zip(stage.batches, self.editor.ledger.edits, strict=False):
+            self._tell(batch, edit, edits)  # a kill may have come between the ledger and the line
         for batch in stage.batches[len(self.editor.ledger.edits) :]:
             self._write(batch, edits)
 
@@ -268,8 +271,12 @@ class _Run:
         _, settings = self.editor.settings(trial.method, facts=len(facts), layers=trial.layers, lam=trial.lam)
         targets = settings.targets if trial.steps is None else replace(settings.targets, steps=trial.steps)
         edit = self.editor.rewrite_many(facts, method=trial.method, layers=trial.layers, lam=trial.lam, targets=targets)
-        written = len(edits.rows) and edits.rows[-1]["records"][0] >= batch.start
-        if not written:  # a run that was killed may have got so far
+        self._tell(batch, edit, edits)
+
+    def _tell(self, batch: range, edit: Edit, edits: Lines) -> None:
+        """Say what was written, unless a run that was killed got so far."""
+        told = len(edits.rows) and edits.rows[-1]["records"][0] >= batch.start
+        if not told:
             edits.append([{"records": [batch.start, batch.stop], "sites": list(edit.sites), **edit.settings}])
 
     def _fresh_ledger(self) -> Ledger:

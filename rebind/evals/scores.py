@@ -66,7 +66,8 @@ def _tokens(rows: Sequence[Row], name: str) -> float | None:
 
 
 def _portability(asked: Asked) -> float | None:
-    return _mean(metrics.portability, [[(t["right"], t["tokens"]) for t in told] for told in asked.row["consequences"]])
+    answered = [told for told in asked.row["consequences"] if told]
+    return _mean(metrics.portability, [[(t["right"], t["tokens"]) for t in told] for told in answered])
 
 
 def _free(asked: Asked, where: str) -> float | None:
@@ -79,7 +80,8 @@ def _free_consequences(asked: Asked) -> float | None:
     if "free" not in asked.row:
         return None
     asks = zip(asked.record.consequences, asked.row["free"]["consequences"], strict=True)
-    return _mean(fmean, [metrics.free_decoding(text, question.answers) for question, text in asks])
+    answered = [(text, question.answers) for question, text in asks if question.answers]
+    return _mean(fmean, [metrics.free_decoding(text, answers) for text, answers in answered])
 
 
 def _consistency(asked: Asked) -> float | None:

@@ -16,7 +16,7 @@ from rebind.edit.mixers import mixer_outputs
 from rebind.edit.sites import find_sites, module_at
 from rebind.edit.tracing import KINDS, Question, Trace, Tracer, TraceSettings, ask
 from rebind.edit.trunk import Trunk
-from rebind.errors import InputError
+from rebind.errors import InputError, NumericalError
 from tests.edit import tiny
 from tests.edit.families import FAMILIES
 from tests.support import assert_close
@@ -343,6 +343,8 @@ def test_subjects_in_any_script(prompt, subject):
         (lambda: TraceSettings(kinds=()), "hidden, mlp, attention"),
         (lambda: TraceSettings(draws=0), "above 0"),
         (lambda: TraceSettings(noise=0.0), "above 0"),
+        (lambda: TraceSettings(noise=float("inf")), "noise is inf, .* expected finite numbers above 0"),
+        (lambda: TraceSettings(noise=float("nan")), "noise is nan, .* expected finite numbers above 0"),
         (lambda: TraceSettings(window=0), "above 0"),
         (lambda: average([]), "no traces"),
     ],
@@ -350,6 +352,17 @@ def test_subjects_in_any_script(prompt, subject):
 def test_bad_input_says_what_to_do(make, says):
     with pytest.raises(InputError, match=says):
         make()
+
+
+def test_probabilities_that_are_no_numbers_are_refused():
+    settings = TraceSettings(draws=1, kinds=("hidden",), noise=1e300)  # infinite in float32
+    with pytest.raises(NumericalError, match=r"probability is 0\.\d+, nan corrupted \(noise 1e\+300\).*less noise"):
+        tracer_of(tiny.llama(), settings).trace(FACT)
+    model = tiny.llama()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(NumericalError, match="probability is nan, nan corrupted"):
+        tracer_of(model).trace(FACT)
 
 
 def test_the_window_is_the_papers_at_the_papers_depth():

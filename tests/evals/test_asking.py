@@ -120,15 +120,31 @@ def test_generation_stops_at_the_context_and_at_the_end_token():
     assert asking._ends(model) == {0}
 
 
-def test_the_nll_of_a_text_is_that_of_plain_passes():
-    model = new_model()
+def test_a_long_prompt_does_not_cut_short_what_follows_the_others():
+    model = new_model(tiny.gpt2, n_positions=24)
+    long = "The capital of France is Paris, and the capital of Italy is"
+    prompts = ["I", long, "The capital of France is"]
+    assert 24 - 8 < len(model.encode([(long, ".")])[0].ids) < 24, "it has room, but not for all"
+    for options in ({}, {"top_k": 1}):
+        together = generate(model, prompts, 8, **options)
+        assert together == [generate(model, [prompt], 8, **options)[0] for prompt in prompts]
+    rows = [asking._room(model.trunk, one, 8) for one in model.encode([(prompt, ".") for prompt in prompts])]
+    assert rows[0] == rows[2] == 8 > rows[1] > 0
+
+
+@builds
+@pytest.mark.parametrize("start", [(), (0,)])
+@pytest.mark.parametrize(("window", "limit"), [(32, 32), (95, 95), (96, 95), (512, 95)])
+def test_the_nll_of_a_text_is_that_of_plain_passes(build, start, window, limit):
+    model = new_model(build, start)  # of 96 positions, one of them for the start
     text = " ".join(tiny.SENTENCES)
     ids = model.tokenizer(text).input_ids
-    found, tokens = text_nll(model, text, window=32)
+    found, tokens = text_nll(model, text, window=window)
     expected = 0.0
-    for begin in range(0, len(ids), 32):
-        row = [0, *ids[begin : begin + 32]]
+    for begin in range(0, len(ids), limit):
+        row = [*(start or ids[:1]), *ids[begin : begin + limit]]
         said = torch.log_softmax(plain(model, row), dim=-1)
         expected -= sum(float(said[place, token]) for place, token in enumerate(row[1:]))
+    assert len(ids) > limit
     assert tokens == len(ids)
     assert found == pytest.approx(expected, rel=1e-9)

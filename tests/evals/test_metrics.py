@@ -66,6 +66,15 @@ def test_free_decoding_in_other_scripts_and_wordings():
     assert not metrics.free_decoding(" New Jersey", ["New York"])
 
 
+def test_free_decoding_takes_the_longer_of_two_that_begin_together():
+    said = " New York City is big"
+    assert metrics.free_decoding(said, ["New York City"], ["New York"])
+    assert not metrics.free_decoding(said, ["New York"], ["New York City"])
+    assert metrics.free_decoding(said, ["New York", "New York City"], ["New"]), "the longest wording counts"
+    assert not metrics.free_decoding(said, ["New York"], ["New York"])
+    assert not metrics.free_decoding(" New York, then New York City", ["New York City"], ["New York"])
+
+
 def test_entropy_in_bits():
     words = ["a", "b", "c", "a", "b", "d"]  # ab ×2, bc, ca, bd: entropy of (2, 1, 1, 1)/5
     expected = -(0.4 * math.log2(0.4) + 3 * 0.2 * math.log2(0.2))

@@ -162,6 +162,13 @@ def test_what_is_written_is_read_back(raw, tmp_path):
     assert read_records(file).records == (record,)
 
 
+def test_questions_without_an_answer_are_read_back_without_one():
+    fact = Fact.parse("{Oslo} lies in", "Italy", old="Norway")
+    unanswered = Question("Rome lies in", None)
+    record = Record(fact, "oslo", neighbours=(unanswered,), consequences=(unanswered,))
+    assert only(json.loads(json.dumps(record.to_json()))) == record
+
+
 def test_other_scripts_and_long_targets():
     arabic = {"prompt": "عاصمة {فرنسا} هي", "target": "مدينة روما القديمة في إيطاليا", "old": "باريس"}
     hebrew = {"prompt": "בירת {צרפת} היא", "target": "רומא", "neighbours": ["בירת ספרד היא"]}

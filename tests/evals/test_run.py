@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from rebind.cli import eval as cli_module
 from rebind.edit import editor as editor_module
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
@@ -177,6 +179,23 @@ def test_killed_between_the_edit_and_its_answers(name, tmp_path, monkeypatch, wh
     assert contents(tmp_path / "out") == whole(name)
 
 
+@pytest.mark.parametrize(("name", "at"), [("single", 2), ("batch", 0), ("sequential", 0), ("sequential", 1)])
+def test_killed_between_the_ledger_and_the_line_of_the_edit(name, at, tmp_path, monkeypatch, whole):
+    real = run_module.Lines.append
+
+    def append(self, rows):
+        if self.path.name == "edits.jsonl" and len(self.rows) == at:
+            raise Killed
+        real(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.Lines, "append", append)
+        with pytest.raises(Killed):
+            run(tmp_path / "out", name)
+    run(tmp_path / "out", name)
+    assert contents(tmp_path / "out") == whole(name)
+
+
 def test_sequential_writes_on_top_and_asks_all_again(tmp_path):
     result = run(tmp_path / "out", "sequential")
     rows = lines(tmp_path / "out")
@@ -245,6 +264,17 @@ def test_little_can_be_asked(tmp_path):
     for wrong in ({"free_tokens": -1}, {"texts": -1}, {"text_tokens": 0}, {"top_k": 0}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             Asking(**wrong)
+
+
+def test_a_folder_at_home_is_one_folder(tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    result = run(Path("~/runs/x"), "batch", raw=RAW[:1])
+    assert result.folder == tmp_path / "home" / "runs" / "x"
+    assert contents(result.folder).keys() == LASTING
+    assert not list(here.iterdir())
 
 
 # Refusals
@@ -324,6 +354,33 @@ def test_contradictions_matter_only_where_records_meet():
     with pytest.raises(InputError, match="record other asks for 'Madrid'"):
         usable(new_editor(), records, get_protocol("batch"), skip_bad=False)
     assert len(usable(new_editor(), records, get_protocol("batch"), skip_bad=True)) == 1
+
+
+@every_protocol
+def test_a_record_that_contradicts_itself_is_named_or_skipped(name):
+    also = [{"prompt": "The capital of {France} is", "target": "Madrid"}]
+    same = {**RAW[1], "id": "same", "also": [{name: RAW[1][name] for name in ("prompt", "target")}]}
+    records = read_records([{**RAW[0], "id": "odd", "also": also}, same, RAW[2]])
+    with pytest.raises(
+        InputError, match="record odd: it asks for 'Rome' and 'Madrid' after 'The capital of France is'"
+    ):
+        usable(new_editor(), records, get_protocol(name), skip_bad=False)
+    kept = usable(new_editor(), records, get_protocol(name), skip_bad=True)
+    assert [record.id for record in kept] == ["same", "2"]
+    assert [reason.split(":")[0] for reason in kept.skipped] == ["record odd"]
+
+
+def test_so_many_records_are_measured_where_bad_ones_are_skipped(tmp_path, monkeypatch):
+    file, out = tmp_path / "records.jsonl", tmp_path / "out"
+    long = {**RAW[1], "id": "long", "prompt": "very " * 120 + "{Ada} is"}
+    file.write_text("\n".join(map(json.dumps, [RAW[0], long, *RAW[2:]])))
+    monkeypatch.setattr(cli_module, "open_editor", lambda *args, **options: new_editor())
+    monkeypatch.setattr(report, "_figures", lambda: None)
+    words = ["--facts", str(file), "--n", "2", "--skip-bad", "--steps", "1", "--texts", "0", "--out", str(out)]
+    told = CliRunner().invoke(cli_module.app, words)
+    assert told.exit_code == 0, told.output
+    assert [row["id"] for row in lines(out) if row["edits"]] == ["0", "2"]
+    assert "skipped: record long" in told.stderr
 
 
 def test_known_records_are_those_whose_true_target_is_preferred():

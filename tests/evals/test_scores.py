@@ -89,6 +89,15 @@ def test_the_summary_has_intervals_and_s():
     assert summary["ES"] == {"value": 1.0, "low": 1.0, "high": 1.0, "records": 1}
 
 
+def test_a_consequence_without_an_answer_does_not_count():
+    asked = [*RECORD["consequences"], {"prompt": "z", "answer": None}]
+    records = read_records([{**RECORD, "consequences": asked}])
+    free = {**ROW["free"], "consequences": [*ROW["free"]["consequences"], "z"]}
+    row = {**ROW, "consequences": [*ROW["consequences"], []], "free": free}
+    found = scores_of(records, [row], [BASE])
+    assert (found["portability"], found["free_consequences"]) == ([0.75], [0.5])
+
+
 def test_a_bare_fact_has_only_what_it_can_have():
     row = {"prompt": {"new": told(1.0, 1, 1)}, "paraphrases": [], "neighbours": [], "consequences": []}
     bare = read_records([{"prompt": "{Oslo} is in", "target": "Italy"}])
