@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rebind.cli import options
-from rebind.cli.answers import Probe, answer, probe
+from rebind.cli.answers import Probe, answer, as_fact, probe
 from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen
 from rebind.cli.tables import change, drift_rows, pairs, percent, seconds, size, spoken, table
-from rebind.errors import InputError
+from rebind.errors import InputError, RebindError
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
@@ -103,13 +105,17 @@ def edit(
         wanted = Wanted(model, ledger, device, dtype, chat, corpus, moment_tokens)
         bars = Bars(shown)
         with bars.drawn():
-            editor = open_editor(wanted, bars, new_ledger=not plan)
+            editor = open_editor(wanted, bars, new_ledger=not plan, planned=plan)
+            _require_short(editor, listed)
             targets = replace(editor.settings(method, facts=len(listed))[1].targets, **changes)
             bars.steps, bars.facts = targets.steps, len(listed)
             if plan:
                 made = editor.plan(listed, method=method, layers=picked, lam=lam, targets=targets)
             else:
-                done = editor.rewrite_many(listed, method=method, layers=picked, lam=lam, targets=targets, force=force)
+                with _kept(shown, editor, listed):
+                    done = editor.rewrite_many(
+                        listed, method=method, layers=picked, lam=lam, targets=targets, force=force
+                    )
                 report = _measure(editor, done, bars)
                 if out is not None:
                     bars.phase("saving")
@@ -162,6 +168,32 @@ def _require_room(out: Path) -> None:
         raise InputError(f"{out} is there already and not an empty folder: name another with --out")
 
 
+def _require_short(editor: Editor, facts: Sequence[Fact]) -> None:
+    """Ask before the work whether the model can be asked afterwards."""
+    from rebind.edit.encoding import encode_many
+
+    start, limit = editor.loaded.start, editor.trunk.context
+    for kind, prompts in zip(("paraphrase", "neighbour"), _probes(facts), strict=True):
+        asked = [as_fact(text, target) for _, text, target in prompts]
+        try:
+            encode_many(asked, editor.tokenizer, start, chat=editor.chat, limit=limit)
+        except InputError as problem:
+            raise InputError(f"a {kind} cannot be asked: {problem}") from None
+
+
+@contextmanager
+def _kept(shown: Screen, editor: Editor, facts: Sequence[Fact]) -> Iterator[None]:
+    """Have the screen know of the edit that is written inside, even where an interrupt hides its id."""
+    before = len(editor.ledger.edits)
+    try:
+        yield
+    finally:
+        with suppress(RebindError):  # a ledger that cannot be read says so itself
+            for edit in editor.ledger.edits[before:]:
+                if edit.facts == tuple(facts):
+                    shown.keep(edit.id, editor.ledger.path)
+
+
 def _search_changes(method: str, **given: float | None) -> dict[str, Any]:
     """What was said about the search, checked before a model is loaded."""
     from rebind.edit.methods import get_method
@@ -180,14 +212,20 @@ def _measure(editor: Editor, done: Edit, bars: Bars) -> dict[str, Any]:
     with editor.lifted():
         before = [answer(editor, fact.text).says for fact in first]
     after = [answer(editor, fact.text).says for fact in first]
-    numbered = list(enumerate(done.facts))
-    paraphrases = [(index, text, fact.target) for index, fact in numbered for text in fact.paraphrases]
-    neighbours = [(index, text, fact.target) for index, fact in numbered for text in fact.neighbours]
+    paraphrases, neighbours = _probes(done.facts)
     return {
         "says": list(zip(before, after, strict=True)),
-        "paraphrases": probe(editor, paraphrases[:PROBED]),
-        "neighbours": probe(editor, neighbours[:PROBED]),
+        "paraphrases": probe(editor, paraphrases),
+        "neighbours": probe(editor, neighbours),
     }
+
+
+def _probes(facts: Sequence[Fact]) -> tuple[list[tuple[int, str, str]], list[tuple[int, str, str]]]:
+    """The paraphrases and the neighbours that are asked, each with its fact's number and target."""
+    numbered = list(enumerate(facts))
+    paraphrases = [(index, text, fact.target) for index, fact in numbered for text in fact.paraphrases]
+    neighbours = [(index, text, fact.target) for index, fact in numbered for text in fact.neighbours]
+    return paraphrases[:PROBED], neighbours[:PROBED]
 
 
 def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any]) -> None:

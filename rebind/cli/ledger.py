@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rebind.edit.editor import Editor
     from rebind.edit.edits import Edit
     from rebind.edit.ledger import Ledger
+    from rebind.edit.scores import FactScore
 
 app = typer.Typer(
     help="List, show, undo, redo, verify, export and replay edits.",
@@ -149,6 +150,9 @@ def undo(
 @app.command("redo", epilog="[bold]Example[/bold]\n\nrebind ledger redo e0001")
 def redo(
     ids: Ids,
+    force: Annotated[
+        bool, typer.Option("--force", help="Put them back although an active edit gives a prompt another target.")
+    ] = False,
     model: options.Model = options.DEFAULT_MODEL,
     ledger: options.LedgerFolder = None,
     as_json: options.Json = False,
@@ -157,10 +161,10 @@ def redo(
 ) -> None:
     """Put undone edits back, each in its old place."""
     with screen(as_json, quiet, debug) as shown:
-        _switch(shown, _open(model, ledger), ids, on=True)
+        _switch(shown, _open(model, ledger), ids, on=True, force=force)
 
 
-def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool) -> None:
+def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool, force: bool = False) -> None:
     """All of them or none."""
     verb = "redone" if on else "undone"
     with ledger.locked():
@@ -168,10 +172,14 @@ def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool) -> None:
         if wrong := [edit.id for edit in edits if ledger.is_active(edit.id) is on]:
             state = "active" if on else "undone"
             raise InputError(f"{', '.join(wrong)} already {state}: `rebind ledger list` shows which edits are what")
-        for edit in edits:
-            (ledger.redo if on else ledger.undo)(edit.id)
+        clash = _clash(ledger, edits) if on else None
+        if clash and not force:
+            raise InputError(f"{clash}, or put them back all the same with --force")
+        ledger.switch([edit.id for edit in edits], on=on)
         active = [edit.id for edit in ledger.active]
         total = len(ledger.edits)
+    if clash:
+        shown.complain("warning", clash)
     for edit in edits:
         first, more = edit.facts[0], len(edit.facts) - 1
         shown.show(f"{verb} {edit.id}: {first.text} → {first.target}" + (f" and {more} more" if more else ""))
@@ -179,6 +187,23 @@ def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool) -> None:
     opposite = f"rebind ledger {'undo' if on else 'redo'} {back}"
     shown.hint(f"{len(active)} of {total} edits active; the other way: {opposite}")
     shown.result({"ledger": str(ledger.path), verb: [edit.id for edit in edits], "active": active}, "\n".join(active))
+
+
+def _clash(ledger: Ledger, edits: list[Edit]) -> str | None:
+    """The first of these edits' prompts to which an active edit, or one put back with it, gives another target."""
+    from rebind.edit.guard import find_earlier
+
+    there = list(ledger.active)
+    for edit in edits:
+        for one in find_earlier(edit.facts, there):
+            if one.clashes:
+                step = f"undo it first (rebind ledger undo {one.edit})"
+                return (
+                    f"edit {one.edit} makes {one.text!r} say {one.target!r}, edit {edit.id} something else, expected "
+                    f"one target for one prompt: {step if ledger.is_active(one.edit) else 'redo one of the two'}"
+                )
+        there.append(edit)
+    return None
 
 
 @app.command("verify", epilog="[bold]Example[/bold]\n\nrebind ledger verify --ledger backup/\n\nExits with 3 if not.")
@@ -278,7 +303,7 @@ def replay(
             editor = _edited(Wanted(model, ledger, device, dtype, False, corpus, moment_tokens), bars)
             bars.phase("asking")
             facts = [(edit.id, fact) for edit in editor.ledger.active for fact in edit.facts]
-            scores = editor.score([fact for _, fact in facts])
+            scores = [score for edit in editor.ledger.active for score in _scored(editor, edit)]
             bars.phase("saving")
             saved = editor.save(out, overwrite=overwrite)
         rows = list(zip(facts, scores, strict=True))
@@ -302,6 +327,14 @@ def replay(
             },
             str(saved),
         )
+
+
+def _scored(editor: Editor, edit: Edit) -> list[FactScore]:
+    """An edit's facts, asked as they were when it was made: in the chat template, or not."""
+    from rebind.edit.scores import score_facts
+
+    chat = bool(edit.settings.get("chat"))
+    return score_facts(editor.trunk, editor.tokenizer, editor.loaded.start, edit.facts, chat=chat)
 
 
 def _edited(wanted: Wanted, bars: Bars) -> Editor:

@@ -39,6 +39,8 @@ def lens(
     ledger: options.LedgerFolder = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    corpus: options.CorpusFile = None,
+    moment_tokens: options.MomentTokens = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -47,7 +49,8 @@ def lens(
     with screen(as_json, quiet, debug) as shown:
         bars = Bars(shown)
         with bars.drawn():
-            editor = open_editor(Wanted(model, ledger, device, dtype), bars)
+            wanted = Wanted(model, ledger, device, dtype, corpus=corpus, moment_tokens=moment_tokens)
+            editor = open_editor(wanted, bars)
             bars.phase("asking")
             active = [edit.id for edit in editor.ledger.active]
             edited = _looked(editor, prompt, target)

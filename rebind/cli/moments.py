@@ -75,12 +75,10 @@ def moments(
 
 
 def _layers(editor: Editor, picked: tuple[int, ...] | None, *, everything: bool) -> tuple[int, ...]:
-    from rebind.edit.methods import default_settings, get_method
-
     depth = len(editor.sites)
     if everything:
         return tuple(range(depth))
-    chosen = picked or default_settings(get_method("memit"), editor.loaded.name, depth).layers
+    chosen = picked or editor.settings("memit")[1].layers
     if outside := [layer for layer in chosen if layer >= depth]:
         raise InputError(f"layers {outside} are not there, expected some of 0 to {depth - 1}: choose among these")
     return chosen

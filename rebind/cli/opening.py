@@ -12,6 +12,7 @@ from rebind.cli.places import HEADER, default_ledger
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
+    from rebind.edit.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,13 @@ class Wanted:
     moment_tokens: int | None = None
 
 
-def open_editor(wanted: Wanted, bars: Bars, *, new_ledger: bool = False, base_only: bool = False) -> Editor:
+def open_editor(
+    wanted: Wanted, bars: Bars, *, new_ledger: bool = False, planned: bool = False, base_only: bool = False
+) -> Editor:
     """The model with the edits of its ledger in place.
 
     With `new_ledger` a ledger that is not there is begun; otherwise a default one that is not there counts as
-    empty and nothing is written. `base_only` leaves the ledger out.
+    empty and nothing is written. With `planned` so does one that was named. `base_only` leaves the ledger out.
     """
     dtype = parse_dtype(wanted.dtype)
     if wanted.model == DEFAULT_MODEL or Path(wanted.model).expanduser().exists():
@@ -56,10 +59,34 @@ def open_editor(wanted: Wanted, bars: Bars, *, new_ledger: bool = False, base_on
     if base_only:
         return editor
     name = editor.loaded.name
-    folder = wanted.ledger or default_ledger(name, editor.fingerprint)
+    folder = (wanted.ledger or default_ledger(name, editor.fingerprint)).expanduser()
     if not new_ledger and not (folder / HEADER).exists():
-        if wanted.ledger is None:
+        if wanted.ledger is None or (planned and _is_free(folder)):
             return editor
         Ledger.open(folder)  # says what is wrong with it
-    editor.use(Ledger.open(folder, editor.fingerprint, model_name=name))
+    ledger = Ledger.open(folder, editor.fingerprint, model_name=name)
+    if wanted.corpus is None:
+        _take_samples(editor, ledger, wanted.moment_tokens)
+    editor.use(ledger)
     return editor
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether a ledger could be begun here."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
+def _take_samples(editor: Editor, ledger: Ledger, tokens: int | None) -> None:
+    """Go on with the model's samples that the ledger's edits were solved with.
+
+    How many are drawn by default depends on the device, and edits that remember earlier ones need the same ones again.
+    """
+    from rebind.edit.corpus import OwnSamples
+    from rebind.edit.methods import get_method
+
+    for edit in ledger.active:
+        if get_method(edit.method).remembers:
+            moments: Any = edit.settings["moments"]
+            if (samples := OwnSamples.from_digest(moments["corpus"])) is not None:
+                editor.corpus, editor.moment_tokens = samples, tokens or moments["tokens"]
+            return

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import shlex
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -29,6 +32,7 @@ class Screen:
     json: bool
     quiet: bool
     debug: bool
+    kept: dict[str, str] = field(default_factory=dict)  # edits that stay whatever happens now, and what to do with them
 
     @property
     def for_people(self) -> bool:
@@ -46,9 +50,15 @@ class Screen:
     def result(self, document: dict[str, Any], brief: str = "") -> None:
         """The document with --json; with --quiet the one thing a script would want of it."""
         if self.json:
-            self.out.file.write(json.dumps(document, indent=1, default=str) + "\n")
+            self.out.file.write(json.dumps(_finite(document), indent=1, default=str, allow_nan=False) + "\n")
         elif self.quiet and brief:
             self.out.file.write(brief + "\n")
+        self.out.file.flush()  # what cannot be written is told here, not by the interpreter's end
+
+    def keep(self, edit: str, ledger: Path | None) -> None:
+        """From here on an edit is in the ledger: whatever ends the command must say so."""
+        undo = f"rebind ledger undo {edit}" + (f" --ledger {shlex.quote(str(ledger))}" if ledger else "")
+        self.kept[edit] = f"edit {edit} is in the ledger, do not run the command again; to take it back: {undo}"
 
     def complain(self, kind: str, text: str) -> None:
         style = "bold red" if kind == "error" else "yellow"
@@ -58,6 +68,9 @@ class Screen:
 @contextmanager
 def screen(as_json: bool, quiet: bool, debug: bool) -> Iterator[Screen]:
     """A screen to work before. Whatever is raised inside becomes one line and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
+            reconfigure(errors="replace")  # a terminal without a letter is no reason to fail
     shown = Screen(
         Console(file=sys.stdout, markup=False, highlight=False, emoji=False),
         Console(file=sys.stderr, markup=False, highlight=False, emoji=False),
@@ -73,11 +86,16 @@ def screen(as_json: bool, quiet: bool, debug: bool) -> Iterator[Screen]:
         except typer.Exit:
             raise
         except KeyboardInterrupt:
-            _end(shown, "stopped: nothing was left half done, run the same command again to go on", STOPPED)
+            again = "nothing was left half done, run the same command again to go on"
+            _end(shown, f"stopped: {'; '.join(shown.kept.values()) or again}", STOPPED)
+        except SystemExit:
+            _tell_kept(shown)  # the reader of a pipe went away, and rich ends quietly
+            raise
         except Exception as problem:
             if isinstance(problem, OSError) and problem.errno == errno.EPIPE:
-                raise  # the reader of a pipe went away: typer ends quietly
-            _end(shown, _described(problem), exit_code(problem))
+                _tell_kept(shown)
+                raise  # typer ends quietly
+            _end(shown, "; ".join([_described(problem), *shown.kept.values()]), exit_code(problem))
 
 
 def exit_code(problem: BaseException) -> int:
@@ -95,8 +113,24 @@ def _end(shown: Screen, text: str, code: int) -> None:
         shown.err.print(text, style="yellow", soft_wrap=True)
     else:
         shown.complain("error", text)
-    shown.result({"error": " ".join(text.split()), "code": code})
+    kept = {"edits": list(shown.kept)} if shown.kept else {}
+    with suppress(OSError):  # if this is what failed, the line above says so
+        shown.result({"error": " ".join(text.split()), "code": code, **kept})
     raise typer.Exit(code) from None
+
+
+def _tell_kept(shown: Screen) -> None:
+    for text in shown.kept.values():
+        shown.complain("warning", text)
+
+
+def _finite(value: Any) -> Any:
+    """The same with nothing where a number is NaN or infinite: JSON has no word for these."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _described(problem: Exception) -> str:

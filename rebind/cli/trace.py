@@ -65,6 +65,8 @@ def trace(
     ledger: options.LedgerFolder = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    corpus: options.CorpusFile = None,
+    moment_tokens: options.MomentTokens = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -76,7 +78,8 @@ def trace(
         own = predicted if facts is not None else target is None
         bars = Bars(shown)
         with bars.drawn():
-            editor = open_editor(Wanted(model, ledger, device, dtype), bars, base_only=base)
+            wanted = Wanted(model, ledger, device, dtype, corpus=corpus, moment_tokens=moment_tokens)
+            editor = open_editor(wanted, bars, base_only=base)
             found, left_out = _traced(editor, listed, settings, bars, one=facts is None, own=own)
         made: Trace | Average = found[0] if facts is None else _averaged(found, left_out)
         document = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,16 @@ class OwnSamples:
     @property
     def digest(self) -> str:
         return f"own-samples-{self.seed}-{self.rows}"
+
+    @classmethod
+    def from_digest(cls, digest: str) -> OwnSamples | None:
+        """The samples that a digest names; none where it names another corpus.
+
+        >>> OwnSamples.from_digest("own-samples-0-1024")
+        OwnSamples(seed=0, rows=1024)
+        """
+        found = re.fullmatch(r"own-samples-(-?\d+)-(\d+)", digest)
+        return None if found is None else cls(seed=int(found[1]), rows=int(found[2]))
 
     def windows(self, model: Any, tokenizer: Any, start: Sequence[int], width: int, skip: int) -> Iterator[Tensor]:
         device = model.get_input_embeddings().weight.device

@@ -40,7 +40,7 @@ from rebind.edit.log import (
     HEADER,
     LOG,
     RESTORE,
-    append_line,
+    append_lines,
     canonical,
     digest_of,
     new_header,
@@ -258,28 +258,33 @@ class Ledger:
             described = replace(edit, created=edit.created or now).described()
             sha256 = hashlib.sha256(data).hexdigest()
             # The line is made before any file is written: what is not JSON is refused here.
-            line = self._line({"event": "edit", "id": name, "time": now, **described, "sha256": sha256})
+            lines = self._lines({"event": "edit", "id": name, "time": now, **described, "sha256": sha256})
             with self._file_of(name, data):
-                self._commit(line, tensors)
+                self._commit(lines, tensors)
             return self._state.edits[name]
 
     def undo(self, id: str) -> Edit:
         """Take an edit out of the weights; it stays in the ledger."""
-        with self.locked():
-            edit = self.get(id)
-            if edit.id in self._state.undone:
-                raise InputError(f"edit {edit.id} is undone already: redo it to have it back")
-            self._commit(self._line({"event": "undo", "id": edit.id, "time": utc_now()}))
-            return edit
+        return self.switch([id], on=False)[0]
 
     def redo(self, id: str) -> Edit:
         """Put an undone edit back, where it was."""
+        return self.switch([id], on=True)[0]
+
+    def switch(self, ids: Sequence[str], *, on: bool) -> tuple[Edit, ...]:
+        """Redo edits (`on`) or undo them, all or none: their lines are written at once. A repeated id counts once."""
         with self.locked():
-            edit = self.get(id)
-            if edit.id not in self._state.undone:
-                raise InputError(f"edit {edit.id} is active, expected an undone one: there is nothing to redo")
-            self._commit(self._line({"event": "redo", "id": edit.id, "time": utc_now()}))
-            return edit
+            edits = tuple({edit.id: edit for edit in map(self.get, ids)}.values())
+            for edit in edits:
+                undone = edit.id in self._state.undone
+                if on and not undone:
+                    raise InputError(f"edit {edit.id} is active, expected an undone one: there is nothing to redo")
+                if undone and not on:
+                    raise InputError(f"edit {edit.id} is undone already: redo it to have it back")
+            kind, now = "redo" if on else "undo", utc_now()
+            if edits:
+                self._commit(self._lines(*({"event": kind, "id": edit.id, "time": now} for edit in edits)))
+            return edits
 
     def diff(self, other: Ledger) -> Diff:
         """Which active edits only this ledger has, which only the other, which both."""
@@ -332,17 +337,24 @@ class Ledger:
                     file.unlink(missing_ok=True)
             raise
 
-    def _line(self, event: dict[str, Any]) -> bytes:
-        return canonical({**event, "line": digest_of(event, self._state.digest)}) + b"\n"
+    def _lines(self, *events: dict[str, Any]) -> list[bytes]:
+        """The events as lines, chained to the last one there is and to each other."""
+        lines, digest = [], self._state.digest
+        for event in events:
+            digest = digest_of(event, digest)
+            lines.append(canonical({**event, "line": digest}) + b"\n")
+        return lines
 
-    def _commit(self, line: bytes, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Make an event's line part of the log, and the event part of the state."""
-        event, digest = parse_line(line)
+    def _commit(self, lines: Sequence[bytes], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Make events' lines part of the log in one write, and the events part of the state."""
+        parsed = [(*parse_line(line), len(line)) for line in lines]
         if self.path is not None:
-            append_line(self.path / LOG, self._state.offset, line)
+            append_lines(self.path / LOG, self._state.offset, b"".join(lines))
         with self._mutex:
-            self._state.take(event, lambda id: _stored(self.path, event, id) if self.path else tensors or {})
-            self._advance(digest, len(line))
+            for event, digest, length in parsed:
+                stored = partial(_stored, self.path, event) if self.path else lambda id: tensors or {}
+                self._state.take(event, stored)
+                self._advance(digest, length)
 
     def _advance(self, digest: str, length: int) -> None:
         self._state.digest = digest

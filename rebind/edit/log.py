@@ -55,14 +55,14 @@ def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
     return lines, torn
 
 
-def append_line(log: Path, offset: int, line: bytes) -> None:
-    """Write a line behind the last whole one, over what a crash may have left there; whole or not at all."""
+def append_lines(log: Path, offset: int, lines: bytes) -> None:
+    """Write lines behind the last whole one, over what a crash may have left there; all of them or none."""
     try:
         with log.open("r+b", buffering=0) as file:
             try:
                 file.truncate(offset)
                 file.seek(offset)
-                rest = memoryview(line)
+                rest = memoryview(lines)
                 while rest:
                     rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())

@@ -24,7 +24,7 @@ from rebind import files
 from rebind.edit import ledger as module
 from rebind.edit.edits import Edit, fold
 from rebind.edit.ledger import Ledger, verify_folder
-from rebind.edit.log import append_line, new_header
+from rebind.edit.log import append_lines, new_header
 from rebind.errors import (
     InputError,
     LedgerError,
@@ -204,6 +204,25 @@ def test_nothing_is_undone_or_redone_twice(ledger):
         ledger.undo("e0001")
     ledger.redo("e0001")
     assert ids(ledger.active) == ["e0001"]
+
+
+def test_several_edits_are_switched_together(ledger):
+    for seed in range(4):
+        ledger.append(new_edit(seed))
+    assert ids(ledger.switch(["e0003", "e0001", "e0003"], on=False)) == ["e0003", "e0001"]
+    assert ids(ledger.active) == ["e0002", "e0004"]
+    for wrong, error in (("e0003", InputError), ("e0009", UnknownNameError)):
+        with pytest.raises(error):
+            ledger.switch(["e0002", wrong], on=False)
+    with pytest.raises(InputError, match="e0004 is active"):
+        ledger.switch(["e0001", "e0004"], on=True)
+    assert ids(ledger.active) == ["e0002", "e0004"], "none of them"
+    assert ledger.switch([], on=True) == ()
+    ledger.switch(["e0001", "e0003"], on=True)
+    assert ids(ledger.active) == ["e0001", "e0002", "e0003", "e0004"]
+    assert ledger.verify() == []
+    if ledger.path is not None:
+        assert ids(opened(ledger.path).active) == ids(ledger.active)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -386,9 +405,10 @@ class Failing:
 
 
 OPERATIONS = {
-    "append": lambda ledger: ledger.append(new_edit(3)),
+    "append": lambda ledger: ledger.append(new_edit(4)),
     "undo": lambda ledger: ledger.undo("e0001"),
     "redo": lambda ledger: ledger.redo("e0002"),
+    "switch": lambda ledger: ledger.switch(["e0001", "e0003"], on=False),
 }
 ERRORS = {
     "full": OSError(errno.ENOSPC, "No space left on device"),
@@ -410,13 +430,14 @@ ERRORS = {
         ("undo", os, "open", 1),
         ("undo", Path, "open", 2),
         ("redo", os, "fsync", 1),
+        ("switch", os, "fsync", 1),
     ],
 )
 def test_a_failing_disk_leaves_the_ledger_as_it_was(folder, monkeypatch, operation, owner, name, uses, error):
     """Whichever use of the call it is that fails."""
     ledger = opened(folder)
-    ledger.append(new_edit(1))
-    ledger.append(new_edit(2))
+    for seed in (1, 2, 3):
+        ledger.append(new_edit(seed))
     ledger.undo("e0002")
     before = snapshot(folder)
     for number in itertools.count(1):
@@ -426,8 +447,8 @@ def test_a_failing_disk_leaves_the_ledger_as_it_was(folder, monkeypatch, operati
             OPERATIONS[operation](ledger)
             break  # the call was not used that often: the operation went through
         assert snapshot(folder) == before
-        assert ids(ledger.edits) == ["e0001", "e0002"]
-        assert ids(ledger.active) == ["e0001"]
+        assert ids(ledger.edits) == ["e0001", "e0002", "e0003"]
+        assert ids(ledger.active) == ["e0001", "e0003"]
     assert number > uses
     assert snapshot(folder) != before
     assert ledger.verify() == []
@@ -528,7 +549,7 @@ def test_a_crash_before_the_line_leaves_tensors_nobody_names(folder, monkeypatch
     """Killed between the two writes: the file is replaced by the next edit of that number."""
     ledger = opened(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "append_line", Failing(None, 1, KeyboardInterrupt()))
+        patch.setattr(module, "append_lines", Failing(None, 1, KeyboardInterrupt()))
         patch.setattr(Path, "unlink", lambda *args, **kwargs: None)  # the process is no more
         with pytest.raises(KeyboardInterrupt):
             ledger.append(new_edit(1))
@@ -544,11 +565,11 @@ def test_an_interrupt_after_the_line_keeps_the_edit(folder, monkeypatch):
     ledger = opened(folder)
 
     def interrupted(*args):
-        append_line(*args)
+        append_lines(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "append_line", interrupted)
+        patch.setattr(module, "append_lines", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ledger.append(new_edit(1))
     assert ids(ledger.edits) == ["e0001"]
