@@ -12,8 +12,9 @@ same order for all kinds, with one byte-level BPE trained on it. The MLPs' width
   from segment to segment in training too, which is that table's setting; attention is left out then.
 
 A run is one kind and one seed. Kinds run as processes of their own, --jobs at a time: models this small leave most of a
-GPU idle. Every run has a file of its own in --work, from which the same command goes on; results of all runs are merged
-in --out. Means are over seeds, ± is half the range between the best and the worst.
+GPU idle. Every run has a file and a folder of its own in --work, KIND-SEED-MARK. The mark is a digest of the texts and
+the options that decide its numbers: the same command goes on from there, another one leaves it alone. Results of all
+runs of a mark are merged in --out. Means are over seeds, ± is half the range between the best and the worst.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from rebind.nn.training import DataConfig, OptimizerConfig, TrainConfig, by_posi
 from rebind.nn.training.build import grows
 from rebind.nn.training.data import Corpus, prepare
 from rebind.nn.training.load import load
+from rebind.nn.training.log import Log
+from rebind.nn.training.loop import TIMES
 
 KINDS = (  # the slowest first
     "ttt-linear",
@@ -93,7 +96,7 @@ class Result:
     by_length: dict[str, float]  # … every so many times `length`
     by_position: list[float]  # of each stretch of `length` tokens in the longest windows
     carried: float | None  # never emptied; None for attention
-    seconds: float  # of training, without the start of the process
+    seconds: float  # of all training steps that were made, by the run's own log of times
     evaluation_seconds: float
 
 
@@ -146,14 +149,13 @@ def matched(options: argparse.Namespace, kind: str, vocabulary: int) -> int:
 def run(options: argparse.Namespace, kind: str, seed: int, corpus: Corpus) -> Result:
     """Train, then read the validation text in every way."""
     intermediate = matched(options, kind, len(corpus.tokenizer))
-    folder = parts(options) / f"{kind}-{seed}"
-    begin = time.perf_counter()
+    folder = parts(options) / name_of(kind, seed, mark(options))
     result = train(config_of(options, kind, seed, intermediate), folder, cache=parts(options) / "tokens")
     trained = time.perf_counter()
     model = load(folder, device=options.device).model
     told = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    wide = options.precision == "float32" or not options.device.startswith("cuda")
-    with torch.autocast(torch.device(options.device).type, dtype=torch.bfloat16, enabled=not wide):
+    narrow = options.precision == "bfloat16"
+    with torch.autocast(torch.device(options.device).type, dtype=torch.bfloat16, enabled=narrow):
         measured = measure(options, model, corpus)
     return Result(
         kind=kind,
@@ -163,17 +165,24 @@ def run(options: argparse.Namespace, kind: str, seed: int, corpus: Corpus) -> Re
         state=told["state"],
         loss=told["loss"],
         epochs=told["epochs"],
-        seconds=trained - begin,
+        seconds=sum(row["seconds"] for row in Log(folder / TIMES).rows()),
         evaluation_seconds=time.perf_counter() - trained,
         **measured,
     )
 
 
-def measure(options: argparse.Namespace, model: RebindForCausalLM, corpus: Corpus) -> dict[str, Any]:
+def tokens_read(options: argparse.Namespace, corpus: Corpus) -> int:
+    """How many tokens of --valid are predicted: as many of the longest windows as there are."""
     longest = FACTORS[-1] * options.length
-    count = min(options.valid_tokens, len(corpus.held) - 1) // longest * longest
-    if not count:
+    if options.valid_tokens < longest:
+        raise SystemExit(f"--valid-tokens is {options.valid_tokens}, expected {longest} or more: raise it")
+    if len(corpus.held) <= longest:
         raise SystemExit(f"{options.valid} has {len(corpus.held)} tokens, expected more than {longest}: give more text")
+    return int(min(options.valid_tokens, len(corpus.held) - 1) // longest * longest)
+
+
+def measure(options: argparse.Namespace, model: RebindForCausalLM, corpus: Corpus) -> dict[str, Any]:
+    longest, count = FACTORS[-1] * options.length, tokens_read(options, corpus)
     ids = torch.from_numpy(corpus.held[: count + 1].astype("int64"))
     losses = {}
     for factor in FACTORS:
@@ -212,6 +221,11 @@ def mark(options: argparse.Namespace) -> str:
     return hashlib.sha256(repr((told, texts)).encode()).hexdigest()[:16]
 
 
+def name_of(kind: str, seed: int, told: str) -> str:
+    """What a run's file and folder are called."""
+    return f"{kind}-{seed}-{told}"
+
+
 def found(options: argparse.Namespace, expected: str) -> dict[tuple[str, int], Result]:
     """The runs of that mark that are done."""
     rows = {}
@@ -241,7 +255,8 @@ def work(options: argparse.Namespace, kind: str) -> None:
     for seed in range(options.seeds):
         if (kind, seed) not in done:
             content = {**asdict(run(options, kind, seed, corpus)), "options": told}
-            write_atomically(parts(options) / f"{kind}-{seed}.json", (json.dumps(content, indent=1) + "\n").encode())
+            path = parts(options) / f"{name_of(kind, seed, told)}.json"
+            write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def share(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
@@ -332,7 +347,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", required=True, help="text files to train on")
     parser.add_argument("--valid", required=True, help="text file to measure on")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help=f"default: {' '.join(KINDS)}")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1_200)
     parser.add_argument("--length", type=int, default=256, help="tokens a segment")
@@ -347,15 +362,21 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--vocabulary", type=int, default=4_000)
     parser.add_argument("--valid-tokens", type=int, default=2**17, help="most that are read")
-    parser.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument(
+        "--precision", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on a GPU"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="kinds that run at the same time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", default=str(RESULTS / "language.json"))
     parser.add_argument("--work", help="folder of the runs; default: runs/ and the name of --out")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
+    if options.precision == "auto":  # settled here, so that the mark says which it was
+        options.precision = "bfloat16" if options.device.startswith("cuda") else "float32"
     if options.carry:
         options.kinds = [kind for kind in options.kinds if kind != "attention"]  # its memory grows without end
+        if not options.kinds:
+            parser.error("--carry leaves attention out, whose memory grows without end: name other --kinds")
     return options
 
 
@@ -366,6 +387,7 @@ def main(words: Sequence[str] | None = None) -> int:
         work(options, options.worker)
         return 0
     corpus = ready(options)
+    tokens_read(options, corpus)  # too little text is said before anything is trained
     a_step = options.batch * options.length
     epochs = options.steps * a_step / len(corpus.train)
     print(f"{len(corpus.train):,} tokens to train on, {epochs:.1f} epochs; {len(corpus.held):,} held")
@@ -376,9 +398,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if max(counts.values()) > 1.02 * min(counts.values()):
         raise SystemExit(f"parameters differ by more than 2 per cent ({counts}): give a larger --intermediate")
     problems = share(options, words)
-    rows = [row for row in found(options, mark(options)).values() if row.kind in options.kinds]
+    rows = list(found(options, mark(options)).values())
     if rows:
-        save(options, rows)
+        save(options, rows)  # of kinds that were not asked for this time, too
         show(options, rows)
     for problem in problems:
         print(f"failed: {problem}", file=sys.stderr)

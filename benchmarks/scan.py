@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     out = args.out or RESULTS / f"scan-{setup.device}.json"
-    console = Console(width=110, highlight=False)
+    console = Console(width=120, highlight=False)
 
     def found(report, rows) -> None:
         report.save(out)  # what there is, should a later shape fail

@@ -4,7 +4,8 @@ python -m benchmarks.translation --data DIR --out translation.json --device cuda
 python -m benchmarks.translation --data DIR --kinds softmax dpfp --seeds 1 --steps 400 --out quick.json
 
 DIR holds train, val and test_2016_flickr, each as .de and .en, one sentence a line, plain or .gz. Every run is written
-to --out as it ends; started again, the runs that are there are not made again. Needs sacrebleu.
+to --out as it ends; started again, the runs that are there are not made again. A file of other settings or other
+sentences is refused. Needs sacrebleu.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks.translation.data import digest_of, read_splits
 from benchmarks.translation.runs import TITLE, Run, kept_runs, require_sacrebleu, run, save
 from benchmarks.translation.training import Settings, Task
 from rebind.errors import InputError
@@ -76,16 +78,18 @@ def main(arguments: list[str]) -> None:
     require_sacrebleu()
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     console = Console(width=130, highlight=False)
-    runs = kept_runs(args.out, settings)
+    pairs = read_splits(args.data)
+    digest = digest_of(pairs)
+    runs = kept_runs(args.out, settings, digest)
     done = {(found.kind, found.seed) for found in runs}
     waiting = [(kind, seed) for seed in range(args.seeds) for kind in args.kinds if (kind, seed) not in done]
     if waiting:
-        task = Task.read(args.data, settings, args.out.resolve().parent, torch.device(args.device))
+        task = Task.of(pairs, settings, args.out.resolve().parent, torch.device(args.device))
     for kind, seed in waiting:
         with _progress(console, f"{kind}, seed {seed}", settings.steps) as told:
             found = run(kind, seed, task, settings, told)
         runs.append(found)
-        save(args.out, settings, runs)
+        save(args.out, settings, digest, runs)
         console.print(
             f"{kind}, seed {seed}: BLEU {found.bleu:.1f}, validation loss {found.valid_loss:.3f}, "
             f"{found.train_seconds:.1f} s and {found.test_seconds:.1f} s"

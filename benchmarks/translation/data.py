@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,16 @@ def read_pairs(folder: Path, split: str) -> list[Pair]:
             f"of one release"
         )
     return [(one, other) for one, other in zip(*sides, strict=True) if one and other]
+
+
+def read_splits(folder: Path) -> dict[str, list[Pair]]:
+    """The pairs of every split."""
+    return {split: read_pairs(folder, split) for split in SPLITS}
+
+
+def digest_of(pairs: Mapping[str, Sequence[Pair]]) -> str:
+    """A digest of all pairs and their order: what tells one release of the data from another."""
+    return hashlib.sha256(repr([(split, list(pairs[split])) for split in SPLITS]).encode()).hexdigest()
 
 
 def _lines(folder: Path, name: str) -> list[str]:

@@ -102,8 +102,8 @@ def require_sacrebleu() -> None:
         raise InputError("sacrebleu is not installed, expected it for the score: pip install sacrebleu")
 
 
-def kept_runs(out: Path, settings: Settings) -> list[Run]:
-    """What --out holds already, if it was made with the same settings."""
+def kept_runs(out: Path, settings: Settings, digest: str) -> list[Run]:
+    """What --out holds already, if it was made with the same settings, on data of that digest."""
     if not out.exists():
         return []
     held = json.loads(out.read_text())
@@ -111,14 +111,25 @@ def kept_runs(out: Path, settings: Settings) -> list[Run]:
         raise InputError(
             f"{out} holds runs of other settings, expected {asdict(settings)}: choose another --out, or remove it"
         )
+    if "data" not in held:
+        raise InputError(
+            f"{out} does not say what data its runs are of, expected a digest: choose another --out, or remove it; if "
+            f'it was made from these files, add "data": "{digest}" beside its settings'
+        )
+    if held["data"] != digest:
+        raise InputError(
+            f"{out} holds runs on other data ({held['data']}, expected {digest}): choose another --out, or remove it, "
+            f"or point --data at the files it was made from"
+        )
     return [Run(**found) for found in held["runs"]]
 
 
-def save(out: Path, settings: Settings, runs: list[Run]) -> None:
+def save(out: Path, settings: Settings, digest: str, runs: list[Run]) -> None:
     content = {
         "title": TITLE,
         "machine": machine("transformers", "tokenizers", "sacrebleu"),
         "settings": asdict(settings),
+        "data": digest,  # sha256 of all sentence pairs
         "runs": [asdict(found) for found in runs],
     }
     write_atomically(out, (json.dumps(content, indent=2) + "\n").encode())

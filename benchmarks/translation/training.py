@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.translation.data import END, PAD, SPLITS, START, Corpus, read_pairs, shared_tokenizer
+from benchmarks.translation.data import END, PAD, SPLITS, START, Corpus, Pair, shared_tokenizer
 from rebind.errors import InputError
 from rebind.nn import RebindForSeq2SeqLM, RebindSeq2SeqConfig
 from rebind.nn.training import OptimizerConfig
@@ -60,8 +60,7 @@ class Task:
     references: list[str]
 
     @classmethod
-    def read(cls, folder: Path, settings: Settings, cache: Path, device: torch.device) -> Task:
-        pairs = {split: read_pairs(folder, split) for split in SPLITS}
+    def of(cls, pairs: Mapping[str, Sequence[Pair]], settings: Settings, cache: Path, device: torch.device) -> Task:
         tokenizer = shared_tokenizer(pairs["train"], settings.vocabulary, cache)
         train, valid, test = (
             Corpus.of(tokenizer, pairs[split], device, settings.longest if split == "train" else None)

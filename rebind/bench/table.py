@@ -6,41 +6,68 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from rebind.bench.scan import Row
 
 # first s: the first forward call; then s: the first of both passes, after it. The last two: what share of the time of
 # both passes their floors are; of the forward pass where that is all.
-NUMBERS = ("fwd ms", "both ms", "MiB", "first s", "then s", "error", "I/O", "FLOP")
-KERNELS = ("fwd alone", "both alone")  # of a GPU, the host's part left out
+NUMBERS = ("fwd ms", "both ms", "fwd alone", "both alone", "MiB", "first s", "then s", "error", "I/O", "FLOP")
+KERNELS = NUMBERS[2:4]  # of a GPU, the host's part left out
+FIRST = NUMBERS[5:7]
+SPARED = (FIRST, NUMBERS[8:], KERNELS, ("error",), ("MiB",))  # what a narrow screen does without, in this order
 
 
-def tables(rows: list[Row]) -> Iterator[Table]:
-    """One table a shape."""
+def tables(rows: list[Row], width: int | None = None) -> Iterator[Table]:
+    """One table a shape. Where `width` is too little for all columns some are left out, and the caption says which."""
     for shape, group in groupby(rows, key=lambda row: row.shape):
         some = list(group)
-        alone = any(row.kernels_forward for row in some)
-        made = Table(box=SIMPLE_HEAD, title=shape, title_justify="left", title_style="bold", pad_edge=False)
-        for column in ("rule", ""):
-            made.add_column(column, no_wrap=True)
-        for column in (*NUMBERS[:2], *(KERNELS if alone else ()), *NUMBERS[2:]):
-            made.add_column(column, justify="right", no_wrap=True)
-        for row in some:
-            made.add_row(
-                row.rule.removeprefix("gated delta, "),
-                row.name,
-                milliseconds(row.forward),
-                milliseconds(row.both),
-                *((milliseconds(row.kernels_forward), milliseconds(row.kernels_both)) if alone else ()),
-                _number(row.peak_mib, ".0f"),
-                _number(row.first_s, ".2f"),
-                _number(row.first_both_s, ".2f"),
-                _number(row.error, ".0e"),
-                _number(row.io_both or row.io_forward, ".0%"),
-                _number(row.flop_both or row.flop_forward, ".0%"),
-            )
+        kept = [name for name in NUMBERS if name not in KERNELS or any(row.kernels_forward for row in some)]
+        made, left = _table(shape, some, kept), []
+        for columns in SPARED:
+            if width is None or _width(made) <= width:
+                break
+            left += [name for name in columns if name in kept]
+            kept = [name for name in kept if name not in columns]
+            made = _table(shape, some, kept)
+        if left:
+            made.caption = f"too narrow for {', '.join(left)}: they are in the JSON file"
         yield made
+
+
+def _table(shape: str, rows: list[Row], columns: list[str]) -> Table:
+    made = Table(box=SIMPLE_HEAD, title=shape, title_justify="left", title_style="bold", pad_edge=False)
+    made.caption_justify = "left"
+    for column in ("rule", ""):
+        made.add_column(column, overflow="fold")  # names give way before a number is cut
+    for column in columns:
+        made.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        cells = _cells(row)
+        made.add_row(row.rule.removeprefix("gated delta, "), row.name, *(cells[name] for name in columns))
+    return made
+
+
+def _cells(row: Row) -> dict[str, str]:
+    """The numbers of a row by their column."""
+    return {
+        "fwd ms": milliseconds(row.forward),
+        "both ms": milliseconds(row.both),
+        "fwd alone": milliseconds(row.kernels_forward),
+        "both alone": milliseconds(row.kernels_both),
+        "MiB": _number(row.peak_mib, ".0f"),
+        "first s": _number(row.first_s, ".2f"),
+        "then s": _number(row.first_both_s, ".2f"),
+        "error": _number(row.error, ".0e"),
+        "I/O": _number(row.io_both or row.io_forward, ".0%"),
+        "FLOP": _number(row.flop_both or row.flop_forward, ".0%"),
+    }
+
+
+def _width(table: Table) -> int:
+    """What a table takes where there is room for all of it."""
+    return Console(width=1_000).measure(table).maximum
 
 
 def notes(rows: list[Row]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +39,9 @@ def lab(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of its config; lists as a,b,c.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small version whose shape is already right.")] = False,
-    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Seeds a point. Default: 3.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Seeds a point. Default: the experiment's own.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of the results. Default: one in runs/.")
     ] = None,
@@ -122,7 +125,7 @@ def _show(shown: Screen, experiment: Experiment[Any], result: Result) -> None:
             ]
         )
     )
-    if not (result.folder / f"{FIGURE}.png").exists():
+    if not (result.folder / f"{FIGURE}.png").exists() and find_spec("matplotlib") is None:
         shown.hint("no figure: pip install 'rebind[lab]' for it, then run the same command again")
     claims = [{"says": claim.says, "holds": claim.holds, "got": claim.got} for claim in result.claims]
     document = {"folder": str(result.folder), "config": result.config, "claims": claims, "rows": result.rows}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
-from rebind.lab.report import Curve, curve, select, stayed_finite, told
+from rebind.lab.experiment import Claim, Experiment, Point, Row, Table, require_known
+from rebind.lab.report import Curve, courses, curve, select, stayed_finite, told
 from rebind.lab.retrieval import FEATURES, SOLVED, Recipe, Task, Training
 from rebind.lab.stacks import train_all
 
@@ -57,6 +57,7 @@ QUICK = Capacity(
 
 def batches(config: Capacity) -> list[list[Point]]:
     """One for each feature and size: the seeds train together."""
+    require_known("feature", config.features, FEATURES)
     return [
         [{"feature": feature, "size": size, "seed": seed} for seed in range(config.seeds)]
         for feature in config.features
@@ -82,9 +83,9 @@ def side_by_side(
         )
 
 
-def solved(found: Curve, most: float = 2 * SOLVED) -> float:
-    """The largest S at which the mean loss is about that at which training ends."""
-    return max((size for size, loss in zip(found.x, found.mean, strict=True) if loss <= most), default=0)
+def solved(found: Curve) -> float:
+    """The largest S that every seed solves."""
+    return max((size for size, loss in zip(found.x, found.high, strict=True) if loss <= SOLVED), default=0)
 
 
 def table(config: Capacity, rows: Sequence[Row]) -> Table:
@@ -145,12 +146,7 @@ def figure(config: Capacity, rows: Sequence[Row]) -> Figure:
     for feature in config.features:
         some = select(rows, feature=feature)
         style.draw(loss, curve(some, "size", "loss"), colours[feature], LABELS[feature])
-        paths = [
-            {"step": (turn + 1) * config.every, "loss": value}
-            for row in select(some, size=config.sizes[-1])
-            for turn, value in enumerate(row["losses"])
-        ]
-        style.draw(learning, curve(paths, "step", "loss"), colours[feature])
+        style.draw(learning, courses(select(some, size=config.sizes[-1]), config.every), colours[feature])
     loss.axhline(SOLVED, color=style.EDGE, lw=1)
     style.note(loss, "solved", SOLVED)
     for one in (loss, learning):

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from rebind.errors import InputError
-from rebind.lab.experiment import Claim, Config, Experiment, Point, Row, Table
+from rebind.lab.experiment import Claim, Config, Experiment, Point, Row, Table, require_known
 from rebind.lab.report import curve, select, spread
 from rebind.memory import Write
-from rebind.memory.checks import unknown_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,6 +79,7 @@ QUICK = Edits(
 
 def batches(config: Edits) -> list[list[Point]]:
     """One for each order of the facts and method; those of λ, at the largest count, come after the others."""
+    require_known("method", config.methods, METHODS)
     made = []
     for seed in range(config.seeds):
         for method in config.methods:
@@ -137,8 +137,7 @@ def written(method: str, before: Tensor, keys: Tensor, values: Tensor, old: Old,
     """The weights [d_v, d_k] after a method has written all keys and values. λ is for all of them, at once or not."""
     from rebind.edit.methods import get_method
 
-    if method not in METHODS:
-        raise unknown_name("method", method, METHODS)
+    require_known("method", [method], METHODS)
     chosen = get_method("memit" if method == "batches" else method)
     lam = lam if chosen.lam is None else chosen.lam
     size = group if method in ("batches", "recursive") else len(keys)

@@ -99,18 +99,27 @@ def configure(config: C, overrides: Iterable[str]) -> C:
     return replace(config, **changed)
 
 
+def require_known(kind: str, given: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse a name that nobody answers to before anything is measured."""
+    known = list(names)
+    for name in given:
+        if name not in known:
+            raise unknown_name(kind, name, known)
+
+
 def settings(config: Config) -> dict[str, Any]:
     """A config as JSON holds it."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
 
 
 def _read(name: str, text: str, like: Any, default: Any, least: int) -> Any:
-    """Text as the type of the value it replaces; a tuple is written a,b,c."""
+    """Text as the type of the value it replaces. A tuple is written a,b,c; it has each once, numbers in order."""
     if isinstance(like, tuple):
         parts = [part for part in text.split(",") if part]
         if not parts:
             raise InputError(f"{name} is empty, expected values as in {name}={','.join(map(str, like))}: name some")
-        return tuple(_read(name, part, like[0], default, least) for part in parts)
+        values = dict.fromkeys(_read(name, part, like[0], default, least) for part in parts)
+        return tuple(values) if isinstance(like[0], str) else tuple(sorted(values))
     kind = type(like)
     try:
         value = kind(text)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rebind.errors import InputError
 from rebind.lab.experiment import Claim, Config, Experiment, Point, Row, Table
 from rebind.lab.report import curve, select, spread
 from rebind.lab.theory import delta_errors, interference
@@ -51,6 +52,13 @@ QUICK = Forgetting(width=64, streams=8, pools=(0.125, 0.25, 0.5, 1.0))
 
 def batches(config: Forgetting) -> list[list[Point]]:
     """Appendix B; one batch a rule for the stream; one a pool and rule for reused keys."""
+    length = config.length * config.width
+    for pool in config.pools:
+        if 2 * _distinct(config, pool) > length:
+            raise InputError(
+                f"pool {pool:g} has {_distinct(config, pool)} distinct keys and the stream {length} writes, expected "
+                f"two or more for each key: leave it out of pools, or raise length"
+            )
     seeds = range(config.seeds)
     smallest = [{"part": "appendix-b", "rule": rule} for rule in ("rfa", "delta")]
     stream = [
@@ -99,7 +107,7 @@ def _stream(config: Forgetting, points: Sequence[Point], device: torch.device) -
 def _reuse(config: Forgetting, points: Sequence[Point], device: torch.device) -> list[Row]:
     """Keys come again and again, each time with a new value: is the latest read, or the one before it?"""
     length = config.length * config.width
-    pool = max(round(points[0]["pool"] * config.width), 2)
+    pool = _distinct(config, points[0]["pool"])
     several, values = _drawn(config, length, device)
     generator = torch.Generator().manual_seed(pool)
     # In rounds, so that every key has a latest value and one before it.
@@ -116,6 +124,11 @@ def _reuse(config: Forgetting, points: Sequence[Point], device: torch.device) ->
     }
     by_seed = {name: value.unflatten(0, (config.seeds, config.streams)).mean((1, 2)) for name, value in found.items()}
     return [{name: float(value[point["seed"]]) for name, value in by_seed.items()} for point in points]
+
+
+def _distinct(config: Forgetting, pool: float) -> int:
+    """How many keys a pool has."""
+    return max(round(pool * config.width), 2)
 
 
 def _drawn(config: Forgetting, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

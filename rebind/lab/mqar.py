@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
-from rebind.lab.recall import NORMALISERS, SOFTMAX, Model, Recall, parameters, state
+from rebind.lab.experiment import Claim, Experiment, Point, Row, Table, require_known
+from rebind.lab.recall import NORMALISERS, SOFTMAX, Model, Recall, Task, parameters, state
 from rebind.lab.recall_training import train
 from rebind.lab.report import Curve, curve, select, spread
 
@@ -59,6 +59,9 @@ QUICK = Mqar(
 
 def batches(config: Mqar) -> list[list[Point]]:
     """One for each rule and width: rates and seeds train together."""
+    require_known("rule", config.rules, NORMALISERS)
+    for size in (*config.trained, *config.tested):
+        Task.parse(size, config.vocabulary)
     return [
         [
             {"rule": rule, "width": width, "rate": rate, "seed": seed}

@@ -157,9 +157,8 @@ class _DpfpSimilarity(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
         k, q, around = ctx.saved_tensors
         d = k.shape[-1]
-        above = k > 0
-        share = torch.where(above, around[..., :d], around[..., d:])  # ∂/∂p where k is, and q must be
-        share.mul_(slope.unsqueeze(-1)).mul_(above == (q > 0))
+        share = torch.where(k > 0, around[..., :d], around[..., d:])  # ∂/∂p where k is, and q must be
+        share.mul_(slope.unsqueeze(-1)).mul_(((k > 0) & (q > 0)) | ((k < 0) & (q < 0)))
         return share * q, (share * k).sum(-2, keepdim=True), None
 
 

@@ -24,6 +24,10 @@ class Curve:
         """The mean at the measured place nearest to x."""
         return self.mean[min(range(len(self.x)), key=lambda index: abs(self.x[index] - x))]
 
+    def has(self, *places: float) -> bool:
+        """Whether all these places were measured."""
+        return all(any(math.isclose(one, place) for one in self.x) for place in places)
+
 
 def select(rows: Sequence[Row], **wanted: Any) -> list[Row]:
     """The rows that have these values."""
@@ -35,6 +39,19 @@ def curve(rows: Sequence[Row], x: str, y: str) -> Curve:
     places = sorted({row[x] for row in rows})
     groups = [[row[y] for row in rows if row[x] == place] for place in places]
     return Curve(places, [fmean(one) for one in groups], [min(one) for one in groups], [max(one) for one in groups])
+
+
+def courses(rows: Sequence[Row], every: int) -> Curve:
+    """Losses against steps, to where the last seed ends; one that ended sooner stays where it was."""
+    rows = [row for row in rows if row["losses"]]  # a loss that was never finite has no course
+    turns = max((len(row["losses"]) for row in rows), default=0)
+    end = max((row["steps"] for row in rows), default=0)
+    found = [
+        {"step": min((turn + 1) * every, end), "loss": row["losses"][min(turn, len(row["losses"]) - 1)]}
+        for row in rows
+        for turn in range(turns)
+    ]
+    return curve(found, "step", "loss")
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

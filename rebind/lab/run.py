@@ -134,7 +134,7 @@ def _open(folder: Path, described: dict[str, Any]) -> bool:
     """Make the folder, or see that what it holds is this very run. Whether it was made."""
     path = folder / CONFIG
     if not path.exists():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or _others(folder)):
             raise InputError(
                 f"{folder} holds something else, expected a new folder or one of this run: name another --out"
             )
@@ -148,6 +148,11 @@ def _open(folder: Path, described: dict[str, Any]) -> bool:
         names = ", ".join(_differences(found, described))
         raise InputError(f"{folder} holds a run that differs in {names}, expected this one: name another --out")
     return False
+
+
+def _others(folder: Path) -> list[Path]:
+    """What a folder holds, but for what a kill left of writing its settings."""
+    return [path for path in folder.iterdir() if not path.match(f".{CONFIG}.*.tmp")]
 
 
 @contextlib.contextmanager
@@ -231,9 +236,7 @@ def _report(experiment: Experiment[C], config: C, folder: Path, rows: Sequence[R
     if find_spec("matplotlib") is not None:  # to measure it is not needed
         from rebind.lab.style import save
 
-        figure = _made_of("figure", lambda: experiment.figure(config, rows))
-        if figure is not None:
-            save(figure, folder / FIGURE)
+        _made_of("figure", lambda: save(experiment.figure(config, rows), folder / FIGURE))
 
 
 def _made_of(what: str, make: Callable[[], T]) -> T | None:

@@ -6,13 +6,17 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
+from typer.testing import CliRunner
 
 from rebind.bench import clock
 from rebind.bench.clock import Floors, race
 from rebind.bench.contenders import contenders, forward, inputs
 from rebind.bench.figure import draw, lines
 from rebind.bench.memory import peak
-from rebind.bench.scan import Setup, parse_shape
+from rebind.bench.scan import Row, Setup, parse_shape
+from rebind.bench.table import tables
+from rebind.cli.__main__ import app
 from rebind.errors import InputError
 
 SHAPE = (1, 40, 2, 8)
@@ -128,3 +132,49 @@ def test_setup():
         Setup.of("cpu", rules=("dleta",))
     with pytest.raises(InputError, match="expected BxTxHxD"):
         parse_shape("1x2x3")
+
+
+# Tables
+
+NUMBERS = {
+    "forward": 1111.0, "both": 2222.0, "kernels_forward": 3333.0, "kernels_both": 4444.0, "peak_mib": 55555.0,
+    "first_s": 66.66, "first_both_s": 77.77, "error": 8e-08, "io_both": 0.91, "flop_both": 0.92,
+}  # fmt: skip
+TOLD = ("1111", "2222", "3333", "4444", "55555", "66.66", "77.77", "8e-08", "91%", "92%")
+HEADS = ("fwd ms", "both ms", "fwd alone", "both alone", "MiB", "first s", "then s", "error", "I/O", "FLOP")
+
+
+def printed(row: Row, width: int) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as shown:
+        console.print(*tables([row], width))
+    return shown.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [120, 100, 80, 60, 40, 30])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_numbers_are_whole_or_left_out_and_said(width, gpu):
+    given = {name: value for name, value in NUMBERS.items() if gpu or not name.startswith("kernels")}
+    shown = printed(Row("1x64x8x64", "gated delta", "transformers", **given), width)
+    assert max(map(len, shown)) <= width
+    assert "…" not in "".join(shown)
+    rule = next(place for place, line in enumerate(shown) if "──" in line)
+    below = next((place for place, line in enumerate(shown) if line.startswith("too narrow")), len(shown))
+    heads, cells, caption = shown[:rule], " ".join(shown[rule:below]).split(), " ".join(shown[below:])
+    for head, number in zip(HEADS, TOLD, strict=True):
+        there = any(head in line for line in heads)
+        assert (number in cells) is there
+        assert (head in " ".join(caption.split())) is (not there and (gpu or "alone" not in head))
+
+
+def test_first_calls_are_what_a_screen_of_80_does_without():
+    row = Row("1x64x8x64", "gated delta", "transformers", **{**NUMBERS, "kernels_forward": None, "kernels_both": None})
+    assert "too narrow for first s, then s: they are in the JSON file" in printed(row, 80)[-1]
+    assert not any("too narrow" in line for line in printed(row, 100))
+
+
+def test_a_device_that_is_none_is_refused_in_words(tmp_path):
+    told = CliRunner().invoke(app, ["bench", "scan", "--device", "foo", "--out", str(tmp_path)])
+    assert told.exit_code == 2
+    assert "device 'foo' cannot be used here" in told.stderr
+    assert "expected cpu, cuda or mps: try cpu" in told.stderr

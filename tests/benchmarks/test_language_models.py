@@ -85,6 +85,65 @@ def test_quality_of_two_kinds_and_on_from_where_it_was(tmp_path, monkeypatch, ca
     assert "failed: attention: division by zero" in capsys.readouterr().err
 
 
+def test_another_command_leaves_earlier_runs_alone(tmp_path, monkeypatch, capsys):
+    """Other kinds of the same mark stay in --out; another mark has files of its own, and trains beside them."""
+    monkeypatch.setattr(language.subprocess, "Popen", Here)
+    words = language_words(tmp_path)
+    assert language.main([*words, "--kinds", "attention"]) == 0
+    assert language.main([*words, "--kinds", "linear-sum"]) == 0
+    assert "attention" not in capsys.readouterr().out.partition("linear-sum, seed 0")[2], "it was not asked for"
+    assert {row["kind"] for row in json.loads((tmp_path / "o.json").read_text())["rows"]} == {"attention", "linear-sum"}
+    assert language.main([*words, "--kinds", "linear-sum"]) == 0, "nothing to do"
+    assert len(json.loads((tmp_path / "o.json").read_text())["rows"]) == 2
+
+    faster = [*words, "--kinds", "attention", "--rate", "0.1"]
+    assert language.main(faster) == 0
+    for command in (words, faster):
+        name = f"attention-0-{language.mark(language.parse(command))}"
+        assert (tmp_path / "work" / f"{name}.json").is_file()
+        assert (tmp_path / "work" / name / "checkpoints").is_dir()
+    monkeypatch.setattr(language, "run", lambda options, kind, seed, corpus: 1 / 0)
+    assert language.main([*words, "--kinds", "attention"]) == 0, "it is still there"
+
+
+def test_seconds_are_those_of_the_steps_whenever_they_were_made(tmp_path):
+    options = language.parse(language_words(tmp_path))
+    corpus = language.ready(options)
+    first = language.run(options, "linear-sum", 0, corpus)
+    (times,) = (tmp_path / "work").glob("linear-sum-0-*/times.jsonl")
+    spent = sum(json.loads(line)["seconds"] for line in times.read_text().splitlines())
+    again = language.run(options, "linear-sum", 0, corpus)  # trained already
+    assert first.seconds == again.seconds == spent > 0
+
+
+def test_the_mark_knows_the_precision_and_not_the_device(tmp_path):
+    def told(*more: str) -> str:
+        return language.mark(language.parse([*language_words(tmp_path), *more]))
+
+    assert told() == told("--precision", "float32") == told("--device", "mps")
+    assert told("--device", "cuda") == told("--device", "cuda:1") == told("--precision", "bfloat16")
+    assert told("--device", "cuda") != told()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--length", "512"], r"valid.txt has \d+ tokens, expected more than 8192"),
+        (["--valid-tokens", "127"], "--valid-tokens is 127, expected 128 or more"),
+    ],
+)
+def test_too_little_text_is_said_before_training(tmp_path, monkeypatch, more, says):
+    monkeypatch.setattr(language, "share", lambda options, words: 1 / 0)
+    with pytest.raises(SystemExit, match=says):
+        language.main([*language_words(tmp_path), "--valid-tokens", "100000", *more])
+
+
+def test_kinds_that_nobody_knows(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        language.parse([*language_words(tmp_path), "--kinds", "dleta"])
+    assert "invalid choice: 'dleta'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", language.KINDS)
 def test_all_kinds_have_attentions_parameters(tmp_path, kind):
     options = language.parse([*language_words(tmp_path), "--hidden", "128", "--intermediate", "512"])

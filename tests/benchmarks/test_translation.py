@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.translation import __main__ as translation
 from benchmarks.translation import runs as translation_runs
-from benchmarks.translation.data import END, PAD, Corpus, read_pairs, shared_tokenizer
+from benchmarks.translation.data import END, PAD, Corpus, digest_of, read_pairs, read_splits, shared_tokenizer
 from benchmarks.translation.runs import Run
 from benchmarks.translation.training import Settings, Task, rate, valid_loss
 from rebind.errors import InputError
@@ -123,7 +123,7 @@ def test_the_rate_rises_and_falls():
 
 
 def test_the_validation_loss_is_the_mean_over_tokens(data, tmp_path):
-    task = Task.read(data, TINY, tmp_path, torch.device("cpu"))
+    task = Task.of(read_splits(data), TINY, tmp_path, torch.device("cpu"))
     torch.manual_seed(0)
     model = RebindForSeq2SeqLM(TINY.config("linear", task.tokenizer.get_vocab_size())).eval()
     (whole,) = task.valid.batches(10**6)
@@ -152,3 +152,23 @@ def test_runs_learn_and_are_not_made_twice(data, tmp_path, exact, monkeypatch, c
     assert "written to" in capsys.readouterr().out
     with pytest.raises(InputError, match="holds runs of other settings"):
         translation.main([*arguments, "2", "--steps", "7"])
+
+
+def test_runs_on_other_data_are_no_seeds_of_these(data, tmp_path, exact, monkeypatch):
+    out = tmp_path / "results.json"
+    monkeypatch.setattr(translation, "run", lambda kind, seed, *_: Run(kind, seed, 50.0, 1.0, 1, 1.0, 1.0, 1, 1))
+    arguments = options(data, out, "--kinds", "softmax", "--seeds", "1")
+    translation.main(arguments)
+    held = json.loads(out.read_text())
+    assert held["data"] == digest_of(read_splits(data))
+    translation.main(arguments)
+
+    lines = (data / "val.en").read_text().splitlines()
+    (data / "val.en").write_text("\n".join([*lines[:-1], "another sentence."]) + "\n")
+    other = digest_of(read_splits(data))
+    with pytest.raises(InputError, match=f"holds runs on other data .{held['data']}, expected {other}.*--out"):
+        translation.main(arguments)
+    del held["data"]
+    out.write_text(json.dumps(held))
+    with pytest.raises(InputError, match=f'does not say what data .* add "data": "{other}" beside'):
+        translation.main(arguments)

@@ -55,6 +55,25 @@ def test_json_is_one_document(tmp_path):
     assert len(document["rows"]) == 28
 
 
+def test_a_figure_asks_for_matplotlib_only_where_it_is_missing(tmp_path, monkeypatch):
+    def broken(figure, stem):
+        raise ValueError("nothing to draw")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rebind.lab.style.save", broken)
+        result = lab(*TINY, "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out" / "figure.png").exists()
+    assert "pip install" not in result.stdout + result.stderr
+    for module in ("rebind.lab.run", "rebind.cli.lab"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+    result = lab(*TINY, "--out", str(tmp_path / "out"))
+    assert "no figure: pip install 'rebind[lab]'" in result.stdout + result.stderr
+
+
+def test_help_leaves_the_seeds_to_the_experiment():
+    assert "Seeds a point. Default: the experiment's own." in lab("--help").stdout
+
+
 def test_without_a_folder_it_takes_one_in_runs(tmp_path):
     folder = lab(*TINY, "--quiet").stdout.strip()
     assert folder.startswith("runs/lab-ttt-1d-")
@@ -69,8 +88,10 @@ def test_without_a_folder_it_takes_one_in_runs(tmp_path):
         (["hopfield", "units"], "expected key=value"),
         (["hopfield", "units=many"], "units is 'many', expected a whole number"),
         (["closed-form", "keys=square"], "keys are square, expected some of sphere, correlated"),
-        (["capacity", "--quick", "features=dpfp-9"], "feature 'dpfp-9' is unknown"),
+        (["capacity", "--quick", "features=dpfp-9"], "unknown feature 'dpfp-9'"),
         (["overwrite", "--quick", "rules=adam"], "unknown rule 'adam'"),
+        (["overwrite", "--quick", "features=softmax"], "expected sum alone with softmax"),
+        (["forgetting", "--quick", "pools=8"], "pool 8 has 512 distinct keys and the stream 640 writes"),
         (["hopfield", "--quick", "--device", "abacus"], "device 'abacus' cannot be used here"),
     ],
 )

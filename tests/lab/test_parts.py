@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rebind.errors import InputError
-from rebind.lab import capacity, closed_form, overwrite
+from rebind.lab import capacity, closed_form, forgetting, hopfield, overwrite
 from rebind.lab.experiment import LabWarning, configure
 from rebind.lab.reading import _doubled, constant, corrected, rows, similarity
 from rebind.lab.real import mlp_keys
 from rebind.lab.recorded import Place
-from rebind.lab.report import curve, slope, spread
+from rebind.lab.report import courses, curve, slope, spread
 from rebind.lab.retrieval import FEATURES, Recipe, Sequences, Stack, Task, Training, correct, faded, hot, latest
 from rebind.lab.squash import squashed, unwrite, write
 from rebind.lab.stacks import Trainer, train, train_all
@@ -65,6 +65,121 @@ def test_a_curve_is_a_mean_with_its_range():
     assert spread([1.0, 3.0]) == "2 ± 1.4"
 
 
+def test_a_place_is_measured_or_not():
+    found = curve([{"x": 0.3, "y": 1.0}, {"x": 2.0, "y": 5.0}], "x", "y")
+    assert found.has(0.1 + 0.2, 2)
+    assert not found.has(0.3, 1.9)
+
+
+def test_a_course_goes_on_where_a_seed_ended():
+    rows = [{"steps": 100, "losses": [0.5]}, {"steps": 250, "losses": [0.75, 0.5, 0.25]}, {"steps": 100, "losses": []}]
+    found = courses(rows, 100)
+    assert found.x == [100, 200, 250]
+    assert found.mean == [0.625, 0.5, 0.375]
+    assert (found.low, found.high) == ([0.5, 0.5, 0.25], [0.75, 0.5, 0.5])
+    assert courses(rows[2:], 100).x == []
+
+
+@pytest.mark.parametrize("experiment", [capacity.EXPERIMENT, overwrite.EXPERIMENT])
+def test_figures_draw_whole_courses(experiment):
+    """One seed is solved at the first evaluation; the other ends between two."""
+    pytest.importorskip("matplotlib")
+    config = experiment.quick
+    rows = [
+        {
+            **point,
+            "short": 0.1,
+            "diverged": False,
+            **({"losses": [0.5], "steps": 100} if point["seed"] else {"losses": [0.5, 0.25, 0.25], "steps": 250}),
+            "loss": 0.25,
+        }
+        for batch in experiment.batches(config)
+        for point in batch
+    ]
+    learning = experiment.figure(config, rows).axes[-1].lines[0]
+    assert list(learning.get_xdata()) == [100, 200, 250]
+    assert list(learning.get_ydata()) == [0.5, 0.375, 0.375]
+
+
+def test_solved_is_solved_by_every_seed():
+    found = curve([{"x": 4, "y": 9e-4}, {"x": 4, "y": 1e-3}, {"x": 8, "y": 5e-4}, {"x": 8, "y": 1.1e-3}], "x", "y")
+    assert capacity.solved(found) == 4
+
+
+def test_every_rule_of_overwrite_has_a_name_and_tanh_no_published_loss():
+    assert not [place for place in overwrite.PUBLISHED if "tanh" in place]
+    config = configure(overwrite.QUICK, ["rules=mamba2", "sizes=8"])
+    rows = [
+        {**point, "loss": 0.3, "short": 0.1, "steps": 10, "diverged": False}
+        for batch in overwrite.batches(config)
+        for point in batch
+    ]
+    assert overwrite.table(config, rows).rows[0][1] == "Mamba-2"
+    assert "mamba2" not in overwrite.Overwrite().rules
+
+
+def test_closed_form_claims_nothing_of_loads_it_did_not_measure():
+    def says(words):
+        config = configure(closed_form.QUICK, ["width=16", "seeds=1", *words])
+        rows = [{**point, "error": 0.5} for batch in closed_form.batches(config) for point in batch]
+        return "; ".join(f"{claim.says} ({claim.got})" for claim in closed_form.claims(config, rows))
+
+    every = says([])
+    assert all(part in every for part in ("at n = d:", "at 2d", "at d/2", "up to n = d,", "(n−1)/d", "1 − d/n"))
+    few = says(["loads=0.375,0.75"])
+    assert not [part for part in ("at n = d:", "at 2d", "at d/2", "up to n = d,", "1 − d/n") if part in few]
+    assert "up to n = 12," in few
+    assert "(n−1)/d" in few
+    assert "recursive batch by batch" in says(["loads=1.5"])
+
+
+def hopfield_rows(config):
+    names = {
+        "load": ["error"],
+        "correlated": ["error"],
+        "ends": ["pattern", "mixture"],
+        "modern": ["one", "several"],
+        "beta": ["one", "several"],
+        "attention": ["gap"],
+    }
+    return [
+        {**point, **dict.fromkeys(names[point["part"]], 0.2)} for batch in hopfield.batches(config) for point in batch
+    ]
+
+
+def test_hopfield_claims_nothing_of_places_it_did_not_measure():
+    def says(words):
+        config = configure(hopfield.QUICK, words)
+        return [claim.says for claim in hopfield.claims(config, hopfield_rows(config))]
+
+    assert len(says([])) == 11
+    few = says(["loads=0.13,0.15", "rates=0.25", "betas=0.1,0.3", "overlaps=0.1,0.2"])
+    assert [one for one in says([]) if one not in few] == [
+        "the classical network breaks down near 0.138 N",
+        "below it the wrong bits are those of mean-field theory",
+        "the larger the network, the sharper the knee",
+        "correlated patterns are lost at a load that random ones survive",
+        "the modern network retrieves at 2^(N/8) patterns",
+        "and far beyond what a classical one of its size holds",
+        "further steps go where the first one headed: to the mean at β = 0.2, to the pattern at 0.5",
+    ]
+
+
+def test_the_sixth_network_is_drawn_too():
+    pytest.importorskip("matplotlib")
+    config = configure(hopfield.QUICK, ["units=20,30,40,50,60,70", "modern=2,3,4,5,6,7"])
+    load, _, modern, _ = hopfield.figure(config, hopfield_rows(config)).axes
+    for axes, wanted in ((load, "N = 70"), (modern, "N = 7:")):
+        assert any(str(line.get_label()).startswith(wanted) for line in axes.lines)
+
+
+@pytest.mark.parametrize("words", [["pools=0.5", "length=1"], ["pools=5"]])
+def test_keys_that_come_just_twice_are_measured(words):
+    config = configure(forgetting.QUICK, ["width=8", "streams=2", "seeds=1", *words])
+    for batch in forgetting.batches(config):
+        assert len(forgetting.measure(config, batch, CPU)) == len(batch)
+
+
 def doubles(*shape, seed=0):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
 
@@ -110,6 +225,15 @@ class TestReading:
         expected = feature(q_signed) @ feature(k_signed).mT
         same_with_gradients(products, expected, (k, q))
         same_with_gradients(got.share(got.scaled), expected / (expected.sum(-1, keepdim=True) + 1e-6), (k, q))
+
+    def test_a_key_in_the_corner_of_relu_is_not_moved(self):
+        feature = get_feature("dpfp", 4, nu=1)
+        k, q = -doubles(1, 3, 4).detach(), -doubles(1, 1, 4, seed=1).detach()
+        k[0, 1] = 0.0
+        k[0, 2, 1] = 0.0
+        k.requires_grad_(), q.requires_grad_()
+        expected = feature(q) @ feature(k).mT
+        same_with_gradients(similarity(feature, constant(feature, k), k, q).scaled, expected, (k, q))
 
     @pytest.mark.parametrize("queries", [1, 5])
     @pytest.mark.parametrize("scale", ["w", 1e-3, 1.0, 5.0, 50.0])
@@ -266,7 +390,7 @@ class TestRetrieval:
     @pytest.mark.parametrize(
         ("task", "feature", "rule"),
         [(Task(6, 6, False), name, "sum") for name in FEATURES]
-        + [(Task(6, 12, True), "dpfp-2", rule) for rule in ("sum", "rfa", "tanh", "delta", "gated_delta", "longhorn")],
+        + [(Task(6, 12, True), "dpfp-2", rule) for rule in overwrite.RULES],
     )
     def test_a_lesson_is_one_query_of_a_test(self, task, feature, rule):
         """Training reads one key a sequence by other code than evaluation, which reads them all."""

@@ -17,7 +17,7 @@ import torch
 
 from rebind.errors import InputError, StorageError, UnknownNameError
 from rebind.lab.catalogue import EXPERIMENTS, get_experiment
-from rebind.lab.experiment import Claim, Config, Experiment, Table, configure
+from rebind.lab.experiment import Claim, Config, Experiment, LabWarning, Table, configure
 from rebind.lab.run import default_folder, run
 
 FILES = ("config.json", "points.jsonl", "table.md", "figure.png", "figure.svg")
@@ -173,6 +173,22 @@ class TestWhatIsThereStays:
             run(made(), Small(), tmp_path / "out")
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
+    def test_half_written_settings_are_no_something_else(self, tmp_path):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / ".config.json.0a1b2c.tmp").write_text("{")
+        assert len(run(made(), Small(), tmp_path / "out").rows) == 9
+
+    def test_a_figure_that_cannot_be_saved_costs_only_itself(self, tmp_path):
+        def figure(config, rows):
+            drawn = _figure(config, rows)
+            drawn.text(0, 0, "$\\frac$")  # found out when it is drawn
+            return drawn
+
+        with pytest.warns(LabWarning, match="no figure"):
+            found = run(replace(made(), figure=figure), Small(), tmp_path / "out")
+        assert found.claims
+        assert (tmp_path / "out" / "table.md").exists()
+
     def test_settings_that_measuring_refuses_leave_nothing(self, tmp_path):
         def refuse(config, points, device):
             raise InputError("size is 2, expected 3: change it")
@@ -259,6 +275,11 @@ class TestOverrides:
         with pytest.raises(InputError, match=says):
             configure(Small(), [word])
 
+    def test_a_list_has_each_once_and_numbers_in_order(self):
+        assert configure(Small(), ["sizes=16,4,16"]).sizes == (4, 16)
+        features = configure(get_experiment("capacity").config, ["features=softmax,linear,softmax"]).features
+        assert features == ("softmax", "linear")
+
     def test_a_layer_may_be_the_first(self):
         experiment = get_experiment("edits")
         assert configure(experiment.config, ["layer=0"]).layer == 0
@@ -279,6 +300,27 @@ class TestOverrides:
 def test_an_unknown_experiment_is_named():
     with pytest.raises(UnknownNameError, match="unknown experiment 'hopfeild'.*did you mean 'hopfield'"):
         get_experiment("hopfeild")
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "says"),
+    [
+        ("capacity", "features=linear,bogus", "unknown feature 'bogus'"),
+        ("overwrite", "features=linear,bogus", "unknown feature 'bogus'"),
+        ("overwrite", "rules=sum,nope", "unknown rule 'nope'"),
+        ("overwrite", "features=dpfp-1,softmax", "expected sum alone with softmax"),
+        ("mqar", "rules=sum,nope", "unknown rule 'nope'"),
+        ("mqar", "trained=16x4,16x", "size is '16x'"),
+        ("mqar", "tested=16x4,16x5", "5 pairs in 16 tokens"),
+        ("edits", "methods=memit,nope", "unknown method 'nope'"),
+        ("forgetting", "pools=0.5,8", "pool 8 has 512 distinct keys and the stream 640 writes"),
+        ("forgetting", "length=1", "pool 1 has 64 distinct keys and the stream 64 writes"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(name, word, says):
+    experiment = get_experiment(name)
+    with pytest.raises(InputError, match=says):
+        experiment.batches(configure(experiment.quick, [word]))
 
 
 def test_an_unknown_device_is_named(tmp_path):
