@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -62,10 +63,11 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         self._check_sizes()
+        self._check_numbers()
         if self.mlp not in MLPS:
             raise unknown_name("mlp", self.mlp, MLPS)
-        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            raise InputError(f"dropout is {self.dropout!r}, expected 0 or more and less than 1: 0 turns it off")
+        if not isinstance(self.layer_kinds, str | list | tuple):
+            raise InputError(f"layer_kinds is {self.layer_kinds!r}, expected a kind or a list of kinds: name one")
         for kind in self.kinds:
             if kind not in KINDS:
                 raise unknown_name("layer kind", kind, KINDS)
@@ -81,6 +83,14 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
             )
         return pattern * (self.num_hidden_layers // len(pattern))
 
+    def _check_numbers(self) -> None:
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+            raise InputError(f"dropout is {self.dropout!r}, expected 0 or more and less than 1: 0 turns it off")
+        for name in ("norm_eps", "initializer_range", *(["rope_theta"] if self.rope_theta is not None else [])):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 < value < math.inf:
+                raise InputError(f"{name} is {value!r}, expected a number above 0: check the config")
+
     def _check_sizes(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
             size = getattr(self, name)
@@ -91,3 +101,7 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
                 f"hidden_size is {self.hidden_size} and num_attention_heads {self.num_attention_heads}, expected a "
                 f"multiple: choose heads that divide it, or give key_dim and value_dim"
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -333,6 +333,10 @@ def test_presets_take_changes(name):
         ({"vocab_size": 0}, InputError, "vocab_size is 0, expected a whole number of 1 or more"),
         ({"mlp": "swigloo"}, UnknownNameError, "did you mean 'swiglu'"),
         ({"dropout": 1.0}, InputError, "dropout is 1.0, expected 0 or more and less than 1"),
+        ({"rope_theta": "abc"}, InputError, "rope_theta is 'abc', expected a number above 0"),
+        ({"norm_eps": "x"}, InputError, "norm_eps is 'x', expected a number above 0"),
+        ({"initializer_range": -1}, InputError, "initializer_range is -1, expected a number above 0"),
+        ({"layer_kinds": 5}, InputError, "layer_kinds is 5, expected a kind or a list of kinds"),
     ],
 )
 def test_bad_configs_are_explained(changes, error, says):
