@@ -515,3 +515,12 @@ def _wait_for(ready, seconds: float = 60.0) -> None:
     while not ready():
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"evaluate_tokens": 1}, "evaluate_tokens is 1"), ({"seed": 2**63}, "seed is"), ({"seed": -1}, "seed is -1")],
+)
+def test_numbers_that_would_end_a_run_are_refused_before_it(tmp_path, changes, says):
+    with pytest.raises(InputError, match=says):
+        config(corpus(tmp_path), **changes)

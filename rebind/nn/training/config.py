@@ -138,6 +138,8 @@ class TrainConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} is {value!r}, expected a whole number of 1 or more: correct it")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise InputError(f"seed is {self.seed!r}, expected a whole number of 0 or more, below 2⁶³: choose another")
         if self.evaluate_tokens == 1:
             raise InputError("evaluate_tokens is 1, expected 2 or more, of which the second is predicted: give more")
         if self.precision not in PRECISIONS:
