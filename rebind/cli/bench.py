@@ -10,7 +10,6 @@ import typer
 from rebind.cli import options
 from rebind.cli.bars import Bars
 from rebind.cli.screen import Screen, screen
-from rebind.errors import InputError
 
 if TYPE_CHECKING:
     from rebind.bench.scan import Report, Row
@@ -62,6 +61,7 @@ def scan(
         import torch
 
         from rebind.bench.scan import Setup, parse_shape, run
+        from rebind.memory.checks import usable_device
 
         setup = Setup.of(
             device,
@@ -73,7 +73,7 @@ def scan(
             only=_split(only),
             rules=_split(rules),
         )
-        _require_device(setup.device)
+        usable_device(setup.device)
         path = out / f"scan-{setup.device.replace(':', '-')}.json"
         before = torch.get_num_threads()
         torch.set_num_threads(threads or before)
@@ -97,18 +97,6 @@ def scan(
 
 def _split(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
-
-
-def _require_device(name: str) -> None:
-    import torch
-
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise InputError(
-            f"device {name!r} cannot be used here ({reason}), expected cpu, cuda or mps: try cpu"
-        ) from None
 
 
 def _found(shown: Screen, path: Path, report: Report, rows: list[Row]) -> None:

@@ -26,7 +26,7 @@ from rebind.evals.store import Lines, write_json
 from rebind.files import write_atomically
 from rebind.lab.experiment import C, Claim, Experiment, LabWarning, Point, Row, Table, settings
 from rebind.lab.report import markdown
-from rebind.memory.checks import require_finite
+from rebind.memory.checks import require_finite, usable_device
 from rebind.version import __version__
 
 try:
@@ -61,7 +61,7 @@ def run(
     progress: Progress = lambda done, total, point: None,
 ) -> Result:
     """Measure every point that the folder does not have yet, then write table and figure."""
-    where = _device(device)
+    where = usable_device(device)
     described = describe(experiment, config, where)
     folder = Path(out) if out is not None else default_folder(experiment, config, where)
     batches = experiment.batches(config)
@@ -116,18 +116,6 @@ def default_folder(experiment: Experiment[C], config: C, device: torch.device) -
     digest = sha256(json.dumps(settings(config)).encode()).hexdigest()[:6]
     place = "" if device.type == "cpu" else f"-{device.type}"
     return Path("runs") / f"lab-{experiment.name}{known.get(config, f'-{digest}')}{place}"
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise InputError(
-            f"device {name!r} cannot be used here ({reason}), expected cpu, cuda or mps: try cpu"
-        ) from None
-    return device
 
 
 def _open(folder: Path, described: dict[str, Any]) -> bool:

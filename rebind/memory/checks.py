@@ -85,3 +85,16 @@ def unknown_name(kind: str, got: object, names: Iterable[str]) -> UnknownNameErr
     near = get_close_matches(str(got), known_names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "choose one of these"
     return UnknownNameError(f"unknown {kind} {got!r}, expected one of {', '.join(known_names)}: {hint}")
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name, on which something could be put just now."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        reason = str(problem).splitlines()[0]
+        raise InputError(
+            f"device {name!r} cannot be used here ({reason}), expected cpu, cuda or mps: try cpu"
+        ) from None
+    return device
