@@ -36,7 +36,6 @@ from rebind.bench.clock import clocked, timed, wait
 from rebind.bench.machine import machine
 from rebind.files import write_atomically
 from rebind.nn import RebindCache, RebindConfig, RebindForCausalLM, preset, recorded_decoding
-from rebind.nn.training.build import grows
 
 WARM_UP = 5
 GIB, MIB = 2**30, 2**20
@@ -121,7 +120,7 @@ def measure(model: Any, name: str, context: int, batch: int, options: argparse.N
         model(input_ids=token, past_key_values=cache, use_cache=True)
 
     ways: list[tuple[bool, AbstractContextManager[None]]] = [(False, nullcontext())]
-    if options.graph and cuda and isinstance(model, RebindForCausalLM) and not grows(model):
+    if options.graph and cuda and isinstance(model, RebindForCausalLM) and not model.grows:
         ways.append((True, recorded_decoding(model)))
     for graph, way in ways:
         if cuda:

@@ -42,7 +42,6 @@ from rebind.bench.machine import machine
 from rebind.files import write_atomically
 from rebind.nn import RebindForCausalLM
 from rebind.nn.training import DataConfig, OptimizerConfig, TrainConfig, by_position, carried, train
-from rebind.nn.training.build import grows
 from rebind.nn.training.data import Corpus, prepare
 from rebind.nn.training.load import load
 from rebind.nn.training.log import Log
@@ -193,7 +192,7 @@ def measure(options: argparse.Namespace, model: RebindForCausalLM, corpus: Corpu
         "perplexity": _perplexity(float(losses[1].mean())),
         "by_length": {f"{factor}": _perplexity(float(losses[factor].mean())) for factor in FACTORS},
         "by_position": [_perplexity(loss) for loss in along.tolist()],
-        "carried": None if grows(model) else carried(model, ids, longest).perplexity,
+        "carried": None if model.grows else carried(model, ids, longest).perplexity,
     }
 
 

@@ -32,9 +32,9 @@ def recorded_decoding(model: RebindForCausalLM) -> Iterator[None]:
 
     Weights may change in place in the meantime, but not move. What cannot be recorded runs unrecorded, with a warning.
     """
-    if growing := [kind for kind, block in zip(model.config.kinds, model.model.layers, strict=True) if _grows(block)]:
+    if model.grows:
         raise InputError(
-            f"the memory of {growing[0]} grows with every token, expected layers of fixed memory: decode as it is"
+            "the memory of attention grows with every token, expected layers of fixed memory alone: decode as it is"
         )
     untyped: Any = model  # `forward` is about to be shadowed
     plain, recordings = untyped.forward, dict[Hashable, "_Recording | None"]()
@@ -136,10 +136,6 @@ def _kind(cache: RebindCache) -> Hashable:
     return tuple(
         (tensor.shape, tensor.dtype) for state in cache.states if state is not None for tensor in state.tensors
     )
-
-
-def _grows(block: Any) -> bool:
-    return bool(block.mixer.grows)
 
 
 def _lies_in(state: State, storages: set[int]) -> bool:

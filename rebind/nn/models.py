@@ -19,6 +19,7 @@ from rebind.nn.convolution import ShortConvolution
 from rebind.nn.gates import Decay
 from rebind.nn.hopfield import HopfieldLayer
 from rebind.nn.kinds import build
+from rebind.nn.layer import SequenceLayer
 from rebind.nn.loss import IGNORED, head_loss
 from rebind.nn.mlp import MLPS
 from rebind.nn.norms import RMSNorm
@@ -79,8 +80,16 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
 
     def state_size(self, context: int = 0) -> int:
         """Numbers in one sequence's memories after `context` tokens, which only softmax attention asks for."""
-        mixers = [cast(RebindBlock, block).mixer for block in self.layers]
-        return sum(mixer.state_size * (context if mixer.grows else 1) for mixer in mixers)
+        return sum(mixer.state_size * (context if mixer.grows else 1) for mixer in self._mixers)
+
+    @property
+    def grows(self) -> bool:
+        """Whether a memory gets larger with every token."""
+        return any(mixer.grows for mixer in self._mixers)
+
+    @property
+    def _mixers(self) -> list[SequenceLayer[Any]]:
+        return [cast(RebindBlock, block).mixer for block in self.layers]
 
     def forward(
         self,
@@ -151,6 +160,11 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
     def state_size(self, context: int = 0) -> int:
         """Numbers in one sequence's memories after `context` tokens, which only softmax attention asks for."""
         return self.model.state_size(context)
+
+    @property
+    def grows(self) -> bool:
+        """Whether a memory gets larger with every token."""
+        return self.model.grows
 
     def forward(
         self,

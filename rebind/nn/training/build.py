@@ -7,14 +7,9 @@ from typing import Any, cast
 import torch
 
 from rebind.errors import InputError
-from rebind.nn.models import RebindBlock, RebindForCausalLM
+from rebind.nn.models import RebindForCausalLM
 from rebind.nn.training.config import TrainConfig
 from rebind.nn.training.data import Corpus
-
-
-def grows(model: RebindForCausalLM) -> bool:
-    """Whether a memory of the model grows with the text."""
-    return any(cast(RebindBlock, block).mixer.grows for block in model.model.layers)
 
 
 def build_model(config: TrainConfig, corpus: Corpus, device: torch.device) -> RebindForCausalLM:

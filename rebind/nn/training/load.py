@@ -16,7 +16,6 @@ from rebind.nn.config import RebindConfig
 from rebind.nn.decoding import recorded_decoding
 from rebind.nn.models import RebindForCausalLM
 from rebind.nn.training import checkpoint, tokenizers
-from rebind.nn.training.build import grows
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +36,7 @@ class Trained:
         given = torch.tensor([ids or [end]], device=self.model.device)
         options = {"attention_mask": torch.ones_like(given), "pad_token_id": end, **options}
         model: Any = self.model  # transformers types `generate` for its own classes
-        recorded = self.model.device.type == "cuda" and not grows(self.model)
+        recorded = self.model.device.type == "cuda" and not self.model.grows
         with recorded_decoding(self.model) if recorded else nullcontext():
             out = model.generate(given, **options)[0, given.shape[1] :]
         return str(self.tokenizer.decode(out, skip_special_tokens=True))

@@ -19,7 +19,7 @@ from rebind.files import write_atomically
 from rebind.nn.cache import RebindCache
 from rebind.nn.training import carry, checkpoint, sharding
 from rebind.nn.training.board import Board, require_tensorboard
-from rebind.nn.training.build import build_model, build_optimizer, grows, rows_a_piece
+from rebind.nn.training.build import build_model, build_optimizer, rows_a_piece
 from rebind.nn.training.config import TrainConfig, differences
 from rebind.nn.training.data import Corpus, Segments, prepare
 from rebind.nn.training.evaluate import Perplexity, carried, sliding
@@ -120,7 +120,7 @@ class Run:
             raise InputError(f"{len(corpus.held)} tokens are held, expected 2 or more: give more text to measure on")
         torch.manual_seed(config.seed)  # the same model in every process
         self.model = build_model(config, corpus, torch.device("cpu") if self.sharded else group.device)
-        if config.carry and grows(self.model):
+        if config.carry and self.model.grows:
             raise InputError("carry is on and attention's memory grows without end: train it without, or other layers")
         self.step, self.saved = 0, found.folder if found else None
         if found is not None:
@@ -343,7 +343,7 @@ class Run:
         measured: dict[str, Perplexity] = {}
         with self.updates.autocast():
             measured["sliding"] = sliding(self.model, held, config.length, stride=max(config.length // 2, 1))
-            if not grows(self.model):
+            if not self.model.grows:
                 measured["carried"] = carried(self.model, held, config.length)
         rows = [row for row in self.log.rows() if "loss" in row]
         return {
@@ -353,7 +353,7 @@ class Run:
             "corpus_tokens": len(self.corpus.train),
             "vocabulary": self.model.config.vocab_size,
             "parameters": self.model.num_parameters(),
-            "state": None if grows(self.model) else self.model.state_size(),
+            "state": None if self.model.grows else self.model.state_size(),
             "layers": self.model.config.kinds,
             "loss": rows[-1]["loss"],
             "validation": {name: one.to_json() for name, one in measured.items()},
