@@ -12,11 +12,12 @@ import rebind
 PACKAGE = Path(rebind.__file__).parent
 
 # What each layer may import of the package, besides itself and what stands beside `rebind.errors`.
-BESIDE = {"errors", "files", "recording", "version"}
+BESIDE = {"errors", "files", "precision", "recording", "version"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "__main__": {"cli"},
     "files": set(),
+    "precision": set(),
     "recording": set(),
     "version": set(),
     "memory": set(),

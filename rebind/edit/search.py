@@ -6,8 +6,8 @@ bfloat16 that is made for short sequences (`short`); what the search starts from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -16,6 +16,7 @@ from rebind.edit.objective import Request, TargetSettings, can_be_recorded
 from rebind.edit.short import hurry
 from rebind.edit.targets import Found
 from rebind.edit.trunk import Trunk
+from rebind.precision import tensor_float
 
 BYTES = 8  # free, for every parameter, before a copy of two bytes each is made
 
@@ -36,7 +37,7 @@ class Search:
         on_step: Callable[[int, int, float], None],
     ) -> Found:
         quick = self._quick()
-        with _tensor_float(quick is None):
+        with tensor_float(True) if quick is None else nullcontext():
             return resume_targets(
                 self.trunk, layer, requests, settings, self.fingerprint, kept, quick=quick, on_step=on_step
             )
@@ -49,14 +50,3 @@ class Search:
                 self._narrow = self.trunk.narrowed(torch.bfloat16)
                 hurry(self._narrow.model)
         return self._narrow
-
-
-@contextmanager
-def _tensor_float(on: bool) -> Iterator[None]:
-    """TensorFloat-32 on GPUs that have it, where there is no copy."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = before or on
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

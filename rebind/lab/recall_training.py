@@ -21,6 +21,7 @@ from torch.nn import functional
 from rebind.errors import InputError
 from rebind.lab.recall import Model, Questions, Recall, Stack, Task
 from rebind.lab.recorded import Place, Recorded
+from rebind.precision import tensor_float
 
 SOLVED = 0.99  # the accuracy at which training ends
 
@@ -41,7 +42,7 @@ def train(models: Sequence[Model], rule: str, width: int, config: Recall, device
     order = random.Random(0)
     ended: dict[Model, Trained] = {}
     course: dict[Model, list[float]] = {model: [] for model in models}
-    with _tensor_float(), _at(device) as place:
+    with tensor_float(True), _at(device) as place:
         stack = Stack(models, rule, width, config, device)
         trainer, step = _Trainer(stack, place), 0
         while stack.models:
@@ -203,14 +204,3 @@ def _within(tests: Sequence[Task], tasks: Sequence[Task]) -> list[Task]:
 
 def _for_all(asked: Questions, models: int) -> Questions:
     return Questions(*(getattr(asked, part.name).expand(models, -1, -1) for part in fields(Questions)))
-
-
-@contextmanager
-def _tensor_float() -> Iterator[None]:
-    """TensorFloat-32 on GPUs that have it."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

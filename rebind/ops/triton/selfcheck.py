@@ -21,6 +21,7 @@ from rebind.ops.reference import REFERENCE
 from rebind.ops.triton.calls import compile_ahead
 from rebind.ops.triton.launch import INTERPRETED, Plan
 from rebind.ops.triton.tiles import Tiles, segments_of
+from rebind.precision import tensor_float
 
 # Largest error, as a share of each result's norm, that rounding explains; a miscompiled kernel is off by far more.
 ROUNDING = {torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float32: 1e-4}
@@ -50,8 +51,14 @@ def _kind(inputs: Inputs) -> tuple[object, ...]:
     return inputs.q.device, inputs.v.dtype, sizes, present, inputs.keep, tiles, cut
 
 
-@torch.no_grad()
 def _compare(inputs: Inputs) -> str | None:
+    # Without autocast, as the scan itself runs, and without TF32, which the caller may have allowed: where a problem is
+    # cut its parts are composed by products of torch's, and their rounding is no fault of the kernels.
+    with torch.no_grad(), torch.autocast(inputs.v.device.type, enabled=False), tensor_float(False):
+        return _difference(inputs)
+
+
+def _difference(inputs: Inputs) -> str | None:
     tiny, tiles = _tiny(inputs), Tiles.of(inputs)  # the tiles of the problem at hand: others are other kernels
     plan = Plan(tiny, tiles, segments=2 if segments_of(inputs, tiles) > 1 else 1)
     if not INTERPRETED:
