@@ -34,7 +34,10 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         named_already.add(method)
     for axes, title in ((left, "S"), (middle, "facts whose every token comes first"), (right, "perplexity, held text")):
         named(axes, title, "facts written", "")
+        axes.set_xlim(right.get_xlim())
         axes.xaxis.set_major_formatter("{x:,.0f}")
+    for axes in (left, middle):
+        axes.set_ylim(top=1.02)
     if highest > 5:
         right.set_yscale("log")
         right.yaxis.set_major_formatter("{x:,.0f}")
@@ -54,7 +57,6 @@ def _look(method: str, found: str) -> dict[str, Any]:
 def _score(axes: Axes, rows: Sequence[Row], score: str, **look: Any) -> None:
     points = [(row.facts, row.scores[score]["value"]) for row in rows if score in row.scores]
     axes.plot(*zip(*points, strict=True), **look)
-    axes.set_ylim(-0.02, 1.02)
 
 
 def _perplexity(axes: Axes, rows: Sequence[Row], before: Sequence[Row], **look: Any) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table, require_known
-from rebind.lab.report import Curve, courses, curve, select, stayed_finite, told
+from rebind.lab.report import courses, curve, select, stayed_finite, told
 from rebind.lab.retrieval import FEATURES, SOLVED, Recipe, Task, Training
 from rebind.lab.stacks import train_all
 
@@ -83,9 +83,12 @@ def side_by_side(
         )
 
 
-def solved(found: Curve) -> float:
-    """The largest S that every seed solves."""
-    return max((size for size, loss in zip(found.x, found.high, strict=True) if loss <= SOLVED), default=0)
+def solved(rows: Sequence[Row]) -> tuple[float, float]:
+    """The largest S that every seed solves, and the largest that most seeds solve."""
+    found = curve([{"size": row["size"], "solved": row["loss"] <= SOLVED} for row in rows], "size", "solved")
+    every = max((size for size, least in zip(found.x, found.low, strict=True) if least), default=0)
+    most = max((size for size, share in zip(found.x, found.mean, strict=True) if share > 0.5), default=0)
+    return every, most
 
 
 def table(config: Capacity, rows: Sequence[Row]) -> Table:
@@ -94,10 +97,12 @@ def table(config: Capacity, rows: Sequence[Row]) -> Table:
     for feature in config.features:
         some = select(rows, feature=feature)
         cells = [told(select(some, size=size), "loss") for size in sizes]
-        most, loss = PUBLISHED.get(feature, ("—", "—")) if _as_published(config) else ("—", "—")
-        lines.append([LABELS[feature], *cells, str(loss), f"{solved(curve(some, 'size', 'loss')):g}", str(most)])
+        largest, loss = PUBLISHED.get(feature, ("—", "—")) if _as_published(config) else ("—", "—")
+        every, most = solved(some)
+        lines.append([LABELS[feature], *cells, str(loss), f"{every:g}", f"{most:g}", str(largest)])
     losses = (f"loss at S = {size}" for size in sizes)
-    return Table(["φ", *losses, "published at S = 600", "largest S solved", "published"], lines)
+    reached = ("largest S solved by every seed", "by most seeds", "by the one published run")
+    return Table(["φ", *losses, "published at S = 600", *reached], lines)
 
 
 def _as_published(config: Capacity) -> bool:
@@ -123,10 +128,11 @@ def claims(config: Capacity, rows: Sequence[Row]) -> list[Claim]:
         made.append(Claim("softmax, whose memory grows, loses least", best, f"{found['softmax'].mean[-1]:.3f}"))
     made.append(stayed_finite(rows))
     if _as_published(config):
-        reached = {name: solved(found[name]) for name in PUBLISHED if name in found}
+        reached = {name: solved(select(rows, feature=name))[1] for name in PUBLISHED if name in found}
         pairs = ", ".join(f"{name} {most:g} ({PUBLISHED[name][0]})" for name, most in reached.items())
         held = all(most >= PUBLISHED[name][0] for name, most in reached.items())
-        made.append(Claim("each solves what its published run did, or more", held, f"largest S (published): {pairs}"))
+        says = "most seeds of each solve what its one published run did, or more"
+        made.append(Claim(says, held, f"largest S (published): {pairs}"))
     return made
 
 
@@ -146,9 +152,10 @@ def figure(config: Capacity, rows: Sequence[Row]) -> Figure:
     for feature in config.features:
         some = select(rows, feature=feature)
         style.draw(loss, curve(some, "size", "loss"), colours[feature], LABELS[feature])
-        style.draw(learning, courses(select(some, size=config.sizes[-1]), config.every), colours[feature])
+        style.draw(learning, courses(select(some, size=config.sizes[-1]), config.every), colours[feature], ms=1.5)
     loss.axhline(SOLVED, color=style.EDGE, lw=1)
-    style.note(loss, "solved", SOLVED)
+    across = loss.get_yaxis_transform()
+    loss.text(0.99, SOLVED, "solved", ha="right", va="bottom", fontsize=8.5, color=style.SOFT, transform=across)
     for one in (loss, learning):
         one.set_yscale("log")
     style.named(loss, "loss at the end", "S, keys", "½‖o − v‖²")
@@ -162,6 +169,7 @@ EXPERIMENT = Experiment(
     title="Keys written once, asked for once: what each feature map keeps apart, trained",
     answers="Schlag et al., Figures 2 and 4 (setting 1)",
     takes="for a GPU",
+    on_gpu="4 min",
     config=Capacity(),
     quick=QUICK,
     batches=batches,

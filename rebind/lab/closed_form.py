@@ -301,6 +301,7 @@ EXPERIMENT = Experiment(
     title="Recall error against n/d for sums, deltas and solves, beside theory",
     answers='"Memory and Forgetting", how many memories can we store; the closed forms of ROME and MEMIT',
     takes="15 s",
+    on_gpu="30 s",
     config=ClosedForm(),
     quick=QUICK,
     batches=batches,

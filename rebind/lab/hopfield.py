@@ -374,6 +374,7 @@ EXPERIMENT = Experiment(
     title="Classical capacity and its knee, spurious states; modern capacity, β, steps",
     answers='"Memory and Forgetting", appendix: 0.14 N memories, exponentially many, one step = one attention pass',
     takes="80 s",
+    on_gpu="22 s",
     config=Hopfield(),
     quick=QUICK,
     batches=batches,

@@ -36,6 +36,8 @@ class Plan:
         """Why these inputs cannot run on kernels, or None."""
         if not (inputs.q.is_cuda or INTERPRETED):
             return f"the tensors are on {inputs.q.device.type}, kernels want a CUDA device"
+        if INTERPRETED and inputs.v.dtype == torch.bfloat16:
+            return "Triton's interpreter multiplies the bits of bfloat16 as integers"
         if inputs.v.dtype == torch.float64:
             return "float64 has no tensor cores to run on"
         if max(inputs.k.shape[3], inputs.v.shape[3]) > WIDEST:
