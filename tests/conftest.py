@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import settings
+
+from tests.bounds import watched
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported, which is later
@@ -13,3 +18,13 @@ if not torch.cuda.is_available():
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("default")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_stay_inside() -> Iterator[None]:
+    """Wherever kernels are interpreted, they are watched."""
+    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0") or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    with watched():
+        yield

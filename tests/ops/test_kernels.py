@@ -15,11 +15,14 @@ from tests.support import Draw, assert_close
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from rebind.ops.step import _step
 from rebind.ops.triton import TRITON, selfcheck, tiles
 from rebind.ops.triton.calls import aligned, call, compile_ahead
 from rebind.ops.triton.decode import decode
-from rebind.ops.triton.launch import Plan
+from rebind.ops.triton.launch import INTERPRETED, Plan
 
 SINGLE = tolerance_of(torch.float32)
 
@@ -33,6 +36,29 @@ def test_a_sequence_cut_in_segments_is_the_sequence(monkeypatch, coefficients, s
     case = problem(200, 6, 40, batch=1, heads=2, coefficients=coefficients, state=state).to(torch.float32)
     assert Plan.of(checked(**{name: x.to(home("triton")) for name, x in case.tensors.items()})).segments > 4
     compare(outcome(case, "triton"), outcome(case.double(), "reference"), SINGLE)
+
+
+@pytest.mark.parametrize("widths", [(32, 16), (64, 16), (16, 32), (48, 17)], ids=str)
+def test_segments_of_heads_with_wider_keys_stay_inside(monkeypatch, widths):
+    """A segment's map has as many columns as keys are wide: those must not be looked for in the values."""
+    monkeypatch.setattr(tiles, "_processors", lambda device: 64)
+    monkeypatch.setattr(tiles, "SHORTEST", 1)
+    case = problem(100, *widths, batch=1, heads=2).to(torch.float32)
+    compare(outcome(case, "triton"), outcome(case.double(), "reference"), SINGLE)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+def test_a_kernel_that_reads_past_the_end_is_caught():
+    x, out = torch.zeros(40), torch.zeros(64)
+    with pytest.raises(Exception, match="24 of 64 elements of a tile are outside"):
+        _copy[(1,)](x, out, 64)
+    _copy[(1,)](x, out, 40)
+
+
+@triton.jit
+def _copy(x, out, length):
+    at = tl.arange(0, 64)
+    tl.store(out + at, tl.load(x + at, mask=at < length, other=0.0))
 
 
 @pytest.mark.parametrize("widths", [(1, 1), (24, 40), (64, 64), (200, 16)], ids=str)

@@ -77,10 +77,12 @@ def walk_forward(
     blocks: tl.constexpr = (Dv + BV - 1) // BV
     writes = True
     local = block * BV
+    source = local  # the columns of V; M's are others, as many as Dk, and have none
     shift = 0
     if MAP:
         writes = block < blocks
         local = tl.where(writes, block, block - blocks) * BV
+        source = tl.where(writes, local, 0)
         shift = tl.where(writes, 0, Dv)
     column = local + tl.arange(0, BV)
     limit = Dv
@@ -97,7 +99,7 @@ def walk_forward(
     for number in tl.range(low, high, num_stages=STAGES):
         here = (first_chunk + number) * H + head
         b_k = load_rows(k, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
-        b_v = load_rows(v, begin, number * C, length, head, H, Dv, local, BV, C)
+        b_v = load_rows(v, begin, number * C, length, head, H, Dv, source, BV, C)
         s = S.to(dtype)
         U = b_v.to(tl.float32)
         if WRITE:
