@@ -179,14 +179,15 @@ class _Run:
 
     def config(self) -> dict[str, Any]:
         editor, trial = self.editor, self.trial
+        device = editor.trunk.device
         return {
             "format": FORMAT,
             "model": {
                 "name": editor.loaded.name,
                 "fingerprint": editor.fingerprint,
                 "dtype": str(editor.model.dtype).removeprefix("torch."),
-                "device": _device(editor.trunk.device),
-                "threads": torch.get_num_threads(),  # sums on a CPU are ordered by them
+                "device": _device(device),
+                "threads": torch.get_num_threads() if device.type == "cpu" else None,  # they order a CPU's sums
                 "chat": editor.chat,
             },
             "data": {

@@ -105,7 +105,7 @@ def describe(experiment: Experiment[C], config: C, device: torch.device) -> dict
         "experiment": experiment.name,
         "settings": settings(config),
         "device": hardware,
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,  # they order a CPU's sums
         "versions": {"rebind": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 

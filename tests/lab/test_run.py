@@ -18,7 +18,7 @@ import torch
 from rebind.errors import InputError, StorageError, UnknownNameError
 from rebind.lab.catalogue import EXPERIMENTS, get_experiment
 from rebind.lab.experiment import Claim, Config, Experiment, LabWarning, Table, configure
-from rebind.lab.run import default_folder, run
+from rebind.lab.run import default_folder, describe, run
 
 FILES = ("config.json", "points.jsonl", "table.md", "figure.png", "figure.svg")
 
@@ -360,3 +360,9 @@ def test_few_points_are_no_disaster(name, words, tmp_path):
     found = run(experiment, configure(experiment.quick, [*words, "seeds=1"]), tmp_path / "out")
     assert found.rows
     assert (tmp_path / "out" / "table.md").exists()
+
+
+@pytest.mark.parametrize(("device", "said"), [("cpu", True), ("meta", False)])
+def test_threads_are_part_of_a_run_on_a_cpu_alone(device, said):
+    found = describe(get_experiment("cost"), get_experiment("cost").quick, torch.device(device))["threads"]
+    assert found == (torch.get_num_threads() if said else None)
