@@ -35,9 +35,10 @@ from rebind.nn.layer import SequenceLayer, head_width, key_heads_for
 from rebind.nn.normalise import Normaliser
 from rebind.nn.norms import RMSNorm
 from rebind.nn.padding import cleared
-from rebind.nn.products import entering, joined
+from rebind.nn.products import entering, is_plain, joined
 from rebind.nn.states import State
 from rebind.ops import scan
+from rebind.ops.gated import gated_linear
 from rebind.ops.inputs import DEBUG
 from rebind.ops.scan import coefficients
 from rebind.ops.step import stepped
@@ -139,7 +140,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
         out, memory = scan(
             writes.q,
             writes.k,
-            writes.v,
+            writes.v.contiguous(),  # a view would keep the queries and keys beside it until the gradients are taken
             log_decay=writes.log_decay,
             erase=writes.erase,
             write=writes.write,
@@ -208,9 +209,12 @@ class FastWeight(SequenceLayer[FastWeightState]):
         read = self.phi.normalise.read(out)
         if self.norm is not None:
             read = self.norm(read)
-        if gate is not None:
-            read = read * functional.silu(gate).unflatten(-1, (self.heads, self.value_dim))
-        return self.o_proj(read.flatten(-2).to(dtype))
+        read = read.flatten(-2)
+        if gate is None:
+            return self.o_proj(read.to(dtype))
+        if is_plain(self.o_proj) and read.dtype == gate.dtype == dtype:
+            return gated_linear(gate, read, self.o_proj.weight)
+        return self.o_proj((read * functional.silu(gate)).to(dtype))
 
     def extra_repr(self) -> str:
         return f"rule={self.rule!r}, heads={self.heads}, key_dim={self.key_dim}, value_dim={self.value_dim}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rebind.nn.products import entering
+from rebind.nn.products import entering, is_plain
+from rebind.ops.gated import gated_linear
 
 
 class SwiGlu(nn.Module):
@@ -19,7 +20,10 @@ class SwiGlu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = entering(x)
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if is_plain(self.down_proj) and gate.dtype == up.dtype:
+            return gated_linear(gate, up, self.down_proj.weight)
+        return self.down_proj(functional.silu(gate) * up)
 
 
 class Relu(nn.Module):

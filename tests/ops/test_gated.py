@@ -1,0 +1,131 @@
+"""W (silu(g) · u): the formula, what is kept, gradients of every order, and the kernels in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from rebind.ops import gated
+from rebind.ops.gated import gated_linear
+from tests.support import Draw, assert_close
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(3,), (2, 5), (2, 3, 4)]
+
+
+def plain(gate, up, weight):
+    return functional.linear(functional.silu(gate) * up, weight)
+
+
+def drawn(shape, width, out, dtype=torch.float64):
+    draw = Draw(3)
+    tensors = draw.normal(*shape, width), draw.normal(*shape, width), draw.normal(out, width)
+    return [tensor.to(dtype).requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_the_formula_with_its_gradients(shape):
+    tensors = drawn(shape, 6, 4)
+    slope = Draw(4).normal(*shape, 4)
+    found, expected = gated_linear(*tensors), plain(*tensors)
+    assert_close(found, expected, 1e-14)
+    for one, true in zip(
+        torch.autograd.grad(found, tensors, slope), torch.autograd.grad(expected, tensors, slope), strict=True
+    ):
+        assert_close(one, true, 1e-14)
+
+
+def test_gradients_of_gradients():
+    tensors = drawn((2, 3), 4, 3)
+    assert torch.autograd.gradcheck(gated_linear, tensors)
+    assert torch.autograd.gradgradcheck(gated_linear, tensors)
+
+
+def test_a_weight_that_does_not_learn_gets_none():
+    gate, up, weight = drawn((2, 3), 4, 3)
+    gated_linear(gate, up, weight.detach()).sum().backward()
+    assert weight.grad is None
+    assert gate.grad.shape == up.grad.shape == gate.shape
+
+
+def test_the_weight_is_taken_in_the_others_dtype():
+    gate, up, weight = drawn((2, 3), 4, 3, torch.float32)
+    narrow = gate.bfloat16(), up.bfloat16()
+    out = gated_linear(*narrow, weight)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert weight.grad.dtype == torch.float32
+    assert_close(out.double(), plain(gate, up, weight).double(), 2e-2)
+
+
+def test_only_gate_and_up_are_kept():
+    gate, up, weight = drawn((40, 50), 64, 3, torch.float32)
+    sizes = []
+
+    def noted(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        gated_linear(gate, up, weight)
+    assert sorted(sizes) == [weight.numel(), gate.numel(), gate.numel()]
+
+
+def test_it_compiles_whole():
+    tensors = drawn((2, 3), 4, 3, torch.float32)
+    compiled = torch.compile(gated_linear, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(*tensors), plain(*tensors), 1e-6)
+
+
+class TestKernels:
+    """On a GPU, or in Triton's interpreter."""
+
+    @pytest.fixture(autouse=True)
+    def _there(self, monkeypatch):
+        pytest.importorskip("triton")
+        monkeypatch.setattr(gated, "_has_kernels", lambda x: True)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize("width", [1, 7, 1024, 1500])
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_they_are_the_formula(self, shape, width, dtype):
+        tensors = drawn(shape, width, 5, dtype)
+        there = [tensor.detach().to(DEVICE).requires_grad_() for tensor in tensors]
+        slope = Draw(4).normal(*shape, 5).to(dtype)
+        found = gated_linear(*there)
+        got = [found, *torch.autograd.grad(found, there, slope.to(DEVICE))]
+        wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+        expected = plain(*wide)
+        truth = [expected, *torch.autograd.grad(expected, wide, slope.double())]
+        for one, true in zip(got, truth, strict=True):
+            assert one.dtype == dtype
+            assert_close(one.cpu().double(), true, 1e-5 if dtype == torch.float32 else 5e-3)
+
+    def test_parts_of_a_wider_tensor_are_read_where_they_are(self):
+        from rebind.ops.triton import gated as kernels
+
+        both = Draw(5).normal(2, 3, 50).float().to(DEVICE)
+        gate, up = both.split([20, 30], dim=-1)
+        assert kernels._in_rows(gate) is gate
+        up = up[..., :20]
+        assert_close(kernels.forward(gate, up), functional.silu(gate) * up, 1e-6)
+        turned = Draw(6).normal(3, 2, 20).float().to(DEVICE).transpose(0, 1)
+        assert kernels._in_rows(turned) is not turned
+        assert_close(kernels.forward(turned, up), functional.silu(turned) * up, 1e-6)
+        assert kernels.forward(turned, up).is_contiguous()
+
+    def test_without_gradients(self):
+        gate, up, weight = (tensor.detach().to(DEVICE) for tensor in drawn((2, 3), 6, 4, torch.float32))
+        with torch.no_grad():
+            assert_close(gated_linear(gate, up, weight), plain(gate, up, weight), 1e-5)
+
+    def test_gradients_of_gradients_are_the_formulas(self):
+        tensors = [tensor.detach().to(DEVICE).requires_grad_() for tensor in drawn((2, 3), 4, 3, torch.float32)]
+
+        def second(call):
+            (first,) = torch.autograd.grad(call(*tensors).square().sum(), tensors[:1], create_graph=True)
+            return torch.autograd.grad(first.square().sum(), tensors)
+
+        for one, true in zip(second(gated_linear), second(plain), strict=True):
+            assert_close(one, true, 1e-4)
