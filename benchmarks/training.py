@@ -6,8 +6,10 @@
 A step is forward, loss, backward and AdamW (fused on a GPU) on one batch of random tokens; every batch holds --tokens
 of them, in sequences of each of --lengths. On a GPU weights are float32 and models run in bfloat16 by autocast; on a
 CPU all is float32. The time is the median of --repeats steps after some that warm up; memory is the highest that a step
-allocates on a GPU, weights, gradients and moments included. Backward passes run in the thread that asks for them, the
-peers' too: operators written in Python are slower in autograd's own.
+allocates on a GPU, weights, gradients and moments included (with --record the most since the model was made). Backward
+passes run in the thread that asks for them, the peers' too: operators written in Python are slower in autograd's own.
+Small models wait for the host, which launches their kernels; --record replays a step as one CUDA graph, the peers' too
+where they can be.
 
 Ours are the presets with layers of each of --kinds, asked for their loss without the logits, as `rebind train` does
 (flash-linear-attention's hold theirs only in part either). Peers have the same width, depth, heads and vocabulary:
@@ -27,6 +29,7 @@ import argparse
 import gc
 import importlib
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -45,6 +48,7 @@ from rebind.bench.clock import timed, wait
 from rebind.bench.machine import machine
 from rebind.files import write_atomically
 from rebind.nn import RebindConfig, RebindForCausalLM, preset
+from rebind.nn.training.recorded import RecordedStep
 
 WARM_UP = 3  # steps: kernels are compiled, moments made
 GIB = 2**30
@@ -63,6 +67,7 @@ class Row:
     milliseconds: float = 0.0  # a step
     memory_gib: float | None = None
     compiled: bool = False
+    recorded: bool = False  # as a CUDA graph
     problem: str | None = None  # why there is nothing else
 
 
@@ -162,14 +167,14 @@ def _fallback() -> Iterator[None]:
 def measure(contender: Contender, options: argparse.Namespace, name: str, length: int) -> Row:
     """The row of a contender, or one that says why there is none."""
     batch = max(1, options.tokens // length)
-    nothing = Row(name, contender.name, length, batch, compiled=options.compile)
+    nothing = Row(name, contender.name, length, batch, compiled=options.compile, recorded=options.record)
     try:
         with contender.during():
             return _measured(contender, options, nothing)
     except Exception as problem:  # a peer's own: whatever it is, the others go on
         lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
         said = f"{type(problem).__name__}: {lines[0] if lines else ''}"[:300]
-        return Row(name, contender.name, length, batch, compiled=options.compile, problem=said)
+        return replace(nothing, problem=said)
     finally:
         gc.collect()
         if options.device.startswith("cuda"):
@@ -179,36 +184,46 @@ def measure(contender: Contender, options: argparse.Namespace, name: str, length
 def _measured(contender: Contender, options: argparse.Namespace, empty: Row) -> Row:
     device, cuda = options.device, options.device.startswith("cuda")
     torch.manual_seed(0)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     config = preset(empty.preset, vocab_size=options.vocabulary)
     model: Any = contender.build(config, empty.length).to(device).train()
     ran: Any = torch.compile(model) if options.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda or None)
     ids = torch.randint(options.vocabulary, (empty.batch, empty.length), device=device)
 
+    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+        kept = not options.record  # narrow weights that a graph would find stale
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=cuda, cache_enabled=kept):
+            loss: Tensor = ran(input_ids=inputs, labels=targets, **contender.asked).loss
+        return loss
+
     def step() -> None:
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=cuda):
-            loss = ran(input_ids=ids, labels=ids, **contender.asked).loss
         with torch.autograd.set_multithreading_enabled(False):  # as `rebind train` does
-            loss.backward()
+            loss_of(ids, ids).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     for _ in range(WARM_UP if cuda else 1):
         step()
+    if options.record:
+        recording = RecordedStep(loss_of, list(model.parameters()), math.inf, ids, ids)
+
+        def step() -> None:
+            recording(ids, ids)
+            optimizer.step()
+
+        step()
     wait(device)
-    if cuda:
+    if cuda and not options.record:
         torch.cuda.reset_peak_memory_stats()
     ms = statistics.median(timed(step, device) for _ in range(options.repeats))
-    return Row(
-        empty.preset,
-        empty.name,
-        empty.length,
-        empty.batch,
+    return replace(
+        empty,
         parameters=sum(one.numel() for one in model.parameters()),
         tokens_a_second=1e3 * empty.batch * empty.length / ms,
         milliseconds=ms,
         memory_gib=torch.cuda.max_memory_allocated() / GIB if cuda else None,
-        compiled=options.compile,
     )
 
 
@@ -220,7 +235,7 @@ def show(rows: Sequence[Row]) -> None:
     for column in ("preset", "model", "T", "batch", "parameters", "tokens/s", "ms a step", "peak GiB"):
         table.add_column(column, justify="left" if column in ("preset", "model") else "right", no_wrap=True)
     for row in rows:
-        name = row.name + (", compiled" if row.compiled else "")
+        name = row.name + (", compiled" if row.compiled else "") + (", recorded" if row.recorded else "")
         numbers = (
             ("", "failed", "", "")
             if row.problem
@@ -269,9 +284,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, help="default: 32000; 16000 on a CPU")
     parser.add_argument("--repeats", type=int, help="steps that are timed; default: 10; 3 on a CPU")
     parser.add_argument("--compile", action="store_true", help="every model through torch.compile")
+    parser.add_argument("--record", action="store_true", help="every step as a CUDA graph")
     parser.add_argument("--out", default=str(RESULTS / "training.json"))
     options = parser.parse_args(words)
     cuda = options.device.startswith("cuda")
+    if options.record and not cuda:
+        parser.error(f"--record wants a CUDA device, and --device is {options.device}")
     defaults: dict[str, tuple[Any, Any]] = {
         "presets": (["modern-60m", "modern-350m"], ["modern-10m"]),
         "kinds": (["delta", "gated-delta", "attention"], ["gated-delta"]),

@@ -89,7 +89,7 @@ def jobs(
         *sequences("edited", several, stops),
         *batches(n for n in numbers if n in GROUPS and n <= most),
         *batches(n for n in numbers if n > most),
-        *sequences("base", several, beyond),
+        *sequences("base", methods, beyond),
     ]
 
 
