@@ -1,7 +1,7 @@
 """Speed of training: tokens a second and memory of whole language models, ours and whatever else can be imported.
 
     python -m benchmarks.training --device cuda --peers fla-delta gpt2
-    OMP_NUM_THREADS=1 python -m benchmarks.training --device cpu --peers transformers
+    OMP_NUM_THREADS=1 python -m benchmarks.training --device cpu --peers transformers gpt2
 
 A step is forward, loss, backward and AdamW (fused on a GPU) on one batch of random tokens; every batch holds --tokens
 of them, in sequences of each of --lengths. On a GPU weights are float32 and models run in bfloat16 by autocast; on a
@@ -9,7 +9,7 @@ CPU all is float32. The time is the median of --repeats steps after some that wa
 allocates on a GPU, weights, gradients and moments included (with --record the most since the model was made). Backward
 passes run in the thread that asks for them, the peers' too: operators written in Python are slower in autograd's own.
 Small models wait for the host, which launches their kernels; --record replays a step as one CUDA graph, the peers' too
-where they can be.
+where they can be, with the norm of the gradients, as `rebind train` takes it.
 
 Ours are the presets with layers of each of --kinds, asked for their loss without the logits, as `rebind train` does
 (flash-linear-attention's hold theirs only in part either). Peers have the same width, depth, heads and vocabulary:

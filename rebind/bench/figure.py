@@ -57,8 +57,9 @@ def draw(document: dict[str, Any], *paths: Path) -> bool:
         panels = figure.subplots(1, 2)
         _panel(panels[0], times, "forward + backward, ms")
         _panel(panels[1], memory, "peak memory with the inputs, MiB")
+        handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(
-            *panels[0].get_legend_handles_labels(), loc="outside lower right", ncols=5, frameon=False, fontsize=9,
+            handles, labels, loc="outside lower right", ncols=-(-len(labels) // 2), frameon=False, fontsize=9,
             labelcolor=INK, handlelength=1.8,
         )  # fmt: skip
         figure.suptitle(
@@ -139,6 +140,8 @@ def _machine(document: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     _paths = [Path(word) for word in sys.argv[1:]]
+    if len({path.suffix == ".json" for path in _paths}) < 2:
+        sys.exit("expected results and a figure to draw: python -m rebind.bench.figure RESULT.json … FIGURE.png")
     _found = [json.loads(path.read_text(encoding="utf-8")) for path in _paths if path.suffix == ".json"]
     _document = _found[0] | {"rows": [row for one in _found for row in one["rows"]]}
     if not draw(_document, *(path for path in _paths if path.suffix != ".json")):

@@ -28,12 +28,12 @@ LABELS = {
     "softmax": "softmax",
 }
 # The authors' logs, one run a point with keys 64 wide: the largest S solved, and the loss at S = 600.
-PUBLISHED = {
+PUBLISHED: dict[str, tuple[int | str, float]] = {
     "linear": (40, 0.452),
     "dpfp-1": (100, 0.418),
     "dpfp-2": (240, 0.326),
     "dpfp-3": (340, 0.201),
-    "softmax": (340, 0.054),
+    "softmax": ("340, 480", 0.054),  # and not between
 }
 
 
@@ -128,9 +128,13 @@ def claims(config: Capacity, rows: Sequence[Row]) -> list[Claim]:
         made.append(Claim("softmax, whose memory grows, loses least", best, f"{found['softmax'].mean[-1]:.3f}"))
     made.append(stayed_finite(rows))
     if _as_published(config):
-        reached = {name: solved(select(rows, feature=name))[1] for name in PUBLISHED if name in found}
-        pairs = ", ".join(f"{name} {most:g} ({PUBLISHED[name][0]})" for name, most in reached.items())
-        held = all(most >= PUBLISHED[name][0] for name, most in reached.items())
+        reached = {
+            name: (solved(select(rows, feature=name))[1], largest)
+            for name, (largest, _) in PUBLISHED.items()
+            if isinstance(largest, int) and name in found
+        }
+        pairs = ", ".join(f"{name} {most:g} ({largest})" for name, (most, largest) in reached.items())
+        held = all(most >= largest for most, largest in reached.values())
         says = "most seeds of each solve what its one published run did, or more"
         made.append(Claim(says, held, f"largest S (published): {pairs}"))
     return made

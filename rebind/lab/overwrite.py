@@ -144,7 +144,7 @@ def figure(config: Overwrite, rows: Sequence[Row]) -> Figure:
         len(config.features) + 1,
         "Keys that come again: loss of the latest value",
         f"2S writes of S keys with replacement, trained for up to {config.steps:,} steps; mean and range of "
-        f"{config.seeds} seeds; hollow: evaluated at length S, as in public",
+        f"{config.seeds} seeds; hollow: evaluated at length S, as the authors' code does",
         columns=2,
         width=5.4,
         height=4.2,

@@ -140,7 +140,8 @@ class FastWeight(SequenceLayer[FastWeightState]):
         out, memory = scan(
             writes.q,
             writes.k,
-            writes.v.contiguous(),  # a view would keep the queries and keys beside it until the gradients are taken
+            # Where queries and keys are new tensors, a view would keep the old ones beside it until the gradients come.
+            writes.v.contiguous() if self.phi.normalise.paired else writes.v,
             log_decay=writes.log_decay,
             erase=writes.erase,
             write=writes.write,

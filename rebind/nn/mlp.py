@@ -21,7 +21,7 @@ class SwiGlu(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = entering(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if is_plain(self.down_proj) and gate.dtype == up.dtype:
+        if is_plain(self.down_proj) and gate.dtype == x.dtype:
             return gated_linear(gate, up, self.down_proj.weight)
         return self.down_proj(functional.silu(gate) * up)
 

@@ -1,47 +1,75 @@
 """W (silu(g) · u), the gated product of MLPs and of reads, which keeps g and u and nothing that is as wide.
 
 Autograd would keep silu(g) and silu(g) · u too, in large models a sixth of all that training holds. Here they are
-computed again; on a GPU by kernels, one each way, so that this takes no more time. Gradients of gradients are those of
-the formula, by plain autograd.
+computed again; on a GPU by kernels, one each way, so that this takes no more time. Gradients of gradients, and whatever
+looks through the operation (compilers, torch.func, forward differentiation, tracing), get the formula itself.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 
+from rebind.errors import NumericalWarning
 from rebind.ops.dispatch import triton_backend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
 
+_known: dict[tuple[object, ...], bool] = {}  # a kind of problem → whether its kernels are to be trusted
+
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """(silu(gate) · up) Wᵀ for gate and up [..., width] of one dtype and a weight [out, width], taken in theirs."""
-    weight = weight.to(gate.dtype)
-    kept = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad or weight.requires_grad)
-    if torch.compiler.is_compiling() or not (kept or _has_kernels(gate)):  # a compiler makes kernels of its own
+    """(silu(gate) · up) Wᵀ for gate and up [..., width] of one dtype and a weight [out, width].
+
+    Under autocast the weight is taken in the others' dtype.
+    """
+    alike = gate.dtype == up.dtype and gate.shape == up.shape
+    learned = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+    if not alike or _seen_through() or not (learned or _has_kernels(gate)):
         return functional.linear(functional.silu(gate) * up, weight)
-    if kept:
-        out: Tensor = _GatedLinear.apply(gate, up, weight)  # type: ignore[no-untyped-call]
-        return out
-    return functional.linear(_kernels().forward(gate, up), weight)
+    device = gate.device.type
+    narrows = torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False):
+        if learned:
+            out: Tensor = _GatedLinear.apply(gate, up, weight, narrows)  # type: ignore[no-untyped-call]
+            return out
+        return functional.linear(_product(gate, up), weight.to(gate.dtype) if narrows else weight)
+
+
+def _seen_through() -> bool:
+    """Whether somebody follows the single operations, who would not get into a kernel or a `Function`."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
+def _product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, of which no gradient is taken."""
+    product: Tensor = _kernels().forward(gate, up) if _has_kernels(gate) else functional.silu(gate).mul_(up)
+    return product
 
 
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        product = _kernels().forward(gate, up) if _has_kernels(gate) else functional.silu(gate).mul_(up)
-        return functional.linear(product, weight)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, narrows: bool) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)  # not as narrow as it is used: the parameter is there anyway
+        return functional.linear(_product(gate, up), weight.to(gate.dtype) if narrows else weight)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
-        d_product = slope @ weight
-        if torch.is_grad_enabled():  # the caller asked for a graph: gradients of these gradients
+        slope = slope.to(gate.dtype)
+        d_product = slope @ weight.to(gate.dtype)
+        if torch.is_grad_enabled() or _seen_through():  # gradients of these gradients, or many at once
             share = gate.sigmoid()
             d_gate = d_product * up * share * (1 + gate * (1 - share))
             d_up, product = d_product * (gate * share), gate * share * up
@@ -51,15 +79,57 @@ class _GatedLinear(torch.autograd.Function):
             passed = functional.silu(gate)
             d_gate = torch.ops.aten.silu_backward(d_product * up, gate)
             d_up, product = d_product.mul_(passed), passed.mul_(up)
-        d_weight = slope.flatten(0, -2).mT @ product.flatten(0, -2) if ctx.needs_input_grad[2] else None
-        return d_gate, d_up, d_weight
-
-
-def _has_kernels(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in DTYPES and x.numel() > 0 and not isinstance(triton_backend(), str)
+        d_weight = None
+        if ctx.needs_input_grad[2]:
+            out, width = weight.shape
+            tokens = gate.numel() // width if width else 0
+            d_weight = (slope.reshape(tokens, out).mT @ product.reshape(tokens, width)).to(weight.dtype)
+        return d_gate, d_up, d_weight, None
 
 
 def _kernels() -> Any:
     from rebind.ops.triton import gated
 
     return gated
+
+
+def _has_kernels(gate: Tensor) -> bool:
+    if not (gate.is_cuda and gate.dtype in DTYPES and gate.numel()) or isinstance(triton_backend(), str):
+        return False
+    return _trusted(gate)
+
+
+def _trusted(gate: Tensor) -> bool:
+    """Whether the kernels compile and are right about a few numbers; asked once, and never while a graph is made."""
+    if os.environ.get("REBIND_SELF_CHECK", "1") in ("", "0"):
+        return True
+    kind = gate.device, gate.dtype
+    if kind not in _known:
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        why = _compare(gate)
+        if why is not None:
+            warnings.warn(f"{why}: plain torch runs instead", NumericalWarning, stacklevel=3)
+        _known[kind] = why is None
+    return _known[kind]
+
+
+@torch.no_grad()
+def _compare(gate: Tensor) -> str | None:
+    """Why kernels for such tensors are not to be trusted, or None."""
+    from rebind.ops.triton.selfcheck import ROUNDING, _error, _noise
+
+    slope, g, u = (_noise(gate.new_empty(3, 70), seed).to(gate.dtype) for seed in range(3))
+    name = f"the kernels of gated products in {gate.dtype}"
+    try:
+        found = [_kernels().forward(g, u), *_kernels().backward(slope, g, u)]
+    except Exception as problem:  # whatever a compiler may raise
+        return f"{name} do not compile ({problem!s:.200})"
+    wide_slope, wide_g, wide_u = slope.double(), g.double(), u.double()
+    passed = functional.silu(wide_g)
+    d_gate = torch.ops.aten.silu_backward(wide_slope * wide_u, wide_g)
+    truth = [passed * wide_u, d_gate, wide_slope * passed, passed * wide_u]
+    worst = max(_error(one, true) for one, true in zip(found, truth, strict=True))
+    if worst <= ROUNDING[gate.dtype]:
+        return None
+    return f"{name} are wrong on {gate.device}: they differ from plain torch by {worst:.1e}"

@@ -105,7 +105,8 @@ def test_most_seeds_are_laid_beside_the_published_run(seeds, holds):
     config = capacity.Capacity()
 
     def loss(feature, size, seed):
-        largest = capacity.PUBLISHED.get(feature, (40, 0))[0]
+        published = capacity.PUBLISHED.get(feature, (40, 0))[0]
+        largest = published if isinstance(published, int) else 340
         return 5e-4 if size < largest or (size == largest and (seed < seeds or feature != "dpfp-1")) else 0.2
 
     rows = [

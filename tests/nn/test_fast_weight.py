@@ -14,6 +14,7 @@ from rebind.memory.rules import Coefficients, Rule, get_rule, rule_names
 from rebind.nn import FastWeight
 from rebind.nn.convolution import ShortConvolution
 from rebind.nn.gates import Decay, Gates
+from rebind.ops import scan
 from tests.support import Draw, assert_close
 
 
@@ -238,3 +239,19 @@ def test_a_state_of_other_widths_is_explained():
     _, state = FastWeight(8, 2)(x)
     with pytest.raises(ShapeError, match=r"state is \[1, 2, 4, 4\], expected"):
         FastWeight(8, 4)(x, state)
+
+
+@pytest.mark.parametrize(("normalise", "apart"), [("l2", True), ("plain", False)])
+def test_values_do_not_keep_queries_and_keys(monkeypatch, normalise, apart):
+    """What waits for the gradients: values of their own where the others are new tensors, else a part of all three."""
+    given = {}
+
+    def noted(q, k, v, **rest):
+        given.update(k=k, v=v)
+        return scan(q, k, v, **rest)
+
+    monkeypatch.setattr("rebind.nn.fast_weight.scan", noted)
+    FastWeight(16, 2, rule="delta", normalise=normalise)(torch.randn(1, 8, 16))
+    k, v = (given[name].untyped_storage() for name in "kv")
+    assert (v.nbytes() == given["v"].nbytes) == apart
+    assert (k.data_ptr() != v.data_ptr()) == apart

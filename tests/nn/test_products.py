@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rebind.nn import products
+from rebind.nn import FastWeight, products
 from rebind.nn.mlp import SwiGlu
 from rebind.nn.products import entering, joined
 from tests.nn.layers import LAYERS, made
@@ -74,7 +74,16 @@ def bounded(project):
     nn.utils.parametrizations.orthogonal(project)
 
 
-@pytest.mark.parametrize("change", [biased, hooked, prepared, bounded])
+def replaced(project):
+    """As tools do that move a weight in before it is used."""
+    before = project.forward
+    project.forward = lambda given: 2 * before(given)
+
+
+CHANGES = [biased, hooked, prepared, bounded, replaced]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_projection_that_is_more_than_a_matrix_is_called(change):
     projections, x = three(), Draw(3).normal(9, 4)
     plain = joined(x, *projections)
@@ -82,6 +91,34 @@ def test_a_projection_that_is_more_than_a_matrix_is_called(change):
     out = joined(x, *projections)
     assert_close(out, apart(x, projections), 1e-14)
     assert (out - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_mlps_and_gated_reads_call_it_too(change):
+    mlp, x = SwiGlu(4, 8).double(), Draw(5).normal(9, 4)
+    before = mlp(x)
+    change(mlp.down_proj)
+    assert_close(mlp(x), mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x)), 1e-14)
+    assert (mlp(x) - before).abs().max() > 0.01
+    layer, x = FastWeight(4, 2, rule="delta", gate=True).double(), Draw(6).normal(1, 9, 4)
+    before, _ = layer(x)
+    seen = []
+    layer.norm.register_forward_hook(lambda module, given, out: seen.append(out))
+    change(layer.o_proj)
+    out, _ = layer(x)
+    gate = nn.functional.silu(layer.g_proj(x))
+    assert_close(out, layer.o_proj(seen[0].flatten(-2) * gate), 1e-12)
+    assert (out - before).abs().max() > 1e-3
+
+
+def test_whoever_watches_all_modules_sees_every_projection():
+    seen, mlp, x = [], SwiGlu(4, 8), torch.randn(3, 4)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, given, out: seen.append(module))
+    try:
+        mlp(x)
+    finally:
+        handle.remove()
+    assert mlp.down_proj in seen
 
 
 def test_an_input_enters_autocast_once():

@@ -11,7 +11,7 @@ from rebind.ops.gated import gated_linear
 from tests.support import Draw, assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(3,), (2, 5), (2, 3, 4)]
+SHAPES = [(), (3,), (2, 5), (2, 3, 4), (0,), (2, 0)]
 
 
 def plain(gate, up, weight):
@@ -49,33 +49,99 @@ def test_a_weight_that_does_not_learn_gets_none():
     assert gate.grad.shape == up.grad.shape == gate.shape
 
 
-def test_the_weight_is_taken_in_the_others_dtype():
+def test_under_autocast_the_weight_is_taken_in_the_others_dtype():
     gate, up, weight = drawn((2, 3), 4, 3, torch.float32)
-    narrow = gate.bfloat16(), up.bfloat16()
-    out = gated_linear(*narrow, weight)
-    assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = gated_linear(gate.bfloat16(), up.bfloat16(), weight)
+        wide = gated_linear(gate, up, weight)
+    assert (out.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    (out.float() + wide).sum().backward()
     assert weight.grad.dtype == torch.float32
     assert_close(out.double(), plain(gate, up, weight).double(), 2e-2)
 
 
-def test_only_gate_and_up_are_kept():
-    gate, up, weight = drawn((40, 50), 64, 3, torch.float32)
-    sizes = []
+def test_without_it_dtypes_must_agree():
+    gate, up, weight = drawn((2, 3), 4, 3, torch.float32)
+    with pytest.raises(RuntimeError, match="dtype"):
+        gated_linear(gate.bfloat16(), up.bfloat16(), weight)
+
+
+def test_a_backward_pass_inside_autocast():
+    gate, up, weight = drawn((2, 3), 4, 3, torch.float32)
+    out = gated_linear(gate, up, weight).sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out.backward()
+    assert gate.grad.dtype == up.grad.dtype == weight.grad.dtype == torch.float32
+
+
+def test_whoever_looks_through_it_gets_the_formula():
+    tensors = [tensor.detach() for tensor in drawn((5, 2), 4, 3)]
+
+    def total(*given):
+        return gated_linear(*given).square().sum()
+
+    def expected(*given):
+        return plain(*given).square().sum()
+
+    assert_close(torch.func.grad(total)(*tensors), torch.func.grad(expected)(*tensors), 1e-12)
+    each = (0, 0, None)
+    found, true = (torch.vmap(torch.func.grad(one), in_dims=each)(*tensors) for one in (total, expected))
+    assert_close(found, true, 1e-12)
+    assert_close(
+        torch.func.jvp(total, tuple(tensors), tuple(tensors))[1],
+        torch.func.jvp(expected, tuple(tensors), tuple(tensors))[1],
+        1e-12,
+    )
+    learned = [tensor.requires_grad_() for tensor in tensors]
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(learned[0], torch.ones_like(learned[0]))
+        assert torch.autograd.forward_ad.unpack_dual(total(dual, *learned[1:])).tangent is not None
+    many = torch.autograd.functional.jacobian(gated_linear, tuple(learned), vectorize=True)
+    for one, true in zip(many, torch.autograd.functional.jacobian(plain, tuple(learned)), strict=True):
+        assert_close(one, true, 1e-12)
+
+
+def kept(*tensors):
+    """Of what size and dtype the tensors are that wait for the gradients."""
+    found = []
 
     def noted(tensor):
-        sizes.append(tensor.numel())
+        found.append((tensor.numel(), tensor.dtype))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
-        gated_linear(gate, up, weight)
-    assert sorted(sizes) == [weight.numel(), gate.numel(), gate.numel()]
+        gated_linear(*tensors)
+    return sorted(found, key=str)
+
+
+def test_only_gate_and_up_are_kept():
+    gate, up, weight = drawn((40, 50), 64, 3, torch.float32)
+    sizes = [(weight.numel(), torch.float32), (gate.numel(), torch.float32), (gate.numel(), torch.float32)]
+    assert kept(gate, up, weight) == sorted(sizes, key=str)
+
+
+def test_under_autocast_the_weight_itself_is_kept_and_no_narrow_copy():
+    gate, up, weight = drawn((40, 50), 64, 3, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = kept(gate.bfloat16(), up.bfloat16(), weight)
+    assert (weight.numel(), torch.float32) in found
+    assert (weight.numel(), torch.bfloat16) not in found
+
+
+def test_where_the_weight_alone_learns_the_product_is_kept():
+    gate, up, weight = drawn((40, 50), 64, 3, torch.float32)
+    assert kept(gate.detach(), up.detach(), weight) == [(gate.numel(), torch.float32)]
 
 
 def test_it_compiles_whole():
     tensors = drawn((2, 3), 4, 3, torch.float32)
     compiled = torch.compile(gated_linear, fullgraph=True, backend="aot_eager")
-    assert_close(compiled(*tensors), plain(*tensors), 1e-6)
+    found, expected = compiled(*tensors), plain(*tensors)
+    assert_close(found, expected, 1e-6)
+    for one, true in zip(
+        torch.autograd.grad(found.sum(), tensors), torch.autograd.grad(expected.sum(), tensors), strict=True
+    ):
+        assert_close(one, true, 1e-6)
 
 
 class TestKernels:
@@ -88,7 +154,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
     @pytest.mark.parametrize("width", [1, 7, 1024, 1500])
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
     def test_they_are_the_formula(self, shape, width, dtype):
         tensors = drawn(shape, width, 5, dtype)
         there = [tensor.detach().to(DEVICE).requires_grad_() for tensor in tensors]
@@ -114,6 +180,41 @@ class TestKernels:
         assert kernels._in_rows(turned) is not turned
         assert_close(kernels.forward(turned, up), functional.silu(turned) * up, 1e-6)
         assert kernels.forward(turned, up).is_contiguous()
+
+    def test_gates_that_are_wide_open(self):
+        """silu is the identity there, and its slope 1."""
+        gate = torch.full((1, 3), 3e7, device=DEVICE)
+        from rebind.ops.triton import gated as kernels
+
+        d_gate, d_up, product = kernels.backward(torch.ones_like(gate), gate, torch.ones_like(gate))
+        assert torch.equal(d_gate, torch.ones_like(gate))
+        assert torch.equal(d_up, gate)
+        assert torch.equal(product, gate)
+
+    def test_kernels_that_are_right_are_trusted(self):
+        assert gated._compare(torch.empty(2, 3, device=DEVICE)) is None
+
+    @pytest.mark.parametrize("wrong", ["forward", "backward"])
+    def test_kernels_that_are_wrong_are_not(self, monkeypatch, wrong):
+        from rebind.ops.triton import gated as kernels
+
+        right = getattr(kernels, wrong)
+
+        def broken(*given):
+            found = right(*given)
+            return -found if isinstance(found, torch.Tensor) else (found[0], -found[1], found[2])
+
+        monkeypatch.setattr(kernels, wrong, broken)
+        assert "differ from plain torch by" in gated._compare(torch.empty(2, 3, device=DEVICE))
+
+    def test_kernels_that_do_not_compile_are_not(self, monkeypatch):
+        from rebind.ops.triton import gated as kernels
+
+        def fail(*given):
+            raise RuntimeError("no compiler")
+
+        monkeypatch.setattr(kernels, "forward", fail)
+        assert "do not compile (no compiler)" in gated._compare(torch.empty(2, 3, device=DEVICE))
 
     def test_without_gradients(self):
         gate, up, weight = (tensor.detach().to(DEVICE) for tensor in drawn((2, 3), 6, 4, torch.float32))

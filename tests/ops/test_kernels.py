@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,16 @@ def test_the_check_is_made_in_full_precision(monkeypatch):
     inputs = replace(_inputs(), log_decay=None)  # nothing fades: what a segment begins with is seen to its end
     with torch.autocast(inputs.v.device.type, dtype=torch.bfloat16):
         assert selfcheck._compare(inputs) is None
+    asked = []
+
+    @contextmanager
+    def noted(on):
+        asked.append(on)
+        yield
+
+    monkeypatch.setattr(selfcheck, "tensor_float", noted)
+    selfcheck._compare(inputs)
+    assert asked == [False]
 
 
 def test_kernels_that_do_not_compile_are_not_trusted(monkeypatch):

@@ -53,7 +53,7 @@ def _backward(
     share = tl.sigmoid(g)
     passed = g * share
     kind = out.dtype.element_ty
-    tl.store(d_gate + at, (s * u * share * (1 + g - passed)).to(kind), mask=inside)
+    tl.store(d_gate + at, (s * u * share * (1 + g * (1 - share))).to(kind), mask=inside)
     tl.store(d_up + at, (s * passed).to(kind), mask=inside)
     tl.store(out + at, (passed * u).to(kind), mask=inside)
 
@@ -80,7 +80,7 @@ def _launch(kernel: Any, gate: Tensor, up: Tensor, tensors: tuple[Tensor, ...]) 
         call(
             kernel,
             (gate.numel() // width * -(-width // BLOCK),),
-            (gate.device, gate.dtype, aligned(*tensors)),
+            (gate.device, *(tensor.dtype for tensor in tensors), aligned(*tensors)),
             tensors,
             warps=4,
             GATE=_row(gate),
