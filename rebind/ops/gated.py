@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         return functional.linear(functional.silu(gate) * up, weight)
     device = gate.device.type
     narrows = torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False) if narrows else nullcontext():
         if learned:
             out: Tensor = _GatedLinear.apply(gate, up, weight, narrows)  # type: ignore[no-untyped-call]
             return out
