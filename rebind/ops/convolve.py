@@ -9,23 +9,21 @@ they are, once forward and once backward. Gradients of gradients are those of th
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rebind.errors import InputError, NumericalWarning, ShapeError
+from rebind.errors import InputError, ShapeError
 from rebind.memory.checks import unknown_name
 from rebind.memory.precision import working_dtype
 from rebind.ops.dispatch import triton_backend
+from rebind.ops.trust import difference, distrusted, noise
 
 NAMES = ("triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
 LARGEST = 8  # size that the kernels take
-
-_known: dict[tuple[object, ...], bool] = {}  # a kind of problem → whether its kernels are to be trusted
 
 
 def short_convolution(x: Tensor, weight: Tensor, window: Tensor, *, backend: str = "auto") -> Tensor:
@@ -205,44 +203,29 @@ def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 _convolve.register_autograd(_differentiate, setup_context=_set_up)
 
 
-# The self-check, as `rebind.ops.triton.selfcheck` does for the scan
+# The self-check
 
 
 def _trusted(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels are right about a tiny problem of this kind; asked once, and never while a graph is made."""
-    if not x.is_cuda or os.environ.get("REBIND_SELF_CHECK", "1") in ("", "0"):
-        return True
-    kind = (x.device, x.dtype, weight.dtype, *weight.shape)
-    if kind not in _known:
-        if torch.cuda.is_current_stream_capturing():
-            return True
-        why = _compare(x, weight)
-        if why is not None:
-            warnings.warn(f"{why}: plain torch runs instead", NumericalWarning, stacklevel=3)
-        _known[kind] = why is None
-    return _known[kind]
+    """Whether the kernels are right about a tiny problem of this kind."""
+    kind = ("convolution", x.device, x.dtype, weight.dtype, *weight.shape)
+    return not x.is_cuda or distrusted(kind, lambda: _compare(x, weight), "plain torch") is None
 
 
 @torch.no_grad()
 def _compare(x: Tensor, weight: Tensor) -> str | None:
     """Why kernels for such tensors are not to be trusted, or None."""
-    from rebind.ops.triton.selfcheck import ROUNDING, _error, _noise
-
     channels, size = weight.shape
     shapes = ((2, 21, channels), (2, 21, channels), (channels, size), (2, size - 1, channels))
     kinds = (x.dtype, x.dtype, weight.dtype, x.dtype)
     d_out, *tiny = (
-        _noise(x.new_empty(shape), seed).to(dtype)
-        for seed, (shape, dtype) in enumerate(zip(shapes, kinds, strict=True))
+        noise(shape, x, seed).to(dtype) for seed, (shape, dtype) in enumerate(zip(shapes, kinds, strict=True))
     )
-    name = f"the kernels of the short convolution over {size} tokens of {channels} channels in {x.dtype}"
-    try:
-        found = [_kernels().forward(*tiny), *_kernels().backward(d_out, *tiny)]
-    except Exception as problem:  # whatever a compiler may raise
-        return f"{name} do not compile ({problem!s:.200})"
     wide = [tensor.double() for tensor in tiny]
-    truth = [_plain(*wide), *_plain_gradients(d_out.double(), *wide)]
-    worst = max(_error(one, true) for one, true in zip(found, truth, strict=True) if true.numel())
-    if worst <= ROUNDING[x.dtype]:
-        return None
-    return f"{name} are wrong on {x.device}: they differ from plain torch by {worst:.1e}"
+    return difference(
+        f"the kernels of the short convolution over {size} tokens of {channels} channels in {x.dtype}",
+        lambda: [_kernels().forward(*tiny), *_kernels().backward(d_out, *tiny)],
+        lambda: [_plain(*wide), *_plain_gradients(d_out.double(), *wide)],
+        x,
+        "plain torch",
+    )

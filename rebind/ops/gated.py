@@ -7,8 +7,6 @@ looks through the operation (compilers, torch.func, forward differentiation, tra
 
 from __future__ import annotations
 
-import os
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,12 +15,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from rebind.errors import NumericalWarning
 from rebind.ops.dispatch import triton_backend
+from rebind.ops.trust import difference, distrusted, noise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
-
-_known: dict[tuple[object, ...], bool] = {}  # a kind of problem → whether its kernels are to be trusted
 
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
@@ -97,40 +93,23 @@ def _kernels() -> Any:
 def _has_kernels(gate: Tensor) -> bool:
     if not (gate.is_cuda and gate.dtype in DTYPES and gate.numel()) or isinstance(triton_backend(), str):
         return False
-    return _trusted(gate)
-
-
-def _trusted(gate: Tensor) -> bool:
-    """Whether the kernels compile and are right about a few numbers; asked once, and never while a graph is made."""
-    if os.environ.get("REBIND_SELF_CHECK", "1") in ("", "0"):
-        return True
-    kind = gate.device, gate.dtype
-    if kind not in _known:
-        if torch.cuda.is_current_stream_capturing():
-            return True
-        why = _compare(gate)
-        if why is not None:
-            warnings.warn(f"{why}: plain torch runs instead", NumericalWarning, stacklevel=3)
-        _known[kind] = why is None
-    return _known[kind]
+    return distrusted(("gated", gate.device, gate.dtype), lambda: _compare(gate), "plain torch") is None
 
 
 @torch.no_grad()
 def _compare(gate: Tensor) -> str | None:
     """Why kernels for such tensors are not to be trusted, or None."""
-    from rebind.ops.triton.selfcheck import ROUNDING, _error, _noise
+    slope, g, u = (noise((3, 70), gate, seed).to(gate.dtype) for seed in range(3))
 
-    slope, g, u = (_noise(gate.new_empty(3, 70), seed).to(gate.dtype) for seed in range(3))
-    name = f"the kernels of gated products in {gate.dtype}"
-    try:
-        found = [_kernels().forward(g, u), *_kernels().backward(slope, g, u)]
-    except Exception as problem:  # whatever a compiler may raise
-        return f"{name} do not compile ({problem!s:.200})"
-    wide_slope, wide_g, wide_u = slope.double(), g.double(), u.double()
-    passed = functional.silu(wide_g)
-    d_gate = torch.ops.aten.silu_backward(wide_slope * wide_u, wide_g)
-    truth = [passed * wide_u, d_gate, wide_slope * passed, passed * wide_u]
-    worst = max(_error(one, true) for one, true in zip(found, truth, strict=True))
-    if worst <= ROUNDING[gate.dtype]:
-        return None
-    return f"{name} are wrong on {gate.device}: they differ from plain torch by {worst:.1e}"
+    def truth() -> list[Tensor]:
+        wide, passed = slope.double(), functional.silu(g.double())
+        product = passed * u.double()
+        return [product, torch.ops.aten.silu_backward(wide * u.double(), g.double()), wide * passed, product]
+
+    return difference(
+        f"the kernels of gated products in {gate.dtype}",
+        lambda: [_kernels().forward(g, u), *_kernels().backward(slope, g, u)],
+        truth,
+        gate,
+        "plain torch",
+    )

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from rebind.errors import InputError, NumericalWarning, ShapeError, UnknownNameError
 from rebind.nn.convolution import ShortConvolution
-from rebind.ops import convolve, short_convolution
+from rebind.ops import convolve, short_convolution, trust
 from tests.ops.problems import home, tolerance_of
 from tests.support import Draw, assert_close
 
@@ -316,7 +316,7 @@ class TestOnAGpu:
         assert all(torch.equal(first[name], again[name]) for name in NAMES)
 
     def test_wrong_kernels_give_way_aloud(self, monkeypatch):
-        monkeypatch.setattr(convolve, "_known", {})
+        monkeypatch.setattr(trust, "_known", {})
         monkeypatch.setattr(convolve, "_compare", lambda *tensors: "the kernels are wrong")
         case = [tensor.to("cuda", torch.float32) for tensor in problem(9, 4, 3)]
         with pytest.warns(NumericalWarning, match="the kernels are wrong: plain torch runs instead"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rebind.errors import NumericalWarning
-from rebind.ops import step
+from rebind.ops import step, trust
 from rebind.ops.inputs import checked
 from tests.ops.problems import COEFFICIENTS, compare, home, outcome, problem, tolerance_of
 from tests.support import Draw, assert_close
@@ -159,7 +159,7 @@ def test_kernels_that_do_not_compile_are_not_trusted(monkeypatch):
 def test_wrong_kernels_give_way_aloud(monkeypatch):
     from rebind.ops import scan
 
-    monkeypatch.setattr(selfcheck, "_known", {})
+    monkeypatch.setattr(trust, "_known", {})
     monkeypatch.setattr(selfcheck, "_compare", lambda inputs: "the kernels are wrong")
     inputs = _inputs()
     with pytest.warns(NumericalWarning, match="the kernels are wrong: the slower chunked backend runs instead"):

@@ -1,46 +1,29 @@
-"""Trust, but look: before a kind of problem runs on the kernels, a tiny one is compared with the reference.
+"""The scan's kernels, before they are trusted (`rebind.ops.trust`): a tiny problem of the same kind, by the reference.
 
-Compilers for new chips have been wrong about kernels like these without a word. A kind is everything that makes the
-compiler produce other code: device, dtype, head sizes, tiles, which coefficients there are. The check costs the
-compilation that the first call needs anyway, of all kernels side by side, and a few milliseconds; it waits for the
-device, so a CUDA graph that is being captured goes without. REBIND_SELF_CHECK=0 turns it off.
+A kind is device, dtype, head sizes, tiles, which coefficients there are. All kernels are compiled side by side.
 """
 
 from __future__ import annotations
 
-import os
-import warnings
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rebind.errors import NumericalWarning
 from rebind.ops.inputs import Inputs
 from rebind.ops.reference import REFERENCE
 from rebind.ops.triton.calls import compile_ahead
 from rebind.ops.triton.launch import INTERPRETED, Plan
 from rebind.ops.triton.tiles import Tiles, segments_of
+from rebind.ops.trust import difference, distrusted, noise
 from rebind.precision import tensor_float
-
-# Largest error, as a share of each result's norm, that rounding explains; a miscompiled kernel is off by far more.
-ROUNDING = {torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float32: 1e-4}
-
-_known: dict[tuple[object, ...], str | None] = {}  # a kind of problem → why its kernels are not to be trusted
 
 
 def trusted(inputs: Inputs) -> str | None:
     """Why kernels of this kind are not to be trusted, or None."""
-    if INTERPRETED or not inputs.q.is_cuda or os.environ.get("REBIND_SELF_CHECK", "1") in ("", "0"):
+    if INTERPRETED or not inputs.q.is_cuda:
         return None
-    kind = _kind(inputs)
-    if kind not in _known:
-        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-            return None
-        _known[kind] = _compare(inputs)
-        if _known[kind] is not None:
-            warnings.warn(f"{_known[kind]}: the slower chunked backend runs instead", NumericalWarning, stacklevel=2)
-    return _known[kind]
+    return distrusted(("scan", *_kind(inputs)), lambda: _compare(inputs), "the slower chunked backend")
 
 
 def _kind(inputs: Inputs) -> tuple[object, ...]:
@@ -63,32 +46,25 @@ def _difference(inputs: Inputs) -> str | None:
     plan = Plan(tiny, tiles, segments=2 if segments_of(inputs, tiles) > 1 else 1)
     if not INTERPRETED:
         compile_ahead(lambda: _both(plan))
-    try:
+    wide, like = _as_double(tiny), tiny.v
+    d_out, d_final = noise(like.shape, like, 8).to(like.dtype), noise(tiny.state_shape, like, 9)
+
+    def kernels() -> list[Tensor | None]:
         out, final, saved = plan.forward()
-        d_out, d_final = _noise(out, 8).to(out.dtype), _noise(final, 9).float()
-        found = [out, final, *(plan.backward(saved, d_out, d_final) if tiny.keep else ())]
-    except Exception as problem:  # whatever a compiler may raise
-        return f"the kernels for heads of {tiny.k.shape[3]} and {tiny.v.shape[3]} do not compile ({problem!s:.200})"
-    wide = _as_double(tiny)
-    out, final, saved = REFERENCE.forward(wide)
-    truth = [out, final, *(REFERENCE.backward(wide, saved, d_out.double(), d_final.double()) if tiny.keep else ())]
-    worst = max(_error(one, true) for one, true in zip(found, truth, strict=True) if one is not None)
-    if worst <= ROUNDING[tiny.v.dtype]:
-        return None
-    return (
-        f"the kernels for heads of {tiny.k.shape[3]} and {tiny.v.shape[3]} in {tiny.v.dtype} are wrong on "
-        f"{_name(tiny.v.device)}: they differ from the reference by {worst:.1e}"
-    )
+        return [out, final, *(plan.backward(saved, d_out, d_final) if tiny.keep else ())]
+
+    def truth() -> list[Tensor | None]:
+        out, final, saved = REFERENCE.forward(wide)
+        return [out, final, *(REFERENCE.backward(wide, saved, d_out.double(), d_final.double()) if tiny.keep else ())]
+
+    name = f"the kernels for heads of {tiny.k.shape[3]} and {tiny.v.shape[3]} in {like.dtype}"
+    return difference(name, kernels, truth, like, "the reference")
 
 
 def _both(plan: Plan) -> None:
     out, final, saved = plan.forward()
     if plan.inputs.keep:
         plan.backward(saved, out, final)
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _tiny(inputs: Inputs) -> Inputs:
@@ -98,7 +74,7 @@ def _tiny(inputs: Inputs) -> Inputs:
     shared = 2 if inputs.sharing > 1 else 1
 
     def draw(*shape: int, seed: int) -> Tensor:
-        return _noise(torch.empty(shape, device=device), seed)
+        return noise(shape, inputs.v, seed)
 
     def key(seed: int) -> Tensor:
         return torch.nn.functional.normalize(draw(1, tokens, 2 // shared, inputs.k.shape[3], seed=seed), dim=-1)
@@ -133,16 +109,3 @@ def _as_double(inputs: Inputs) -> Inputs:
         write=write,
         state=state,
     )
-
-
-def _noise(like: Tensor, seed: int) -> Tensor:
-    """Random numbers that leave everybody else's alone."""
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, device=like.device)
-
-
-def _error(found: Tensor, true: Tensor | None) -> float:
-    assert true is not None
-    if not bool(torch.isfinite(found).all()):
-        return float("inf")
-    return float((found.double() - true).norm() / true.norm().clamp_min(1e-30))
