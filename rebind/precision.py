@@ -1,11 +1,27 @@
-"""TensorFloat-32 for a while: float32 products of CUDA, faster and rounded to eleven bits, or exact."""
+"""Which precision products run in: as autocast has it, without autocast, with TensorFloat-32 for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """x as autocast would give it to a product. float64 it leaves alone."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Where x is, products in their factors' own dtype: a memory is a sum of many, φ may be an exponential of one."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @contextmanager

@@ -9,11 +9,12 @@ from rebind.errors import ShapeError
 from rebind.memory.features import Feature
 from rebind.memory.precision import working_dtype
 from rebind.nn.fast_weight import FastWeightState
-from rebind.nn.feature_map import FeatureMap, without_autocast
+from rebind.nn.feature_map import FeatureMap
 from rebind.nn.layer import head_width, require_mask, require_positive
 from rebind.nn.normalise import Normaliser
 from rebind.nn.norms import RMSNorm
 from rebind.nn.padding import cleared
+from rebind.precision import without_autocast
 
 
 class CrossFastWeight(nn.Module):

@@ -35,13 +35,14 @@ from rebind.nn.layer import SequenceLayer, head_width, key_heads_for
 from rebind.nn.normalise import Normaliser
 from rebind.nn.norms import RMSNorm
 from rebind.nn.padding import cleared
-from rebind.nn.products import entering, is_plain, joined
+from rebind.nn.products import is_plain, joined
 from rebind.nn.states import State
 from rebind.ops import scan
 from rebind.ops.gated import gated_linear
 from rebind.ops.inputs import DEBUG
 from rebind.ops.scan import coefficients
 from rebind.ops.step import stepped
+from rebind.precision import as_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +131,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
         self, x: Tensor, state: FastWeightState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, FastWeightState]:
         self._check(x, state, mask)
-        x, others = entering(cleared(x, mask)), self._others
+        x, others = as_autocast(cleared(x, mask)), self._others
         mixed = joined(x, self.q_proj, self.k_proj, self.v_proj)
         gate, made = self._gated(joined(x, *others) if others else None)
         window = None if state is None else state.window
@@ -152,7 +153,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
     @torch.no_grad()
     def step(self, x: Tensor, state: FastWeightState, mask: Tensor | None = None) -> tuple[Tensor, FastWeightState]:
         self._check(x, state, mask, rank=2)
-        x, window = entering(cleared(x, mask)), state.window
+        x, window = as_autocast(cleared(x, mask)), state.window
         mixed, rest = joined(x, self.q_proj, self.k_proj, self.v_proj, *self._others).tensor_split([self._mixed], -1)
         gate, made = self._gated(rest if rest.shape[-1] else None)
         if self.conv is not None:

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from rebind.memory.features import Feature, get_feature
 from rebind.nn.normalise import Normaliser, get_normaliser
-from rebind.nn.products import without_autocast
-
-__all__ = ["FeatureMap", "without_autocast"]
+from rebind.precision import without_autocast
 
 
 class FeatureMap(nn.Module):

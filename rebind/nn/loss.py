@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rebind.memory.precision import working_dtype
+from rebind.precision import as_autocast
 
 IGNORED = -100  # a target that asks for nothing
 ROOM = 2**26  # logits of a piece
@@ -33,7 +34,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        rows, table = (_narrowed(tensor) for tensor in (hidden.reshape(-1, hidden.shape[-1]), weight))
+        rows, table = (as_autocast(tensor) for tensor in (hidden.reshape(-1, hidden.shape[-1]), weight))
         asked = targets.reshape(-1, 1)
         wide = working_dtype(rows)
         total = torch.zeros((), dtype=wide, device=rows.device)
@@ -66,10 +67,3 @@ class _HeadLoss(torch.autograd.Function):
             for tensor, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
         )
         return *found, None
-
-
-def _narrowed(tensor: Tensor) -> Tensor:
-    """As autocast would have it in a product."""
-    kind = tensor.device.type
-    narrows = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64  # which autocast leaves alone
-    return tensor.to(torch.get_autocast_dtype(kind)) if narrows else tensor

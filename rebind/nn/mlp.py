@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rebind.nn.products import entering, is_plain
+from rebind.nn.products import is_plain
 from rebind.ops.gated import gated_linear
+from rebind.precision import as_autocast
 
 
 class SwiGlu(nn.Module):
@@ -19,7 +20,7 @@ class SwiGlu(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = entering(x)
+        x = as_autocast(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         if is_plain(self.down_proj) and gate.dtype == x.dtype:
             return gated_linear(gate, up, self.down_proj.weight)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rebind.nn.products import without_autocast
+from rebind.precision import without_autocast
 
 
 class RMSNorm(nn.Module):

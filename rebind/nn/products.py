@@ -7,8 +7,6 @@ their weights side by side, and under autocast one conversion of the input serve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,17 +52,3 @@ def is_plain(project: nn.Module) -> bool:
         and not project._backward_hooks
         and not project._backward_pre_hooks
     )
-
-
-def entering(x: Tensor) -> Tensor:
-    """x as autocast would give it to a product: converted once, not by every product again."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:  # which autocast leaves alone
-        return x
-    return x.to(torch.get_autocast_dtype(device))
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Products in their factors' own dtype: φ may be an exponential of one, a memory is a sum of many."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -11,7 +11,7 @@ Gradients of gradients are those of the token-by-token recurrence, by plain auto
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -21,12 +21,13 @@ from rebind.ops import reference
 from rebind.ops.backend import Backend, Gradients
 from rebind.ops.dispatch import choose
 from rebind.ops.inputs import Inputs
+from rebind.precision import without_autocast
 
 
 def run(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     """The output and the final state, differentiable in every tensor of the inputs."""
     if backend == reference.REFERENCE.name:  # plain operations: autograd and the compiler see through them
-        with _full_precision(inputs):
+        with without_autocast(inputs.v):
             return reference.recurrence(inputs)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors)
     if torch.compiler.is_compiling():
@@ -59,7 +60,7 @@ class _Scan(torch.autograd.Function):
         inputs = _rebuilt([*kept[:8], *ctx.options])
         if torch.is_grad_enabled():  # the caller asked for a graph: gradients of these gradients
             d_out = torch.zeros_like(inputs.v) if d_out is None else d_out
-            with _full_precision(inputs):
+            with without_autocast(inputs.v):
                 grads = reference.gradients(inputs, d_out, d_final, create_graph=True)
         else:
             grads = _backward(ctx.backend, inputs, list(kept[8:]), d_out, d_final)
@@ -84,20 +85,14 @@ def _backward(
         return backend.backward(inputs, saved, d_out, None if d_final is None else d_final.contiguous())
 
 
-def _full_precision(inputs: Inputs) -> AbstractContextManager[Any]:
-    """Autocast switched off: a state summed in half precision would drift."""
-    device = inputs.v.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
 def _at_home(inputs: Inputs) -> AbstractContextManager[Any]:
     """Full precision, and the tensors' own GPU the current one: a kernel is launched there."""
     device = inputs.v.device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _full_precision(inputs)
+        return without_autocast(inputs.v)
     stack = ExitStack()
     stack.enter_context(torch.cuda.device(device))
-    stack.enter_context(_full_precision(inputs))
+    stack.enter_context(without_autocast(inputs.v))
     return stack
 
 

@@ -20,6 +20,7 @@ from rebind.memory.checks import unknown_name
 from rebind.memory.precision import working_dtype
 from rebind.ops.dispatch import triton_backend
 from rebind.ops.trust import difference, distrusted, noise
+from rebind.precision import as_autocast
 
 NAMES = ("triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
@@ -41,7 +42,7 @@ def short_convolution(x: Tensor, weight: Tensor, window: Tensor, *, backend: str
     _check(x, weight, window)
     if backend not in ("auto", *NAMES):
         raise unknown_name("backend", backend, ("auto", *NAMES))
-    x = _as_autocast(x)
+    x = as_autocast(x)
     if backend == "torch" or (backend == "auto" and not x.is_cuda):
         return _plain(x, weight, window)
     why = _why_not_triton(x, weight, window)
@@ -77,13 +78,6 @@ def _check(x: Tensor, weight: Tensor, window: Tensor) -> None:
             f"window is {list(window.shape)}, expected the tokens that the first one still sees, {list(expected)}: "
             f"before the first pass zeros"
         )
-
-
-def _as_autocast(x: Tensor) -> Tensor:
-    """As `conv1d` takes it under autocast, which leaves float64 alone."""
-    device = x.device.type
-    narrows = x.dtype != torch.float64 and torch.is_autocast_enabled(device)
-    return x.to(torch.get_autocast_dtype(device)) if narrows else x
 
 
 # Plain torch

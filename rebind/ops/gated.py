@@ -7,7 +7,6 @@ looks through the operation (compilers, torch.func, forward differentiation, tra
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn import functional
 
 from rebind.ops.dispatch import triton_backend
 from rebind.ops.trust import difference, distrusted, noise
+from rebind.precision import without_autocast
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
 
@@ -30,9 +30,8 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     learned = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
     if not alike or _seen_through() or not (learned or _has_kernels(gate)):
         return functional.linear(functional.silu(gate) * up, weight)
-    device = gate.device.type
-    narrows = torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False) if narrows else nullcontext():
+    narrows = torch.is_autocast_enabled(gate.device.type)
+    with without_autocast(gate):
         if learned:
             out: Tensor = _GatedLinear.apply(gate, up, weight, narrows)  # type: ignore[no-untyped-call]
             return out

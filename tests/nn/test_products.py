@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rebind.nn import FastWeight, products
 from rebind.nn.mlp import SwiGlu
-from rebind.nn.products import entering, joined
+from rebind.nn.products import joined
+from rebind.precision import as_autocast
 from tests.nn.layers import LAYERS, made
 from tests.support import Draw, assert_close
 
@@ -123,10 +124,10 @@ def test_whoever_watches_all_modules_sees_every_projection():
 
 def test_an_input_enters_autocast_once():
     x = Draw(4).normal(6, 4).float()
-    assert entering(x) is x
+    assert as_autocast(x) is x
     with torch.autocast("cpu", torch.bfloat16):
-        assert entering(x).dtype == torch.bfloat16
-        assert entering(x.double()).dtype == torch.float64
+        assert as_autocast(x).dtype == torch.bfloat16
+        assert as_autocast(x.double()).dtype == torch.float64
         mlp = SwiGlu(4, 8)
         expected = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
         assert torch.equal(mlp(x), expected)

@@ -16,7 +16,7 @@ from rebind.ops.triton.calls import compile_ahead
 from rebind.ops.triton.launch import INTERPRETED, Plan
 from rebind.ops.triton.tiles import Tiles, segments_of
 from rebind.ops.trust import difference, distrusted, noise
-from rebind.precision import tensor_float
+from rebind.precision import tensor_float, without_autocast
 
 
 def trusted(inputs: Inputs) -> str | None:
@@ -37,7 +37,7 @@ def _kind(inputs: Inputs) -> tuple[object, ...]:
 def _compare(inputs: Inputs) -> str | None:
     # Without autocast, as the scan itself runs, and without TF32, which the caller may have allowed: where a problem is
     # cut its parts are composed by products of torch's, and their rounding is no fault of the kernels.
-    with torch.no_grad(), torch.autocast(inputs.v.device.type, enabled=False), tensor_float(False):
+    with torch.no_grad(), without_autocast(inputs.v), tensor_float(False):
         return _difference(inputs)
 
 
