@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from rebind.lab.recall import (
 from rebind.lab.recall_training import _at, _Trainer, evaluate, train
 from rebind.lab.recorded import Recorded
 from rebind.nn.attention import Attention
+from tests.lab.graphs import played
 
 SMALL = replace(QUICK, vocabulary=40, layers=2, heads=2)
 MODELS = [Model(1e-2, 0), Model(1e-2, 1), Model(3e-3, 1)]
@@ -138,33 +140,18 @@ class TestStack:
     def test_rounds_of_replays_are_rounds_of_steps(self, rule, monkeypatch):
         """The way of a GPU, played on a CPU: of each size two plain steps, one recorded without effect, replays."""
         tasks = [Task.parse(size, SMALL.vocabulary) for size in ("16x4", "32x8")]
-        seen = {"recorded": 0, "replayed": 0}
+        seen = Counter()
 
-        class Graph:
-            def capture_begin(self, pool=None):
-                adam = trainer.adam
-                held = [at for _, at in trainer.lessons.values()]
-                self.touched = [trainer.stack.theta, adam.first, adam.second, adam.at, *held]
-                self.before = [tensor.detach().clone() for tensor in self.touched]
-
-            def capture_end(self):
-                seen["recorded"] += 1
-                with torch.no_grad():
-                    for tensor, value in zip(self.touched, self.before, strict=True):
-                        tensor.copy_(value)
-
-            def replay(self):
-                seen["replayed"] += 1
-                next(one for one in trainer.recorded.values() if one.graph is self).step()
-
-            def reset(self):
-                pass
+        def touched():
+            adam = trainer.adam
+            return [trainer.stack.theta, adam.first, adam.second, adam.at, *(at for _, at in trainer.lessons.values())]
 
         class FakePlace:
             def memory(self):
                 return None
 
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        graph = played(touched, lambda: trainer.recorded.values(), seen)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
         trainer, plain = (_Trainer(Stack(MODELS, rule, 8, SMALL), FakePlace()) for _ in range(2))
         for turn in range(2):
             for one in (trainer, plain):

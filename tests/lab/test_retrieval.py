@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from rebind.lab.retrieval import FEATURES, Recipe, Sequences, Stack, Task, Train
 from rebind.lab.stacks import Trainer, train, train_all
 from rebind.memory import get_rule, rule_names
 from rebind.ops import scan_rule
+from tests.lab.graphs import played
 
 CPU = torch.device("cpu")
 DEVICES = ["cuda"] if torch.cuda.is_available() else ["cpu"]  # where Triton's kernels run, or are interpreted
@@ -136,34 +138,14 @@ class TestRetrieval:
         """The way of a GPU, played on a CPU: one step as it is, one recorded without effect, then replays."""
         config = Training(key_width=8, batch=8, steps=120, every=10, patience=2, rate=0.02)
         recipe = Recipe(Task(6, 12, replacement=True), "dpfp-1", "sum")
-        seen = {"recorded": 0, "replayed": 0}
+        seen = Counter()
 
-        class Graph:
-            def capture_begin(self, pool=None):
-                adam = trainer.adam.state.values()
-                self.touched = [
-                    *trainer.stack.parameters.values(),
-                    trainer.at,
-                    trainer.now,
-                    *(t for one in adam for t in one.values()),
-                ]
-                self.before = [tensor.detach().clone() for tensor in self.touched]
+        def touched():
+            moments = [tensor for one in trainer.adam.state.values() for tensor in one.values()]
+            return [*trainer.stack.parameters.values(), trainer.at, trainer.now, *moments]
 
-            def capture_end(self):
-                seen["recorded"] += 1
-                with torch.no_grad():
-                    for tensor, value in zip(self.touched, self.before, strict=True):
-                        tensor.copy_(value)
-
-            def replay(self):
-                seen["replayed"] += 1
-                recorded = next(one for one in trainer.recordings if one.graph is self)
-                recorded.step()
-
-            def reset(self):
-                pass
-
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        graph = played(touched, lambda: trainer.recordings, seen)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(Trainer, "_adam", lambda self: torch.optim.Adam(self.stack.parameters.values(), lr=0.02))
