@@ -173,6 +173,8 @@ def test_what_kernels_refuse():
     wide = torch.zeros(2, 70, 3, 300)
     assert "300 and 8 wide" in TRITON.refuses(_inputs(q=wide, k=wide, state=torch.zeros(2, 3, 8, 300)))
     assert "float64" in TRITON.refuses(_inputs(torch.float64))
+    narrow = TRITON.refuses(_inputs(torch.bfloat16))
+    assert "bits of bfloat16" in narrow if INTERPRETED else narrow is None
 
 
 def test_a_kernel_is_for_the_tensors_that_are_aligned():
