@@ -48,6 +48,17 @@ def test_segments_of_heads_with_wider_keys_stay_inside(monkeypatch, widths):
     compare(outcome(case, "triton"), outcome(case.double(), "reference"), SINGLE)
 
 
+@pytest.mark.parametrize("length", [1.0, 4.0, 60.0] if INTERPRETED else [1.0, 4.0, 1000.0])
+def test_keys_that_enlarge_are_solved_for_in_wider_numbers(length):
+    """In half precision T₀ is found in float16, unless ε‖k‖² > 2 in a chunk: then its entries may grow."""
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16  # which the interpreter does not have
+    case = problem(150, 16, 16, coefficients=("erase", "write")).to(dtype)
+    case.tensors["k"][:, 5] *= length
+    case.tensors["v"] /= length**1.5
+    case.tensors["erase"][:, 5] = 0.9
+    compare(outcome(case, "triton"), outcome(case.double(), "reference"), 2 * tolerance_of(dtype))
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 def test_a_kernel_that_reads_past_the_end_is_caught():
     x, out = torch.zeros(40), torch.zeros(64)

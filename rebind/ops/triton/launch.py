@@ -275,6 +275,7 @@ class Plan:
                 BK=tiles.key,
                 WIDE=wide,
                 SOLVE_PRECISION=self._precision,
+                HALVES=inputs.v.element_size() == 2,
                 STAGES=self._stages(tiles.prepare_stages),
                 **self._constants,
             )

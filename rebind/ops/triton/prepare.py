@@ -48,7 +48,20 @@ def _ratios(gi, gj, i, j):
 
 
 @triton.jit
-def _unit_lower_inverses(A, B, i, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _times(x, y, kind: tl.constexpr, PRECISION: tl.constexpr):
+    """x y, its factors taken as `kind`."""
+    return tl.dot(x.to(kind), y.to(kind), input_precision=PRECISION)
+
+
+@triton.jit
+def _inverses(A11, A21, A22, i, kind: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """The blocks of (I + A)⁻¹ on the diagonal and, but for its sign, the one below."""
+    D1, D2 = _unit_lower_inverses(A11, A22, i, kind, LEVELS, PRECISION)
+    return D1, _times(_times(D2, A21, kind, PRECISION), D1, kind, PRECISION), D2
+
+
+@triton.jit
+def _unit_lower_inverses(A, B, i, kind: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)⁻¹ and (I + B)⁻¹ for strictly lower triangular matrices of size 2^LEVELS, in blocks of 2, 4, 8, …"""
     row, column = i[:, None], i[None, :]
     below = row > column
@@ -58,8 +71,8 @@ def _unit_lower_inverses(A, B, i, LEVELS: tl.constexpr, PRECISION: tl.constexpr)
     for level in tl.static_range(1, LEVELS):
         # Blocks of 2^level are done: what joins two of them is next.
         joins = below & (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
-        D -= tl.dot(tl.dot(D, tl.where(joins, A, 0.0), input_precision=PRECISION), D, input_precision=PRECISION)
-        E -= tl.dot(tl.dot(E, tl.where(joins, B, 0.0), input_precision=PRECISION), E, input_precision=PRECISION)
+        D -= _times(_times(D, tl.where(joins, A, 0.0), kind, PRECISION), D, kind, PRECISION)
+        E -= _times(_times(E, tl.where(joins, B, 0.0), kind, PRECISION), E, kind, PRECISION)
     return D, E
 
 
@@ -106,6 +119,7 @@ def prepare_solve(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program a run of chunks of a head, for rules that erase."""
@@ -151,11 +165,22 @@ def prepare_solve(
         tl.store(P + HALF * C, (tl.dot(q2, tl.trans(k1), input_precision=PRECISION) * ratio21).to(to))
         tl.store(P + HALF * C + HALF, (tl.dot(q2, tl.trans(k2), input_precision=PRECISION) * ratio22).to(to))
 
-        A11 = tl.where(below, eps1[:, None] * tl.dot(k1, tl.trans(k1), input_precision=PRECISION), 0.0)
+        A11 = eps1[:, None] * tl.dot(k1, tl.trans(k1), input_precision=PRECISION)
         A21 = eps2[:, None] * tl.dot(k2, tl.trans(k1), input_precision=PRECISION)
-        A22 = tl.where(below, eps2[:, None] * tl.dot(k2, tl.trans(k2), input_precision=PRECISION), 0.0)
-        D1, D2 = _unit_lower_inverses(A11, A22, i, LEVELS, SOLVE_PRECISION)
-        corner = tl.dot(tl.dot(D2, A21, input_precision=SOLVE_PRECISION), D1, input_precision=SOLVE_PRECISION)
+        A22 = eps2[:, None] * tl.dot(k2, tl.trans(k2), input_precision=PRECISION)
+        if HALVES:
+            # While ε‖k‖² ≤ 2 for every key no I − ε k kᵀ enlarges anything, so that the inverse's entries are at most 2
+            # and float16 holds them, with as many digits as TF32.
+            diagonal = i[:, None] == i[None, :]
+            most = tl.max(tl.max(tl.where(diagonal, tl.maximum(tl.abs(A11), tl.abs(A22)), 0.0), 1), 0)
+            A11, A22 = tl.where(below, A11, 0.0), tl.where(below, A22, 0.0)
+            if most <= 2.0:
+                D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float16, LEVELS, SOLVE_PRECISION)
+            else:
+                D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float32, LEVELS, SOLVE_PRECISION)
+        else:
+            A11, A22 = tl.where(below, A11, 0.0), tl.where(below, A22, 0.0)
+            D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float32, LEVELS, SOLVE_PRECISION)
         inverse = (inverses + place * (C * C)) + square
         tl.store(inverse, (D1 * ratio11).to(to))
         tl.store(inverse + HALF, zero)
