@@ -90,10 +90,9 @@ def sequence_at(n, boundaries, first, T, NT, PACKED: tl.constexpr):
 def load_rows(x, begin, row, length, head, heads, D: tl.constexpr, first, size: tl.constexpr, rows: tl.constexpr):
     """A tile [rows, size] of x [tokens, heads, D]: tokens from `row` of a sequence, columns from `first`; zeros
     where there is nothing."""
-    token = row + tl.arange(0, rows)
-    column = first + tl.arange(0, size)
-    at = x + ((begin + token)[:, None] * heads + head) * D + column[None, :]
-    mask = (token < length)[:, None]
+    line, column = tl.arange(0, rows), first + tl.arange(0, size)
+    at = x + ((begin + row) * heads + head) * D + (line[:, None] * (heads * D) + column[None, :])  # one long number
+    mask = (row + line < length)[:, None]
     if D % size != 0:
         mask = mask & (column < D)[None, :]
     return tl.load(at, mask=mask, other=0.0)
@@ -104,10 +103,9 @@ def store_rows(
     x, tile, begin, row, length, head, heads, D: tl.constexpr, first, size: tl.constexpr, rows: tl.constexpr
 ):
     """The way back."""
-    token = row + tl.arange(0, rows)
-    column = first + tl.arange(0, size)
-    at = x + ((begin + token)[:, None] * heads + head) * D + column[None, :]
-    mask = (token < length)[:, None]
+    line, column = tl.arange(0, rows), first + tl.arange(0, size)
+    at = x + ((begin + row) * heads + head) * D + (line[:, None] * (heads * D) + column[None, :])  # one long number
+    mask = (row + line < length)[:, None]
     if D % size != 0:
         mask = mask & (column < D)[None, :]
     tl.store(at, tile.to(x.dtype.element_ty), mask=mask)
