@@ -59,6 +59,17 @@ def test_keys_that_enlarge_are_solved_for_in_wider_numbers(length):
     compare(outcome(case, "triton"), outcome(case.double(), "reference"), 2 * tolerance_of(dtype))
 
 
+@pytest.mark.skipif(INTERPRETED, reason="needs bfloat16, which Triton's interpreter does not have")
+def test_a_long_key_that_is_hardly_erased_is_solved_for_in_wider_numbers_too():
+    """Its ε‖k‖² is small, and the entry it makes with the key behind it, ε_i k_i·k_j, is beyond float16."""
+    case = problem(150, 16, 16, coefficients=("erase", "write")).to(torch.bfloat16)
+    case.tensors["k"][:, 6] = case.tensors["k"][:, 5]
+    case.tensors["k"][:, 5] *= 1e6
+    case.tensors["erase"][:, 5] = 1e-13
+    case.tensors["v"] /= 1e6
+    compare(outcome(case, "triton"), outcome(case.double(), "reference"), 2 * tolerance_of(torch.bfloat16))
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 def test_a_kernel_that_reads_past_the_end_is_caught():
     x, out = torch.zeros(40), torch.zeros(64)

@@ -48,6 +48,11 @@ def _ratios(gi, gj, i, j):
 
 
 @triton.jit
+def _largest(x):
+    return tl.max(tl.abs(x))
+
+
+@triton.jit
 def _times(x, y, kind: tl.constexpr, PRECISION: tl.constexpr):
     """x y, its factors taken as `kind`."""
     return tl.dot(x.to(kind), y.to(kind), input_precision=PRECISION)
@@ -165,21 +170,15 @@ def prepare_solve(
         tl.store(P + HALF * C, (tl.dot(q2, tl.trans(k1), input_precision=PRECISION) * ratio21).to(to))
         tl.store(P + HALF * C + HALF, (tl.dot(q2, tl.trans(k2), input_precision=PRECISION) * ratio22).to(to))
 
-        A11 = eps1[:, None] * tl.dot(k1, tl.trans(k1), input_precision=PRECISION)
+        K11 = tl.dot(k1, tl.trans(k1), input_precision=PRECISION)
+        K22 = tl.dot(k2, tl.trans(k2), input_precision=PRECISION)
+        A11, A22 = tl.where(below, eps1[:, None] * K11, 0.0), tl.where(below, eps2[:, None] * K22, 0.0)
         A21 = eps2[:, None] * tl.dot(k2, tl.trans(k1), input_precision=PRECISION)
-        A22 = eps2[:, None] * tl.dot(k2, tl.trans(k2), input_precision=PRECISION)
-        if HALVES:
-            # While ε‖k‖² ≤ 2 for every key no I − ε k kᵀ enlarges anything, so that the inverse's entries are at most 2
-            # and float16 holds them, with as many digits as TF32.
-            diagonal = i[:, None] == i[None, :]
-            most = tl.max(tl.max(tl.where(diagonal, tl.maximum(tl.abs(A11), tl.abs(A22)), 0.0), 1), 0)
-            A11, A22 = tl.where(below, A11, 0.0), tl.where(below, A22, 0.0)
-            if most <= 2.0:
-                D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float16, LEVELS, SOLVE_PRECISION)
-            else:
-                D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float32, LEVELS, SOLVE_PRECISION)
+        # While ε‖k‖² ≤ 2 no I − ε k kᵀ enlarges anything, and an entry of the inverse, ε_i k_iᵀ (…) k_j, is at most
+        # max ε · max ‖k‖². Up to 2 float16 holds it, with as many digits as TF32.
+        if HALVES and tl.maximum(_largest(eps1), _largest(eps2)) * tl.maximum(_largest(K11), _largest(K22)) <= 2.0:
+            D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float16, LEVELS, SOLVE_PRECISION)
         else:
-            A11, A22 = tl.where(below, A11, 0.0), tl.where(below, A22, 0.0)
             D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float32, LEVELS, SOLVE_PRECISION)
         inverse = (inverses + place * (C * C)) + square
         tl.store(inverse, (D1 * ratio11).to(to))

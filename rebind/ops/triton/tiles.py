@@ -51,7 +51,7 @@ class Tiles:
             gradient_warps=4,
             gradient_stages=2 if narrow and max(key, value) <= 128 else 1,
             prepare_run=8 if key > 64 else 4,
-            prepare_stages=2,
+            prepare_stages=1 if narrow and key > 64 and inputs.erase is not None else 2,
         )
 
 
