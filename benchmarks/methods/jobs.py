@@ -44,16 +44,19 @@ class Job:
         else:
             yield from sequential(bench, self.method, self.found, self.size, stops)
 
+    def made(self, bench: Bench) -> bool:
+        """Whether there are not as many records as it writes."""
+        return self.stops[-1] > len(bench.records)
+
     def needs(self, bench: Bench) -> Iterator[tuple[Settings, list[Fact]]]:
-        """What is searched for on the base, with which settings. Made facts are not: they are many, and come last."""
+        """What is searched for on the base, with which settings."""
         if impossible(bench.editor, get_method(self.method), self.size):
             return
-        if self.stops[-1] > len(bench.records):
-            return
         if self.protocol == "sequential":
+            (records,) = bench.facts(self.stops[-1], once=True)
             last = self.stops[-1] if self.found == "base" else min(self.size, self.stops[-1])
             for begin in range(0, last, self.size):
-                facts = [one.fact for one in bench.records[begin : min(begin + self.size, last)]]
+                facts = [one.fact for one in records[begin : min(begin + self.size, last)]]
                 yield bench.settings(self.method, len(facts)), facts
         else:
             groups = bench.facts(self.size)
@@ -159,7 +162,8 @@ def run(
     everything = Row("before", "batch", "base", len(bench.records))
     if not results.have(everything.name):
         add(bench.measured(row, bench.records) for row in [everything])
-    bench.prepare([need for job in missing for need in job.needs(bench)])
+    # All at once; made facts are many and come last, so they wait until it is their turn
+    bench.prepare([need for job in missing if not job.made(bench) for need in job.needs(bench)])
     for index, job in enumerate(missing):
         if time.perf_counter() - begin > seconds:
             return missing[index:]
@@ -167,5 +171,7 @@ def run(
         twins = [twin for stop in stops if (twin := same(job, stop, results.rows)) is not None]
         add(twins)
         if left := [stop for stop in stops if stop not in {twin.facts for twin in twins}]:
+            if job.made(bench):
+                bench.prepare(list(job.needs(bench)))
             add(job.run(bench, left))
     return []
