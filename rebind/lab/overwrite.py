@@ -106,23 +106,23 @@ def claims(config: Overwrite, rows: Sequence[Row]) -> list[Claim]:
         found = {rule: curve(select(rows, feature=feature, rule=rule), "size", "loss") for rule in config.rules}
         plain = {rule: found[rule] for rule in ("sum", "rfa", "tanh") if rule in found}
         if "delta" in found and plain:
-            ratios = {
-                rule: min(a / b for a, b in zip(one.mean, found["delta"].mean, strict=True))
+            least = {
+                rule: min(a / b for a, b in zip(one.low, found["delta"].high, strict=True))
                 for rule, one in plain.items()
             }
-            each = ", ".join(f"{rule} {ratio:.1f}× or more" for rule, ratio in ratios.items())
+            each = ", ".join(f"{rule} {ratio:.2g}× or more" for rule, ratio in least.items())
             made.append(
                 Claim(
-                    f"{feature}: delta's loss is below sum's, RFA's and tanh's at every S",
-                    min(ratios.values()) > 1.2,
+                    f"{feature}: delta's loss is below sum's, RFA's and tanh's at every S, whatever the seeds",
+                    min(least.values()) > 1,
                     each,
                 )
             )
     if "sum" in config.rules:
         some = select(rows, rule="sum", diverged=False)
         ratio = min((row["loss"] / row["short"] for row in some), default=0.0)
-        says = "the public evaluation, at length S, flattered the sum rule"
-        made.append(Claim(says, ratio > 1.2, f"its loss at 2S is {ratio:.1f}× or more that at S"))
+        says = "the public evaluation, at length S, flattered the sum rule, every model of it"
+        made.append(Claim(says, ratio > 1, f"its loss at 2S is {ratio:.2g}× or more that at S"))
     if "favor-64" in config.features and "delta" in config.rules:
         some = select(rows, feature="favor-64", rule="delta")
         worst = max(row["loss"] for row in some)
@@ -143,10 +143,8 @@ def figure(config: Overwrite, rows: Sequence[Row]) -> Figure:
     drawn, axes = style.panels(
         len(config.features) + 1,
         "Keys that come again: loss of the latest value",
-        f"2S writes of S keys with replacement, trained for up to {config.steps:,} steps; mean and range of "
-        f"{config.seeds} seeds; hollow: evaluated at length S, as the authors' code does",
-        columns=2,
-        width=5.4,
+        f"2S writes of S keys with replacement, {config.steps:,} steps at most; mean and range of {config.seeds} seeds\n"
+        f"hollow: evaluated at length S, as the authors' code does",
         height=4.2,
     )
     for one, feature in zip(axes, config.features, strict=False):
@@ -165,14 +163,15 @@ def figure(config: Overwrite, rows: Sequence[Row]) -> Figure:
 
 
 def _draw_learning(axes: Axes, config: Overwrite, rows: Sequence[Row]) -> None:
-    """The evaluations on the way, at the largest size of the first feature."""
+    """The evaluations on the way, at the largest size of one feature. Tanh begins far above: it is seen coming in."""
     from rebind.lab import style
 
-    feature, size = config.features[0], config.sizes[-1]
+    feature, size = config.features[len(config.features) // 2], config.sizes[-1]
     for rule in config.rules:
         some = select(rows, feature=feature, rule=rule, size=size)
-        style.draw(axes, courses(some, config.every), style.RULES[rule])
+        style.draw(axes, courses(some, config.every), style.RULES[rule], marker="")
     axes.set_yscale("log")
+    axes.set_ylim(top=1)
     style.named(axes, f"learning, φ = {feature}, S = {size}", "steps", "")
 
 

@@ -101,8 +101,19 @@ def legend(axes: Axes, **place: Any) -> None:
 
 
 def legend_below(figure: Figure, columns: int) -> None:
-    """One legend for all panels."""
-    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
+    """One legend for all panels, each label once."""
+    every = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    once = {label: handle for handle, label in reversed(every)}
+    labels = list(reversed(once))
+    figure.legend(
+        [once[label] for label in labels],
+        labels,
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+    )
 
 
 def save(figure: Figure, stem: Path) -> None:
