@@ -143,8 +143,8 @@ def figure(config: Overwrite, rows: Sequence[Row]) -> Figure:
     drawn, axes = style.panels(
         len(config.features) + 1,
         "Keys that come again: loss of the latest value",
-        f"2S writes of S keys with replacement, {config.steps:,} steps at most; mean and range of {config.seeds} seeds\n"
-        f"hollow: evaluated at length S, as the authors' code does",
+        f"2S writes of S keys with replacement, {config.steps:,} steps at most; mean and range of {config.seeds} "
+        f"seeds\nhollow: evaluated at length S, as the authors' code does",
         height=4.2,
     )
     for one, feature in zip(axes, config.features, strict=False):
