@@ -11,11 +11,16 @@ from torch import Tensor
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """x as autocast would give it to a product. float64 it leaves alone."""
+    """x as autocast would give it to a product."""
+    return x.to(autocast_dtype(x))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which autocast would give x to a product. float64 it leaves alone."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+        return x.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:

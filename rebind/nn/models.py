@@ -22,7 +22,7 @@ from rebind.nn.kinds import build
 from rebind.nn.layer import SequenceLayer
 from rebind.nn.loss import IGNORED, head_loss
 from rebind.nn.mlp import MLPS
-from rebind.nn.norms import RMSNorm
+from rebind.nn.norms import RMSNorm, entering
 from rebind.nn.products import is_plain
 from rebind.nn.states import State
 from rebind.nn.ttt import TTTLayer
@@ -40,9 +40,10 @@ class RebindBlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, State]:
-        read, state = self.mixer.go_on(self.mixer_norm(x), state, mask)
-        x = x + self.dropout(read)
-        return x + self.dropout(self.mlp(self.mlp_norm(x))), state
+        x, normed = entering(self.mixer_norm, x)
+        read, state = self.mixer.go_on(normed, state, mask)
+        x, normed = entering(self.mlp_norm, x, self.dropout(read))
+        return x + self.dropout(self.mlp(normed)), state
 
 
 class RebindPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]

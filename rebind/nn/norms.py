@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rebind.precision import without_autocast
+from rebind.nn.products import is_untouched
+from rebind.ops.normed import add_norm
+from rebind.precision import as_autocast, autocast_dtype, without_autocast
 
 
 class RMSNorm(nn.Module):
@@ -26,3 +28,15 @@ class RMSNorm(nn.Module):
             return functional.rms_norm(x, weight.shape, weight, self.eps)
         with without_autocast(x):
             return functional.rms_norm(x, weight.shape, weight, self.eps)
+
+
+def entering(norm: nn.Module, x: Tensor, read: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x + read, or x, which goes on to the next layer; and its norm, which enters this one.
+
+    The norm comes as autocast gives it to a product. Norms that are more than an `RMSNorm` (with hooks, adapters,
+    parametrizations) are called.
+    """
+    if type(norm) is RMSNorm and is_untouched(norm) and (read is None or read.dtype.itemsize <= x.dtype.itemsize):
+        return add_norm(x, read, norm.weight, norm.eps, autocast_dtype(x))
+    x = x if read is None else x + read
+    return x, as_autocast(norm(x))

@@ -42,13 +42,16 @@ def _worth_joining(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 def is_plain(project: nn.Module) -> bool:
     """Whether calling the module is multiplying by its weight, and nobody is told."""
+    return type(project) is nn.Linear and getattr(project, "bias", None) is None and is_untouched(project)
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether calling the module is its own forward and nothing else: no hooks, and none put in its place."""
     return (
-        type(project) is nn.Linear
-        and "forward" not in project.__dict__  # as tools put one there that moves the weight in first
+        "forward" not in module.__dict__  # as tools put one there that moves the weight in first
         and not _has_any_global_hook()
-        and getattr(project, "bias", None) is None
-        and not project._forward_hooks
-        and not project._forward_pre_hooks
-        and not project._backward_hooks
-        and not project._backward_pre_hooks
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
     )

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from rebind.errors import InputError, ShapeError
 from rebind.memory.precision import working_dtype
 from rebind.nn.mlp import MLPS
-from rebind.nn.norms import RMSNorm
+from rebind.nn.norms import RMSNorm, entering
 from rebind.nn.seq2seq_cache import RebindSeq2SeqCache
 from rebind.nn.seq2seq_config import RebindSeq2SeqConfig
 from rebind.nn.seq2seq_kinds import SEQ2SEQ_KINDS
@@ -61,9 +61,10 @@ class EncoderBlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        entering = self.mixer_norm(x)
-        x = x + self.dropout(self.mixer(entering, self.mixer.write(entering, mask)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x, normed = entering(self.mixer_norm, x)
+        read = self.mixer(normed, self.mixer.write(normed, mask))
+        x, normed = entering(self.mlp_norm, x, self.dropout(read))
+        return x + self.dropout(self.mlp(normed))
 
 
 class DecoderBlock(GradientCheckpointingLayer):
@@ -84,11 +85,12 @@ class DecoderBlock(GradientCheckpointingLayer):
         self, x: Tensor, state: State | None, mask: Tensor | None, source: State | None, encoded: tuple[Tensor, Any]
     ) -> tuple[Tensor, State, State]:
         """What comes out, the state after it, and the source: `encoded` (vectors, mask) is written if there is none."""
-        read, state = self.mixer.go_on(self.mixer_norm(x), state, mask)
-        x = x + self.dropout(read)
+        x, normed = entering(self.mixer_norm, x)
+        read, state = self.mixer.go_on(normed, state, mask)
+        x, normed = entering(self.cross_norm, x, self.dropout(read))
         source = self.cross.write(*encoded) if source is None else source
-        x = x + self.dropout(self.cross(self.cross_norm(x), cast(Any, source)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x))), cast(State, state), source
+        x, normed = entering(self.mlp_norm, x, self.dropout(self.cross(normed, cast(Any, source))))
+        return x + self.dropout(self.mlp(normed)), cast(State, state), source
 
 
 class RebindEncoder(nn.Module):

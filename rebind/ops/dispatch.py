@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+from torch.autograd import forward_ad
 
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
@@ -69,6 +70,16 @@ def triton_backend() -> Backend | str:
     if _triton is None:
         _triton = _import_triton()
     return _triton
+
+
+def seen_through() -> bool:
+    """Whether somebody follows the single operations, who would not get into a kernel or a `Function`."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
 
 
 def _import_triton() -> Backend | str:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
-from rebind.ops.dispatch import triton_backend
+from rebind.ops.dispatch import seen_through, triton_backend
 from rebind.ops.trust import difference, distrusted, noise
 from rebind.precision import without_autocast
 
@@ -28,7 +27,7 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     """
     alike = gate.dtype == up.dtype and gate.shape == up.shape
     learned = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    if not alike or _seen_through() or not (learned or _has_kernels(gate)):
+    if not alike or seen_through() or not (learned or _has_kernels(gate)):
         return functional.linear(functional.silu(gate) * up, weight)
     narrows = torch.is_autocast_enabled(gate.device.type)
     with without_autocast(gate):
@@ -36,16 +35,6 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
             out: Tensor = _GatedLinear.apply(gate, up, weight, narrows)  # type: ignore[no-untyped-call]
             return out
         return functional.linear(_product(gate, up), weight.to(gate.dtype) if narrows else weight)
-
-
-def _seen_through() -> bool:
-    """Whether somebody follows the single operations, who would not get into a kernel or a `Function`."""
-    return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
 
 
 def _product(gate: Tensor, up: Tensor) -> Tensor:
@@ -65,7 +54,7 @@ class _GatedLinear(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         slope = slope.to(gate.dtype)
         d_product = slope @ weight.to(gate.dtype)
-        if torch.is_grad_enabled() or _seen_through():  # gradients of these gradients, or many at once
+        if torch.is_grad_enabled() or seen_through():  # gradients of these gradients, or many at once
             share = gate.sigmoid()
             d_gate = d_product * up * share * (1 + gate * (1 - share))
             d_up, product = d_product * (gate * share), gate * share * up

@@ -7,9 +7,10 @@ import torch
 
 from rebind.errors import InputError
 from rebind.memory.features import Feature, l2_normalise, sum_normalise
+from rebind.nn import RebindConfig, RebindForCausalLM
 from rebind.nn.feature_map import FeatureMap
 from rebind.nn.normalise import share, unit
-from rebind.nn.norms import RMSNorm
+from rebind.nn.norms import RMSNorm, entering
 from tests.support import Draw, assert_close
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -103,3 +104,67 @@ def test_rms_norm_keeps_its_dtype_under_autocast():
         assert out.dtype == dtype
         out.sum().backward()
         assert norm.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_what_enters_a_layer_is_the_norm_of_what_goes_on(read):
+    norm, draw = RMSNorm(8).double(), Draw(8)
+    x, more = draw.normal(2, 3, 8), draw.normal(2, 3, 8) if read else None
+    on, normed = entering(norm, x, more)
+    expected = x + more if read else x
+    assert torch.equal(on, expected)
+    assert torch.equal(normed, norm(expected))
+
+
+def test_under_autocast_it_enters_as_a_product_takes_it():
+    norm, x = RMSNorm(8), Draw(9).normal(2, 3, 8).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        on, normed = entering(norm, x, x.bfloat16())
+        expected = norm(x + x.bfloat16())
+    assert (on.dtype, normed.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(normed, expected.bfloat16())
+
+
+def test_norms_that_are_hooked_are_called():
+    norm, x, seen = RMSNorm(8), torch.ones(1, 8), []
+    norm.register_forward_hook(lambda module, given, out: seen.append(given[0]))
+    on, _ = entering(norm, x, x)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], on)
+
+
+def test_other_norms_are_called():
+    norm, x = torch.nn.LayerNorm(8), Draw(10).normal(3, 8).float()
+    on, normed = entering(norm, x, x)
+    assert torch.equal(normed, norm(on))
+
+
+@pytest.mark.parametrize("kind", ["delta", "attention"])
+def test_a_model_by_the_kernels_is_the_model(monkeypatch, kind):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs on a CPU")
+    from rebind.ops import normed
+
+    torch.manual_seed(0)
+    config = RebindConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        layer_kinds=kind,
+        intermediate_size=24,
+    )
+    model = RebindForCausalLM(config)
+    ids = torch.randint(50, (2, 9))
+
+    def trained():
+        model.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = trained()
+    monkeypatch.setattr(normed, "_has_kernels", lambda *given: True)
+    for one, true in zip(trained(), expected, strict=True):
+        assert_close(one, true, 1e-5)

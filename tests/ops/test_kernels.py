@@ -32,7 +32,7 @@ SINGLE = tolerance_of(torch.float32)
 @pytest.mark.parametrize("state", [True, False])
 def test_a_sequence_cut_in_segments_is_the_sequence(monkeypatch, coefficients, state):
     """Few heads on a large device: segments run side by side, from states that their composed maps give."""
-    monkeypatch.setattr(tiles, "_processors", lambda device: 64)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 64)
     monkeypatch.setattr(tiles, "SHORTEST", 1)
     case = problem(200, 6, 40, batch=1, heads=2, coefficients=coefficients, state=state).to(torch.float32)
     assert Plan.of(checked(**{name: x.to(home("triton")) for name, x in case.tensors.items()})).segments > 4
@@ -42,7 +42,7 @@ def test_a_sequence_cut_in_segments_is_the_sequence(monkeypatch, coefficients, s
 @pytest.mark.parametrize("widths", [(32, 16), (64, 16), (16, 32), (48, 17)], ids=str)
 def test_segments_of_heads_with_wider_keys_stay_inside(monkeypatch, widths):
     """A segment's map has as many columns as keys are wide: those must not be looked for in the values."""
-    monkeypatch.setattr(tiles, "_processors", lambda device: 64)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 64)
     monkeypatch.setattr(tiles, "SHORTEST", 1)
     case = problem(100, *widths, batch=1, heads=2).to(torch.float32)
     compare(outcome(case, "triton"), outcome(case.double(), "reference"), SINGLE)
@@ -135,7 +135,7 @@ def test_kernels_that_are_wrong_are_not(monkeypatch, wrong):
 
 def test_what_is_checked_is_what_will_run(monkeypatch):
     """The tiles of the problem at hand, and segments where it is cut: a wrong map of a segment is found."""
-    monkeypatch.setattr(tiles, "_processors", lambda device: 64)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 64)
     monkeypatch.setattr(tiles, "SHORTEST", 1)
     inputs = _inputs()
     assert selfcheck._compare(inputs) is None
@@ -152,7 +152,7 @@ def test_what_is_checked_is_what_will_run(monkeypatch):
 
 def test_the_check_is_made_in_full_precision(monkeypatch):
     """Segments are composed by torch's products, which autocast would round by far more than kernels may be off."""
-    monkeypatch.setattr(tiles, "_processors", lambda device: 64)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 64)
     monkeypatch.setattr(tiles, "SHORTEST", 1)
     inputs = replace(_inputs(), log_decay=None)  # nothing fades: what a segment begins with is seen to its end
     with torch.autocast(inputs.v.device.type, dtype=torch.bfloat16):

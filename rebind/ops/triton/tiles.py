@@ -37,7 +37,7 @@ class Tiles:
         narrow = inputs.v.element_size() == 2
         chunk = inputs.mini_batch or (64 if narrow else 32)
         # Wide blocks read keys less often; narrow ones fill a device that few heads would leave idle.
-        filled = inputs.sequences * inputs.heads * -(-value // 64) >= 0.9 * _processors(inputs.v.device)
+        filled = inputs.sequences * inputs.heads * -(-value // 64) >= 0.9 * multiprocessors(inputs.v.device)
         columns = min(value, 64 if filled and key <= 128 and narrow else 32)
         return cls(
             chunk=chunk,
@@ -58,14 +58,15 @@ class Tiles:
 def segments_of(inputs: Inputs, tiles: Tiles) -> int:
     """How many parts a sequence is cut in: one, unless heads are too few and sequences long."""
     programs = inputs.sequences * inputs.heads * -(-inputs.v.shape[3] // tiles.value)
-    processors = _processors(inputs.v.device)
+    processors = multiprocessors(inputs.v.device)
     if inputs.cu_seqlens is not None or not programs or programs > FEW * processors:
         return 1
     return max(1, min(processors // programs, -(-inputs.length // tiles.chunk) // SHORTEST))
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of a device; one where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

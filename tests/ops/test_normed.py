@@ -1,0 +1,159 @@
+"""x + r and its RMSNorm: the formula, gradients of every order, and the kernels in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rebind.ops import normed
+from rebind.ops.normed import add_norm
+from tests.support import Draw, assert_close
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-3
+SHAPES = [(), (1,), (3,), (2, 5), (19,)]
+
+
+def formula(x, read, weight):
+    total = x if read is None else x + read
+    return total, total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+def drawn(shape, width, dtype=torch.float64, read=True):
+    draw = Draw(3)
+    tensors = draw.normal(*shape, width), draw.normal(*shape, width), draw.normal(width)
+    x, more, weight = (tensor.to(dtype).requires_grad_() for tensor in tensors)
+    return [x, more if read else None, weight]
+
+
+def there(*tensors):
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def moved(tensors, dtype=None):
+    """The same as leaves of their own on the device."""
+    return [None if one is None else one.detach().to(DEVICE, dtype or one.dtype).requires_grad_() for one in tensors]
+
+
+def assert_all_close(got, expected, tolerance):
+    for one, true in zip(got, expected, strict=True):
+        assert_close(one, true, tolerance)
+
+
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("shape", [*SHAPES, (0,), (2, 0)], ids=str)
+def test_it_is_the_formula_with_its_gradients(shape, read):
+    given = drawn(shape, 6, read=read)
+    slopes = [Draw(seed).normal(*shape, 6) for seed in (4, 5)]
+    found, expected = add_norm(*given, EPS), formula(*given)
+    assert_all_close(found, expected, 1e-12)
+    gradients = (torch.autograd.grad(out, there(*given), slopes) for out in (found, expected))
+    assert_all_close(*gradients, 1e-12)
+
+
+def test_without_a_read_the_sum_is_x_itself():
+    x, _, weight = drawn((3,), 4, read=False)
+    assert add_norm(x, None, weight, EPS)[0] is x
+
+
+def test_the_norm_comes_in_the_dtype_that_is_asked_for():
+    x, read, weight = drawn((3,), 4, torch.float32)
+    total, found = add_norm(x, read.bfloat16(), weight, EPS, torch.bfloat16)
+    assert (total.dtype, found.dtype) == (torch.float32, torch.bfloat16)
+    total, found = add_norm(x.bfloat16(), read, weight, EPS)
+    assert (total.dtype, found.dtype) == (torch.float32, torch.float32)
+
+
+class TestKernels:
+    """On a GPU, or in Triton's interpreter."""
+
+    @pytest.fixture(autouse=True)
+    def _there(self, monkeypatch):
+        pytest.importorskip("triton")
+        monkeypatch.setattr(normed, "_has_kernels", lambda *given: True)
+
+    @pytest.mark.parametrize("kinds", ["32 32 32", "32 16 16", "16 16 16", "32 32 16"])
+    @pytest.mark.parametrize("read", [True, False])
+    @pytest.mark.parametrize("width", [1, 7, 256, 300])
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_they_are_the_formula(self, shape, width, read, kinds):
+        """x, what is added and the norm in float32 or float16; the weight in float32."""
+        of_x, of_read, of_norm = ({"32": torch.float32, "16": torch.float16}[kind] for kind in kinds.split())
+        x, more, weight = drawn(shape, width, torch.float32, read=read)
+        given = [*moved([x], of_x), *moved([more], of_read), *moved([weight])]
+        slopes = [Draw(seed).normal(*shape, width).to(DEVICE, kind) for seed, kind in ((4, of_x), (5, of_norm))]
+        out = add_norm(*given, EPS, of_norm)
+        got = [*out, *torch.autograd.grad(out, there(*given), slopes)]
+        wide = moved(given, torch.float64)
+        expected = formula(*wide)
+        truth = [*expected, *torch.autograd.grad(expected, there(*wide), [slope.double() for slope in slopes])]
+        kinds = [of_x, of_norm, *(one.dtype for one in there(*given))]
+        for one, true, kind in zip(got, truth, kinds, strict=True):
+            assert one.dtype == kind
+            assert_close(one.double(), true, 1e-5 if {of_x, of_read, of_norm} == {torch.float32} else 5e-3)
+
+    @pytest.mark.parametrize("used", [0, 1])
+    def test_one_of_the_two_may_go_unused(self, used):
+        given = moved(drawn((3,), 8, torch.float32))
+        found = torch.autograd.grad(add_norm(*given, EPS)[used].square().sum(), given, allow_unused=True)
+        true = torch.autograd.grad(formula(*given)[used].square().sum(), given, allow_unused=True)
+        assert [one is None for one in found] == [one is None for one in true]
+        assert_all_close(there(*found), there(*true), 1e-5)
+
+    def test_without_gradients(self):
+        given = [one.detach().to(DEVICE) for one in drawn((2, 3), 6, torch.float32)]
+        assert_all_close(add_norm(*given, EPS), formula(*given), 1e-5)
+        assert add_norm(given[0], None, given[2], EPS)[0] is given[0]
+
+    def test_rows_that_lie_apart(self):
+        x, read, weight = (one.detach().to(DEVICE) for one in drawn((4, 3), 8, torch.float32))
+        given = [x.transpose(0, 1).requires_grad_(), read.transpose(0, 1).requires_grad_(), weight.requires_grad_()]
+        found, true = add_norm(*given, EPS), formula(*given)
+        assert_all_close(found, true, 1e-5)
+        slopes = [one.detach().cos().transpose(0, 1).contiguous().transpose(0, 1) for one in true]
+        assert_all_close(torch.autograd.grad(found, given, slopes), torch.autograd.grad(true, given, slopes), 1e-5)
+
+    @pytest.mark.parametrize("read", [True, False])
+    def test_gradients_of_gradients_are_the_formulas(self, read):
+        given = moved(drawn((2, 3), 4, torch.float32, read=read))
+
+        def second(call):
+            total, out = call(*given)
+            (first,) = torch.autograd.grad((out.square() * total).sum(), given[:1], create_graph=True)
+            return torch.autograd.grad(first.square().sum(), there(*given))
+
+        assert_all_close(second(lambda *given: add_norm(*given, EPS)), second(formula), 1e-4)
+
+    def test_whoever_looks_through_it_gets_the_formula(self):
+        given = [one.detach() for one in drawn((5,), 4)]
+
+        def total(call):
+            return lambda *given: sum(out.square().sum() for out in call(*given))
+
+        found, true = (torch.func.grad(total(call))(*given) for call in (lambda *g: add_norm(*g, EPS), formula))
+        assert_all_close(found, true, 1e-12)
+
+    def test_kernels_that_are_right_are_trusted(self):
+        x, read, weight = (one.detach().to(DEVICE) for one in drawn((2,), 3, torch.float32))
+        assert normed._compare(x, read, weight, torch.float32) is None
+        assert normed._compare(x, None, weight, torch.float16) is None
+        assert normed._compare(x, read.half(), weight, torch.float16) is None
+
+    @pytest.mark.parametrize("wrong", ["forward", "backward"])
+    def test_kernels_that_are_wrong_are_not(self, monkeypatch, wrong):
+        from rebind.ops.triton import normed as kernels
+
+        right = getattr(kernels, wrong)
+        monkeypatch.setattr(kernels, wrong, lambda *given: (right(*given)[0], *(-one for one in right(*given)[1:])))
+        x, read, weight = (one.detach().to(DEVICE) for one in drawn((2,), 3, torch.float32))
+        assert "differ from plain torch by" in normed._compare(x, read, weight, torch.float32)
+
+    def test_kernels_that_do_not_compile_are_not(self, monkeypatch):
+        from rebind.ops.triton import normed as kernels
+
+        def fail(*given):
+            raise RuntimeError("no compiler")
+
+        monkeypatch.setattr(kernels, "forward", fail)
+        x, read, weight = (one.detach().to(DEVICE) for one in drawn((2,), 3, torch.float32))
+        assert "do not compile (no compiler)" in normed._compare(x, read, weight, torch.float32)
