@@ -113,9 +113,13 @@ def train(
         typer.Option(metavar="NAME", help="float32, bfloat16, or auto: bfloat16 on a GPU.", rich_help_panel=PLACE),
     ] = "auto",
     recorded: Annotated[
-        bool,
-        typer.Option("--record", help="Steps as one CUDA graph: for small models on a GPU.", rich_help_panel=PLACE),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--record/--no-record",
+            help="Steps as one CUDA graph. Default: on one GPU, for models up to 100M parameters.",
+            rich_help_panel=PLACE,
+        ),
+    ] = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the model with torch.compile.", rich_help_panel=PLACE)
     ] = False,

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from rebind.errors import InputError, RecordingWarning
+from rebind.nn import RebindConfig, RebindForCausalLM
 from rebind.nn.training import loop, train, updates
 from rebind.nn.training import recorded as recorded_module
+from rebind.nn.training.processes import Processes
 from rebind.nn.training.recorded import WARM
 from tests.nn.training_runs import TINY, config, corpus
 
@@ -21,6 +23,25 @@ def test_what_cannot_be_recorded_is_refused(tmp_path, changes):
     device = {} if not changes else {"device": "cuda"}
     with pytest.raises(InputError, match="record"):
         config(corpus(tmp_path), record=True, **device, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "small", "records"),
+    [
+        ({"device": "cuda"}, True, True),
+        ({"device": "cuda"}, False, False),
+        ({"device": "cuda", "record": True}, False, True),
+        ({"device": "cuda", "record": False}, True, False),
+        ({"device": "cuda", "carry": True}, True, False),
+        ({}, True, False),
+    ],
+)
+def test_small_models_are_recorded_unasked(tmp_path, monkeypatch, changes, small, records):
+    model = RebindForCausalLM(RebindConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    monkeypatch.setattr(updates, "SMALL", model.num_parameters() - (not small))
+    alone = Processes(0, 1, torch.device("cpu"))
+    made = updates.Updates(config(corpus(tmp_path), **changes), alone, model, torch.optim.SGD(model.parameters()), 1)
+    assert made.records == records
 
 
 class _Played:
@@ -44,7 +65,7 @@ def test_the_loop_makes_the_same_steps(tmp_path, monkeypatch):
     plain = train(config(text, steps=8), tmp_path / "plain")
     made = []
     monkeypatch.setattr(updates, "record", lambda *given: made.append(1) or _Played(*given))
-    monkeypatch.setattr(loop.TrainConfig, "_require_recordable", lambda self: None)
+    monkeypatch.setattr(loop.TrainConfig, "require_recordable", lambda *given: None)
     found = train(config(text, steps=8, record=True), tmp_path / "recorded")
     assert made == [1]
     for one, true in zip(_losses(found), _losses(plain), strict=True):
@@ -57,7 +78,7 @@ def test_a_step_that_cannot_be_recorded_is_made_all_the_same(tmp_path, monkeypat
 
     monkeypatch.setattr(recorded_module, "RecordedStep", fails)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(loop.TrainConfig, "_require_recordable", lambda self: None)
+    monkeypatch.setattr(loop.TrainConfig, "require_recordable", lambda *given: None)
     with pytest.warns(RecordingWarning, match="not permitted"):
         found = train(config(corpus(tmp_path), steps=WARM + 3, record=True), tmp_path / "run")
     assert len(_losses(found)) == WARM + 3
@@ -69,7 +90,7 @@ def test_on_a_gpu_recorded_steps_are_the_steps(tmp_path, kind):
     text = corpus(tmp_path)
     settings = {"steps": 12, "device": "cuda", "precision": "float32", "layers": kind}
     settings["model"] = {**TINY, "dropout": 0.0}  # a graph draws other random numbers
-    plain = train(config(text, **settings), tmp_path / "plain")
+    plain = train(config(text, record=False, **settings), tmp_path / "plain")
     with warnings.catch_warnings():
         warnings.simplefilter("error", RecordingWarning)
         found = train(config(text, record=True, **settings), tmp_path / "recorded")

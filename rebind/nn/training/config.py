@@ -104,7 +104,8 @@ class TrainConfig:
         evaluate_tokens: Most held tokens that are read at an evaluation.
         precision: "float32", "bfloat16" (autocast; weights stay in float32), or "auto": bfloat16 on a GPU.
         keep: Checkpoints that are kept.
-        record: Whether steps run as one CUDA graph: for models so small that launching takes longer than computing.
+        record: Whether steps run as one CUDA graph. None: where they can, if the model is so small that launching takes
+            longer than computing.
         sharded: Whether several processes share the weights and moments (FSDP2), or each has all of them (DDP).
         tensorboard: Whether the log is also written for TensorBoard.
     """
@@ -127,7 +128,7 @@ class TrainConfig:
     log_every: int = 10
     precision: str = "auto"
     compile: bool = False
-    record: bool = False
+    record: bool | None = None
     device: str = "cpu"
     sharded: bool = False
     tensorboard: bool = False
@@ -150,14 +151,14 @@ class TrainConfig:
                 f"divide the batch"
             )
         if self.record:
-            self._require_recordable()
+            self.require_recordable()
         known = {one.name for one in fields(RebindConfig) if not one.name.startswith("_")}
         for name in self.model:
             if name not in known:
                 raise unknown_name("field of the model", name, known)
         self.model_config(self.model.get("vocab_size", 1_000))  # a bad shape says so before the corpus is read
 
-    def _require_recordable(self) -> None:
+    def require_recordable(self, processes: int = 1) -> None:
         if not self.device.startswith("cuda"):
             raise InputError(f"record is on and the device is {self.device!r}, expected a GPU: leave it out")
         for name in ("carry", "compile", "sharded"):
@@ -165,6 +166,15 @@ class TrainConfig:
                 raise InputError(f"record and {name} are on, expected one of them: leave the other out")
         if self.accumulate > 1:
             raise InputError(f"record is on and accumulate {self.accumulate}, expected 1: leave one of them out")
+        if processes > 1:
+            raise InputError(f"record is on and there are {processes} processes, expected one: leave it out")
+
+    def recordable(self, processes: int) -> bool:
+        try:
+            self.require_recordable(processes)
+        except InputError:
+            return False
+        return True
 
     def model_config(self, vocabulary: int, **special: Any) -> RebindConfig:
         """The model's config for a tokenizer of so many tokens."""

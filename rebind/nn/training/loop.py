@@ -114,8 +114,8 @@ class Run:
         self.log, self.times = Log(folder / LOG), Log(folder / TIMES)
         self.segments = Segments(corpus.train, config.length, config.batch, seed=config.seed, lanes=config.carry)
         self.rows = rows_a_piece(config, group.count)
-        if config.record and group.count > 1:
-            raise InputError(f"record is on and there are {group.count} processes, expected one: leave it out")
+        if config.record:
+            config.require_recordable(group.count)
         if len(corpus.held) < 2:
             raise InputError(f"{len(corpus.held)} tokens are held, expected 2 or more: give more text to measure on")
         torch.manual_seed(config.seed)  # the same model in every process

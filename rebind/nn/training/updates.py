@@ -1,4 +1,4 @@
-"""One update of a model: the loss of a batch, gradients over its pieces and processes, and AdamW; recorded if asked."""
+"""One update of a model: the loss of a batch, gradients over its pieces and processes, AdamW; recorded where it pays."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from rebind.nn.training.data import Batch
 from rebind.nn.training.processes import Processes
 from rebind.nn.training.recorded import WARM, RecordedStep, record
 
+SMALL = 100_000_000  # parameters up to which steps are recorded unasked: memory is not what such a model is short of
+
 
 class Updates:
     """Updates of one model by one optimizer, in this process's share of every batch."""
@@ -34,10 +36,11 @@ class Updates:
         self.ran = self._wrapped()
         self.wide = config.precision == "float32" or (config.precision == "auto" and group.device.type != "cuda")
         self.recorded: RecordedStep | None = None
-        self.records_in = WARM if config.record else -1  # updates from now; never, if negative
+        self.records = self._records()
+        self.records_in = WARM if self.records else -1  # updates from now; never, if negative
 
     def autocast(self) -> AbstractContextManager[Any]:
-        kept = not self.config.record  # narrow weights that a graph would find stale
+        kept = not self.records  # narrow weights that a graph would find stale
         return torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=not self.wide, cache_enabled=kept)
 
     def make(self, rate: float, batch: Batch, caches: list[RebindCache]) -> tuple[Tensor, Tensor]:
@@ -81,6 +84,12 @@ class Updates:
 
     def _whole_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self._loss(inputs, targets, None)
+
+    def _records(self) -> bool:
+        """As the config says; if it does not, where a host would be longer about a step than its GPU."""
+        if self.config.record is not None:
+            return self.config.record
+        return self.config.recordable(self.group.count) and self.model.num_parameters() <= SMALL
 
     def _wrapped(self) -> Any:
         ran: Any = self.model
