@@ -1,4 +1,4 @@
-"""One update of a model: the loss of a batch, gradients over its pieces and processes, AdamW; recorded where it pays."""
+"""One update of a model: a batch's loss, gradients over its pieces and processes, AdamW; recorded where that pays."""
 
 from __future__ import annotations
 
