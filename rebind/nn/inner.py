@@ -7,11 +7,14 @@ mini-batch are taken at the same W, so token t reads
 
 and no W_t is ever formed (Sun et al., the dual form). An MLP has two such matrices, the second reading what the first
 put out. `start` is where gradients are taken, `now` what they have made of it: they differ inside a mini-batch.
+
+Mini-batches follow one another, so what does not depend on W is computed for all of them beforehand (`Tokens.of`), and
+the LayerNorm of what was read afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,16 +25,6 @@ from rebind.errors import InputError
 from rebind.memory import ttt
 
 Weights = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """A mini-batch: q, k, v [B, H, n, d] and rates [B, H, n], 0 for what is not there."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    rate: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,44 +39,70 @@ class Norm:
         normal, _ = self._normal(z)
         return x + normal * self.weight[:, None] + self.bias[:, None]
 
-    def slope(self, k: Tensor, z: Tensor, v: Tensor) -> Tensor:
+    def wanted(self, k: Tensor, v: Tensor) -> Tensor:
+        """What weight · LN(z) must be for f(k) = v."""
+        return v - k - self.bias[:, None]
+
+    def slope(self, z: Tensor, wanted: Tensor) -> Tensor:
         """d‖f(k) − v‖² / dz."""
         normal, scale = self._normal(z)
-        error = k + normal * self.weight[:, None] + self.bias[:, None] - v
-        up = 2 * error * self.weight[:, None]
+        weight = self.weight[:, None]
+        up = (normal * weight - wanted) * (2 * weight)
         return (up - up.mean(-1, keepdim=True) - normal * (up * normal).mean(-1, keepdim=True)) * scale
 
     def _normal(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        centred = z - z.mean(-1, keepdim=True)
-        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)
-        return centred * scale, scale
+        spread, mean = torch.var_mean(z, dim=-1, correction=0, keepdim=True)
+        scale = torch.rsqrt(spread + self.eps)
+        return (z - mean) * scale, scale
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A mini-batch: [B, H, n, d] and rates [B, H, n, 1], 0 for what is not there. Or many of them: [batches, B, …]."""
+
+    q: Tensor
+    k: Tensor
+    wanted: Tensor  # of weight · LN(z), where z is what the inner model makes of k
+    rate: Tensor
+    scores: Tensor  # q_t·k_s for s ≤ t, else 0: [B, H, n, n]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, norm: Norm) -> Tokens:
+        """Of q, k, v [..., H, n, d] and rates [..., H, n]."""
+        return cls(q, k, norm.wanted(k, v), rate.unsqueeze(-1), (q @ k.mT).tril())
+
+    def __iter__(self) -> Iterator[Tokens]:
+        """One mini-batch after another."""
+        parts = (self.q, self.k, self.wanted, self.rate, self.scores)
+        return (Tokens(*one) for one in zip(*(part.unbind(0) for part in parts), strict=True))
 
 
 Step = Callable[[Weights, Weights, Tokens, Norm], tuple[Tensor, Weights]]
 
 
 def linear(start: Weights, now: Weights, tokens: Tokens, norm: Norm) -> tuple[Tensor, Weights]:
-    """f(x) = x + LN(W x): what is read [B, H, n, d], and the weights after the last token."""
+    """f(x) = x + LN(W x): W q at every token [B, H, n, d], and the weights after the last."""
     (old,), (weight,) = start, now
-    slope = norm.slope(tokens.k, tokens.k @ old.mT, tokens.v)
-    read, weight = _descend(weight, tokens.q, tokens.k, slope, tokens.rate)
-    return norm(tokens.q, read), (weight,)
+    push = tokens.rate * norm.slope(tokens.k @ old.mT, tokens.wanted)
+    read, weight = _descend(weight, tokens.q, tokens.k, tokens.scores, push)
+    return read, (weight,)
 
 
 def mlp(start: Weights, now: Weights, tokens: Tokens, norm: Norm) -> tuple[Tensor, Weights]:
-    """f(x) = x + LN(W₂ gelu(W₁ x + b₁) + b₂)."""
+    """f(x) = x + LN(W₂ gelu(W₁ x + b₁) + b₂): what enters the LayerNorm, and the weights after the last token."""
     old_first, old_bias, old_second, old_second_bias = start
     first, bias, second, second_bias = now
     before = tokens.k @ old_first.mT + old_bias.unsqueeze(-2)
     hidden = functional.gelu(before)
-    upper = norm.slope(tokens.k, hidden @ old_second.mT + old_second_bias.unsqueeze(-2), tokens.v)
+    upper = norm.slope(hidden @ old_second.mT + old_second_bias.unsqueeze(-2), tokens.wanted)
     lower = (upper @ old_second) * _gelu_slope(before)
-    read, first = _descend(first, tokens.q, tokens.k, lower, tokens.rate)
-    shift, bias = _descend_bias(bias, lower, tokens.rate)
+    upper, lower = tokens.rate * upper, tokens.rate * lower
+    read, first = _descend(first, tokens.q, tokens.k, tokens.scores, lower)
+    shift, bias = _descend_bias(bias, lower)
     reached = functional.gelu(read + shift)
-    read, second = _descend(second, reached, hidden, upper, tokens.rate)
-    shift, second_bias = _descend_bias(second_bias, upper, tokens.rate)
-    return norm(tokens.q, read + shift), (first, bias, second, second_bias)
+    read, second = _descend(second, reached, hidden, (reached @ hidden.mT).tril(), upper)
+    shift, second_bias = _descend_bias(second_bias, upper)
+    return read + shift, (first, bias, second, second_bias)
 
 
 def step_of(model: ttt.InnerModel) -> Step:
@@ -98,15 +117,14 @@ def step_of(model: ttt.InnerModel) -> Step:
     )
 
 
-def _descend(weight: Tensor, q: Tensor, k: Tensor, slope: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-    """W_t q_t for every t, and W after the last."""
-    push = rate.unsqueeze(-1) * slope  # η δ
-    return q @ weight.mT - (q @ k.mT).tril() @ push, weight - push.mT @ k
+def _descend(weight: Tensor, q: Tensor, k: Tensor, scores: Tensor, push: Tensor) -> tuple[Tensor, Tensor]:
+    """W_t q_t for every t, and W after the last; a token's push is η δ."""
+    return q @ weight.mT - scores @ push, weight - push.mT @ k
 
 
-def _descend_bias(bias: Tensor, slope: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+def _descend_bias(bias: Tensor, push: Tensor) -> tuple[Tensor, Tensor]:
     """b_t for every t [B, H, n, d], and b after the last."""
-    biases = bias.unsqueeze(-2) - (rate.unsqueeze(-1) * slope).cumsum(-2)
+    biases = bias.unsqueeze(-2) - push.cumsum(-2)
     return biases, biases[..., -1, :]
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rebind.errors import InputError
 from rebind.memory import ttt
@@ -22,6 +23,7 @@ from rebind.nn.layer import SequenceLayer, head_width, require_positive
 from rebind.nn.norms import RMSNorm
 from rebind.nn.padding import Packing, cleared, take
 from rebind.nn.states import State
+from rebind.precision import without_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +110,7 @@ class TTTLayer(SequenceLayer[TTTState]):
         start = self._start(x, state, mask)
         tokens = self._tokens(x)
         if state is None and mask is None:  # every row begins a mini-batch at its first token
-            out, end = self._train(tokens, start, start.filled + x.shape[1])
+            out, end = self._train(tokens, start, start.filled + x.shape[1], whole=x.shape[1] // self.mini_batch)
             return self._output(x, out[:, : x.shape[1]]), end
         grid = Grid.of(mask, start.filled, x.shape[1], self.mini_batch)
         out, end = self._train([grid.lay(tensor) for tensor in tokens], start, grid.ends)
@@ -120,23 +122,32 @@ class TTTLayer(SequenceLayer[TTTState]):
         tokens = self._tokens(x.unsqueeze(1))
         if mask is not None:
             tokens = [cleared(tensor, mask.unsqueeze(1)) for tensor in tokens]
-        out, now = self._run(start.start, start.now, _heads_first(tokens), self._norm())
+        norm = self._norm()
+        q, k, v, rate = (tensor.transpose(1, 2) for tensor in tokens)
+        with without_autocast(x):
+            read, now = self._run(start.start, start.now, Tokens.of(q, k, v, rate, norm), norm)
+        out = norm(q, read)
         filled = start.filled + (1 if mask is None else mask.long())
         done = filled >= self.mini_batch
         end = TTTState(_where(done, now, start.start), now, filled.masked_fill(done, 0))
         return self._output(x, out.squeeze(2)), end
 
-    def _train(self, tokens: list[Tensor], state: TTTState, ends: Tensor) -> tuple[Tensor, TTTState]:
-        """Mini-batch after mini-batch over [B, S, heads, ...], row i having its last token before slot ends[i]."""
-        size, count = self.mini_batch, -(-tokens[0].shape[1] // self.mini_batch)
-        norm, (start, now) = self._norm(), (state.start, state.now)
-        outputs = [tokens[0].new_zeros(tokens[0].shape[0], 0, self.heads, self.head_dim)]
-        for begin in range(0, count * size, size):
-            batch = _heads_first([tensor[:, begin : begin + size] for tensor in tokens])
-            out, now = self._run(start, now, batch, norm)
-            start = _where(ends >= begin + size, now, start)  # a row that ends inside the mini-batch is still in it
-            outputs.append(out.transpose(1, 2))
-        return torch.cat(outputs, dim=1), TTTState(start, now, ends % size)
+    def _train(self, tokens: list[Tensor], state: TTTState, ends: Tensor, whole: int = 0) -> tuple[Tensor, TTTState]:
+        """Mini-batch after mini-batch over [B, S, heads, ...], row i having its last token before slot ends[i].
+
+        Every row is known to have its first `whole` mini-batches to their end.
+        """
+        norm, size = self._norm(), self.mini_batch
+        start, now, reads = state.start, state.now, []
+        q, k, v, rate = (_in_batches(tensor, size) for tensor in tokens)
+        with without_autocast(q):
+            for index, batch in enumerate(Tokens.of(q, k, v, rate, norm)):
+                read, now = self._run(start, now, batch, norm)
+                # a row that ends inside the mini-batch is still in it
+                start = now if index < whole else _where(ends >= (index + 1) * size, now, start)
+                reads.append(read)
+        out = norm(q, torch.stack(reads))
+        return out.permute(1, 0, 3, 2, 4).flatten(1, 2), TTTState(start, now, ends % size)
 
     def _tokens(self, x: Tensor) -> list[Tensor]:
         """q, k, v [B, T, heads, d] and rates [B, T, heads], in float32 or better."""
@@ -182,9 +193,11 @@ class Grid:
         return cleared(take(x, self.token), self.real)
 
 
-def _heads_first(tokens: list[Tensor]) -> Tokens:
-    q, k, v, rate = (tensor.transpose(1, 2) for tensor in tokens)
-    return Tokens(q, k, v, rate)
+def _in_batches(x: Tensor, size: int) -> Tensor:
+    """Mini-batches [batches, B, heads, size, ...] of [B, S, heads, ...], the last filled up with zeros."""
+    missing = -x.shape[1] % size
+    padded = functional.pad(x, (0, 0) * (x.ndim - 2) + (0, missing)) if missing else x
+    return padded.unflatten(1, (padded.shape[1] // size, size)).movedim(1, 0).transpose(2, 3)
 
 
 def _where(rows: Tensor, one: Weights, other: Weights) -> Weights:

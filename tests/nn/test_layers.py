@@ -55,6 +55,20 @@ def test_it_is_the_reference_with_its_gradients(inner, mini_batch):
         assert_close(gradients[name], parameter.grad, 1e-9)
 
 
+@pytest.mark.parametrize("inner", [ttt.Linear(), ttt.Mlp(expand=2)], ids=["linear", "mlp"])
+def test_autocast_does_not_narrow_the_inner_models_products(inner):
+    layer, x = TTTLayer(8, 2, inner=inner, mini_batch=4), Draw(1).normal(2, 11, 8).float()
+    with torch.no_grad():
+        start, tokens = layer.initial(2), layer._tokens(x)
+        expected, end = layer._train(tokens, start, start.filled + 11)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, narrow = layer._train(tokens, start, start.filled + 11)
+            stepped = layer.step(x[:, 0], start)[1]
+    assert torch.equal(out, expected)
+    assert all(torch.equal(one, true) for one, true in zip(narrow.now, end.now, strict=True))
+    assert all(one.dtype == torch.float32 for one in stepped.now)
+
+
 def test_inside_a_mini_batch_gradients_are_taken_at_its_start():
     layer, x = TTTLayer(8, 2, mini_batch=4).double(), Draw(1).normal(1, 6, 8)
     _, state = layer(x)
