@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rebind.memory.precision import working_dtype
+from rebind.ops.entropy import IGNORED, bytes_of_logit, row_losses
 from rebind.precision import as_autocast
 
-IGNORED = -100  # a target that asks for nothing
-ROOM = 2**26  # logits of a piece
+__all__ = ["IGNORED", "head_loss"]
+
+ROOM = 2**29  # bytes of a piece's logits, with what their loss needs
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -35,25 +37,20 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         rows, table = (as_autocast(tensor) for tensor in (hidden.reshape(-1, hidden.shape[-1]), weight))
-        asked = targets.reshape(-1, 1)
-        wide = working_dtype(rows)
-        total = torch.zeros((), dtype=wide, device=rows.device)
+        asked = targets.reshape(-1)
+        total = torch.zeros((), dtype=working_dtype(rows), device=rows.device)
         wanted = any(ctx.needs_input_grad)
         d_rows = torch.empty_like(rows) if wanted else rows
         d_table = torch.zeros_like(weight, dtype=working_dtype(weight)) if wanted else weight
-        size = max(1, ROOM // len(weight))
+        size = max(1, ROOM // (len(weight) * bytes_of_logit(rows)))
         for first in range(0, len(rows), size):
             piece = slice(first, first + size)
-            real = asked[piece] != IGNORED
-            target = asked[piece].where(real, 0)
-            logits = (rows[piece] @ table.mT).to(wide)
-            log_sum = logits.logsumexp(1, keepdim=True)
-            total += ((log_sum - logits.gather(1, target)) * real).sum()
-            if wanted:
-                shares = logits.sub_(log_sum).exp_()
-                slope = shares.scatter_(1, target, shares.gather(1, target) - 1).mul_(real).to(rows.dtype)
-                d_rows[piece] = slope @ table
-                d_table += slope.mT @ rows[piece]
+            logits = rows[piece] @ table.mT
+            total += row_losses(logits, asked[piece], slope=wanted).sum()
+            if wanted:  # the logits are their slope now
+                d_rows[piece] = logits @ table
+                d_table += logits.mT @ rows[piece]
+            del logits  # before the next piece has its own
         if wanted:
             ctx.save_for_backward(d_rows.view(hidden.shape), d_table)
             ctx.dtypes = hidden.dtype, weight.dtype
