@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rebind.nn.layer import require_positive
 from rebind.nn.padding import Packing
-from rebind.ops import short_convolution
+from rebind.ops.convolve import convolved, short_convolution
 
 
 class ShortConvolution(nn.Module):
@@ -36,16 +38,19 @@ class ShortConvolution(nn.Module):
         """The window before the first token [B, size − 1, channels]."""
         return self.weight.new_zeros(batch, self.size - 1, self.channels)
 
-    def forward(self, x: Tensor, window: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens x [B, T, channels] after `window`: what comes out, and the next window."""
+    def forward(
+        self, x: Tensor, window: Tensor, mask: Tensor | None = None, parts: Sequence[int] | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Tokens x [B, T, channels] after `window`: what comes out, in parts of so many channels; the next window."""
+        parts = [self.channels] if parts is None else list(parts)
         if mask is None:
-            return short_convolution(x, self.weight, window), self._after(x, window)
+            return convolved(x, self.weight, window, parts), self._after(x, window)
         packing = Packing.of(mask)  # a neighbour is the next real token, whatever lies between
         packed = packing.close(x)
         seen = torch.cat([window.to(x.dtype), packed], dim=1)
         last = packing.counts[:, None] + torch.arange(self.size - 1, device=x.device)
         after = seen[torch.arange(len(x), device=x.device)[:, None], last]
-        return packing.open(short_convolution(packed, self.weight, window)), after
+        return packing.open(short_convolution(packed, self.weight, window)).split(parts, dim=-1), after
 
     def step(self, x: Tensor, window: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One token x [B, channels]."""

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -135,9 +136,12 @@ class FastWeight(SequenceLayer[FastWeightState]):
         mixed = joined(x, self.q_proj, self.k_proj, self.v_proj)
         gate, made = self._gated(joined(x, *others) if others else None)
         window = None if state is None else state.window
-        if self.conv is not None:
-            mixed, window = self.conv(mixed, self.conv.initial(len(x)) if window is None else window, mask)
-        writes = self._writes(mixed, made, mask)
+        if self.conv is None:
+            parts = mixed.split(self._parts, dim=-1)
+        else:
+            window = self.conv.initial(len(x)) if window is None else window
+            parts, window = self.conv(mixed, window, mask, self._parts)
+        writes = self._writes(parts, made, mask)
         out, memory = scan(
             writes.q,
             writes.k,
@@ -154,11 +158,13 @@ class FastWeight(SequenceLayer[FastWeightState]):
     def step(self, x: Tensor, state: FastWeightState, mask: Tensor | None = None) -> tuple[Tensor, FastWeightState]:
         self._check(x, state, mask, rank=2)
         x, window = as_autocast(cleared(x, mask)), state.window
-        mixed, rest = joined(x, self.q_proj, self.k_proj, self.v_proj, *self._others).tensor_split([self._mixed], -1)
+        mixed, rest = joined(x, self.q_proj, self.k_proj, self.v_proj, *self._others).tensor_split(
+            [sum(self._parts)], -1
+        )
         gate, made = self._gated(rest if rest.shape[-1] else None)
         if self.conv is not None:
             mixed, window = self.conv.step(mixed, cast(Tensor, window), mask)
-        writes = self._writes(mixed, made, mask)
+        writes = self._writes(mixed.split(self._parts, dim=-1), made, mask)
         out = stepped(
             writes.q,
             writes.k,
@@ -171,9 +177,10 @@ class FastWeight(SequenceLayer[FastWeightState]):
         return self._output(out, gate, x.dtype), FastWeightState(state.memory, window)
 
     @property
-    def _mixed(self) -> int:
-        """How wide queries, keys and values are side by side: what the convolution mixes."""
-        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+    def _parts(self) -> list[int]:
+        """How wide queries, keys and values are side by side: what the convolution mixes; pairs are one part."""
+        keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
+        return [2 * keys, values] if self.phi.normalise.paired else [keys, keys, values]
 
     @property
     def _others(self) -> list[nn.Linear]:
@@ -190,13 +197,12 @@ class FastWeight(SequenceLayer[FastWeightState]):
         gate, rest = raw.split([values, raw.shape[-1] - values], dim=-1)
         return gate, self.gates.made(rest)
 
-    def _writes(self, mixed: Tensor, made: Made, mask: Tensor | None) -> _Writes:
-        keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
+    def _writes(self, parts: Sequence[Tensor], made: Made, mask: Tensor | None) -> _Writes:
         if self.phi.normalise.paired:
-            both, v = mixed.split([2 * keys, values], dim=-1)
+            both, v = parts
             q, k = self.phi.pair(both.unflatten(-1, (2, self.key_heads, self.key_dim)))
         else:
-            q, k, v = mixed.split([keys, keys, values], dim=-1)
+            q, k, v = parts
             q = self.phi.query(q.unflatten(-1, (self.key_heads, self.key_dim)))
             k = self.phi.key(k.unflatten(-1, (self.key_heads, self.key_dim)))
         v = self.phi.normalise.value(v.unflatten(-1, (self.heads, self.value_dim)))

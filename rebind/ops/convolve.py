@@ -9,6 +9,7 @@ they are, once forward and once backward. Gradients of gradients are those of th
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,24 +40,36 @@ def short_convolution(x: Tensor, weight: Tensor, window: Tensor, *, backend: str
     Returns:
         The output [B, T, C] in the dtype that x was taken in.
     """
+    (out,) = convolved(x, weight, window, x.shape[2:], backend=backend)
+    return out
+
+
+def convolved(
+    x: Tensor, weight: Tensor, window: Tensor, parts: Sequence[int], *, backend: str = "auto"
+) -> tuple[Tensor, ...]:
+    """`short_convolution` in parts of so many channels; kernels write each by itself, and nothing is copied."""
     _check(x, weight, window)
     if backend not in ("auto", *NAMES):
         raise unknown_name("backend", backend, ("auto", *NAMES))
-    x = as_autocast(x)
+    if sum(parts) != x.shape[2]:
+        raise ShapeError(f"parts are {list(parts)} channels, expected {x.shape[2]} together as x has: correct them")
+    x, parts = as_autocast(x), list(parts)
     if backend == "torch" or (backend == "auto" and not x.is_cuda):
-        return _plain(x, weight, window)
+        return _plain(x, weight, window).split(parts, dim=-1)
     why = _why_not_triton(x, weight, window)
     if why is not None and backend == "triton":
         raise InputError(f"backend 'triton' cannot run this: {why}; use backend='auto' to have one chosen")
     if why is not None:
-        return _plain(x, weight, window)
+        return _plain(x, weight, window).split(parts, dim=-1)
     if torch.compiler.is_compiling():
-        return torch.ops.rebind.short_convolution(x, weight, window)
-    if not _trusted(x, weight):
-        return _plain(x, weight, window)
+        whole: Tensor = torch.ops.rebind.short_convolution(x, weight, window)
+        return whole.split(parts, dim=-1)
+    if not _trusted(x, weight, parts):
+        return _plain(x, weight, window).split(parts, dim=-1)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or window.requires_grad):
-        return _Fused.apply(x, weight, window)  # type: ignore[no-untyped-call]
-    return _kernels().forward(x, weight, window)
+        return tuple(_Fused.apply(x, weight, window, parts))  # type: ignore[no-untyped-call]
+    made: tuple[Tensor, ...] = _kernels().forward(x, weight, window, parts)
+    return made
 
 
 def _check(x: Tensor, weight: Tensor, window: Tensor) -> None:
@@ -137,22 +150,23 @@ class _Fused(torch.autograd.Function):
     """The kernels, eagerly."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, window: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight, window)
-        return _kernels().forward(x, weight, window)
+        made: tuple[Tensor, ...] = _kernels().forward(x, weight, window, parts)
+        return made
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # the caller asked for a graph: gradients of these gradients
-            return _plain_gradients(d_out, *ctx.saved_tensors)
-        return _kernels().backward(d_out, *ctx.saved_tensors)
+            return *_plain_gradients(torch.cat(d_outs, dim=-1), *ctx.saved_tensors), None
+        return *_kernels().backward(d_outs, *ctx.saved_tensors), None
 
 
 # The registered operators, for torch.compile
 
 
 def _runs(x: Tensor, weight: Tensor, window: Tensor) -> bool:
-    return _why_not_triton(x, weight, window) is None and _trusted(x, weight)
+    return _why_not_triton(x, weight, window) is None and _trusted(x, weight, x.shape[2:])
 
 
 @torch.library.custom_op(
@@ -160,7 +174,8 @@ def _runs(x: Tensor, weight: Tensor, window: Tensor) -> bool:
 )
 def _convolve(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
     if _runs(x, weight, window):
-        return _kernels().forward(x, weight, window)
+        (out,) = _kernels().forward(x, weight, window)
+        return out
     return _plain(x, weight, window).contiguous()
 
 
@@ -176,7 +191,7 @@ def _(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
 )
 def _convolve_backward(d_out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if _runs(x, weight, window):
-        return _kernels().backward(d_out, x, weight, window)
+        return _kernels().backward([d_out], x, weight, window)
     dx, d_weight, d_window = (grad.contiguous() for grad in _plain_gradients(d_out, x, weight, window))
     return dx, d_weight, d_window
 
@@ -200,14 +215,14 @@ _convolve.register_autograd(_differentiate, setup_context=_set_up)
 # The self-check
 
 
-def _trusted(x: Tensor, weight: Tensor) -> bool:
+def _trusted(x: Tensor, weight: Tensor, parts: Sequence[int]) -> bool:
     """Whether the kernels are right about a tiny problem of this kind."""
-    kind = ("convolution", x.device, x.dtype, weight.dtype, *weight.shape)
-    return not x.is_cuda or distrusted(kind, lambda: _compare(x, weight), "plain torch") is None
+    kind = ("convolution", x.device, x.dtype, weight.dtype, *weight.shape, tuple(parts))
+    return not x.is_cuda or distrusted(kind, lambda: _compare(x, weight, parts), "plain torch") is None
 
 
 @torch.no_grad()
-def _compare(x: Tensor, weight: Tensor) -> str | None:
+def _compare(x: Tensor, weight: Tensor, parts: Sequence[int]) -> str | None:
     """Why kernels for such tensors are not to be trusted, or None."""
     channels, size = weight.shape
     shapes = ((2, 21, channels), (2, 21, channels), (channels, size), (2, size - 1, channels))
@@ -215,10 +230,10 @@ def _compare(x: Tensor, weight: Tensor) -> str | None:
     d_out, *tiny = (
         noise(shape, x, seed).to(dtype) for seed, (shape, dtype) in enumerate(zip(shapes, kinds, strict=True))
     )
-    wide = [tensor.double() for tensor in tiny]
+    wide, slopes = [tensor.double() for tensor in tiny], d_out.split(list(parts), dim=-1)
     return difference(
         f"the kernels of the short convolution over {size} tokens of {channels} channels in {x.dtype}",
-        lambda: [_kernels().forward(*tiny), *_kernels().backward(d_out, *tiny)],
+        lambda: [torch.cat(_kernels().forward(*tiny, parts), -1), *_kernels().backward(slopes, *tiny)],
         lambda: [_plain(*wide), *_plain_gradients(d_out.double(), *wide)],
         x,
         "plain torch",

@@ -103,7 +103,7 @@ def test_the_convolution_written_out():
     x = Draw(4).normal(1, 6, 3)
     padded = torch.cat([torch.zeros(1, 3, 3, dtype=torch.float64), x], dim=1)
     expected = torch.stack([(padded[0, t : t + 4] * conv.weight.T).sum(0) for t in range(6)])
-    out, window = conv(x, conv.initial(1))
+    (out,), window = conv(x, conv.initial(1))
     assert_close(out[0], functional.silu(expected))
     assert_close(window, x[:, -3:])
 
@@ -162,7 +162,7 @@ def test_a_rule_with_a_formula_for_its_decay():
 def test_erasing_and_writing_share_a_tensor(rule):
     """ε = η: one number a head is computed, passed twice."""
     layer = FastWeight(6, 2, rule=rule)
-    writes = layer._writes(torch.zeros(1, 4, 18), layer.gates(torch.zeros(1, 4, 6)), None)
+    writes = layer._writes(torch.zeros(1, 4, 18).split([12, 6], dim=-1), layer.gates(torch.zeros(1, 4, 6)), None)
     assert writes.erase is writes.write
 
 

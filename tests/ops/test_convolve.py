@@ -11,6 +11,7 @@ from torch.nn import functional
 from rebind.errors import InputError, NumericalWarning, ShapeError, UnknownNameError
 from rebind.nn.convolution import ShortConvolution
 from rebind.ops import convolve, short_convolution, trust
+from rebind.ops.convolve import convolved
 from tests.ops.problems import home, tolerance_of
 from tests.support import Draw, assert_close
 
@@ -109,6 +110,28 @@ class TestKernels:
     def test_half_precision(self, dtype):
         agree("triton", problem(20, 5, 4), dtype)
 
+    @pytest.mark.parametrize("parts", [(3, 2), (1, 1, 3), (200, 150), (128, 64)], ids=str)
+    def test_parts(self, parts):
+        """Each is a tensor of its own, and the gradients are those of the whole."""
+        tensors = [tensor.to(home("triton"), torch.float32) for tensor in problem(17, sum(parts), 4)]
+
+        def whole(*given):
+            made = convolved(*given, parts, backend="triton")
+            assert all(part.is_contiguous() and part.shape[2] == width for part, width in zip(made, parts, strict=True))
+            return torch.cat(made, dim=-1)
+
+        got, expected = outcome(whole, tensors), outcome(direct, [tensor.double() for tensor in tensors])
+        for name in NAMES:
+            assert_close(got[name], expected[name].cpu(), tolerance_of(torch.float32))
+
+    def test_a_part_that_nobody_uses(self):
+        leaves = [tensor.to(home("triton"), torch.float32).requires_grad_() for tensor in problem(9, 5, 3)]
+        first, _ = convolved(*leaves, [3, 2], backend="triton")
+        got = torch.autograd.grad(first.square().sum(), leaves)
+        true = torch.autograd.grad(direct(*leaves)[..., :3].square().sum(), leaves)
+        for one, expected in zip(got, true, strict=True):
+            assert_close(one, expected, 1e-5)
+
     def test_the_largest_size(self):
         agree("triton", problem(19, 3, convolve.LARGEST), torch.float32)
 
@@ -134,8 +157,8 @@ class TestKernels:
         leaves = [tensor.to(home("triton"), torch.float32).requires_grad_() for tensor in problem(6, 3, 3)]
 
         def second(backend):
-            out = short_convolution(*leaves, backend=backend)
-            first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+            some, others = convolved(*leaves, [1, 2], backend=backend)
+            first = torch.autograd.grad(some.square().sum() + others.square().sum(), leaves, create_graph=True)
             again = torch.autograd.grad(sum(grad.square().sum() for grad in first), leaves)
             return [*first, *again]
 
@@ -215,7 +238,7 @@ class TestAutocast:
         """One token at a time is the sequence, in the dtype of what went in."""
         layer, x = ShortConvolution(5, 4), Draw(3).normal(2, 6, 5).bfloat16()
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-            out, after = layer(x, layer.initial(2))
+            (out,), after = layer(x, layer.initial(2))
             window, steps = layer.initial(2), []
             for t in range(6):
                 one, window = layer.step(x[:, t], window)
@@ -230,10 +253,11 @@ class TestAutocast:
 def test_the_next_window_is_the_last_tokens(length, size):
     layer = ShortConvolution(3, size).double()
     x, _, window = problem(length, 3, size)
-    out, after = layer(x, window)
+    parts, after = layer(x, window, parts=[1, 2])
     assert torch.equal(after, torch.cat([window, x], dim=1)[:, length:])
-    masked, same = layer(x, window, torch.ones(2, length, dtype=torch.bool)) if length else (out, after)
-    assert_close(masked, out)
+    masked, same = layer(x, window, torch.ones(2, length, dtype=torch.bool), [1, 2]) if length else (parts, after)
+    for one, true in zip(masked, parts, strict=True):
+        assert_close(one, true)
     assert torch.equal(same, after)
 
 
@@ -250,7 +274,8 @@ class TestSelfCheck:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     def test_kernels_that_are_right_are_trusted(self, dtype, size):
         x, weight = self.tensors(size)
-        assert convolve._compare(x.to(dtype), weight) is None
+        assert convolve._compare(x.to(dtype), weight, [4]) is None
+        assert convolve._compare(x.to(dtype), weight, [3, 1]) is None
 
     @pytest.mark.parametrize("wrong", ["forward", "backward"])
     def test_kernels_that_are_wrong_are_not(self, monkeypatch, wrong):
@@ -259,17 +284,17 @@ class TestSelfCheck:
 
         def broken(*tensors):
             found = right(*tensors)
-            return -found if wrong == "forward" else (*found[:2], -found[2])
+            return (-found[0],) if wrong == "forward" else (*found[:2], -found[2])
 
         monkeypatch.setattr(kernels, wrong, broken)
-        assert "differ from plain torch by" in convolve._compare(*self.tensors())
+        assert "differ from plain torch by" in convolve._compare(*self.tensors(), [4])
 
     def test_kernels_that_do_not_compile_are_not(self, monkeypatch):
         def fail(*tensors):
             raise RuntimeError("ptxas died")
 
         monkeypatch.setattr(convolve._kernels(), "forward", fail)
-        assert "do not compile (ptxas died)" in convolve._compare(*self.tensors())
+        assert "do not compile (ptxas died)" in convolve._compare(*self.tensors(), [4])
 
 
 def test_what_is_refused():
@@ -286,6 +311,8 @@ def test_what_is_refused():
         short_convolution(x, weight, None)
     with pytest.raises(UnknownNameError, match="unknown backend 'cuda'"):
         short_convolution(x, weight, window, backend="cuda")
+    with pytest.raises(ShapeError, match="together"):
+        convolved(x, weight, window, [x.shape[2], 1])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -10,6 +10,9 @@ backward walk goes the same way, S − 1 tokens past its run: d_x_t is whole whe
 pre again rather than read it, and leaves a sum for the weights with every run, which are then added up in order: the
 same numbers every time.
 
+What comes out may be in parts, each a tensor of its own: q and k here, v there, and no copies afterwards. A kernel then
+runs once for every part, on WIDTH channels from FIRST on.
+
 Tuples grow while loops over constants are unrolled; the compiler knows `+` for that, and no unpacking.
 """
 
@@ -18,6 +21,8 @@ Tuples grow while loops over constants are unrolled; the compiler knows `+` for 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -46,9 +51,9 @@ def _before(x, window, row, first, T, channel, inside, C: tl.constexpr, S: tl.co
 
 
 @triton.jit
-def _place(T, run, C: tl.constexpr, BC: tl.constexpr):
-    """Which row of the batch, run of its tokens and channels are this program's."""
-    BLOCKS: tl.constexpr = (C + BC - 1) // BC
+def _place(T, run, WIDTH: tl.constexpr, BC: tl.constexpr):
+    """Which row of the batch, run of its tokens and channels of the part are this program's."""
+    BLOCKS: tl.constexpr = (WIDTH + BC - 1) // BC
     program = tl.program_id(0)
     place = program // BLOCKS
     parts = tl.cdiv(T, run)
@@ -57,9 +62,22 @@ def _place(T, run, C: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "run"])
-def _forward(x, weight, window, out, T, run, C: tl.constexpr, S: tl.constexpr, BC: tl.constexpr, AHEAD: tl.constexpr):
-    row, start, _, channel = _place(T, run, C, BC)
-    inside = channel < C
+def _forward(
+    x,
+    weight,
+    window,
+    out,
+    T,
+    run,
+    C: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    S: tl.constexpr,
+    BC: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    row, start, _, column = _place(T, run, WIDTH, BC)
+    channel, inside = FIRST + column, column < WIDTH
     stop = tl.minimum(start + run, T)
     weights = ()
     for s in tl.static_range(S):
@@ -75,7 +93,7 @@ def _forward(x, weight, window, out, T, run, C: tl.constexpr, S: tl.constexpr, B
             pre = weights[0] * seen[0]
             for s in tl.static_range(1, S):
                 pre += weights[s] * seen[s]
-            at = (row * T + first + j) * C + channel
+            at = (row * T + first + j) * WIDTH + column
             result = (pre * tl.sigmoid(pre)).to(out.dtype.element_ty)
             tl.store(out + at, result, mask=inside & (first + j < stop))
             held = seen[1:]
@@ -93,13 +111,15 @@ def _backward(
     T,
     run,
     C: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
     S: tl.constexpr,
     BC: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """`d_weights` is [runs, S, C], `d_window` [B, S − 1, C]."""
-    row, start, place, channel = _place(T, run, C, BC)
-    inside = channel < C
+    row, start, place, column = _place(T, run, WIDTH, BC)
+    channel, inside = FIRST + column, column < WIDTH
     stop = tl.minimum(start + run, T)
     last = tl.minimum(stop + S - 1, T)  # tokens past the run, whose gradients reach back into it
     weights, sums, slopes = (), (), ()
@@ -112,10 +132,10 @@ def _backward(
     for first in range(start, stop + S - 1, AHEAD):
         rows, given = (), ()
         for j in tl.static_range(AHEAD):  # all loads before the first store
-            at = (row * T + first + j) * C + channel
+            token = row * T + first + j
             there = inside & (first + j < last)
-            rows = rows + (tl.load(x + at, mask=there, other=0.0),)
-            given = given + (tl.load(d_out + at, mask=there, other=0.0),)
+            rows = rows + (tl.load(x + token * C + channel, mask=there, other=0.0),)
+            given = given + (tl.load(d_out + token * WIDTH + column, mask=there, other=0.0),)
         for j in tl.static_range(AHEAD):
             seen = held + (rows[j].to(tl.float32),)
             pre = weights[0] * seen[0]
@@ -145,23 +165,32 @@ def _backward(
         tl.store(d_weights + (place * S + s) * C + channel, sums[s], mask=inside)
 
 
-def forward(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
-    """The output [B, T, C] in x's dtype."""
-    tensors = [tensor.contiguous() for tensor in (x, weight, window)]
-    out = torch.empty_like(tensors[0])
-    _launch(_forward, _run(x), x, weight, (*tensors, out))
-    return out
+def forward(x: Tensor, weight: Tensor, window: Tensor, parts: Sequence[int] = ()) -> tuple[Tensor, ...]:
+    """The output [B, T, C] in x's dtype, as one tensor or in parts of so many channels."""
+    given = [tensor.contiguous() for tensor in (x, weight, window)]
+    made = [x.new_empty(*x.shape[:2], width) for width in parts or x.shape[2:]]
+    for first, out in _placed(made):
+        _launch(_forward, _run(x), x, weight, first, out.shape[2], (*given, out))
+    return tuple(made)
 
 
-def backward(d_out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and window, each in its own dtype."""
-    d_out, x, weight, window = (tensor.contiguous() for tensor in (d_out, x, weight, window))
+def backward(d_outs: Sequence[Tensor], x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and window, each in its own dtype, of those of the parts."""
+    x, weight, window = (tensor.contiguous() for tensor in (x, weight, window))
     run = _run(x)
     dx, d_window = torch.empty_like(x), torch.empty_like(window)
     runs = x.shape[0] * -(-x.shape[1] // run)
     d_weights = x.new_empty(runs, *reversed(weight.shape), dtype=torch.float32)
-    _launch(_backward, run, x, weight, (d_out, x, weight, window, dx, d_weights, d_window))
+    for first, d_out in _placed([d_out.contiguous() for d_out in d_outs]):
+        tensors = d_out, x, weight, window, dx, d_weights, d_window
+        _launch(_backward, run, x, weight, first, d_out.shape[2], tensors)
     return dx, torch.empty_like(weight).copy_(d_weights.sum(0).mT), d_window
+
+
+def _placed(parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Each part with its first channel."""
+    firsts = accumulate((part.shape[2] for part in parts), initial=0)
+    return zip(firsts, parts, strict=False)
 
 
 def _run(x: Tensor) -> int:
@@ -171,17 +200,22 @@ def _run(x: Tensor) -> int:
     return min(max(triton.next_power_of_2(share + 1) // 2, SHORTEST), LONGEST)
 
 
-def _launch(kernel: Any, run: int, x: Tensor, weight: Tensor, tensors: tuple[Tensor, ...]) -> None:
+def _launch(
+    kernel: Any, run: int, x: Tensor, weight: Tensor, first: int, width: int, tensors: tuple[Tensor, ...]
+) -> None:
+    """On so many channels from the first on."""
     rows, length, channels = x.shape
-    wide = min(CHANNELS, triton.next_power_of_2(channels))
+    wide = min(CHANNELS, triton.next_power_of_2(width))
     with torch.cuda.device_of(x):
         call(
             kernel,
-            (rows * -(-length // run) * -(-channels // wide),),
+            (rows * -(-length // run) * -(-width // wide),),
             (x.device, *((tensor.dtype, aligned(tensor)) for tensor in tensors)),
             (*tensors, length, run),
             warps=1,
             C=channels,
+            FIRST=first,
+            WIDTH=width,
             S=weight.shape[1],
             BC=wide,
             AHEAD=LARGEST,
