@@ -164,7 +164,6 @@ class Bench:
         finally:
             self.editor.progress = Progress()
             self.editor.use(Ledger.in_memory(self.editor.fingerprint, self.editor.loaded.name))
-            self.memory.folds.forget()
 
     def measured(self, row: Row, records: Sequence[Record], clock: Clock | None = None) -> Row:
         """The row with what the model as it stands says to the records."""

@@ -77,33 +77,43 @@ class Diff:
     both: tuple[Edit, ...]
 
 
-def fold(
-    base: Tensor,
-    site: str,
-    edits: Sequence[Edit],
-    gain: Callable[[Edit, Sequence[Edit]], Tensor] | None = None,
-) -> Tensor:
+Gain = Callable[[Edit, Sequence[Edit]], Tensor]  # an edit's at a site, given the edits before it there
+
+
+def fold(base: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None) -> Tensor:
     """The weights [d_v, d_k] of a site after `edits`, from those of the base model.
 
     The sum is kept in float64 and cast once, at the end: casting after each edit would make the result depend
     on how edits were grouped, and in bf16 small edits would be rounded away one by one. Methods whose gain
     depends on what was written before give it as `gain(edit, earlier edits at this site)`.
     """
-    weights = base.detach().to(solving_dtype(base))
-    earlier: list[Edit] = []
+    return settled(summed(base.detach().to(solving_dtype(base)), site, edits, gain), base.dtype, site, edits)
+
+
+def summed(
+    weights: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None, earlier: Sequence[Edit] = ()
+) -> Tensor:
+    """`weights`, which hold the `earlier` edits, with these too, in their own dtype."""
+    before = [edit for edit in earlier if site in edit.sites]
     for edit in edits:
         if site not in edit.sites:
             continue
         write = edit.write(site)
         if gain is not None:
-            write = replace(write, gain=gain(edit, tuple(earlier)))
+            write = replace(write, gain=gain(edit, tuple(before)))
         keys, values, gains = (tensor.to(weights) for tensor in write.tensors())
         weights = Write(keys, values, gains).apply(weights)
-        earlier.append(edit)
-    folded = weights.to(base.dtype, copy=True)
-    if not torch.isfinite(folded).all():
+        before.append(edit)
+    return weights
+
+
+def settled(weights: Tensor, dtype: torch.dtype, site: str, edits: Sequence[Edit]) -> Tensor:
+    """A sum of edits as a model holds it: a tensor of its own."""
+    cast = weights.to(dtype, copy=True)
+    if not torch.isfinite(cast).all():
+        count = sum(site in edit.sites for edit in edits)
         raise NumericalError(
-            f"{len(earlier)} edits make {site} infinite in {base.dtype}, expected finite weights: undo the last "
+            f"{count} edits make {site} infinite in {dtype}, expected finite weights: undo the last "
             f"of them, or load the model in a wider dtype"
         )
-    return folded
+    return cast

@@ -7,20 +7,23 @@ given up leaves the same bytes as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rebind.edit.drift import growths
-from rebind.edit.edits import Edit, fold
+from rebind.edit.edits import Edit, settled, summed
 from rebind.edit.log import JSON
 from rebind.edit.methods import Old, get_method
 from rebind.edit.sites import memory_of, module_at, write_memory
 from rebind.edit.spread import Place, unchanged
 from rebind.errors import InputError
+from rebind.memory.precision import solving_dtype
 
 Learn = Callable[[Sequence[Place]], Mapping[str, Tensor]]  # E[kkᵀ] of each place, on the model as it stands
+KEPT = 2**30  # bytes of sums that are kept from one fold to the next
 
 
 class Weights:
@@ -34,6 +37,8 @@ class Weights:
         self.model, self._learn, self._origin = model, learn, origin
         self.base: dict[str, Tensor] = {}  # what each touched site's weights were, as [d_v, d_k]
         self.old: dict[str, Old] = {}
+        self._begun: tuple[Edit, ...] = ()  # edits whose sums are kept
+        self._sums: dict[str, Tensor] = {}  # each site's weights after them, not yet rounded
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Write the fold of these edits into the model, or nothing at all."""
@@ -44,7 +49,30 @@ class Weights:
         """The weights of every touched site after these edits; raises what `apply` would, and changes nothing."""
         self.remember([site for edit in edits for site in edit.sites])
         self._learn_for(edits)
-        return {name: fold(base, name, edits, self.gain_at(name)) for name, base in self.base.items()}
+        if edits:
+            self._sum_up(tuple(edits[:-1]))  # the last may still be taken back
+        begun = self._begun if edits else ()
+        return {
+            name: settled(self._summed(name, edits[len(begun) :], begun), base.dtype, name, edits)
+            for name, base in self.base.items()
+        }
+
+    def _sum_up(self, edits: tuple[Edit, ...]) -> None:
+        """Keep the sums after these edits, found from those that are kept, if these begin with the same.
+
+        Edits come one after another, and every time all of them are folded: that would be quadratic in their number.
+        """
+        wide = sum(base.numel() * solving_dtype(base).itemsize for base in self.base.values())
+        if wide > KEPT or any(one is not edit for one, edit in zip_longest(self._begun, edits[: len(self._begun)])):
+            self._begun, self._sums = (), {}
+        if wide <= KEPT and len(edits) > len(self._begun):
+            sums = {name: self._summed(name, edits[len(self._begun) :], self._begun) for name in self.base}
+            self._begun, self._sums = edits, sums
+
+    def _summed(self, name: str, edits: Sequence[Edit], begun: Sequence[Edit]) -> Tensor:
+        base = self.base[name]
+        kept = self._sums.get(name) if begun else None
+        return summed(base.to(solving_dtype(base)) if kept is None else kept, name, edits, self.gain_at(name), begun)
 
     def remember(self, sites: Sequence[str]) -> None:
         """Keep what the sites are now, if they were never touched before."""
