@@ -121,8 +121,7 @@ class TestStack:
         x = one.embed(asked.tokens[0])
         normed = one.norms[0](x)
         projected = torch.cat([part(normed) for part in (mix.q_proj, mix.k_proj, mix.v_proj)], dim=-1)
-        mixed, _ = mix.conv(projected, mix.conv.initial(len(x)))
-        q, k, v = mixed.split(8, dim=-1)
+        (q, k, v), _ = mix.conv(projected, mix.conv.initial(len(x)), parts=[8, 8, 8])
         scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf"))
         x = x + mix.o_proj(mix.norm(scores.softmax(-1) @ v))
         every = one.norm(x) @ one.embed.weight.mT
