@@ -32,7 +32,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -207,7 +207,8 @@ def _measured(contender: Contender, options: argparse.Namespace, empty: Row) -> 
     for _ in range(WARM_UP if cuda else 1):
         step()
     if options.record:
-        recording = RecordedStep(loss_of, list(model.parameters()), math.inf, ids, ids)
+        with _as_launched():
+            recording = RecordedStep(loss_of, list(model.parameters()), math.inf, ids, ids)
 
         def step() -> None:
             recording(ids, ids)
@@ -225,6 +226,11 @@ def _measured(contender: Contender, options: argparse.Namespace, empty: Row) -> 
         milliseconds=ms,
         memory_gib=torch.cuda.max_memory_allocated() / GIB if cuda else None,
     )
+
+
+def _as_launched() -> AbstractContextManager[Any]:
+    """While a graph is captured transformers would give attention a mask, where it says is_causal otherwise."""
+    return mock.patch("transformers.utils.import_utils.is_cuda_stream_capturing", return_value=False)
 
 
 # What is told

@@ -7,7 +7,7 @@ given up leaves the same bytes as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,18 @@ Learn = Callable[[Sequence[Place]], Mapping[str, Tensor]]  # E[kkᵀ] of each pl
 KEPT = 2**30  # bytes of sums that are kept from one fold to the next
 
 
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """Edits that were folded, and each site's weights after them, not yet rounded."""
+
+    edits: tuple[Edit, ...] = ()
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def begins(self, edits: Sequence[Edit]) -> bool:
+        """Whether these edits begin with them: the very same ones, as another ledger may have others of their names."""
+        return len(self.edits) <= len(edits) and all(a is b for a, b in zip(self.edits, edits, strict=False))
+
+
 class Weights:
     """The sites of a model that were touched: what they were, and what edits make of them.
 
@@ -37,8 +49,7 @@ class Weights:
         self.model, self._learn, self._origin = model, learn, origin
         self.base: dict[str, Tensor] = {}  # what each touched site's weights were, as [d_v, d_k]
         self.old: dict[str, Old] = {}
-        self._begun: tuple[Edit, ...] = ()  # edits whose sums are kept
-        self._sums: dict[str, Tensor] = {}  # each site's weights after them, not yet rounded
+        self._begun = Begun()
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Write the fold of these edits into the model, or nothing at all."""
@@ -51,10 +62,9 @@ class Weights:
         self._learn_for(edits)
         if edits:
             self._sum_up(tuple(edits[:-1]))  # the last may still be taken back
-        begun = self._begun if edits else ()
+        begun = self._begun if edits else Begun()
         return {
-            name: settled(self._summed(name, edits[len(begun) :], begun), base.dtype, name, edits)
-            for name, base in self.base.items()
+            name: settled(self._summed(name, edits, begun), base.dtype, name, edits) for name, base in self.base.items()
         }
 
     def _sum_up(self, edits: tuple[Edit, ...]) -> None:
@@ -63,16 +73,15 @@ class Weights:
         Edits come one after another, and every time all of them are folded: that would be quadratic in their number.
         """
         wide = sum(base.numel() * solving_dtype(base).itemsize for base in self.base.values())
-        if wide > KEPT or any(one is not edit for one, edit in zip_longest(self._begun, edits[: len(self._begun)])):
-            self._begun, self._sums = (), {}
-        if wide <= KEPT and len(edits) > len(self._begun):
-            sums = {name: self._summed(name, edits[len(self._begun) :], self._begun) for name in self.base}
-            self._begun, self._sums = edits, sums
+        begun = self._begun if wide <= KEPT and self._begun.begins(edits) else Begun()
+        if wide <= KEPT and len(edits) > len(begun.edits):
+            begun = Begun(edits, {name: self._summed(name, edits, begun) for name in self.base})
+        self._begun = begun
 
-    def _summed(self, name: str, edits: Sequence[Edit], begun: Sequence[Edit]) -> Tensor:
+    def _summed(self, name: str, edits: Sequence[Edit], begun: Begun) -> Tensor:
         base = self.base[name]
-        kept = self._sums.get(name) if begun else None
-        return summed(base.to(solving_dtype(base)) if kept is None else kept, name, edits, self.gain_at(name), begun)
+        so_far = begun.sums[name] if name in begun.sums else base.to(solving_dtype(base))
+        return summed(so_far, name, edits[len(begun.edits) :], self.gain_at(name), begun.edits)
 
     def remember(self, sites: Sequence[str]) -> None:
         """Keep what the sites are now, if they were never touched before."""

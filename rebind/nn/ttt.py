@@ -139,7 +139,7 @@ class TTTLayer(SequenceLayer[TTTState]):
         """
         norm, size = self._norm(), self.mini_batch
         start, now, reads = state.start, state.now, []
-        q, k, v, rate = (_in_batches(tensor, size) for tensor in tokens)
+        q, k, v, rate = (_in_batches(tensor, min(size, tensor.shape[1])) for tensor in tokens)
         with without_autocast(q):
             for index, batch in enumerate(Tokens.of(q, k, v, rate, norm)):
                 read, now = self._run(start, now, batch, norm)

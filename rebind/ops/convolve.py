@@ -19,7 +19,7 @@ from torch.nn import functional
 from rebind.errors import InputError, ShapeError
 from rebind.memory.checks import unknown_name
 from rebind.memory.precision import working_dtype
-from rebind.ops.dispatch import triton_backend
+from rebind.ops.dispatch import many_at_once, triton_backend
 from rebind.ops.trust import difference, distrusted, noise
 from rebind.precision import as_autocast
 
@@ -55,21 +55,25 @@ def convolved(
         raise ShapeError(f"parts are {list(parts)} channels, expected {x.shape[2]} together as x has: correct them")
     x, parts = as_autocast(x), list(parts)
     if backend == "torch" or (backend == "auto" and not x.is_cuda):
-        return _plain(x, weight, window).split(parts, dim=-1)
+        return _parted(_plain(x, weight, window), parts)
     why = _why_not_triton(x, weight, window)
     if why is not None and backend == "triton":
         raise InputError(f"backend 'triton' cannot run this: {why}; use backend='auto' to have one chosen")
     if why is not None:
-        return _plain(x, weight, window).split(parts, dim=-1)
+        return _parted(_plain(x, weight, window), parts)
     if torch.compiler.is_compiling():
-        whole: Tensor = torch.ops.rebind.short_convolution(x, weight, window)
-        return whole.split(parts, dim=-1)
+        return _parted(torch.ops.rebind.short_convolution(x, weight, window), parts)
     if not _trusted(x, weight, parts):
-        return _plain(x, weight, window).split(parts, dim=-1)
+        return _parted(_plain(x, weight, window), parts)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or window.requires_grad):
         return tuple(_Fused.apply(x, weight, window, parts))  # type: ignore[no-untyped-call]
     made: tuple[Tensor, ...] = _kernels().forward(x, weight, window, parts)
     return made
+
+
+def _parted(out: Tensor, parts: list[int]) -> tuple[Tensor, ...]:
+    """Views; a whole stays itself, and may be changed in place."""
+    return out.split(parts, dim=-1) if len(parts) > 1 else (out,)
 
 
 def _check(x: Tensor, weight: Tensor, window: Tensor) -> None:
@@ -157,7 +161,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the caller asked for a graph: gradients of these gradients
+        if torch.is_grad_enabled() or many_at_once(*d_outs):  # a graph is asked for: gradients of these gradients
             return *_plain_gradients(torch.cat(d_outs, dim=-1), *ctx.saved_tensors), None
         return *_kernels().backward(d_outs, *ctx.saved_tensors), None
 

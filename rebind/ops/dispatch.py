@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from rebind.errors import InputError
@@ -80,6 +81,11 @@ def seen_through() -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
+
+
+def many_at_once(*given: Tensor | None) -> bool:
+    """Whether these stand for many tensors each, as with `is_grads_batched`: no kernel can read them."""
+    return any(one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in given)
 
 
 def _import_triton() -> Backend | str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rebind.ops.dispatch import seen_through, triton_backend
+from rebind.ops.dispatch import many_at_once, seen_through, triton_backend
 from rebind.ops.trust import difference, distrusted, noise
 from rebind.precision import without_autocast
 
@@ -54,7 +54,7 @@ class _GatedLinear(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         slope = slope.to(gate.dtype)
         d_product = slope @ weight.to(gate.dtype)
-        if torch.is_grad_enabled() or seen_through():  # gradients of these gradients, or many at once
+        if torch.is_grad_enabled() or seen_through() or many_at_once(slope):  # or gradients of these gradients
             share = gate.sigmoid()
             d_gate = d_product * up * share * (1 + gate * (1 - share))
             d_up, product = d_product * (gate * share), gate * share * up

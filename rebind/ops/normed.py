@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rebind.memory.precision import working_dtype
-from rebind.ops.dispatch import seen_through, triton_backend
+from rebind.ops.dispatch import many_at_once, seen_through, triton_backend
 from rebind.ops.trust import ROUNDING, difference, distrusted, noise
 from rebind.precision import without_autocast
 
@@ -61,7 +61,7 @@ class _AddNorm(torch.autograd.Function):
         total, weight, scale = ctx.saved_tensors
         if d_normed is None:
             d_x, d_weight = d_total, None
-        elif torch.is_grad_enabled() or seen_through():  # gradients of these gradients, or many at once
+        elif torch.is_grad_enabled() or seen_through() or many_at_once(d_total, d_normed):
             d_x, d_weight = _gradients(d_total, d_normed, total, weight, ctx.eps)
         else:
             d_x, d_read, d_weight = _kernels().backward(d_total, d_normed, total, scale, weight, ctx.read)
@@ -80,7 +80,7 @@ def _gradients(
     unit, up = x * scale, slope * weight.to(wide)
     d_x = (up - unit * (up * unit).mean(-1, keepdim=True)) * scale
     d_x = d_x if d_total is None else d_x + d_total
-    return d_x.to(total.dtype), (slope * unit).flatten(0, -2).sum(0).to(weight.dtype)
+    return d_x.to(total.dtype), (slope * unit).reshape(-1, len(weight)).sum(0).to(weight.dtype)
 
 
 def _kernels() -> Any:
@@ -91,21 +91,25 @@ def _kernels() -> Any:
 
 def _has_kernels(x: Tensor, read: Tensor | None, weight: Tensor, dtype: torch.dtype) -> bool:
     kinds = x.dtype, x.dtype if read is None else read.dtype, weight.dtype, dtype
-    fits = read is None or read.shape == x.shape
+    fits = weight.shape == x.shape[-1:] and (read is None or read.shape == x.shape)
     if not (x.is_cuda and x.numel() and fits and x.shape[-1] <= WIDEST and all(kind in ROUNDING for kind in kinds)):
         return False
     if isinstance(triton_backend(), str):
         return False
-    there = "normed", x.device, read is None, *kinds
+    there = "normed", x.device, x.shape[-1], read is None, *kinds
     return distrusted(there, lambda: _compare(x, read, weight, dtype), "plain torch") is None
 
 
 @torch.no_grad()
 def _compare(x: Tensor, read: Tensor | None, weight: Tensor, dtype: torch.dtype) -> str | None:
     """Why kernels for such tensors are not to be trusted, or None."""
-    rows, back = noise((3, 70), x, 0).to(x.dtype), noise((3, 70), x, 1).to(x.dtype)
-    more = None if read is None else noise((3, 70), x, 2).to(read.dtype)
-    slope, scales = noise((3, 70), x, 3).to(dtype), noise((70,), x, 4).to(weight.dtype)
+    width = x.shape[-1]
+
+    def drawn(seed: int, dtype: torch.dtype) -> Tensor:
+        return noise((3, width), x, seed).to(dtype)
+
+    rows, back, more = drawn(0, x.dtype), drawn(1, x.dtype), None if read is None else drawn(2, read.dtype)
+    slope, scales = drawn(3, dtype), noise((width,), x, 4).to(weight.dtype)
     total = rows if more is None else rows + more
 
     def found() -> list[Tensor | None]:
@@ -119,7 +123,7 @@ def _compare(x: Tensor, read: Tensor | None, weight: Tensor, dtype: torch.dtype)
     def truth() -> list[Tensor]:
         wide = total.double()
         d_x, d_weight = _gradients(back.double(), slope.double(), wide, scales.double(), 1e-6)
-        return [wide, functional.rms_norm(wide, (70,), scales.double(), 1e-6), d_x, d_x, d_weight]
+        return [wide, functional.rms_norm(wide, (width,), scales.double(), 1e-6), d_x, d_x, d_weight]
 
     kinds = {x.dtype, weight.dtype, dtype} | ({read.dtype} if read is not None else set())
     roughest = max(kinds, key=lambda kind: ROUNDING[kind])

@@ -55,6 +55,18 @@ def test_it_is_the_reference_with_its_gradients(inner, mini_batch):
         assert_close(gradients[name], parameter.grad, 1e-9)
 
 
+def test_a_mini_batch_longer_than_the_sequence_costs_no_more(monkeypatch):
+    layer, x, sizes = TTTLayer(8, 2, mini_batch=10_000), Draw(2).normal(2, 5, 8).float(), []
+    own = layer._run
+    monkeypatch.setattr(layer, "_run", lambda *given: sizes.append(given[2].scores.shape[-1]) or own(*given))
+    out, state = layer(x)
+    assert sizes == [5]
+    assert state.filled.tolist() == [5, 5]
+    other = TTTLayer(8, 2, mini_batch=5)
+    other.load_state_dict(layer.state_dict())
+    assert_close(out, other(x)[0], 1e-6)
+
+
 @pytest.mark.parametrize("inner", [ttt.Linear(), ttt.Mlp(expand=2)], ids=["linear", "mlp"])
 def test_autocast_does_not_narrow_the_inner_models_products(inner):
     layer, x = TTTLayer(8, 2, inner=inner, mini_batch=4), Draw(1).normal(2, 11, 8).float()

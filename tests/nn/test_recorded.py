@@ -64,7 +64,7 @@ def test_the_loop_makes_the_same_steps(tmp_path, monkeypatch):
     text = corpus(tmp_path)
     plain = train(config(text, steps=8), tmp_path / "plain")
     made = []
-    monkeypatch.setattr(updates, "record", lambda *given: made.append(1) or _Played(*given))
+    monkeypatch.setattr(updates, "record", lambda *given, asked: made.append(1) or _Played(*given))
     monkeypatch.setattr(loop.TrainConfig, "require_recordable", lambda *given: None)
     found = train(config(text, steps=8, record=True), tmp_path / "recorded")
     assert made == [1]
@@ -82,6 +82,22 @@ def test_a_step_that_cannot_be_recorded_is_made_all_the_same(tmp_path, monkeypat
     with pytest.warns(RecordingWarning, match="not permitted"):
         found = train(config(corpus(tmp_path), steps=WARM + 3, record=True), tmp_path / "run")
     assert len(_losses(found)) == WARM + 3
+
+
+@pytest.mark.parametrize("asked", [True, None])
+def test_without_memory_for_a_recording_unasked_steps_are_made(tmp_path, monkeypatch, asked):
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(recorded_module, "RecordedStep", fails)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(loop.TrainConfig, "require_recordable", lambda *given: None)
+    run = config(corpus(tmp_path), steps=WARM + 3, record=asked)
+    if asked:
+        with pytest.raises(torch.OutOfMemoryError):
+            train(run, tmp_path / "run")
+    else:
+        assert len(_losses(train(run, tmp_path / "run"))) == WARM + 3
 
 
 @needs_gpu

@@ -84,6 +84,12 @@ class TestPlain:
         leaves = [tensor.requires_grad_() for tensor in (d_out, *case)]
         torch.autograd.gradcheck(convolve._plain_gradients, leaves)
 
+    def test_a_whole_may_be_changed_in_place(self):
+        x, weight, window = problem(4, 3, 2)
+        out = short_convolution(x.requires_grad_(), weight, window)
+        expected = 2 * out.detach()
+        assert_close(out.mul_(2).detach(), expected)
+
     def test_a_sequence_in_parts(self):
         x, weight, window = problem(11, 3, 4)
         seen = torch.cat([window, x], dim=1)
@@ -123,6 +129,16 @@ class TestKernels:
         got, expected = outcome(whole, tensors), outcome(direct, [tensor.double() for tensor in tensors])
         for name in NAMES:
             assert_close(got[name], expected[name].cpu(), tolerance_of(torch.float32))
+
+    def test_many_gradients_at_once(self):
+        leaves = [tensor.to(home("triton"), torch.float32).requires_grad_() for tensor in problem(4, 3, 2)]
+        slopes = Draw(8).normal(5, *leaves[0].shape).to(leaves[0])
+        got, true = (
+            torch.autograd.grad(function(*leaves), leaves, slopes, is_grads_batched=True)
+            for function in (lambda *given: short_convolution(*given, backend="triton"), direct)
+        )
+        for one, expected in zip(got, true, strict=True):
+            assert_close(one, expected, 1e-5)
 
     def test_a_part_that_nobody_uses(self):
         leaves = [tensor.to(home("triton"), torch.float32).requires_grad_() for tensor in problem(9, 5, 3)]

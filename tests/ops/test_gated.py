@@ -216,6 +216,16 @@ class TestKernels:
         monkeypatch.setattr(kernels, "forward", fail)
         assert "do not compile (no compiler)" in gated._compare(torch.empty(2, 3, device=DEVICE))
 
+    def test_many_gradients_at_once(self):
+        tensors = [tensor.detach().to(DEVICE).requires_grad_() for tensor in drawn((2, 3), 4, 3, torch.float32)]
+        slopes = Draw(4).normal(5, 2, 3, 3).float().to(DEVICE)
+        got, true = (
+            torch.autograd.grad(call(*tensors), tensors, slopes, is_grads_batched=True)
+            for call in (gated_linear, plain)
+        )
+        for one, expected in zip(got, true, strict=True):
+            assert_close(one, expected, 1e-5)
+
     def test_without_gradients(self):
         gate, up, weight = (tensor.detach().to(DEVICE) for tensor in drawn((2, 3), 6, 4, torch.float32))
         with torch.no_grad():

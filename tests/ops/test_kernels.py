@@ -59,6 +59,17 @@ def test_keys_that_enlarge_are_solved_for_in_wider_numbers(length):
     compare(outcome(case, "triton"), outcome(case.double(), "reference"), 2 * tolerance_of(dtype))
 
 
+@pytest.mark.parametrize("erase", [-0.9, -1.9])
+def test_keys_that_are_erased_the_wrong_way_are_too(erase):
+    """I − ε k kᵀ lengthens what it is applied to where ε < 0, by (1 + |ε|)⁶⁴ in a chunk; a decay holds the states."""
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    case = problem(130, 16, 16, coefficients=("log_decay", "erase", "write")).to(dtype)
+    case.tensors["k"][:] = torch.nn.functional.normalize(case.tensors["k"][:, :1].float(), dim=-1).to(dtype)
+    case.tensors["erase"].fill_(erase)
+    case.tensors["log_decay"].fill_(-1.2)
+    compare(outcome(case, "triton"), outcome(case.double(), "reference"), 2 * tolerance_of(dtype))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs bfloat16, which Triton's interpreter does not have")
 def test_a_long_key_that_is_hardly_erased_is_solved_for_in_wider_numbers_too():
     """Its ε‖k‖² is small, and the entry it makes with the key behind it, ε_i k_i·k_j, is beyond float16."""

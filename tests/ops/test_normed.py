@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -64,6 +66,15 @@ def test_the_norm_comes_in_the_dtype_that_is_asked_for():
     assert (total.dtype, found.dtype) == (torch.float32, torch.float32)
 
 
+@pytest.mark.parametrize("width", [3, 12])
+def test_kernels_are_not_for_weights_of_another_width(monkeypatch, width):
+    monkeypatch.setattr(normed, "distrusted", lambda *given: None)
+    monkeypatch.setattr(normed, "triton_backend", lambda: None)
+    x = SimpleNamespace(is_cuda=True, dtype=torch.float32, device="cuda", shape=torch.Size([2, 6]), numel=lambda: 12)
+    assert normed._has_kernels(x, None, torch.ones(6), torch.float32)
+    assert not normed._has_kernels(x, None, torch.ones(width), torch.float32)
+
+
 class TestKernels:
     """On a GPU, or in Triton's interpreter."""
 
@@ -99,6 +110,15 @@ class TestKernels:
         true = torch.autograd.grad(formula(*given)[used].square().sum(), given, allow_unused=True)
         assert [one is None for one in found] == [one is None for one in true]
         assert_all_close(there(*found), there(*true), 1e-5)
+
+    def test_many_gradients_at_once(self):
+        given = moved(drawn((2, 3), 4, torch.float32))
+        slopes = [Draw(seed).normal(5, 2, 3, 4).float().to(DEVICE) for seed in (4, 5)]
+        got, true = (
+            torch.autograd.grad(call(*given), given, slopes, is_grads_batched=True)
+            for call in (lambda *given: add_norm(*given, EPS), formula)
+        )
+        assert_all_close(got, true, 1e-5)
 
     def test_without_gradients(self):
         given = [one.detach().to(DEVICE) for one in drawn((2, 3), 6, torch.float32)]

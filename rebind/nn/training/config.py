@@ -13,7 +13,7 @@ from rebind.nn.config import RebindConfig
 from rebind.nn.presets import preset
 
 PRECISIONS = ("auto", "float32", "bfloat16")
-MAY_CHANGE = {  # between a start and a resumption: numbers are the same, or as near as their rounding
+MAY_CHANGE = {  # between a start and a resumption: numbers are the same but for rounding, and a recording's dropout
     "keep",
     "log_every",
     "device",

@@ -50,9 +50,20 @@ def record(
     clip: float,
     inputs: Tensor,
     targets: Tensor,
+    *,
+    asked: bool,
 ) -> RecordedStep | None:
-    """A recorded step, or None, with a warning, where the model does something that a graph does not hold."""
-    made = or_none(lambda: RecordedStep(loss_of, parameters, clip, inputs, targets), "a training step")
+    """A recorded step, or None, with a warning, where the model does something that a graph does not hold.
+
+    Where nobody `asked` for it, None too where there is no memory for both the step and its recording.
+    """
+    made = None
+    try:
+        made = or_none(lambda: RecordedStep(loss_of, parameters, clip, inputs, targets), "a training step")
+    except torch.OutOfMemoryError:
+        if asked:
+            raise
+        torch.cuda.empty_cache()
     if made is None:
         for parameter in parameters:
             parameter.grad = None

@@ -49,7 +49,8 @@ class Updates:
             group["lr"] = rate
         if self.recorded is None and self.records_in == 0:
             clip = self.config.optimizer.clip
-            self.recorded = record(self._whole_loss, list(self.model.parameters()), clip, *self._moved(batch))
+            parameters, asked = list(self.model.parameters()), self.config.record is True
+            self.recorded = record(self._whole_loss, parameters, clip, *self._moved(batch), asked=asked)
         self.records_in -= 1
         if self.recorded is not None:
             found = self.recorded(*self._moved(batch))

@@ -48,8 +48,11 @@ def _ratios(gi, gj, i, j):
 
 
 @triton.jit
-def _largest(x):
-    return tl.max(tl.abs(x))
+def _at_most_2(eps1, eps2, K11, K22):
+    """Whether no ε is negative, and max ε · max ‖k‖² ≤ 2. The largest product of keys is one of a key with itself."""
+    least = tl.minimum(tl.min(eps1), tl.min(eps2))
+    most = tl.maximum(tl.max(eps1), tl.max(eps2)) * tl.maximum(tl.max(K11), tl.max(K22))
+    return (least >= 0.0) & (most <= 2.0)
 
 
 @triton.jit
@@ -174,9 +177,9 @@ def prepare_solve(
         K22 = tl.dot(k2, tl.trans(k2), input_precision=PRECISION)
         A11, A22 = tl.where(below, eps1[:, None] * K11, 0.0), tl.where(below, eps2[:, None] * K22, 0.0)
         A21 = eps2[:, None] * tl.dot(k2, tl.trans(k1), input_precision=PRECISION)
-        # While ε‖k‖² ≤ 2 no I − ε k kᵀ enlarges anything, and an entry of the inverse, ε_i k_iᵀ (…) k_j, is at most
+        # While 0 ≤ ε‖k‖² ≤ 2 no I − ε k kᵀ enlarges anything, and an entry of the inverse, ε_i k_iᵀ (…) k_j, is at most
         # max ε · max ‖k‖². Up to 2 float16 holds it, with as many digits as TF32.
-        if HALVES and tl.maximum(_largest(eps1), _largest(eps2)) * tl.maximum(_largest(K11), _largest(K22)) <= 2.0:
+        if HALVES and _at_most_2(eps1, eps2, K11, K22):
             D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float16, LEVELS, SOLVE_PRECISION)
         else:
             D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float32, LEVELS, SOLVE_PRECISION)
