@@ -20,7 +20,8 @@ from rebind.files import write_atomically
 if TYPE_CHECKING:
     from rebind.edit.averages import Average
     from rebind.edit.facts import Fact
-    from rebind.edit.tracing import Trace, Tracer, TraceSettings
+    from rebind.edit.traces import Trace, TraceSettings
+    from rebind.edit.tracing import Tracer
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -130,7 +131,7 @@ def _read(
 
 
 def _settings(kind: str, draws: int | None, noise: float | None, window: int | None, seed: int) -> TraceSettings:
-    from rebind.edit.tracing import KINDS, TraceSettings
+    from rebind.edit.traces import KINDS, TraceSettings
 
     if kind != "all" and kind not in KINDS:
         raise InputError(f"kind is {kind!r}, expected {', '.join(KINDS)} or all: choose one of these")
@@ -187,7 +188,7 @@ def _written(made: Trace | Average, window: int, document: dict[str, Any], out: 
 
 
 def _title(made: Trace | Average) -> str:
-    from rebind.edit.tracing import Trace
+    from rebind.edit.traces import Trace
 
     odds = f"{percent(made.clean)}, {percent(made.corrupted)} corrupted"
     if isinstance(made, Trace):

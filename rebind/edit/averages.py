@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rebind.edit.tracing import Trace
+from rebind.edit.traces import Trace
 from rebind.errors import InputError
 
 PLACES = (

@@ -14,7 +14,7 @@ from rebind.files import write_atomically
 if TYPE_CHECKING:
     from rebind.edit.averages import Average
     from rebind.edit.lens import Lens
-    from rebind.edit.tracing import Trace
+    from rebind.edit.traces import Trace
 
 COLOURS = {"hidden": "Purples", "mlp": "Greens", "attention": "Reds"}  # as in ROME's figures
 TITLES = {

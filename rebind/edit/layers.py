@@ -22,7 +22,8 @@ from rebind.edit.held import HELD, Held
 from rebind.edit.ledger import Ledger
 from rebind.edit.sites import module_at
 from rebind.edit.spread import Place
-from rebind.edit.tracing import Tracer, TraceSettings
+from rebind.edit.traces import TraceSettings
+from rebind.edit.tracing import Tracer
 from rebind.errors import InputError
 from rebind.files import write_atomically
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rebind.edit.facts import Fact
-from rebind.edit.tracing import Question, ask
+from rebind.edit.traces import Question, ask
 from rebind.edit.trunk import Hidden, Tokens, Trunk
 
 LOGITS_AT_ONCE = 1 << 25

@@ -14,7 +14,8 @@ from rebind.edit.averages import PLACES, average, places_of
 from rebind.edit.facts import Fact
 from rebind.edit.mixers import mixer_outputs
 from rebind.edit.sites import find_sites, module_at
-from rebind.edit.tracing import KINDS, Question, Trace, Tracer, TraceSettings, ask
+from rebind.edit.traces import KINDS, Question, Trace, TraceSettings, ask
+from rebind.edit.tracing import Tracer
 from rebind.edit.trunk import Trunk
 from rebind.errors import InputError, NumericalError
 from tests.edit import tiny
