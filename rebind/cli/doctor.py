@@ -126,7 +126,7 @@ def _folder(name: str, path: Path, step: str) -> Finding:
 
 
 def _embedded() -> Iterator[Finding]:
-    from rebind.edit.models import DEFAULT_PACKAGE
+    from rebind.edit.sources import DEFAULT_PACKAGE
 
     found = find_spec(DEFAULT_PACKAGE)
     places = list(found.submodule_search_locations or []) if found else []

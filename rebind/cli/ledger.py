@@ -217,7 +217,7 @@ def verify(
     """Check that nothing in a ledger was altered, damaged or lost."""
     with screen(as_json, quiet, debug) as shown:
         where = find_ledger(model, ledger)
-        from rebind.edit.ledger import verify_folder
+        from rebind.edit.verify import verify_folder
 
         problems = verify_folder(where)
         for problem in problems:

@@ -20,19 +20,22 @@ from transformers import PreTrainedModel
 
 from rebind.edit import export
 from rebind.edit.card import model_card
+from rebind.edit.changes import changes
 from rebind.edit.contexts import sample_contexts
 from rebind.edit.corpus import Corpus, OwnSamples
+from rebind.edit.delta import save_delta
 from rebind.edit.drift import Drift, measure, next_tokens
 from rebind.edit.edits import Edit
 from rebind.edit.encoding import encode_many
 from rebind.edit.facts import Fact, conflicts
+from rebind.edit.fingerprint import fingerprint
 from rebind.edit.guard import Earlier, Failure, Guard, admit, enforce, find_earlier
 from rebind.edit.kept import KeptTargets
 from rebind.edit.layers import chosen_layers
 from rebind.edit.ledger import Ledger
 from rebind.edit.log import JSON
 from rebind.edit.methods import METHODS, Method, Settings, choose_settings, get_method
-from rebind.edit.models import Loaded, fingerprint, load_model
+from rebind.edit.models import Loaded, load_model
 from rebind.edit.moments import Recipe, collect, tokenizer_digest
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.reading import read_facts
@@ -280,7 +283,7 @@ class Editor:
         names = {site for edit in self.ledger.active for site in edit.sites}
         edited = {name: memory_of(module_at(self.model, name)) for name in names}
         base = {name: self.weights.base[name] for name in names}
-        return export.changes(base, self.ledger.active, edited, gain_at=self.weights.gain_at)
+        return changes(base, self.ledger.active, edited, gain_at=self.weights.gain_at)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """The edited model as a checkpoint in its own format, with a model card that lists the edits."""
@@ -289,7 +292,7 @@ class Editor:
     def save_delta(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """The change alone, as safetensors."""
         told = {"fingerprint": self.fingerprint, "model": self.loaded.name}
-        return export.save_delta(self.changes(), path, told, overwrite=overwrite)
+        return save_delta(self.changes(), path, told, overwrite=overwrite)
 
     def export_peft(self, folder: str | Path, *, rank: int | None = None, overwrite: bool = False) -> export.Exported:
         """The change as a PEFT LoRA adapter: lossless, or truncated to a rank with the error stated."""

@@ -21,19 +21,17 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from rebind.edit.edits import Diff, Edit
-from rebind.edit.facts import Fact
 from rebind.edit.lock import Lock
 from rebind.edit.log import (
     FORMAT,
@@ -51,113 +49,12 @@ from rebind.edit.log import (
     storage_error,
     utc_now,
 )
+from rebind.edit.replay import EDITS, State, stored_tensors
+from rebind.edit.verify import verify_folder, wrong_tensors
 from rebind.errors import InputError, LedgerError, LedgerWarning, RebindError, StorageError, UnknownNameError
 from rebind.files import write_atomically
 
-LOCK, EDITS, WORK = "lock", "edits", "work"
-
-
-# An edit's tensors on disk
-
-
-class _Stored(Mapping[str, Tensor]):
-    """The tensors of an edit on disk: read when asked for, after the file's digest was checked once."""
-
-    def __init__(self, path: Path, sha256: str) -> None:
-        self.path, self.sha256 = path, sha256
-        self._names: tuple[str, ...] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._checked():
-            raise KeyError(name)
-        with self._named(), safe_open(str(self.path), framework="pt") as file:
-            return file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checked())
-
-    def __len__(self) -> int:
-        return len(self._checked())
-
-    def _checked(self) -> tuple[str, ...]:
-        if self._names is None:
-            with self._named():
-                with self.path.open("rb") as data:
-                    found = hashlib.file_digest(data, "sha256").hexdigest()
-                if found != self.sha256:
-                    raise LedgerError(
-                        f"{self.path} was altered (sha256 {short(found)}, the log says {short(self.sha256)}): "
-                        f"restore the file from a copy, or undo edit {self.path.stem}"
-                    )
-                with safe_open(str(self.path), framework="pt") as file:
-                    self._names = tuple(file.keys())
-        return self._names
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError) as problem:
-            raise LedgerError(
-                f"{self.path} cannot be read ({problem}): restore the file from a copy, or undo edit {self.path.stem}"
-            ) from None
-
-
-def _stored(folder: Path, event: Mapping[str, Any], id: str) -> _Stored:
-    return _Stored(folder / EDITS / f"{id}.safetensors", str(event.get("sha256")))
-
-
-# What the events amount to
-
-
-@dataclass
-class _State:
-    """What the events so far amount to."""
-
-    digest: str  # of the last line, or of the header
-    offset: int = 0  # where the next line begins
-    lines: int = 0
-    edits: dict[str, Edit] = field(default_factory=dict)  # in order
-    undone: set[str] = field(default_factory=set)
-
-    @property
-    def next_id(self) -> str:
-        return f"e{len(self.edits) + 1:04d}"
-
-    def take(self, event: Mapping[str, Any], tensors: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Let an event happen, or raise ValueError and stay as it was."""
-        kind, name = event.get("event"), event.get("id")
-        if kind == "edit":
-            if name != self.next_id:
-                raise ValueError(f"edit {name!r} where {self.next_id} comes next")
-            self.edits[self.next_id] = _edit(event, tensors(self.next_id))
-        elif kind == "undo" and name in self.edits and name not in self.undone:
-            self.undone.add(name)
-        elif kind == "redo" and name in self.undone:
-            self.undone.remove(name)
-        else:
-            raise ValueError(f"{kind!r} of {name!r}, which cannot follow what came before")
-
-
-def _edit(event: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Edit:
-    try:
-        return Edit(
-            id=event["id"],
-            facts=tuple(Fact.from_json(record) for record in event["facts"]),
-            method=event["method"],
-            settings=event["settings"],
-            sites=tuple(event["sites"]),
-            tensors=tensors,
-            scores=event["scores"],
-            versions=event["versions"],
-            created=event["created"],
-            forced=event["forced"],
-        )
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"an edit without its parts ({problem!r})") from None
-
-
-# The ledger
+LOCK, WORK = "lock", "work"
 
 
 class Ledger:
@@ -169,7 +66,7 @@ class Ledger:
         self.model_name: str = header["model_name"]
         self.created: str = header["created"]
         self.timeout = timeout  # seconds to wait for another writer
-        self._state = _State(header["digest"])
+        self._state = State(header["digest"])
         self._mutex = threading.RLock()
         self._lock = None if path is None else Lock(path / LOCK)
         self._warned = False
@@ -308,7 +205,7 @@ class Ledger:
         """What is wrong with the ledger, read afresh; an empty list when all is well."""
         if self.path is not None:
             return verify_folder(self.path)
-        return [problem for edit in self.edits for problem in _wrong_tensors(edit)]
+        return [problem for edit in self.edits for problem in wrong_tensors(edit)]
 
     @contextlib.contextmanager
     def locked(self, timeout: float | None = None) -> Iterator[None]:
@@ -352,7 +249,7 @@ class Ledger:
             append_lines(self.path / LOG, self._state.offset, b"".join(lines))
         with self._mutex:
             for event, digest, length in parsed:
-                stored = partial(_stored, self.path, event) if self.path else lambda id: tensors or {}
+                stored = partial(stored_tensors, self.path, event) if self.path else lambda id: tensors or {}
                 self._state.take(event, stored)
                 self._advance(digest, length)
 
@@ -396,7 +293,7 @@ class Ledger:
                 event, stated = parse_line(raw)
                 if digest_of(event, state.digest) != stated:
                     raise ValueError("its digest does not fit")
-                state.take(event, partial(_stored, self.path, event))
+                state.take(event, partial(stored_tensors, self.path, event))
             except (ValueError, RebindError) as problem:
                 raise LedgerError(
                     f"line {state.lines + 1} of {log} was altered or damaged ({problem}): {RESTORE}"
@@ -440,47 +337,6 @@ def _create(path: Path, header: dict[str, Any], timeout: float) -> None:
             raise storage_error(path, problem) from problem
         write_atomically(path / LOG, b"")
         write_atomically(path / HEADER, json.dumps(header, indent=1, ensure_ascii=False).encode() + b"\n")
-
-
-def verify_folder(path: str | Path) -> list[str]:
-    """What is wrong with the ledger in a folder, even one too damaged to open."""
-    path = Path(path)
-    try:
-        header = read_header(path)
-        data = (path / LOG).read_bytes()
-    except LedgerError as problem:
-        return [str(problem)]
-    except OSError as problem:
-        return [f"{path / LOG} cannot be read ({problem}): {RESTORE}"]
-    problems: list[str] = []
-    state = _State(header["digest"])
-    lines, torn = split_lines(data)
-    for number, raw in enumerate(lines, start=1):
-        try:
-            event, stated = parse_line(raw)
-            if digest_of(event, state.digest) != stated:
-                problems.append(f"line {number} of {LOG} was altered, or the line before it was")
-            state.digest = stated  # so that one altered line is one problem
-            state.take(event, partial(_stored, path, event))
-        except (ValueError, RebindError) as problem:
-            problems.append(f"line {number} of {LOG} is damaged ({problem})")
-    if torn:
-        problems.append(f"{LOG} ends in an unfinished line of {len(torn)} bytes: the next edit drops it")
-    for edit in state.edits.values():
-        problems += _wrong_tensors(edit)
-    known = {f"{name}.safetensors" for name in state.edits}
-    found = sorted(file.name for file in (path / EDITS).glob("*") if not file.name.startswith("."))
-    problems += [f"{EDITS}/{name} is in no line of {LOG}" for name in found if name not in known]
-    return problems
-
-
-def _wrong_tensors(edit: Edit) -> list[str]:
-    try:
-        for site in edit.sites:
-            edit.write(site)
-    except RebindError as problem:
-        return [f"edit {edit.id}: {problem}"]
-    return []
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

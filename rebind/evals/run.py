@@ -33,10 +33,10 @@ from torch import nn
 
 from rebind.edit.editor import Editor
 from rebind.edit.edits import Edit
+from rebind.edit.fingerprint import fingerprint
 from rebind.edit.ledger import Ledger
 from rebind.edit.lock import Lock
 from rebind.edit.methods import get_method
-from rebind.edit.models import fingerprint
 from rebind.edit.sites import module_at
 from rebind.edit.versions import versions
 from rebind.errors import InputError, RebindError

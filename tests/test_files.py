@@ -1,0 +1,163 @@
+"""Files and folders that are whole or absent, whatever the disk or the user does meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rebind import files
+from rebind.errors import InputError, RebindError, StorageError
+from rebind.files import write_atomically, write_folder_atomically
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fail_with(number):
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_file_is_written_and_replaced(tmp_path):
+    target = tmp_path / "deep" / "er" / "file"
+    for data in (b"first", b"second", b""):
+        write_atomically(target, data)
+        assert target.read_bytes() == data
+    assert names_in(target.parent) == ["file"]
+    (tmp_path / "plain").touch()
+    assert target.stat().st_mode == (tmp_path / "plain").stat().st_mode  # readable as any other file
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    write_atomically(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_fails_leaves_the_old_file(tmp_path, monkeypatch, step, number):
+    target = tmp_path / "file"
+    target.write_bytes(b"old")
+    monkeypatch.setattr(step, fail_with(number))
+    with pytest.raises(StorageError, match=r"cannot write .*file .*free some space") as caught:
+        write_atomically(target, b"new")
+    assert isinstance(caught.value, RebindError)
+    assert isinstance(caught.value, OSError)
+    assert caught.value.errno == number
+    assert os.strerror(number) in str(caught.value)
+    assert target.read_bytes() == b"old"
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_an_interrupt_leaves_the_old_file(tmp_path, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    (tmp_path / "file").write_bytes(b"old")
+    monkeypatch.setattr("os.fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_the_bytes_are_on_disk_before_the_name(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr("os.fsync", lambda handle: (done.append("sync"), fsync(handle))[1])
+    monkeypatch.setattr("pathlib.Path.replace", lambda a, b: (done.append("rename"), replace(a, b))[1])
+    write_atomically(tmp_path / "file", b"new")
+    assert done == ["sync", "rename", "sync"]
+
+
+def test_a_parent_that_is_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot write .*inside"):
+        write_atomically(tmp_path / "file" / "inside", b"x")
+
+
+def put(name, data):
+    return lambda folder: (folder / name).write_bytes(data) and None
+
+
+def test_a_folder_appears_when_it_is_full(tmp_path):
+    target = tmp_path / "deep" / "folder"
+
+    def fill(folder):
+        assert folder.parent == target.parent  # the same file system
+        assert not target.exists()
+        (folder / "sub").mkdir()
+        (folder / "sub" / "a").write_bytes(b"a")
+
+    write_folder_atomically(target, fill)
+    assert (target / "sub" / "a").read_bytes() == b"a"
+    assert names_in(target.parent) == ["folder"]
+
+
+def test_a_folder_that_is_there_is_kept(tmp_path):
+    target = tmp_path / "folder"
+    write_folder_atomically(target, put("a", b"first"))
+    write_folder_atomically(target, lambda folder: pytest.fail("filled again"))
+    assert (target / "a").read_bytes() == b"first"
+
+
+def test_a_folder_that_another_process_finished_first_is_kept(tmp_path):
+    target = tmp_path / "folder"
+
+    def fill(folder):
+        write_folder_atomically(target, put("a", b"theirs"))
+        (folder / "a").write_bytes(b"ours")
+
+    write_folder_atomically(target, fill)
+    assert (target / "a").read_bytes() == b"theirs"
+    assert names_in(tmp_path) == ["folder"]
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("no"), KeyboardInterrupt(), InputError("no"), OSError("a library's")])
+def test_a_fill_that_fails_leaves_nothing(tmp_path, raised):
+    def fill(folder):
+        (folder / "half").write_bytes(b"x")
+        raise raised
+
+    with pytest.raises(type(raised)) as caught:
+        write_folder_atomically(tmp_path / "folder", fill)
+    assert caught.value is raised
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.rename"])
+def test_a_full_disk_leaves_no_folder(tmp_path, monkeypatch, step):
+    monkeypatch.setattr(step, fail_with(errno.ENOSPC))
+    with pytest.raises(StorageError, match="cannot write .*folder .No space left on device") as caught:
+        write_folder_atomically(tmp_path / "folder", put("a", b"x"))
+    assert caught.value.errno == errno.ENOSPC
+    assert names_in(tmp_path) == []
+
+
+def test_a_file_in_a_folder_s_place(tmp_path):
+    (tmp_path / "folder").write_bytes(b"mine")
+    with pytest.raises(StorageError, match="cannot write"):
+        write_folder_atomically(tmp_path / "folder", put("a", b"x"))
+    assert (tmp_path / "folder").read_bytes() == b"mine"
+    assert names_in(tmp_path) == ["folder"]
+
+
+def test_what_a_killed_process_left_is_removed_once_old(tmp_path):
+    old, young, other = (tmp_path / name for name in (".folder.1.tmp", ".folder.2.tmp", ".else.1.tmp"))
+    for left in (old, young, other):
+        left.mkdir()
+        (left / "half").touch()
+    long_ago = time.time() - files.STALE_AFTER - 60
+    for left in (old, other):
+        os.utime(left, (long_ago, long_ago))
+    write_folder_atomically(tmp_path / "folder", put("a", b"x"))
+    assert names_in(tmp_path) == [".else.1.tmp", ".folder.2.tmp", "folder"]
