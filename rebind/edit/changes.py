@@ -7,13 +7,12 @@ each fact. It is returned only where base and change together make the weights t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from rebind.edit.edits import Edit
+from rebind.edit.edits import Edit, Gain, writes
 from rebind.edit.sites import memory_of, module_at
 from rebind.errors import InputError, NumericalError, ShapeError
 from rebind.memory.checks import unknown_name
@@ -21,7 +20,7 @@ from rebind.memory.low_rank import LowRank
 from rebind.memory.precision import solving_dtype
 from rebind.memory.write import Write
 
-GainAt: TypeAlias = Callable[[str], Callable[[Edit, Sequence[Edit]], Tensor]]
+GainAt: TypeAlias = Callable[[str], Gain]
 
 NO_EDITS = "write a fact first, or redo an edit that was undone"
 
@@ -46,7 +45,7 @@ def changes(
             if site not in memories:
                 raise unknown_name(f"site of the {what} weights", site, memories)
         full = base[site].detach().to(solving_dtype(base[site]))
-        composed = _compose(_writes(site, edits, full, gain_at and gain_at(site)))
+        composed = _compose(list(writes(site, edits, full, gain_at and gain_at(site))))
         change = composed.delta(full)
         limit = min(full.shape)
         found[site] = change.truncate(limit) if change.rank > limit else change
@@ -88,23 +87,6 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     norm = float(torch.linalg.vector_norm(expected))
     gap = float(torch.linalg.vector_norm(got - expected))
     return gap / norm if norm else gap
-
-
-def _writes(
-    site: str, edits: Sequence[Edit], like: Tensor, gain: Callable[[Edit, Sequence[Edit]], Tensor] | None
-) -> list[Write]:
-    """The edits' writes at a site, first to last, as `fold` would apply them."""
-    writes, earlier = [], list[Edit]()
-    for edit in edits:
-        if site not in edit.sites:
-            continue
-        write = edit.write(site)
-        if gain is not None:
-            write = replace(write, gain=gain(edit, tuple(earlier)))
-        keys, values, gains = (tensor.to(like) for tensor in write.tensors())
-        writes.append(Write(keys, values, gains))
-        earlier.append(edit)
-    return writes
 
 
 def _compose(writes: list[Write]) -> Write:

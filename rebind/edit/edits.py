@@ -7,7 +7,7 @@ an edit is folding again without it, so the result equals, bit for bit, that of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -94,6 +94,15 @@ def summed(
     weights: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None, earlier: Sequence[Edit] = ()
 ) -> Tensor:
     """`weights`, which hold the `earlier` edits, with these too, in their own dtype."""
+    for write in writes(site, edits, weights, gain, earlier):
+        weights = write.apply(weights)
+    return weights
+
+
+def writes(
+    site: str, edits: Sequence[Edit], like: Tensor, gain: Gain | None = None, earlier: Sequence[Edit] = ()
+) -> Iterator[Write]:
+    """The edits' writes at a site after the `earlier` edits, first to last, in the dtype and where `like` is."""
     before = [edit for edit in earlier if site in edit.sites]
     for edit in edits:
         if site not in edit.sites:
@@ -101,10 +110,9 @@ def summed(
         write = edit.write(site)
         if gain is not None:
             write = replace(write, gain=gain(edit, tuple(before)))
-        keys, values, gains = (tensor.to(weights) for tensor in write.tensors())
-        weights = Write(keys, values, gains).apply(weights)
+        keys, values, gains = (tensor.to(like) for tensor in write.tensors())
+        yield Write(keys, values, gains)
         before.append(edit)
-    return weights
 
 
 def settled(weights: Tensor, dtype: torch.dtype, site: str, edits: Sequence[Edit]) -> Tensor:

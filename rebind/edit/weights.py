@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rebind.edit.drift import growths
-from rebind.edit.edits import Edit, settled, summed
+from rebind.edit.edits import Edit, Gain, settled, summed
 from rebind.edit.log import JSON
 from rebind.edit.methods import Old, get_method
 from rebind.edit.sites import memory_of, module_at, write_memory
@@ -101,7 +101,7 @@ class Weights:
         for place in missing:
             self.old[place.name] = Old(moments[place.name].to(memory_of(place.module).device))
 
-    def gain_at(self, site: str) -> Callable[[Edit, Sequence[Edit]], Tensor]:
+    def gain_at(self, site: str) -> Gain:
         """An edit's gain at a site: as stored, or found again where it depends on the edits before it."""
 
         def gain(edit: Edit, earlier: Sequence[Edit]) -> Tensor:

@@ -51,6 +51,15 @@ def _before(x, window, row, first, T, channel, inside, C: tl.constexpr, S: tl.co
 
 
 @triton.jit
+def _taps(weight, channel, inside, S: tl.constexpr):
+    """The weights of the S tokens, the oldest's first, as a tuple of [channels] in float32."""
+    taps = ()
+    for s in tl.static_range(S):
+        taps = taps + (tl.load(weight + channel * S + s, mask=inside, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
 def _place(T, run, WIDTH: tl.constexpr, BC: tl.constexpr):
     """Which row of the batch, run of its tokens and channels of the part are this program's."""
     BLOCKS: tl.constexpr = (WIDTH + BC - 1) // BC
@@ -79,9 +88,7 @@ def _forward(
     row, start, _, column = _place(T, run, WIDTH, BC)
     channel, inside = FIRST + column, column < WIDTH
     stop = tl.minimum(start + run, T)
-    weights = ()
-    for s in tl.static_range(S):
-        weights = weights + (tl.load(weight + channel * S + s, mask=inside, other=0.0).to(tl.float32),)
+    weights = _taps(weight, channel, inside, S)
     held = _before(x, window, row, start, T, channel, inside, C, S)
     for first in range(start, stop, AHEAD):
         rows = ()
@@ -122,9 +129,8 @@ def _backward(
     channel, inside = FIRST + column, column < WIDTH
     stop = tl.minimum(start + run, T)
     last = tl.minimum(stop + S - 1, T)  # tokens past the run, whose gradients reach back into it
-    weights, sums, slopes = (), (), ()
-    for s in tl.static_range(S):
-        weights = weights + (tl.load(weight + channel * S + s, mask=inside, other=0.0).to(tl.float32),)
+    weights, sums, slopes = _taps(weight, channel, inside, S), (), ()
+    for _ in tl.static_range(S):
         sums = sums + (tl.zeros([BC], tl.float32),)
     for _ in tl.static_range(S - 1):
         slopes = slopes + (tl.zeros([BC], tl.float32),)
