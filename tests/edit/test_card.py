@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rebind.edit.card import LISTED, model_card
 from rebind.edit.facts import Fact
-from tests.edit.edited import Case, make_edit
-
-
-@pytest.fixture
-def llama():
-    return Case("llama")
+from tests.edit.edited import make_edit
 
 
 def scored(**changes):

@@ -16,11 +16,6 @@ from tests.edit.families import HIDDEN, INNER
 from tests.support import assert_close
 
 
-@pytest.fixture
-def llama():
-    return Case("llama")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_change_is_what_the_edits_added(kind):
     case = Case(kind)

@@ -12,11 +12,6 @@ from rebind.memory.low_rank import LowRank
 from tests.edit.edited import KINDS, Case, left_in
 
 
-@pytest.fixture
-def llama():
-    return Case("llama")
-
-
 @pytest.mark.parametrize("place", ["delta.safetensors", "folder", "folder/mine.safetensors"])
 def test_a_delta_comes_back_as_it_was(place, llama, tmp_path):
     found = llama.changes

@@ -16,20 +16,9 @@ from rebind.edit.export import Exported, export_peft, save_model
 from rebind.edit.sites import memory_of, module_at
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.memory.low_rank import LowRank
-from tests.edit.edited import KINDS, Case, contents, left_in, word_tokenizer
+from tests.edit.edited import KINDS, Case, contents, left_in
 from tests.edit.families import FAMILIES, HIDDEN, INNER, tokens
 from tests.support import Draw, assert_close
-
-
-@pytest.fixture
-def llama():
-    return Case("llama")
-
-
-@pytest.fixture
-def tokenizer():
-    return word_tokenizer()
-
 
 # An adapter
 

@@ -11,11 +11,6 @@ from rebind.errors import InputError
 from tests.edit.families import FAMILIES, HEADS, HIDDEN
 
 
-@pytest.fixture
-def tiny():
-    return FAMILIES["llama"]()
-
-
 def test_fingerprint_is_the_weights():
     assert fingerprint(FAMILIES["llama"](0)) == fingerprint(FAMILIES["llama"](0))
     others = FAMILIES.keys() - {"gpt-neox-sequential"}  # the very weights of gpt-neox

@@ -11,19 +11,9 @@ import pytest
 from rebind.edit import folders
 from rebind.edit.export import export_peft, save_model
 from rebind.errors import InputError, StorageError
-from tests.edit.edited import Case, contents, left_in, word_tokenizer
+from tests.edit.edited import contents, left_in
 
 ALL = "all of it"
-
-
-@pytest.fixture
-def llama():
-    return Case("llama")
-
-
-@pytest.fixture
-def tokenizer():
-    return word_tokenizer()
 
 
 def test_a_folder_with_something_in_it_is_left_alone(llama, tokenizer, tmp_path):

@@ -14,13 +14,8 @@ from rebind.edit.cache import cache_folder
 from rebind.edit.fingerprint import fingerprint
 from rebind.edit.models import load_model
 from rebind.errors import InputError
-from tests.edit.families import FAMILIES, HEADS, HIDDEN, INNER, LAYERS, VOCAB, tokens
+from tests.edit.families import HEADS, HIDDEN, INNER, LAYERS, VOCAB, tokens
 from tests.edit.saved import LETTERS
-
-
-@pytest.fixture
-def tiny():
-    return FAMILIES["llama"]()
 
 
 def write_gguf(path, model, without=None):

@@ -14,19 +14,8 @@ from rebind.edit.fingerprint import fingerprint
 from rebind.edit.models import load_model
 from rebind.edit.sites import find_sites
 from rebind.errors import InputError
-from tests.edit.families import FAMILIES, tokens
-from tests.edit.saved import make_tokenizer, save
-
-
-@pytest.fixture
-def tiny():
-    return FAMILIES["llama"]()
-
-
-@pytest.fixture
-def folder(tiny, tmp_path):
-    return save(tiny, tmp_path / "tiny-llama")
-
+from tests.edit.families import tokens
+from tests.edit.saved import make_tokenizer
 
 # A folder
 

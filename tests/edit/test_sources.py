@@ -12,18 +12,6 @@ from rebind.edit import sources
 from rebind.edit.models import load_model
 from rebind.edit.sites import find_sites
 from rebind.errors import InputError
-from tests.edit.families import FAMILIES
-from tests.edit.saved import save
-
-
-@pytest.fixture
-def tiny():
-    return FAMILIES["llama"]()
-
-
-@pytest.fixture
-def folder(tiny, tmp_path):
-    return save(tiny, tmp_path / "tiny-llama")
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,7 @@ from transformers import PreTrainedTokenizer
 from rebind.edit.models import load_model
 from rebind.edit.tokenizers import start_ids
 from rebind.errors import InputError
-from tests.edit.families import FAMILIES
-from tests.edit.saved import make_tokenizer, save
-
-
-@pytest.fixture
-def tiny():
-    return FAMILIES["llama"]()
-
-
-@pytest.fixture
-def folder(tiny, tmp_path):
-    return save(tiny, tmp_path / "tiny-llama")
+from tests.edit.saved import make_tokenizer
 
 
 def test_a_tokenizer_from_elsewhere(folder, tmp_path):
