@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rebind.memory.precision import working_dtype
-from rebind.ops.entropy import IGNORED, bytes_of_logit, row_losses
+from rebind.ops.entropy import bytes_of_logit, row_losses
 from rebind.precision import as_autocast
-
-__all__ = ["IGNORED", "head_loss"]
 
 ROOM = 2**29  # bytes of a piece's logits, with what their loss needs
 

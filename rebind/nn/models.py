@@ -20,12 +20,13 @@ from rebind.nn.gates import Decay
 from rebind.nn.hopfield import HopfieldLayer
 from rebind.nn.kinds import build
 from rebind.nn.layer import SequenceLayer
-from rebind.nn.loss import IGNORED, head_loss
+from rebind.nn.loss import head_loss
 from rebind.nn.mlp import MLPS
 from rebind.nn.norms import RMSNorm, entering
 from rebind.nn.products import is_plain
 from rebind.nn.states import State
 from rebind.nn.ttt import TTTLayer
+from rebind.ops.entropy import IGNORED
 
 
 class RebindBlock(GradientCheckpointingLayer):

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rebind.nn.products import is_untouched
-from rebind.ops.normed import add_norm
-from rebind.precision import as_autocast, autocast_dtype, without_autocast
+from rebind.ops.normed import add_norm, rms_norm
+from rebind.precision import as_autocast, autocast_dtype
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · w over the last dimension, in x's dtype; the mean of squares is taken in float32 or better.
-
-    One kernel on a GPU, which asks for a weight of x's dtype; autocast would convert x to float32 and back around it.
-    """
+    """x / rms(x) · w over the last dimension, in x's dtype; the mean of squares is taken in float32 or better."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -23,11 +19,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        if x.dtype.itemsize > 2:
-            return functional.rms_norm(x, weight.shape, weight, self.eps)
-        with without_autocast(x):
-            return functional.rms_norm(x, weight.shape, weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def entering(norm: nn.Module, x: Tensor, read: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,15 @@ from rebind.precision import without_autocast
 WIDEST = 2**14  # row that the kernels take
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) · weight over the last dimension, in x's dtype: torch's, one kernel on a GPU.
+
+    It asks for a weight of x's dtype, and autocast would convert x to float32 and back around it.
+    """
+    with without_autocast(x):
+        return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
 def add_norm(
     x: Tensor, read: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -41,8 +50,7 @@ def add_norm(
 
 def _plain(x: Tensor, read: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     total = x if read is None else x + read
-    with without_autocast(total):  # it would convert to float32 and back
-        return total, functional.rms_norm(total, weight.shape, weight.to(total.dtype), eps).to(dtype)
+    return total, rms_norm(total, weight, eps).to(dtype)
 
 
 class _AddNorm(torch.autograd.Function):

@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rebind.nn import RebindConfig, RebindForCausalLM, loss
-from rebind.nn.loss import IGNORED, head_loss
+from rebind.nn.loss import head_loss
 from rebind.ops import entropy
-from rebind.ops.entropy import row_losses
+from rebind.ops.entropy import IGNORED, row_losses
 from tests.support import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
