@@ -44,7 +44,8 @@ class _HeadLoss(torch.autograd.Function):
         for first in range(0, len(rows), size):
             piece = slice(first, first + size)
             logits = rows[piece] @ table.mT
-            total += row_losses(logits, asked[piece], slope=wanted).sum()
+            # A new tensor: compiled by torch 2.11, one that grows in place has no gradient
+            total = total + row_losses(logits, asked[piece], slope=wanted).sum()
             if wanted:  # the logits are their slope now
                 d_rows[piece] = logits @ table
                 d_table += logits.mT @ rows[piece]
