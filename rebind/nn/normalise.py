@@ -14,12 +14,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
 from rebind.memory.features import Feature, require_non_negative
 from rebind.memory.precision import working_dtype
+from rebind.ops.normed import rms_norm
 
 NON_NEGATIVE = ("elu+1", "relu", "dpfp", "favor")  # features that a sum can normalise
 
@@ -78,7 +78,6 @@ class L2(Normaliser):
     """φ(k)/‖φ(k)‖ and φ(q)/‖φ(q)‖: a delta write at β = 1 then replaces exactly. What DeltaNets use today."""
 
     name = "l2"
-    paired = True
 
     def key(self, feature: Feature, k: Tensor) -> Tensor:
         return unit(feature(k))
@@ -129,14 +128,13 @@ class Attention(Normaliser):
 
 
 def unit(x: Tensor) -> Tensor:
-    """x / ‖x‖, computed in float32 or better: RMSNorm with the weight 1/√width, one kernel on a GPU.
+    """x / ‖x‖, computed in float32 or better: RMSNorm with the weight 1/√width.
 
     A row of zeros stays zero. So that its gradient stays bounded, so does in part a row with entries below the machine
     epsilon, 1e-7 in float32.
     """
-    width = x.shape[-1]
-    least = torch.finfo(working_dtype(x)).eps
-    return functional.rms_norm(x, (width,), x.new_full((width,), width**-0.5), least**2)
+    least: float = torch.finfo(working_dtype(x)).eps
+    return rms_norm(x, x.shape[-1] ** -0.5, least**2)
 
 
 def share(x: Tensor) -> Tensor:

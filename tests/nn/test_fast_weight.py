@@ -162,7 +162,7 @@ def test_a_rule_with_a_formula_for_its_decay():
 def test_erasing_and_writing_share_a_tensor(rule):
     """ε = η: one number a head is computed, passed twice."""
     layer = FastWeight(6, 2, rule=rule)
-    writes = layer._writes(torch.zeros(1, 4, 18).split([12, 6], dim=-1), layer.gates(torch.zeros(1, 4, 6)), None)
+    writes = layer._writes(torch.zeros(1, 4, 18).split(layer._parts, dim=-1), layer.gates(torch.zeros(1, 4, 6)), None)
     assert writes.erase is writes.write
 
 

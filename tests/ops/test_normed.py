@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rebind.ops import normed
-from rebind.ops.normed import add_norm
+from rebind.ops.normed import add_norm, rms_norm
 from tests.support import Draw, assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,6 +124,32 @@ class TestKernels:
         given = [one.detach().to(DEVICE) for one in drawn((2, 3), 6, torch.float32)]
         assert_all_close(add_norm(*given, EPS), formula(*given), 1e-5)
         assert add_norm(given[0], None, given[2], EPS)[0] is given[0]
+
+    @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (37,)], ids=str)
+    @pytest.mark.parametrize("width", [1, 5, 64, 128])
+    def test_a_weight_that_is_a_number(self, shape, width):
+        (x,) = moved(drawn(shape, width, torch.float32)[:1])
+        true = formula(x, None, 0.3)[1]
+        slope = true.detach().cos()
+        found = rms_norm(x, 0.3, EPS)
+        assert_close(found, true, 1e-6)
+        assert_all_close(torch.autograd.grad(found, x, slope), torch.autograd.grad(true, x, slope), 1e-5)
+
+    @pytest.mark.parametrize("weight", [True, False])
+    @pytest.mark.parametrize("parts", [(8, 8), (24, 40)], ids=str)
+    def test_heads_of_a_part_of_something_wider(self, parts, weight, monkeypatch):
+        """Groups of rows, evenly spaced, are read where they lie."""
+        (mixed,) = moved([Draw(3).normal(2, 5, sum(parts)).float()])
+        factors = moved([Draw(4).normal(8).float()])[0] if weight else 0.7
+        learned = [mixed, factors] if weight else [mixed]
+        heads = mixed.split(parts, -1)[1].unflatten(-1, (-1, 8))
+        true = formula(heads, None, factors)[1]
+        slope = true.detach().cos()
+        expected = torch.autograd.grad(true, learned, slope, retain_graph=True)
+        monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x if x.is_contiguous() else pytest.fail("copied"))
+        found = rms_norm(heads, factors, EPS)
+        assert_close(found, true, 1e-6)
+        assert_all_close(torch.autograd.grad(found, learned, slope), expected, 1e-5)
 
     def test_rows_that_lie_apart(self):
         x, read, weight = (one.detach().to(DEVICE) for one in drawn((4, 3), 8, torch.float32))

@@ -13,9 +13,38 @@ from rebind.ops.triton.calls import aligned, call
 from rebind.ops.triton.tiles import multiprocessors
 
 AT_ONCE = 8  # programs a multiprocessor that go through the rows and add up the weight's gradient
+ELEMENTS = 1024  # of the rows that a program takes at once, where they are narrow
 
 
 @triton.jit
+def _places(
+    block,
+    rows,
+    TOGETHER: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A block's rows [ROWS], where their elements [ROWS, BLOCK] lie, side by side and in x, and which are there."""
+    row = tl.full([], ROWS, tl.int64) * block + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    start = row // TOGETHER * STRIDE + row % TOGETHER * WIDTH
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    return row, row[:, None] * WIDTH + column[None, :], start[:, None] + column[None, :], inside
+
+
+@triton.jit
+def _gain(weight, gain, WEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """What every row is multiplied by [1, BLOCK]: its weight, or one number."""
+    w = tl.full([1, BLOCK], 1.0, tl.float32) * gain
+    if WEIGHT:
+        column = tl.arange(0, BLOCK)
+        w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    return w
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _forward(
     x,
     read,
@@ -23,25 +52,28 @@ def _forward(
     total,
     normed,
     scales,
+    rows,
     eps,
+    gain,
     READ: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """One program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    at = row * WIDTH + column
-    s = tl.load(x + at, mask=inside, other=0.0)
+    """One program a block of rows."""
+    row, at, of_x, inside = _places(tl.program_id(0), rows, TOGETHER, STRIDE, WIDTH, BLOCK, ROWS)
+    s = tl.load(x + of_x, mask=inside, other=0.0)
     if READ:
         s = (s.to(tl.float32) + tl.load(read + at, mask=inside, other=0.0).to(tl.float32)).to(s.dtype)
         tl.store(total + at, s, mask=inside)
     wide = s.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    tl.store(scales + row, scale)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + at, (wide * scale * w).to(normed.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
+    tl.store(scales + row, scale, mask=row < rows)
+    out = wide * scale[:, None] * _gain(weight, gain, WEIGHT, WIDTH, BLOCK)
+    tl.store(normed + at, out.to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -55,46 +87,60 @@ def _backward(
     d_read,
     d_weights,
     rows,
+    gain,
     TOTAL: tl.constexpr,
     READ: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Every program takes each so manieth row, and leaves its part of the weight's gradient."""
+    """Every program takes each so manieth block of rows, and leaves its part of the weight's gradient."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    d_weight = tl.zeros([BLOCK], tl.float32)
-    width = tl.full([], WIDTH, tl.int64)
-    for row in range(program, rows, programs):
-        at = row * width + column
-        scale = tl.load(scales + row)
-        unit = tl.load(total + at, mask=inside, other=0.0).to(tl.float32) * scale
+    w = _gain(weight, gain, WEIGHT, WIDTH, BLOCK)
+    d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    for block in range(program, tl.cdiv(rows, ROWS), programs):
+        row, at, of_x, inside = _places(block, rows, TOGETHER, STRIDE, WIDTH, BLOCK, ROWS)
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
+        unit = tl.load(total + of_x, mask=inside, other=0.0).to(tl.float32) * scale
         slope = tl.load(d_normed + at, mask=inside, other=0.0).to(tl.float32)
-        d_weight += slope * unit
+        if WEIGHT:
+            d_weight += slope * unit
         up = slope * w
-        down = (up - unit * (tl.sum(up * unit, 0) / WIDTH)) * scale
+        down = (up - unit * (tl.sum(up * unit, 1) / WIDTH)[:, None]) * scale
         if TOTAL:
             down += tl.load(d_total + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(d_x + at, down.to(d_x.dtype.element_ty), mask=inside)
         if READ:
             tl.store(d_read + at, down.to(d_read.dtype.element_ty), mask=inside)
-    tl.store(d_weights + program * width + column, d_weight, mask=inside)
+    if WEIGHT:
+        column = tl.arange(0, BLOCK)
+        tl.store(d_weights + program.to(tl.int64) * WIDTH + column, tl.sum(d_weight, 0), mask=column < WIDTH)
 
 
 def forward(
-    x: Tensor, read: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    x: Tensor, read: Tensor | None, weight: Tensor | float, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + read or x, its norm in `dtype`, and what each row was multiplied by."""
-    width = x.shape[-1]
-    x = x.contiguous()
+    x = x.contiguous() if read is not None else _in_groups(x)
     more = x if read is None else read.contiguous()
     total = x if read is None else torch.empty_like(x)
-    normed = torch.empty_like(x, dtype=dtype)
+    normed = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     scales = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    tensors = x, more, weight.contiguous(), total, normed, scales
-    _launch(_forward, x.numel() // width, width, tensors, (eps,), READ=read is not None)
+    learned, gain = _apart(weight, normed)
+    tensors = x, more, learned, total, normed, scales
+    rows, at_once = _rows(x)
+    _launch(
+        _forward,
+        -(-rows // at_once),
+        x,
+        tensors,
+        (rows, eps, gain),
+        READ=read is not None,
+        WEIGHT=isinstance(weight, Tensor),
+    )
     return total, normed, scales
 
 
@@ -103,36 +149,78 @@ def backward(
     d_normed: Tensor,
     total: Tensor,
     scales: Tensor,
-    weight: Tensor,
+    weight: Tensor | float,
     read: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The gradients of x, of what was added to it, of dtype `read`, and of the weight."""
-    width = total.shape[-1]
-    rows = total.numel() // width
-    d_normed = d_normed.contiguous()
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of x, of what was added to it, of dtype `read`, and of a weight that is a tensor."""
+    total, d_normed = _in_groups(total), d_normed.contiguous()
     back = d_normed if d_total is None else d_total.contiguous()
     d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
     apart = read is not None and read != total.dtype
     d_read = torch.empty_like(d_x, dtype=read) if apart else d_x
-    programs = min(rows, AT_ONCE * multiprocessors(total.device))
-    d_weights = total.new_empty(programs, width, dtype=torch.float32)
-    tensors = back, d_normed, total.contiguous(), scales, weight.contiguous(), d_x, d_read, d_weights
-    _launch(_backward, programs, width, tensors, (rows,), TOTAL=d_total is not None, READ=apart)
-    return d_x, None if read is None else d_read, d_weights.sum(0).to(weight.dtype)
+    learned, gain = _apart(weight, d_x)
+    rows, at_once = _rows(total)
+    programs, d_weights = -(-rows // at_once), d_x
+    if isinstance(weight, Tensor):
+        programs = min(programs, AT_ONCE * multiprocessors(total.device))
+        d_weights = total.new_empty(programs, total.shape[-1], dtype=torch.float32)
+    tensors = back, d_normed, total, scales, learned, d_x, d_read, d_weights
+    _launch(
+        _backward,
+        programs,
+        total,
+        tensors,
+        (rows, gain),
+        TOTAL=d_total is not None,
+        READ=apart,
+        WEIGHT=isinstance(weight, Tensor),
+    )
+    d_weight = d_weights.sum(0).to(weight.dtype) if isinstance(weight, Tensor) else None
+    return d_x, None if read is None else d_read, d_weight
 
 
 def _launch(
-    kernel: Any, programs: int, width: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], **constants: bool
+    kernel: Any,
+    programs: int,
+    x: Tensor,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    **constants: int,
 ) -> None:
+    width, (_, at_once) = x.shape[-1], _rows(x)
     block = triton.next_power_of_2(width)
-    with torch.cuda.device_of(tensors[0]):
+    together, stride = (1, width) if x.is_contiguous() else (x.shape[-2], x.stride(-3))
+    with torch.cuda.device_of(x):
         call(
             kernel,
             (programs,),
-            (tensors[0].device, *(tensor.dtype for tensor in tensors), aligned(*tensors)),
+            (x.device, *(tensor.dtype for tensor in tensors), aligned(*tensors)),
             (*tensors, *numbers),
-            warps=min(16, max(1, block // 256)),
+            warps=min(16, max(1, block * at_once // 256)),
             **constants,
+            TOGETHER=together,
+            STRIDE=stride,
             WIDTH=width,
             BLOCK=block,
+            ROWS=at_once,
         )
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """How many there are, and how many a program takes at once."""
+    width = x.shape[-1]
+    return x.numel() // width, max(1, ELEMENTS // triton.next_power_of_2(width))
+
+
+def _in_groups(x: Tensor) -> Tensor:
+    """x with all its rows side by side, or those [..., rows, width] of evenly spaced groups; copied where neither."""
+    if x.is_contiguous() or x.ndim < 3:
+        return x.contiguous()
+    together = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
+    even = all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.ndim - 3))
+    return x if together and even else x.contiguous()
+
+
+def _apart(weight: Tensor | float, unused: Tensor) -> tuple[Tensor, float]:
+    """A weight's tensor and its number, of which a kernel looks at one."""
+    return (weight.contiguous(), 1.0) if isinstance(weight, Tensor) else (unused, weight)
