@@ -145,7 +145,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
         out, memory = scan(
             writes.q,
             writes.k,
-            # Where queries and keys are new tensors, a view would keep the old ones beside it until the gradients come.
+            # Where queries and keys were copied, a view would keep them beside it until the gradients come.
             writes.v.contiguous() if self.phi.normalise.paired else writes.v,
             log_decay=writes.log_decay,
             erase=writes.erase,

@@ -241,9 +241,13 @@ def test_a_state_of_other_widths_is_explained():
         FastWeight(8, 4)(x, state)
 
 
-@pytest.mark.parametrize(("normalise", "apart"), [("l2", True), ("plain", False)])
-def test_values_do_not_keep_queries_and_keys(monkeypatch, normalise, apart):
-    """What waits for the gradients: values of their own where the others are new tensors, else a part of all three."""
+@pytest.mark.parametrize(
+    ("normalise", "feature", "new", "apart"),
+    [("sum", "elu+1", True, True), ("l2", "identity", True, False), ("plain", "identity", False, False)],
+)
+def test_what_waits_for_the_gradients(monkeypatch, normalise, feature, new, apart):
+    """Values have memory of their own where queries and keys were copied. Where a norm keeps what it was given, or
+    nothing is new, all three are there anyway, and values are a part of them."""
     given = {}
 
     def noted(q, k, v, **rest):
@@ -251,7 +255,7 @@ def test_values_do_not_keep_queries_and_keys(monkeypatch, normalise, apart):
         return scan(q, k, v, **rest)
 
     monkeypatch.setattr("rebind.nn.fast_weight.scan", noted)
-    FastWeight(16, 2, rule="delta", normalise=normalise)(torch.randn(1, 8, 16))
+    FastWeight(16, 2, rule="delta", feature=feature, normalise=normalise)(torch.randn(1, 8, 16))
     k, v = (given[name].untyped_storage() for name in "kv")
     assert (v.nbytes() == given["v"].nbytes) == apart
-    assert (k.data_ptr() != v.data_ptr()) == apart
+    assert (k.data_ptr() != v.data_ptr()) == new
