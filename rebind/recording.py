@@ -7,7 +7,8 @@ same tensors every time, and must not look at a value.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -27,9 +28,28 @@ def replay_of(call: Callable[[], object], *, warm: int = 1) -> Callable[[], obje
             call()
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured(graph):
         call()
     return graph.replay
+
+
+@contextmanager
+def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """What is launched here goes into the graph; where that fails, random numbers can still be drawn afterwards.
+
+    Before torch 2.13 the generator of a capture that failed takes it to go on, and refuses to draw: it gets a new state
+    with the numbers that were next.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.get_state()
+    try:
+        with torch.cuda.graph(graph):
+            yield
+    except BaseException:
+        renewed = torch.Generator(generator.device)
+        renewed.set_state(before)
+        generator.graphsafe_set_state(renewed.graphsafe_get_state())
+        raise
 
 
 def or_none(make: Callable[[], Made], what: str) -> Made | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rebind.edit.trunk import Tokens, Trunk, select_cache
-from rebind.recording import or_none
+from rebind.recording import captured, or_none
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Recorded:
         self.objective = objective
         self._delta = torch.zeros_like(objective.asked.hidden[objective.asked.bare, 0], dtype=objective.length.dtype)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with captured(self._graph):
             moved = self._delta.requires_grad_()
             loss = objective._run(moved)
             (self._slope,) = torch.autograd.grad(loss.sum(), moved)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rebind.recording import or_none
+from rebind.recording import captured, or_none
 
 WARM = 3  # steps that run before one is recorded: kernels are compiled and checked, workspaces made
 
@@ -29,7 +29,7 @@ class RecordedStep:
         """`loss_of(inputs, targets)` has run before, and no parameter has a gradient."""
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with captured(self._graph):
             loss = loss_of(self._inputs, self._targets)
             with torch.autograd.set_multithreading_enabled(False):  # another thread would set up cuBLAS here
                 loss.backward()
