@@ -38,7 +38,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path, changes):
 )
 def test_small_models_are_recorded_unasked(tmp_path, monkeypatch, changes, small, records):
     model = RebindForCausalLM(RebindConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
-    monkeypatch.setattr(updates, "SMALL", model.num_parameters() - (not small))
+    monkeypatch.setattr(updates, "LARGEST", model.num_parameters() - (not small))
     alone = Processes(0, 1, torch.device("cpu"))
     made = updates.Updates(config(corpus(tmp_path), **changes), alone, model, torch.optim.SGD(model.parameters()), 1)
     assert made.records == records

@@ -17,7 +17,7 @@ from rebind.nn.training.data import Batch
 from rebind.nn.training.processes import Processes
 from rebind.nn.training.recorded import WARM, RecordedStep, record
 
-SMALL = 100_000_000  # parameters up to which steps are recorded unasked: memory is not what such a model is short of
+LARGEST = 1_000_000_000  # parameters up to which steps are recorded unasked: a host has trouble to keep up
 
 
 class Updates:
@@ -90,7 +90,7 @@ class Updates:
         """As the config says; if it does not, where a host would be longer about a step than its GPU."""
         if self.config.record is not None:
             return self.config.record
-        return self.config.recordable(self.group.count) and self.model.num_parameters() <= SMALL
+        return self.config.recordable(self.group.count) and self.model.num_parameters() <= LARGEST
 
     def _wrapped(self) -> Any:
         ran: Any = self.model
