@@ -20,8 +20,8 @@ Ours are the presets with layers of each of --kinds, asked for their loss withou
 - `transformers`: our gated-delta model in which transformers' torch code takes the place of our scan: what there was
   on a CPU.
 
-Parameters differ where the architectures do, and are given. A peer that fails is a row that says why; one that fails
-while it is recorded spoils whatever the process records after it, so ours come first.
+Parameters differ where the architectures do, and are given. A peer that fails is a row that says why; ours
+come first, so that none is measured after a peer's recording that failed.
 """
 
 from __future__ import annotations
