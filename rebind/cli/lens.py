@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,7 @@ from rebind.cli import options
 from rebind.cli.bars import Bars
 from rebind.cli.heat import heatmap
 from rebind.cli.opening import Wanted, open_editor
-from rebind.cli.screen import Screen, screen
+from rebind.cli.screen import Screen, screen, strict_json
 from rebind.cli.tables import percent, table
 from rebind.files import write_atomically
 
@@ -89,7 +88,7 @@ def _written(base: Lens, edited: Lens, document: dict[str, Any], out: Path | Non
     files = [draw_lens(edited, out / "lens.png", title=f"{title} (edited)" if edited is not base else title)]
     if edited is not base:
         files.append(draw_lens(base, out / "lens-base.png", title=f"{title} (base)"))
-    write_atomically(out / "lens.json", json.dumps(document, indent=1).encode() + b"\n")
+    write_atomically(out / "lens.json", strict_json(document).encode())
     return [*files, out / "lens.json"]
 
 

@@ -50,7 +50,7 @@ class Screen:
     def result(self, document: dict[str, Any], brief: str = "") -> None:
         """The document with --json; with --quiet the one thing a script would want of it."""
         if self.json:
-            self.out.file.write(json.dumps(_finite(document), indent=1, default=str, allow_nan=False) + "\n")
+            self.out.file.write(strict_json(document))
         elif self.quiet and brief:
             self.out.file.write(brief + "\n")
         self.out.file.flush()  # what cannot be written is told here, not by the interpreter's end
@@ -122,6 +122,11 @@ def _end(shown: Screen, text: str, code: int) -> None:
 def _tell_kept(shown: Screen) -> None:
     for text in shown.kept.values():
         shown.complain("warning", text)
+
+
+def strict_json(document: dict[str, Any]) -> str:
+    """The document as every JSON parser reads it."""
+    return json.dumps(_finite(document), indent=1, default=str, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

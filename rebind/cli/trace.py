@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ from rebind.cli import options
 from rebind.cli.bars import Bars
 from rebind.cli.heat import heatmap
 from rebind.cli.opening import Wanted, open_editor
-from rebind.cli.screen import Screen, screen
+from rebind.cli.screen import Screen, screen, strict_json
 from rebind.cli.tables import percent, seconds
 from rebind.errors import InputError
 from rebind.files import write_atomically
@@ -183,7 +182,7 @@ def _written(made: Trace | Average, window: int, document: dict[str, Any], out: 
 
     picture = draw_trace(made, out / "trace.png", window=window, title=_title(made))
     file = out / "trace.json"
-    write_atomically(file, json.dumps(document, indent=1).encode() + b"\n")
+    write_atomically(file, strict_json(document).encode())
     return [picture, file]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rebind.cli.heat import heatmap
+from rebind.cli.screen import strict_json
 
 from .conftest import FAST
 
@@ -161,3 +162,10 @@ def test_heatmaps_shade_and_fit():
     assert len(crowded[0].plain) <= 60
     assert crowded[0].plain.endswith("█"), "a cell shows the largest of those that share it"
     assert heatmap(["a"], [[0.0]], "mlp", width=60, top=0.0)[0].plain.endswith("·")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_files_hold_what_json_knows(value):
+    """A model whose numbers overflow is drawn too; a parser must read what was written of it."""
+    written = strict_json({"effects": [[value, 0.5]]})
+    assert json.loads(written, parse_constant=pytest.fail) == {"effects": [[None, 0.5]]}
