@@ -11,8 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as hooked
 
+OF_ALL_MODULES = (  # torch's hooks that every module's call runs
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 LARGEST = 2**23  # weights that a GPU copies in about the time that launching the products apart takes
 
 
@@ -49,7 +55,7 @@ def is_untouched(module: nn.Module) -> bool:
     """Whether calling the module is its own forward and nothing else: no hooks, and none put in its place."""
     return (
         "forward" not in module.__dict__  # as tools put one there that moves the weight in first
-        and not _has_any_global_hook()
+        and not any(getattr(hooked, name) for name in OF_ALL_MODULES)
         and not module._forward_hooks
         and not module._forward_pre_hooks
         and not module._backward_hooks

@@ -112,11 +112,13 @@ def test_mlps_and_gated_reads_call_it_too(change):
     assert (out - before).abs().max() > 1e-3
 
 
-def test_whoever_watches_all_modules_sees_every_projection():
+@pytest.mark.parametrize("hook", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_whoever_watches_all_modules_sees_every_projection(hook):
     seen, mlp, x = [], SwiGlu(4, 8), torch.randn(3, 4)
-    handle = nn.modules.module.register_module_forward_hook(lambda module, given, out: seen.append(module))
+    register = getattr(nn.modules.module, f"register_module_{hook}_hook")
+    handle = register(lambda module, *given: seen.append(module) and None)
     try:
-        mlp(x)
+        mlp(x).sum().backward()
     finally:
         handle.remove()
     assert mlp.down_proj in seen
