@@ -114,7 +114,7 @@ def test_mlps_and_gated_reads_call_it_too(change):
 
 @pytest.mark.parametrize("hook", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
 def test_whoever_watches_all_modules_sees_every_projection(hook):
-    seen, mlp, x = [], SwiGlu(4, 8), torch.randn(3, 4)
+    seen, mlp, x = [], SwiGlu(4, 8), torch.randn(3, 4, requires_grad=True)
     register = getattr(nn.modules.module, f"register_module_{hook}_hook")
     handle = register(lambda module, *given: seen.append(module) and None)
     try:
