@@ -8,8 +8,8 @@ base model with the method's defaults (or with what --layers, --lam and --steps 
 edit. Scores are those of the papers: ES, PS and NS compare length-normalised likelihoods of the new and the true
 object on the prompt, the paraphrases and the neighbours, S is their harmonic mean, EA and PA ask for every target
 token to come first. Perplexity is on the given text; drift is KL(base ‖ edited) of the next token on unrelated
-prompts, growth the largest ‖ΔW‖/‖W‖. With --made, facts are paired anew from the records (benchmarks/made.py):
-these rows are for time and memory. JSON goes to benchmarks/results/editing.json.
+prompts, growth the largest ‖ΔW‖/‖W‖. With --made, neighbours of the records are facts too (benchmarks/made.py):
+these rows are for time and memory, of scores they have ES and EA. JSON goes to benchmarks/results/editing.json.
 
 Of the phases, *keys* are the subjects' keys and states at the edited layers, *checks* the facts' scores before and
 after. With --repeats an edit is made and undone so many times and the last one told: the first loads kernels.
@@ -46,6 +46,7 @@ from rebind.edit.facts import Fact
 from rebind.edit.reading import read_facts
 from rebind.edit.scores import FactScore, score_facts
 from rebind.edit.subjects import Subjects
+from rebind.evals.records import read_records
 from rebind.files import write_atomically
 
 SCORES = ("ES", "PS", "NS", "S", "EA", "PA")
@@ -59,7 +60,7 @@ class Result:
 
     method: str
     facts: int
-    made: bool  # whether facts were paired anew: then only ES and EA mean something
+    made: bool  # whether neighbours of records were made facts too: then ES and EA alone are given
     seconds: float  # everything but the moments, which are computed once a model
     phases: dict[str, float]
     layers: tuple[int, ...]
@@ -286,7 +287,7 @@ def one_at_a_time(editor: Editor, facts: Sequence[Fact], method: str, text: str,
 def show(rows: Sequence[Result]) -> None:
     """Two tables: what became of the facts and of the model, and where the time went."""
     made = any(row.made for row in rows)
-    note = "made: facts paired anew from the records, for time and memory; ES and EA alone are given" if made else None
+    note = "made: neighbours of records are facts too, for time and memory; ES and EA alone are given" if made else None
     quality = ("method", "facts", *SCORES, "perplexity", "drift", "growth")
     table = Table(title="editing", title_justify="left", title_style="bold", caption=note, caption_justify="left")
     cost = Table(title="seconds", title_justify="left", title_style="bold")
@@ -319,7 +320,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lam", type=float, help="λ; default: from the keys")
     parser.add_argument("--steps", type=int, help="most steps of the search; default: the method's for the model")
     parser.add_argument("--seed", type=int, default=0, help="of contexts and of sampled moments")
-    parser.add_argument("--made", type=int, nargs="*", default=[], help="also so many facts paired anew, for the cost")
+    parser.add_argument("--made", type=int, nargs="*", default=[], help="also so many facts, of neighbours too")
     parser.add_argument("--alone", type=int, default=0, help="also ROME on so many facts, one at a time")
     parser.add_argument("--repeats", type=int, default=1, help="edits a row, of which the last is told; default: 1")
     parser.add_argument("--out", default=str(RESULTS / "editing.json"))
@@ -331,8 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = Choices(options.layers, options.lam, options.steps)
     editor = Editor(options.model, device=options.device, seed=options.seed, guard=None)
     text = Path(options.text).read_text(encoding="utf-8")
-    records = list(read_facts(options.facts, skip_bad=True))
-    facts = known(editor, records)
+    facts = known(editor, list(read_facts(options.facts, skip_bad=True)))
     first = facts[: min(options.n, default=100)]
     before = measure(editor, first)
     rows = [Result("before", len(first), False, 0.0, {}, (), None, before, perplexity(editor, text), 0.0, 0.0, 0.0)]
@@ -345,10 +345,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.alone:
         rows.append(one_at_a_time(editor, facts[: options.alone], "rome", text, chosen))
         tell(rows, options, editor)
+    pool = read_records(options.facts, skip_bad=True) if options.made else ()
     for method in options.methods:
         for n in options.made:
-            facts = made_facts(records, n)
-            rows.append(run(editor, facts, method, text, chosen, made=True, repeats=options.repeats))
+            written = [record.fact for record in made_facts(pool, n)]
+            rows.append(run(editor, written, method, text, chosen, made=True, repeats=options.repeats))
             tell(rows, options, editor)
     show(rows)
 

@@ -4,23 +4,29 @@
 
 Records are those of the file whose true object the unedited model prefers, at most --records of them. *Batch*: all
 facts in one edit; one and ten facts are the mean of several disjoint groups. *Sequential*: edits of --batch facts one
-after another, nothing taken back, everything written so far asked again at --at. More facts than there are records are
-made of them (`benchmarks/made.py`). The guard is off: what a method breaks is to be seen.
+after another, nothing taken back, everything written so far asked again at --at. The guard is off: what a method breaks
+is to be seen.
+
+Where more facts are written than there are records, the file's other records and neighbours of all of them are facts
+too (`benchmarks/made.py`), evenly mixed with the records; each number of facts is a sequence of its own. Of these facts
+the model may prefer the new object before they are written.
 
 A sequence is written in two ways. *On the base*, as rebind does it: targets and keys of every edit are those of the
 unedited model, and the weights are the fold of the edits. *On the edited model*, as in the papers, by the methods that
 write to several layers: each batch's targets and keys are found on the model that holds the batches before it; the
 moments stay those of the unedited model, and methods that remember are handed the keys of earlier batches.
 
-What is asked: ES and EA of all facts; PS and NS of --around of them, evenly spaced, with --neighbours each; what the
-model says by itself to --free of them (not where edits have one fact each); perplexity of --tokens tokens. Scores come
-with 95 % intervals. Two states that are the same are measured once: in one edit recursive is memit, and the first batch
-of a sequence is a batch.
+What is asked: ES and EA of all facts; PS and NS of --around records, evenly spaced, with --neighbours each, of which
+none is made a fact; what the model says by itself to --free facts (not where edits have one fact each); perplexity of
+--tokens tokens. Rows with made facts ask PS and NS of the same records as the row of all records. Scores come with 95 %
+intervals. Two states that are the same are measured once: in one edit recursive is memit, and the first batch of a
+sequence is a batch.
 
 The search for targets takes nearly all of the time, so those on the base are found in one search for all rows and
 methods that set them at the same layer with the same settings. Seconds here are therefore no measure of a method: those
 are `benchmarks.editing`'s. Rows come in the order of their weight, and a file that --out names already is gone on with:
-rows that it holds are not measured again. With --seconds no row is begun after that time.
+rows that it holds are not measured again, but for those of facts made in a former way. With --seconds no row is begun
+after that time.
 """
 
 from __future__ import annotations
@@ -57,7 +63,7 @@ def opened(options: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
     records = records.keep(sorted(first.values())[: options.records])
     text = Path(options.text).read_text(encoding="utf-8")
     amount = Amount(options.around, options.neighbours, options.free, options.tokens)
-    bench = Bench(editor, records, [record.fact for record in everything], text, amount)
+    bench = Bench(editor, records, everything, text, amount)
     of = {
         "model": editor.loaded.name,
         "fingerprint": editor.fingerprint,
@@ -108,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, console = parse(arguments), Console(width=130, highlight=False)
     bench, of = opened(options)
     results = Results.open(options.out, of)
+    if results.former:
+        console.print(f"{results.former} rows of {options.out} are not kept: their facts were made in a former way")
 
     def told(row: Row, seconds: float) -> None:
         console.print(table(f"{row.protocol}, {WAYS[row.found]}: {seconds:.1f} s", [row], row.why))

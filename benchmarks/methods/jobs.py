@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.methods.protocols import batch, impossible, sequential
-from benchmarks.methods.states import GROUPS, Bench, Row
+from benchmarks.methods.states import GROUPS, MADE_OF, Bench, Row
 from rebind.bench.machine import machine
 from rebind.edit.facts import Fact
 from rebind.edit.methods import Settings, get_method
+from rebind.evals.records import Record
 from rebind.files import write_atomically
 
 
@@ -73,7 +74,10 @@ def jobs(
     size: int,
     at: Sequence[int],
 ) -> list[Job]:
-    """Those that say most first: many facts at once, sequences, few facts, made ones."""
+    """Those that say most first: many facts at once, sequences, few facts, made ones.
+
+    Made facts are mixed with the records, for each number of them anew: each is a sequence of its own.
+    """
     most = len(bench.records)
     stops, beyond = (tuple(sorted({*some})) for some in ((n for n in at if n <= most), (n for n in at if n > most)))
     several = [method for method in methods if get_method(method).several_layers]
@@ -92,7 +96,7 @@ def jobs(
         *sequences("edited", several, stops),
         *batches(n for n in numbers if n in GROUPS and n <= most),
         *batches(n for n in numbers if n > most),
-        *sequences("base", methods, beyond),
+        *(job for stop in beyond for job in sequences("base", methods, (stop,))),
     ]
 
 
@@ -117,6 +121,7 @@ class Results:
     path: Path
     of: dict[str, Any]  # what the rows depend on: a file of something else is not gone on with
     rows: list[Row] = field(default_factory=list)
+    former: int = 0  # rows of the file that are not kept: their facts were made in another way
 
     @classmethod
     def open(cls, path: Path, of: dict[str, Any]) -> Results:
@@ -125,7 +130,9 @@ class Results:
         stored = json.loads(path.read_bytes())
         if stored["of"] != json.loads(json.dumps(of)):
             raise SystemExit(f"{path} holds rows of {stored['of']}, expected {of}: remove it or name another --out")
-        return cls(path, of, [Row(**(row | {"layers": tuple(row["layers"])})) for row in stored["rows"]])
+        rows = [Row(**(row | {"layers": tuple(row["layers"])})) for row in stored["rows"]]
+        kept = [row for row in rows if not row.made or row.made_of == MADE_OF]
+        return cls(path, of, kept, former=len(rows) - len(kept))
 
     @cached_property
     def _machine(self) -> dict[str, Any]:
@@ -158,10 +165,13 @@ def run(
             told(row, time.perf_counter() - before)
             before = time.perf_counter()
 
+    def ask_unedited(records: Sequence[Record]) -> None:
+        row = bench.row("before", "batch", "base", len(records))
+        if not results.have(row.name):
+            add(bench.measured(one, records) for one in [row])
+
     missing = [job for job in ordered if not results.have(*job.names)]
-    everything = Row("before", "batch", "base", len(bench.records))
-    if not results.have(everything.name):
-        add(bench.measured(row, bench.records) for row in [everything])
+    ask_unedited(bench.records)
     # All at once; made facts are many and come last, so they wait until it is their turn
     bench.prepare([need for job in missing if not job.made(bench) for need in job.needs(bench)])
     for index, job in enumerate(missing):
@@ -172,6 +182,7 @@ def run(
         add(twins)
         if left := [stop for stop in stops if stop not in {twin.facts for twin in twins}]:
             if job.made(bench):
+                ask_unedited(*bench.facts(job.stops[-1]))
                 bench.prepare(list(job.needs(bench)))
             add(job.run(bench, left))
     return []

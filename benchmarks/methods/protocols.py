@@ -42,7 +42,7 @@ def impossible(editor: Editor, method: Method, n: int) -> str:
 def batch(bench: Bench, name: str, n: int) -> Row:
     """n facts in one edit, or the mean of several such edits."""
     editor, method = bench.editor, get_method(name)
-    empty = Row(name, "batch", "base", n, made=n > len(bench.records))
+    empty = bench.row(name, "batch", "base", n)
     if why := impossible(editor, method, n):
         return replace(empty, why=why)
     groups = bench.facts(n)
@@ -81,9 +81,9 @@ def sequential(bench: Bench, name: str, found: str, size: int, at: Sequence[int]
     """Batches of facts, one after another; a row for each number in `at`. Where there are not as many, made ones."""
     method, stops = get_method(name), sorted({*at})
     (records,) = bench.facts(stops[-1], once=True)
-    made = stops[-1] > len(bench.records)
+    empty = bench.row(name, "sequential", found, stops[-1])
     if why := impossible(bench.editor, method, min(size, stops[-1])):
-        yield from (Row(name, "sequential", found, stop, made=made, why=why) for stop in stops)
+        yield from (replace(empty, facts=stop, why=why) for stop in stops)
         return
     with bench.apart() as clock:
         write = _on_base(bench.editor, method) if found == "base" else _on_edited(bench, method)
@@ -92,8 +92,7 @@ def sequential(bench: Bench, name: str, found: str, size: int, at: Sequence[int]
             layers, lam = write([record.fact for record in records[begin:end]])
             clock.enter(None)
             if end in stops:
-                row = Row(name, "sequential", found, end, made=made, layers=layers, lam=lam)
-                yield bench.measured(row, records[:end], clock)
+                yield bench.measured(replace(empty, facts=end, layers=layers, lam=lam), records[:end], clock)
 
 
 Writer = Callable[[list[Fact]], tuple[tuple[int, ...], float]]  # facts → layers, λ

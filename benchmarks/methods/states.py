@@ -35,6 +35,7 @@ from rebind.evals.scores import SCORES as SCORE
 SCORES = ("S", "ES", "PS", "NS", "EA", "free")
 GROUPS = {1: 10, 10: 5}  # how many disjoint groups of so many facts are written, each alone
 FREE_TOKENS = 16
+MADE_OF = "neighbours"  # of records; made facts were once subjects of records in templates of other records
 WAYS = {"base": "on the base", "edited": "on the edited model"}
 
 
@@ -47,7 +48,8 @@ class Row:
     found: str  # base or edited: which model targets and keys are found on
     facts: int
     groups: int = 1
-    made: bool = False  # whether facts were paired anew: then ES, EA and free alone mean something
+    made: bool = False  # whether facts are more than the records: others and neighbours were made facts too
+    made_of: str = ""  # MADE_OF where facts were made: a row of facts made in another way is not gone on with
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # {name: value, low, high, records}
     perplexity: float | None = None
     drift: float | None = None  # nats
@@ -81,7 +83,7 @@ class Bench:
 
     editor: Editor
     records: Sequence[Record]  # known to the model, no prompt twice
-    pool: Sequence[Fact]  # all facts of the file: more are made of them
+    pool: Sequence[Record]  # all of the file: where more facts are written than there are records, they come of these
     text: str
     amount: Amount = Amount()
 
@@ -100,7 +102,8 @@ class Bench:
 
     def ask(self, records: Sequence[Record], *, freely: bool = True) -> list[tuple[Record, Answer]]:
         """What the model as it stands says: each record, less what is not asked of it, with its answer."""
-        around = evenly(len(records), self.amount.around)
+        whole = [index for index, record in enumerate(records) if record.paraphrases or record.neighbours]
+        around = {whole[place] for place in evenly(len(whole), self.amount.around)}
         asked = [self._asked(record, around=index in around) for index, record in enumerate(records)]
         answers = answer_all(self.model, asked, Asking(free_tokens=0, texts=0))
         free = sorted(evenly(len(records), self.amount.free)) if freely else []
@@ -132,10 +135,22 @@ class Bench:
     def _made(self) -> Callable[[int], list[Record]]:
         @cache
         def made(n: int) -> list[Record]:
-            facts = (replace(fact, paraphrases=(), neighbours=()) for fact in made_facts(self.pool, n))
-            return [Record(fact, str(number)) for number, fact in enumerate(facts)]
+            # PS and NS are asked of the records that they are asked of where all records alone are written
+            asked = {self.records[index] for index in evenly(len(self.records), self.amount.around)}
+            spared = {one.prompt for record in asked for one in record.neighbours[: self.amount.neighbours]}
+            facts = made_facts(self.records, n, more=self.pool, spared=spared)
+            known, read = set(self.records), set(self.pool)
+            groups: tuple[list[Record], ...] = ([], [], [])
+            for one in facts:
+                groups[0 if one in known else 1 if one in read else 2].append(one)
+            return [one if one in asked else self._asked(one, around=False) for one in mix(*groups)]
 
         return made
+
+    def row(self, method: str, protocol: str, found: str, facts: int) -> Row:
+        """A row of so many facts, nothing measured yet."""
+        made = facts > len(self.records)
+        return Row(method, protocol, found, facts, made=made, made_of=MADE_OF if made else "")
 
     def settings(self, method: str, n: int) -> Settings:
         return self.editor.settings(method, facts=n)[1]
@@ -185,6 +200,12 @@ class Bench:
 def evenly(n: int, most: int) -> set[int]:
     """At most so many of n places, evenly spaced: of a sequence, early facts and late ones alike."""
     return set(range(n)) if n <= most else {index * n // most for index in range(most)}
+
+
+def mix(*groups: Sequence[Record]) -> list[Record]:
+    """All of them, each group in its order and evenly spaced: the first batches of a sequence are like the last."""
+    placed = [((index + 0.5) / len(group), one) for group in groups for index, one in enumerate(group)]
+    return [one for _, one in sorted(placed, key=lambda pair: pair[0])]
 
 
 def places(editor: Editor, layers: Sequence[int]) -> list[Place]:

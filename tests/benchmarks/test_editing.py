@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -55,20 +56,35 @@ def test_of_repeated_edits_the_last_is_told_and_none_is_left(editor):
     assert tiny.weights(editor.model) == before
 
 
+def rows_of(folder, given, *options):
+    """What the command writes for the facts given."""
+    tiny.llama().save_pretrained(folder / "model")
+    tiny.tokenizer().save_pretrained(folder / "model")
+    (folder / "facts.jsonl").write_text("\n".join(json.dumps(fact.to_json()) for fact in given))
+    (folder / "text.txt").write_text(" ".join(tiny.SENTENCES * 40))
+    files = ["--facts", str(folder / "facts.jsonl"), "--text", str(folder / "text.txt")]
+    model = ["--device", "cpu", "--model", str(folder / "model"), "--steps", "2"]
+    editing.main([*files, *model, *options, "--out", str(folder / "out.json")])
+    return json.loads((folder / "out.json").read_text())["rows"]
+
+
+def half_swapped() -> list[Fact]:
+    """Whatever the model prefers, it is the true object of some."""
+    return [*facts()[:2], *(replace(fact, target="Paris", old="Rome") for fact in facts()[2:])]
+
+
 def test_the_command_tells_every_phase(tmp_path, capsys):
-    folder = tmp_path / "model"
-    tiny.llama().save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    swapped = [Fact(f.prompt, f.subject, "Paris", "Rome", f.paraphrases, f.neighbours) for f in facts()]
-    lines = [json.dumps(fact.to_json()) for fact in (*facts()[:2], *swapped[2:])]
-    (tmp_path / "facts.jsonl").write_text("\n".join(lines))
-    (tmp_path / "text.txt").write_text(" ".join(tiny.SENTENCES * 40))
-    files = ["--facts", str(tmp_path / "facts.jsonl"), "--text", str(tmp_path / "text.txt")]
-    sizes = ["--n", "1", "1", "--steps", "2", "--repeats", "2", "--device", "cpu", "--model", str(folder)]
-    editing.main([*files, *sizes, "--out", str(tmp_path / "out.json")])
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    rows = rows_of(tmp_path, half_swapped(), "--n", "1", "1", "--repeats", "2")
     assert [(row["method"], row["facts"]) for row in rows[1:]] == [("memit", 1), ("memit", 1)]
     for row in rows[1:]:
         assert set(row["phases"]) == set(editing.PHASES)
         assert {"ES", "PS", "NS", "S", "EA", "PA", "seconds", "memory_gib"} <= set(row)
     assert "checks" in capsys.readouterr().out
+
+
+def test_neighbours_are_made_facts_for_the_cost(tmp_path, capsys):
+    asked = ("The sea", "The capital of Berlin is", "The capital of Spain is")
+    rows = rows_of(tmp_path, [replace(fact, neighbours=asked) for fact in half_swapped()], "--n", "--made", "5")
+    assert [(row["facts"], row["made"], row["PS"]) for row in rows[1:]] == [(5, True, None)]
+    assert rows[1]["ES"] is not None
+    assert "neighbours of records are facts too" in capsys.readouterr().out

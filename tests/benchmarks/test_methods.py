@@ -10,7 +10,8 @@ from benchmarks.methods.__main__ import main
 from benchmarks.methods.jobs import Results, jobs, run
 from benchmarks.methods.protocols import batch, impossible, sequential
 from benchmarks.methods.remembered import Memory
-from benchmarks.methods.states import Amount, Bench, evenly
+from benchmarks.methods.states import MADE_OF, Amount, Bench, evenly, mix
+from benchmarks.report import RESULTS
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.methods import METHODS, default_settings, get_method
@@ -18,6 +19,8 @@ from rebind.evals.records import Question, Record
 from tests.edit import tiny
 
 SUBJECTS = ("France", "Spain", "Norway", "Italy", "Mostar", "Dante")
+OTHERS = ("Germany", "Berlin", "Madrid", "Ada", "Lovelace", "Darrieux")
+MORE = ("rain", "summer", "chess", "leaves", "lamp", "bridge")
 
 
 def records() -> list[Record]:
@@ -31,9 +34,9 @@ def records() -> list[Record]:
                 paraphrases=(f"{subject} is",),
             ),
             subject,
-            neighbours=(Question("The sea is", "Paris"),),
+            neighbours=(Question(f"The capital of {other} is", "Paris"), Question(f"I saw {more} in", "Paris")),
         )
-        for number, subject in enumerate(SUBJECTS)
+        for number, (subject, other, more) in enumerate(zip(SUBJECTS, OTHERS, MORE, strict=True))
     ]
 
 
@@ -41,7 +44,7 @@ def records() -> list[Record]:
 def bench() -> Bench:
     editor = Editor(tiny.llama(), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=256, guard=None)
     known = records()
-    return Bench(editor, known, [record.fact for record in known], " ".join(tiny.SENTENCES), Amount(free=2))
+    return Bench(editor, known, known, " ".join(tiny.SENTENCES), Amount(free=2))
 
 
 def test_methods_share_targets_and_the_model_is_put_back(bench):
@@ -122,7 +125,7 @@ def test_rows_are_kept_and_a_second_run_measures_nothing(bench, tmp_path):
 
 
 def test_the_most_telling_rows_come_first(bench):
-    ordered = jobs(bench, methods=["memit", "rome"], numbers=[1, 9, 6], **OPTIONS)
+    ordered = jobs(bench, methods=["memit", "rome"], numbers=[1, 9, 6], **(OPTIONS | {"at": [3, 6, 9, 12]}))
     assert [(job.method, job.protocol, job.found, job.stops) for job in ordered] == [
         ("memit", "batch", "base", (6,)),
         ("rome", "batch", "base", (6,)),
@@ -133,6 +136,10 @@ def test_the_most_telling_rows_come_first(bench):
         ("rome", "batch", "base", (1,)),
         ("memit", "batch", "base", (9,)),
         ("rome", "batch", "base", (9,)),
+        ("memit", "sequential", "base", (9,)),
+        ("rome", "sequential", "base", (9,)),
+        ("memit", "sequential", "base", (12,)),
+        ("rome", "sequential", "base", (12,)),
     ]
 
 
@@ -204,6 +211,95 @@ def test_some_records_are_asked_about_all_and_the_others_about_the_fact(bench):
     assert evenly(3, 10) == {0, 1, 2}
 
 
+COUNTS = {"a": 2, "b": 1, "c": 4}
+
+
+def test_the_first_batches_of_a_mixed_sequence_are_like_the_last():
+    groups = [[Record(Fact("{} is", f"{name}{n}", "Rome"), name) for n in range(most)] for name, most in COUNTS.items()]
+    assert [one.fact.subject for one in mix(*groups)] == ["c0", "a0", "c1", "b0", "c2", "a1", "c3"]
+
+
+@pytest.mark.parametrize("protocol", ["batch", "sequential"])
+def test_rows_of_made_facts_ask_their_records_about_all(bench, protocol):
+    bench.amount = Amount(around=2, neighbours=1, free=3)
+    row = batch(bench, "memit", 14) if protocol == "batch" else next(sequential(bench, "memit", "base", 7, [14]))
+    assert {name: one["records"] for name, one in row.scores.items()} == {
+        "ES": 14,
+        "PS": 2,
+        "NS": 2,
+        "EA": 14,
+        "free": 3,
+        "S": 2,
+    }
+    assert (row.made, row.made_of) == (True, MADE_OF)
+    assert not batch(bench, "memit", 6).made
+
+
+def test_the_same_is_asked_of_records_alone_and_among_made_facts(bench):
+    """Their neighbours are not written, and they are spread over the sequence."""
+    bench.amount = Amount(around=2, neighbours=1)
+    (facts,) = bench.facts(16)
+    assert facts == bench.facts(16, once=True)[0]
+    assert {one.fact.subject for one in facts} == {*SUBJECTS, *OTHERS, *MORE} - {"Germany", "Ada"}
+    alone, among = (
+        [(one.fact, one.neighbours) for one, _ in bench.ask(some) if one.neighbours] for some in (bench.records, facts)
+    )
+    assert alone == among
+    assert [fact.subject for fact, _ in among] == ["France", "Italy"]
+    assert [one.fact.subject in SUBJECTS for one in facts[:8]].count(True) == 3
+    with pytest.raises(SystemExit, match="6 records make 16 facts"):
+        bench.facts(17)
+
+
+def test_other_records_of_the_file_are_written_before_neighbours_are_made_facts(bench):
+    short = Bench(bench.editor, bench.records[:3], bench.pool, bench.text, Amount(around=1, neighbours=1))
+    assert {one.fact.subject for one in short.facts(6)[0]} == {*SUBJECTS}
+    assert [one.fact.subject for one in short.facts(6)[0] if one.neighbours] == ["France"]
+    assert short.row("memit", "batch", "base", 6).made
+
+
+def test_rows_of_facts_made_in_the_former_way_are_measured_again(bench, tmp_path):
+    bench.amount = Amount(around=2, neighbours=1, free=2)
+    ordered = jobs(bench, methods=["memit", "rome"], numbers=[6, 9], **(OPTIONS | {"found": ["base"], "at": [3, 9]}))
+    path = tmp_path / "rows.json"
+    assert not run(bench, Results.open(path, {}), ordered, lambda row, seconds: None)
+    assert Results.open(path, {}).former == 0
+    stored = _former(path)
+    again, measured = Results.open(path, {}), []
+    assert again.former == 5
+    run(bench, again, ordered, lambda row, seconds: measured.append(row.name))
+    assert [(name, facts) for name, *_, facts in measured] == [
+        ("before", 9),
+        ("memit", 9),
+        ("rome", 9),
+        ("memit", 9),
+        ("rome", 9),
+    ]
+    assert {tuple(row[name] for name in ("method", "protocol", "found", "facts")) for row in stored} == {
+        row.name for row in Results.open(path, {}).rows
+    }
+
+
+def test_the_published_rows_of_records_are_gone_on_with(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_bytes((RESULTS / "methods-h200.json").read_bytes())
+    of = json.loads(path.read_bytes())["of"]
+    real = [row for row in _former(path) if not row["made"]]
+    results = Results.open(path, of)
+    assert len(real) >= 45
+    assert [row.name[-1] for row in results.rows] == [row["facts"] for row in real]
+    assert max(row.facts for row in results.rows) == 1000
+    assert not results.have(("memit", "batch", "base", 10_000))
+
+
+def _former(path):
+    """The file as it was written when made facts were subjects in other records' templates; its rows."""
+    content = json.loads(path.read_bytes())
+    content["rows"] = [{name: row[name] for name in row if name != "made_of"} for row in content["rows"]]
+    path.write_text(json.dumps(content))
+    return content["rows"]
+
+
 def test_held_text_ends_after_its_tokens(bench):
     whole = bench.editor.tokenizer(bench.text, add_special_tokens=False).input_ids
     short = Bench(bench.editor, bench.records, bench.pool, bench.text, Amount(tokens=7))
@@ -222,6 +318,7 @@ def test_the_command_reads_records_and_draws(tmp_path, capsys):
     files = ["--facts", "facts.jsonl", "--text", "text.txt", "--out", "out.json", "--figure", "out.png"]
     paths = [str(tmp_path / word) if "." in word else word for word in files]
     sizes = ["--n", "1", "9", "--methods", "memit", "recursive", "--batch", "1", "--at", "1", "9"]
+    sizes += ["--around", "1", "--neighbours", "1"]
     main([*paths, *sizes, "--found", "base", "--model", str(folder), "--device", "cpu"])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["method"], row["protocol"], row["facts"], bool(row["why"])) for row in rows[1:]] == [
@@ -229,14 +326,16 @@ def test_the_command_reads_records_and_draws(tmp_path, capsys):
         ("recursive", "sequential", 1, False),
         ("memit", "batch", 1, False),
         ("recursive", "batch", 1, False),
+        ("before", "batch", 9, False),
         ("memit", "batch", 9, False),
         ("recursive", "batch", 9, False),
         ("memit", "sequential", 9, False),
         ("recursive", "sequential", 9, False),
     ]
-    assert [row["made"] for row in rows if row["facts"] == 9] == [True] * 4
+    assert [row["made"] for row in rows if row["facts"] == 9] == [True] * 5
     assert (tmp_path / "out.png").exists()
-    assert "facts paired anew" in capsys.readouterr().out
+    assert all({"S", "PS", "NS"} <= set(row["scores"]) for row in rows)
+    assert "neighbours of records are facts too" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("n", [100, 1000, 10_000])
