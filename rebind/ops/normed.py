@@ -1,9 +1,8 @@
 """RMSNorm, with x + r before it as every layer of a model begins: one pass over memory each way on a GPU.
 
 The sum goes on to the next layer and its norm into this one, so x gets two gradients. Plain torch passes over it to
-add, to norm, to narrow the norm for a product, and over all of that back again; and rows as narrow as a head's take it
-five times as long as their bytes do. Gradients of gradients, and whatever looks through the operation, get the formula
-itself.
+add, to norm, to narrow the norm for a product, and over all of that back again; and it is slow with rows as narrow as
+a head's. Gradients of gradients, and whatever looks through the operation, get the formula itself.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rebind.ops.dispatch import many_at_once, seen_through, triton_backend
 from rebind.ops.trust import ROUNDING, difference, distrusted, noise
 from rebind.precision import without_autocast
 
-WIDEST = 2**14  # row that the kernels take
+WIDEST, MOST = 2**14, 2**30  # row that the kernels take, and rows
 
 
 def rms_norm(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
@@ -106,42 +105,44 @@ def _kernels() -> Any:
 
 
 def _has_kernels(x: Tensor, read: Tensor | None, weight: Tensor | float, dtype: torch.dtype) -> bool:
-    given = [one for one in (x, read, weight) if isinstance(one, Tensor)]
-    kinds = *(one.dtype for one in given), dtype
+    width = x.shape[-1]
+    kinds = *(one.dtype for one in (x, read, weight) if isinstance(one, Tensor)), dtype
     fits = (read is None or read.shape == x.shape) and (not isinstance(weight, Tensor) or weight.shape == x.shape[-1:])
-    if not (x.is_cuda and x.numel() and fits and x.shape[-1] <= WIDEST and all(kind in ROUNDING for kind in kinds)):
+    if not (x.is_cuda and x.numel() and fits and width <= WIDEST and x.numel() // width <= MOST):
         return False
-    if isinstance(triton_backend(), str):
+    if not all(kind in ROUNDING for kind in kinds) or isinstance(triton_backend(), str):
         return False
-    there = "normed", x.device, x.shape[-1], read is None, isinstance(weight, Tensor), *kinds
-    return distrusted(there, lambda: _compare(x, read, weight, dtype), "plain torch") is None
+    apart = read is None and _kernels().grouped(x)
+    there = "normed", x.device, width, read is None, isinstance(weight, Tensor), apart, *kinds
+    return distrusted(there, lambda: _compare(x, read, weight, dtype, apart), "plain torch") is None
 
 
 @torch.no_grad()
-def _compare(x: Tensor, read: Tensor | None, weight: Tensor | float, dtype: torch.dtype) -> str | None:
-    """Why kernels for such tensors are not to be trusted, or None."""
+def _compare(x: Tensor, read: Tensor | None, weight: Tensor | float, dtype: torch.dtype, apart: bool) -> str | None:
+    """Why kernels for such tensors are not to be trusted, or None; `apart`: rows in groups with gaps between."""
     width = x.shape[-1]
+    count = 2 * max(1, 1024 // width) + 3  # more than programs take at once
 
-    def drawn(seed: int, dtype: torch.dtype) -> Tensor:
-        return noise((11, width), x, seed).to(dtype)
+    def drawn(seed: int, dtype: torch.dtype, wider: int = 2) -> Tensor:
+        return noise((count, wider * width), x, seed).to(dtype)[:, -2 * width :].unflatten(-1, (2, width))
 
-    rows, back, more = drawn(0, x.dtype), drawn(1, x.dtype), None if read is None else drawn(2, read.dtype)
-    slope = drawn(3, dtype)
+    rows, back, slope = drawn(0, x.dtype, wider=3 if apart else 2), drawn(1, x.dtype), drawn(3, dtype)
+    more, of_more = (None, None) if read is None else (drawn(2, read.dtype), read.dtype)
     factors = noise((width,), x, 4).to(weight.dtype) if isinstance(weight, Tensor) else weight
     total = rows if more is None else rows + more
 
     def found() -> list[Tensor | None]:
         summed, normed, scale = _kernels().forward(rows, more, factors, 1e-6, dtype)
-        return [
-            summed,
-            normed,
-            *_kernels().backward(back, slope, total, scale, factors, None if more is None else more.dtype),
-        ]
+        both, one = (
+            _kernels().backward(d_total, slope, total, scale, factors, of_more) for d_total in (back, None)
+        )  # a norm alone has one gradient
+        return [summed, normed, *both, *one]
 
     def truth() -> list[Tensor | None]:
         wide, wider = total.double(), factors.double() if isinstance(factors, Tensor) else factors
         d_x, d_weight = _gradients(back.double(), slope.double(), wide, wider, 1e-6)
-        return [*_plain(wide, None, wider, 1e-6, wide.dtype), d_x, d_x, d_weight]
+        alone = d_x - back.double()
+        return [*_plain(wide, None, wider, 1e-6, wide.dtype), d_x, d_x, d_weight, alone, alone, d_weight]
 
     kinds = {one.dtype for one in (x, read, weight) if isinstance(one, Tensor)} | {dtype}
     roughest = max(kinds, key=lambda kind: ROUNDING[kind])

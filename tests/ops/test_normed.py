@@ -14,6 +14,24 @@ from tests.support import Draw, assert_close
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-3
 SHAPES = [(), (1,), (3,), (2, 5), (19,)]
+VIEWS = {  # of 2,000 numbers
+    "an expanded group": lambda base: base[:24].view(1, 3, 8).expand(5, 3, 8),
+    "expanded rows": lambda base: base[:16].view(2, 1, 8).expand(2, 4, 8),
+    "expanded numbers": lambda base: base[:8].view(2, 4, 1).expand(2, 4, 8),
+    "groups that overlap": lambda base: base.as_strided((5, 3, 8), (4, 8, 1)),
+    "groups an odd way apart": lambda base: base.as_strided((5, 3, 7), (31, 7, 1), 3),
+    "groups of one row": lambda base: base.as_strided((5, 1, 8), (31, 999, 1), 3),
+    "unevenly spaced groups": lambda base: base.as_strided((3, 5, 2, 8), (300, 31, 8, 1), 3),
+    "evenly spaced groups": lambda base: base.as_strided((3, 5, 2, 8), (155, 31, 8, 1), 3),
+    "one group, however far": lambda base: base.as_strided((1, 5, 3, 8), (7, 31, 8, 1), 3),
+    "a dimension of one": lambda base: base.as_strided((4, 1, 3, 8), (31, 5, 8, 1), 3),
+    "rows apart": lambda base: base.as_strided((4, 8), (31, 1), 3),
+    "rows apart in groups": lambda base: base.as_strided((4, 3, 8), (70, 20, 1), 3),
+    "numbers apart": lambda base: base.as_strided((4, 3, 8), (1, 100, 5)),
+    "every other number": lambda base: base[::2][:9],
+    "tokens of a few": lambda base: base[: 3 * 9 * 8].view(3, 9, 8)[:, 2:7],
+    "heads": lambda base: base[:1920].view(2, 3, 4, 80)[..., 8:56].unflatten(-1, (2, 24)),
+}
 
 
 def formula(x, read, weight):
@@ -66,13 +84,26 @@ def test_the_norm_comes_in_the_dtype_that_is_asked_for():
     assert (total.dtype, found.dtype) == (torch.float32, torch.float32)
 
 
-@pytest.mark.parametrize("width", [3, 12])
-def test_kernels_are_not_for_weights_of_another_width(monkeypatch, width):
+def on_a_gpu(monkeypatch, **described):
+    """Something like float32 rows [2, 6] on a GPU, to be asked about and not computed with; kernels are trusted."""
     monkeypatch.setattr(normed, "distrusted", lambda *given: None)
     monkeypatch.setattr(normed, "triton_backend", lambda: None)
-    x = SimpleNamespace(is_cuda=True, dtype=torch.float32, device="cuda", shape=torch.Size([2, 6]), numel=lambda: 12)
+    monkeypatch.setattr(normed, "_kernels", lambda: SimpleNamespace(grouped=lambda x: False))
+    told = {"is_cuda": True, "dtype": torch.float32, "device": "cuda", "shape": torch.Size([2, 6]), "numel": lambda: 12}
+    return SimpleNamespace(**told | described)
+
+
+@pytest.mark.parametrize("width", [3, 12])
+def test_kernels_are_not_for_weights_of_another_width(monkeypatch, width):
+    x = on_a_gpu(monkeypatch)
     assert normed._has_kernels(x, None, torch.ones(6), torch.float32)
+    assert normed._has_kernels(x, None, 0.5, torch.float32)
     assert not normed._has_kernels(x, None, torch.ones(width), torch.float32)
+
+
+def test_kernels_are_not_for_more_rows_than_they_count(monkeypatch):
+    x = on_a_gpu(monkeypatch, numel=lambda: 6 * 2**31)
+    assert not normed._has_kernels(x, None, 0.5, torch.float32)
 
 
 class TestKernels:
@@ -159,14 +190,51 @@ class TestKernels:
         slopes = [one.detach().cos().transpose(0, 1).contiguous().transpose(0, 1) for one in true]
         assert_all_close(torch.autograd.grad(found, given, slopes), torch.autograd.grad(true, given, slopes), 1e-5)
 
+    @pytest.mark.parametrize("weight", [True, False])
+    @pytest.mark.parametrize("view", VIEWS)
+    def test_however_they_lie(self, view, weight):
+        base = Draw(3).normal(2000).float().to(DEVICE)
+        x = VIEWS[view](base).requires_grad_()
+        factors = Draw(4).normal(x.shape[-1]).float().to(DEVICE).requires_grad_() if weight else 0.37
+        learned = [x, factors] if weight else [x]
+        found, true = rms_norm(x, factors, EPS), formula(x, None, factors)[1]
+        assert_close(found, true, 1e-6)
+        slope = true.detach().cos()
+        assert_all_close(torch.autograd.grad(found, learned, slope), torch.autograd.grad(true, learned, slope), 1e-5)
+
+    def test_a_view_of_any_length_needs_no_kernel_of_its_own(self, monkeypatch):
+        from rebind.ops.triton import normed as kernels
+
+        kinds = set()
+
+        def noted(kernel, grid, kind, given, *, warps, **constants):
+            kinds.add((kernel, kind[1:-1], *constants.items()))
+            return call(kernel, grid, kind, given, warps=warps, **constants)
+
+        call = kernels.call
+        monkeypatch.setattr(kernels, "call", noted)
+        base = Draw(3).normal(2, 12, 16).float().to(DEVICE)
+        for length in range(2, 11):
+            rms_norm(base[:, :length], 0.5, EPS)
+            rms_norm(base[:, -length:], 0.5, EPS)
+        assert len(kinds) == 1
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_a_whole_number_is_a_number(self, number):
+        x = Draw(3).normal(3, 8).float().to(DEVICE)
+        assert_close(rms_norm(x, number, EPS), formula(x, None, number)[1], 1e-6)
+
+    @pytest.mark.parametrize("weight", [True, False])
     @pytest.mark.parametrize("read", [True, False])
-    def test_gradients_of_gradients_are_the_formulas(self, read):
+    def test_gradients_of_gradients_are_the_formulas(self, read, weight):
         given = moved(drawn((2, 3), 4, torch.float32, read=read))
+        given[2] = given[2] if weight else 0.37
 
         def second(call):
             total, out = call(*given)
             (first,) = torch.autograd.grad((out.square() * total).sum(), given[:1], create_graph=True)
-            return torch.autograd.grad(first.square().sum(), there(*given))
+            learned = [one for one in given if isinstance(one, torch.Tensor)]
+            return torch.autograd.grad(first.square().sum(), learned)
 
         assert_all_close(second(lambda *given: add_norm(*given, EPS)), second(formula), 1e-4)
 
@@ -179,20 +247,56 @@ class TestKernels:
         found, true = (torch.func.grad(total(call))(*given) for call in (lambda *g: add_norm(*g, EPS), formula))
         assert_all_close(found, true, 1e-12)
 
-    def test_kernels_that_are_right_are_trusted(self):
-        x, read, weight = (one.detach().to(DEVICE) for one in drawn((2,), 3, torch.float32))
-        assert normed._compare(x, read, weight, torch.float32) is None
-        assert normed._compare(x, None, weight, torch.float16) is None
-        assert normed._compare(x, read.half(), weight, torch.float16) is None
+    @pytest.mark.parametrize("width", [1, 3, 64, 2000])
+    @pytest.mark.parametrize("weight", [True, False])
+    def test_kernels_that_are_right_are_trusted(self, width, weight):
+        x, read, learned = (one.detach().to(DEVICE) for one in drawn((2,), width, torch.float32))
+        factors = learned if weight else 0.3
+        assert normed._compare(x, read, factors, torch.float32, False) is None
+        assert normed._compare(x, None, factors, torch.float16, False) is None
+        assert normed._compare(x, None, factors, torch.float32, True) is None
+        assert normed._compare(x, read.half(), factors, torch.float16, False) is None
 
-    @pytest.mark.parametrize("wrong", ["forward", "backward"])
-    def test_kernels_that_are_wrong_are_not(self, monkeypatch, wrong):
+    @pytest.mark.parametrize("apart", [True, False])
+    @pytest.mark.parametrize("wrong", ["forward", "backward", "backward of a norm alone"])
+    def test_kernels_that_are_wrong_are_not(self, monkeypatch, wrong, apart):
         from rebind.ops.triton import normed as kernels
 
-        right = getattr(kernels, wrong)
-        monkeypatch.setattr(kernels, wrong, lambda *given: (right(*given)[0], *(-one for one in right(*given)[1:])))
-        x, read, weight = (one.detach().to(DEVICE) for one in drawn((2,), 3, torch.float32))
-        assert "differ from plain torch by" in normed._compare(x, read, weight, torch.float32)
+        name = wrong.split()[0]
+        right = getattr(kernels, name)
+
+        def negated(*given):
+            found = right(*given)
+            if "alone" in wrong and given[0] is not None:
+                return found
+            first = found[0] if name == "forward" else -found[0]  # the sum may be right
+            return first, *(None if one is None else -one for one in found[1:])
+
+        monkeypatch.setattr(kernels, name, negated)
+        x, _, weight = (one.detach().to(DEVICE) for one in drawn((2,), 3, torch.float32))
+        assert "differ from plain torch by" in normed._compare(x, None, weight, torch.float32, apart)
+        assert "differ from plain torch by" in normed._compare(x, None, 0.3, torch.float32, apart)
+
+    def test_what_is_checked_is_what_will_run(self, monkeypatch):
+        """The same kernels, with the same constants, for rows of their own and for heads in something wider."""
+        from rebind.ops.triton import normed as kernels
+
+        ran = set()
+
+        def noted(kernel, grid, kind, given, *, warps, **constants):
+            ran.add((kernel, *constants.items()))
+
+        monkeypatch.setattr(kernels, "call", noted)
+        wide = Draw(3).normal(2, 5, 48).float().to(DEVICE).requires_grad_()
+        for x in (wide, wide[..., 16:].unflatten(-1, (2, 16))):
+            for weight in (0.3, torch.ones(x.shape[-1], device=DEVICE)):
+                ran.clear()
+                normed._compare(x, None, weight, torch.float32, kernels.grouped(x))
+                checked = set(ran)
+                ran.clear()
+                rms_norm(x, weight, EPS).sum().backward()
+                assert len(ran) == 2
+                assert ran <= checked
 
     def test_kernels_that_do_not_compile_are_not(self, monkeypatch):
         from rebind.ops.triton import normed as kernels
@@ -202,4 +306,4 @@ class TestKernels:
 
         monkeypatch.setattr(kernels, "forward", fail)
         x, read, weight = (one.detach().to(DEVICE) for one in drawn((2,), 3, torch.float32))
-        assert "do not compile (no compiler)" in normed._compare(x, read, weight, torch.float32)
+        assert "do not compile (no compiler)" in normed._compare(x, read, weight, torch.float32, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,16 +21,24 @@ ELEMENTS = 1024  # of the rows that a program takes at once, where they are narr
 def _places(
     block,
     rows,
-    TOGETHER: tl.constexpr,
-    STRIDE: tl.constexpr,
+    together,
+    steps,
+    GROUPED: tl.constexpr,
+    STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A block's rows [ROWS], where their elements [ROWS, BLOCK] lie, side by side and in x, and which are there."""
+    """A block's rows [ROWS], where their elements [ROWS, BLOCK] lie, side by side and in x, and which are there.
+
+    Where x is GROUPED, so many rows lie `together`, and groups `steps` times STEP apart.
+    """
     row = tl.full([], ROWS, tl.int64) * block + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    start = row // TOGETHER * STRIDE + row % TOGETHER * WIDTH
+    start = row * WIDTH
+    if GROUPED:
+        group = row.to(tl.int32) // together
+        start = group.to(tl.int64) * steps * STEP + (row - group * together) * WIDTH
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     return row, row[:, None] * WIDTH + column[None, :], start[:, None] + column[None, :], inside
 
@@ -44,7 +53,7 @@ def _gain(weight, gain, WEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.con
     return w
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "together", "steps"])
 def _forward(
     x,
     read,
@@ -53,18 +62,20 @@ def _forward(
     normed,
     scales,
     rows,
+    together,
+    steps,
     eps,
     gain,
     READ: tl.constexpr,
     WEIGHT: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    STRIDE: tl.constexpr,
+    GROUPED: tl.constexpr,
+    STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """One program a block of rows."""
-    row, at, of_x, inside = _places(tl.program_id(0), rows, TOGETHER, STRIDE, WIDTH, BLOCK, ROWS)
+    row, at, of_x, inside = _places(tl.program_id(0), rows, together, steps, GROUPED, STEP, WIDTH, BLOCK, ROWS)
     s = tl.load(x + of_x, mask=inside, other=0.0)
     if READ:
         s = (s.to(tl.float32) + tl.load(read + at, mask=inside, other=0.0).to(tl.float32)).to(s.dtype)
@@ -76,7 +87,7 @@ def _forward(
     tl.store(normed + at, out.to(normed.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "together", "steps"])
 def _backward(
     d_total,
     d_normed,
@@ -87,12 +98,14 @@ def _backward(
     d_read,
     d_weights,
     rows,
+    together,
+    steps,
     gain,
     TOTAL: tl.constexpr,
     READ: tl.constexpr,
     WEIGHT: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    STRIDE: tl.constexpr,
+    GROUPED: tl.constexpr,
+    STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -102,7 +115,7 @@ def _backward(
     w = _gain(weight, gain, WEIGHT, WIDTH, BLOCK)
     d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
     for block in range(program, tl.cdiv(rows, ROWS), programs):
-        row, at, of_x, inside = _places(block, rows, TOGETHER, STRIDE, WIDTH, BLOCK, ROWS)
+        row, at, of_x, inside = _places(block, rows, together, steps, GROUPED, STEP, WIDTH, BLOCK, ROWS)
         scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
         unit = tl.load(total + of_x, mask=inside, other=0.0).to(tl.float32) * scale
         slope = tl.load(d_normed + at, mask=inside, other=0.0).to(tl.float32)
@@ -124,20 +137,20 @@ def forward(
     x: Tensor, read: Tensor | None, weight: Tensor | float, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + read or x, its norm in `dtype`, and what each row was multiplied by."""
-    x = x.contiguous() if read is not None else _in_groups(x)
+    x = x.contiguous() if read is not None else _where_it_lies(x)
     more = x if read is None else read.contiguous()
     total = x if read is None else torch.empty_like(x)
     normed = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     scales = x.new_empty(x.shape[:-1], dtype=torch.float32)
     learned, gain = _apart(weight, normed)
     tensors = x, more, learned, total, normed, scales
-    rows, at_once = _rows(x)
+    rows, at_once = rows_of(x)
     _launch(
         _forward,
         -(-rows // at_once),
         x,
         tensors,
-        (rows, eps, gain),
+        (float(eps), gain),
         READ=read is not None,
         WEIGHT=isinstance(weight, Tensor),
     )
@@ -153,13 +166,13 @@ def backward(
     read: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of x, of what was added to it, of dtype `read`, and of a weight that is a tensor."""
-    total, d_normed = _in_groups(total), d_normed.contiguous()
+    total, d_normed = _where_it_lies(total), d_normed.contiguous()
     back = d_normed if d_total is None else d_total.contiguous()
     d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
     apart = read is not None and read != total.dtype
     d_read = torch.empty_like(d_x, dtype=read) if apart else d_x
     learned, gain = _apart(weight, d_x)
-    rows, at_once = _rows(total)
+    rows, at_once = rows_of(total)
     programs, d_weights = -(-rows // at_once), d_x
     if isinstance(weight, Tensor):
         programs = min(programs, AT_ONCE * multiprocessors(total.device))
@@ -170,7 +183,7 @@ def backward(
         programs,
         total,
         tensors,
-        (rows, gain),
+        (gain,),
         TOTAL=d_total is not None,
         READ=apart,
         WEIGHT=isinstance(weight, Tensor),
@@ -187,40 +200,44 @@ def _launch(
     numbers: tuple[float, ...],
     **constants: int,
 ) -> None:
-    width, (_, at_once) = x.shape[-1], _rows(x)
+    width, (rows, at_once) = x.shape[-1], rows_of(x)
     block = triton.next_power_of_2(width)
-    together, stride = (1, width) if x.is_contiguous() else (x.shape[-2], x.stride(-3))
+    together, stride = (1, 0) if x.is_contiguous() else (x.shape[-2], x.stride(-3))
+    step = math.gcd(stride, 16)
     with torch.cuda.device_of(x):
         call(
             kernel,
             (programs,),
             (x.device, *(tensor.dtype for tensor in tensors), aligned(*tensors)),
-            (*tensors, *numbers),
+            (*tensors, rows, together, stride // step, *numbers),
             warps=min(16, max(1, block * at_once // 256)),
             **constants,
-            TOGETHER=together,
-            STRIDE=stride,
+            GROUPED=not x.is_contiguous(),
+            STEP=step,
             WIDTH=width,
             BLOCK=block,
             ROWS=at_once,
         )
 
 
-def _rows(x: Tensor) -> tuple[int, int]:
+def rows_of(x: Tensor) -> tuple[int, int]:
     """How many there are, and how many a program takes at once."""
     width = x.shape[-1]
     return x.numel() // width, max(1, ELEMENTS // triton.next_power_of_2(width))
 
 
-def _in_groups(x: Tensor) -> Tensor:
-    """x with all its rows side by side, or those [..., rows, width] of evenly spaced groups; copied where neither."""
+def grouped(x: Tensor) -> bool:
+    """Whether rows [..., rows, width] lie side by side in evenly spaced groups, as heads of a part of a token do."""
     if x.is_contiguous() or x.ndim < 3:
-        return x.contiguous()
-    together = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
-    even = all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.ndim - 3))
-    return x if together and even else x.contiguous()
+        return False
+    together = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] and x.stride(-3) < 2**31
+    return together and all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.ndim - 3))
+
+
+def _where_it_lies(x: Tensor) -> Tensor:
+    return x if grouped(x) else x.contiguous()
 
 
 def _apart(weight: Tensor | float, unused: Tensor) -> tuple[Tensor, float]:
     """A weight's tensor and its number, of which a kernel looks at one."""
-    return (weight.contiguous(), 1.0) if isinstance(weight, Tensor) else (unused, weight)
+    return (weight.contiguous(), 1.0) if isinstance(weight, Tensor) else (unused, float(weight))
