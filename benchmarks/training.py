@@ -315,8 +315,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     rows: list[Row] = []
-    for name in options.presets:
-        for contender in (*map(ours, options.kinds), *map(peer, options.peers)):
+    for contender in (*map(ours, options.kinds), *map(peer, options.peers)):
+        for name in options.presets:
             for length in options.lengths:
                 rows.append(measure(contender, options, name, length))
                 print(told(rows[-1]), flush=True)

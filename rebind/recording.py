@@ -1,6 +1,6 @@
 """CUDA graphs: kernels that were launched once, one by one, and are replayed with one call.
 
-Steps of small models take a host longer to launch than a GPU to compute. What is recorded must find its inputs in the
+Many steps take a host longer to launch than a GPU to compute. What is recorded must find its inputs in the
 same tensors every time, and must not look at a value.
 """
 

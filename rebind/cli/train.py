@@ -116,7 +116,7 @@ def train(
         bool | None,
         typer.Option(
             "--record/--no-record",
-            help="Steps as one CUDA graph. Default: on one GPU, for models up to 1B parameters.",
+            help="Steps as one CUDA graph. Default: on one GPU, for models up to 400M parameters.",
             rich_help_panel=PLACE,
         ),
     ] = None,

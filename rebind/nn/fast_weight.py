@@ -145,8 +145,8 @@ class FastWeight(SequenceLayer[FastWeightState]):
         out, memory = scan(
             writes.q,
             writes.k,
-            # Where queries and keys were copied, a view would keep them beside it until the gradients come.
-            writes.v.contiguous() if self.phi.normalise.paired else writes.v,
+            # Where queries and keys are not kept as they were, a view would keep them until the gradients come.
+            writes.v if self.phi.keeps else writes.v.contiguous(),
             log_decay=writes.log_decay,
             erase=writes.erase,
             write=writes.write,

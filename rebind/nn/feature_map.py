@@ -36,6 +36,11 @@ class FeatureMap(nn.Module):
     def width(self) -> int:
         return self._feature.width
 
+    @property
+    def keeps(self) -> bool:
+        """Whether what goes in is there until the gradients come: it is what comes out, or its norm's."""
+        return self._feature.name == "identity" and not self.normalise.paired
+
     def key(self, k: Tensor) -> Tensor:
         with without_autocast(k):
             return self.normalise.key(self.feature, k)

@@ -243,11 +243,17 @@ def test_a_state_of_other_widths_is_explained():
 
 @pytest.mark.parametrize(
     ("normalise", "feature", "new", "apart"),
-    [("sum", "elu+1", True, True), ("l2", "identity", True, False), ("plain", "identity", False, False)],
+    [
+        ("sum", "elu+1", True, True),
+        ("l2", "relu", True, True),
+        ("plain", "relu", True, True),
+        ("l2", "identity", True, False),
+        ("plain", "identity", False, False),
+    ],
 )
 def test_what_waits_for_the_gradients(monkeypatch, normalise, feature, new, apart):
-    """Values have memory of their own where queries and keys were copied. Where a norm keeps what it was given, or
-    nothing is new, all three are there anyway, and values are a part of them."""
+    """Values have memory of their own where queries and keys are new. Where a norm keeps what it was given, or nothing
+    is new, all three are there anyway, and values are a part of them."""
     given = {}
 
     def noted(q, k, v, **rest):

@@ -26,7 +26,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path, changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "small", "records"),
+    ("changes", "fits", "records"),
     [
         ({"device": "cuda"}, True, True),
         ({"device": "cuda"}, False, False),
@@ -36,9 +36,9 @@ def test_what_cannot_be_recorded_is_refused(tmp_path, changes):
         ({}, True, False),
     ],
 )
-def test_small_models_are_recorded_unasked(tmp_path, monkeypatch, changes, small, records):
+def test_models_up_to_a_size_are_recorded_unasked(tmp_path, monkeypatch, changes, fits, records):
     model = RebindForCausalLM(RebindConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
-    monkeypatch.setattr(updates, "LARGEST", model.num_parameters() - (not small))
+    monkeypatch.setattr(updates, "LARGEST", model.num_parameters() - (not fits))
     alone = Processes(0, 1, torch.device("cpu"))
     made = updates.Updates(config(corpus(tmp_path), **changes), alone, model, torch.optim.SGD(model.parameters()), 1)
     assert made.records == records
@@ -49,9 +49,10 @@ class _Played:
 
     def __init__(self, loss_of, parameters, clip, inputs, targets) -> None:
         assert all(parameter.grad is None for parameter in parameters)
-        self.loss_of, self.parameters, self.clip = loss_of, parameters, clip
+        self.loss_of, self.parameters, self.clip, self.played = loss_of, parameters, clip, 0
 
     def __call__(self, inputs, targets):
+        self.played += 1
         for parameter in self.parameters:
             parameter.grad = None
         loss = self.loss_of(inputs, targets)
@@ -97,7 +98,26 @@ def test_without_memory_for_a_recording_unasked_steps_are_made(tmp_path, monkeyp
         with pytest.raises(torch.OutOfMemoryError):
             train(run, tmp_path / "run")
     else:
-        assert len(_losses(train(run, tmp_path / "run"))) == WARM + 3
+        with pytest.warns(RecordingWarning, match="too little memory"):
+            found = train(run, tmp_path / "run")
+        assert len(_losses(found)) == WARM + 3
+
+
+@pytest.mark.parametrize(("asked", "free", "kept"), [(True, 10, True), (None, 26, True), (None, 24, False)])
+def test_an_unasked_recording_leaves_memory_to_others(tmp_path, monkeypatch, asked, free, kept):
+    made = []
+    monkeypatch.setattr(recorded_module, "RecordedStep", lambda *given: made.append(_Played(*given)) or made[-1])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 100))
+    monkeypatch.setattr(loop.TrainConfig, "require_recordable", lambda *given: None)
+    run = config(corpus(tmp_path), steps=WARM + 3, record=asked)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = train(run, tmp_path / "run")
+    assert len(_losses(found)) == WARM + 3
+    assert len(made) == 1
+    assert made[0].played == (3 if kept else 0)
+    assert any("too little memory" in str(one.message) for one in told) != kept
 
 
 @needs_gpu

@@ -104,7 +104,7 @@ class TrainConfig:
         evaluate_tokens: Most held tokens that are read at an evaluation.
         precision: "float32", "bfloat16" (autocast; weights stay in float32), or "auto": bfloat16 on a GPU.
         keep: Checkpoints that are kept.
-        record: Whether steps run as one CUDA graph. None: where they can and there is memory, up to a billion
+        record: Whether steps run as one CUDA graph. None: where they can and there is memory, up to 400 million
             parameters.
         sharded: Whether several processes share the weights and moments (FSDP2), or each has all of them (DDP).
         tensorboard: Whether the log is also written for TensorBoard.

@@ -1,14 +1,17 @@
-"""A training step as a CUDA graph: a small model takes longer to launch than to compute."""
+"""A training step as a CUDA graph: many a model takes longer to launch than to compute."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from rebind.errors import RecordingWarning
 from rebind.recording import captured, or_none
 
+SPARE = 4  # a fourth of a GPU's memory is left to whatever else a run does
 WARM = 3  # steps that run before one is recorded: kernels are compiled and checked, workspaces made
 
 
@@ -55,16 +58,31 @@ def record(
 ) -> RecordedStep | None:
     """A recorded step, or None, with a warning, where the model does something that a graph does not hold.
 
-    Where nobody `asked` for it, None too where there is no memory for both the step and its recording.
+    Where nobody `asked` for it, None too where memory is short: a recording holds on to all that a step needs, also
+    while there is none.
     """
     made = None
     try:
         made = or_none(lambda: RecordedStep(loss_of, parameters, clip, inputs, targets), "a training step")
+        short = made is not None and not asked and _short_of_memory()
     except torch.OutOfMemoryError:
         if asked:
             raise
+        short = True
+    if short:
+        made = None
         torch.cuda.empty_cache()
+        warnings.warn(
+            "steps are not recorded as a CUDA graph: too little memory would be left; smaller batches may be faster",
+            RecordingWarning,
+            stacklevel=2,
+        )
     if made is None:
         for parameter in parameters:
             parameter.grad = None
     return made
+
+
+def _short_of_memory() -> bool:
+    free, everything = torch.cuda.mem_get_info()
+    return free * SPARE < everything
