@@ -10,10 +10,15 @@ from rebind.edit.edits import Edit
 LISTED = 500  # facts on a model card: a longer list is for the ledger
 
 
-def model_card(edits: Sequence[Edit], base_name: str, fingerprint: str, *, library: str = "transformers") -> str:
-    """README.md of an edited model (or, with library "peft", of an adapter): what was changed, and how well."""
+def model_card(
+    edits: Sequence[Edit], base_name: str, fingerprint: str, *, library: str = "transformers", start: str = ""
+) -> str:
+    """README.md of an edited model (or, with library "peft", of an adapter): what was changed, how well, and its use.
+
+    `start` is what stood before every prompt and the tokenizer does not put there by itself.
+    """
     facts = [(edit, index) for edit in edits for index in range(len(edit.facts))]
-    base = [f"base_model: {base_name}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", base_name, re.ASCII) else []
+    base = [f"base_model: {base_name}"] if _is_on_the_hub(base_name) else []
     front = ["---", f"library_name: {library}", *base, "tags:", "- rebind", "- model-editing", "---"]
     count = f"{len(facts)} fact{'' if len(facts) == 1 else 's'}"
     lines = [
@@ -22,6 +27,10 @@ def model_card(edits: Sequence[Edit], base_name: str, fingerprint: str, *, libra
         f"# {_plain(base_name)}, edited",
         "",
         f"{count} rewritten with rebind, in closed form. The rest of the model is as it was.",
+        "",
+        "## Use",
+        "",
+        *_use(library, base_name, start),
         "",
         "## Edits",
         "",
@@ -40,6 +49,38 @@ def model_card(edits: Sequence[Edit], base_name: str, fingerprint: str, *, libra
         lines += ["", f"And {len(facts) - LISTED} more facts: the ledger has them all."]
     lines += ["", "Before and after: the target's probability and its first token's rank on the prompt; what was said."]
     return "\n".join(lines) + "\n"
+
+
+def _use(library: str, base_name: str, start: str) -> list[str]:
+    if library == "peft":
+        code = ["from peft import PeftModel", *_base(base_name), "", "model = PeftModel.from_pretrained(base, folder)"]
+        told = ["`adapter_config.json` names the base as it lay where this was made; pass the one that you have."]
+    else:
+        code = [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            "model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)",
+        ]
+        told = []
+    if start:
+        code += [f'ids = tokenizer({start!r} + prompt, return_tensors="pt").input_ids']
+        told += [f"Everything here was asked after `{start}`, which the tokenizer does not put in front by itself."]
+    return ["```python", *code, "```", *(["", " ".join(told)] if told else [])]
+
+
+def _base(name: str) -> list[str]:
+    """Code that loads the base model."""
+    if _is_on_the_hub(name):
+        return [
+            "from transformers import AutoModelForCausalLM",
+            "",
+            f"base = AutoModelForCausalLM.from_pretrained({name!r})",
+        ]
+    return ["from rebind.edit.models import load_model", "", f"base = load_model({name!r}).model"]
+
+
+def _is_on_the_hub(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) is not None
 
 
 def _edit_row(edit: Edit) -> str:

@@ -44,6 +44,7 @@ from rebind.edit.search import Search
 from rebind.edit.sites import Site, find_sites, memory_of, module_at
 from rebind.edit.spread import Place, spread, suitable_lambda
 from rebind.edit.targets import Prompt, Request, TargetSettings
+from rebind.edit.tokenizers import unwritten_start
 from rebind.edit.trunk import Trunk
 from rebind.edit.versions import versions
 from rebind.edit.weights import Weights, keys_of
@@ -307,7 +308,8 @@ class Editor:
         )
 
     def _card(self, library: str) -> str:
-        return model_card(self.ledger.active, self.loaded.name, self.fingerprint, library=library)
+        start = unwritten_start(self.tokenizer, self.loaded.start)
+        return model_card(self.ledger.active, self.loaded.name, self.fingerprint, library=library, start=start)
 
     # Inside
 

@@ -67,3 +67,10 @@ def start_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     if isinstance(end_of_text, int) and tokenizer.convert_ids_to_tokens(end_of_text) == "<|endoftext|>":
         return (end_of_text,)
     return ()
+
+
+def unwritten_start(tokenizer: PreTrainedTokenizerBase, start: tuple[int, ...]) -> str:
+    """The text of `start` where the tokenizer does not put it in front of a prompt by itself."""
+    if tuple(tokenizer("a")["input_ids"][: len(start)]) == start:
+        return ""
+    return "".join(tokenizer.convert_ids_to_tokens(list(start)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rebind.edit.card import LISTED, model_card
 from rebind.edit.facts import Fact
+from rebind.edit.tokenizers import unwritten_start
 from tests.edit.edited import make_edit
 
 
@@ -55,3 +58,41 @@ def test_a_long_card_says_what_it_leaves_out(llama):
     assert "And 3 more facts: the ledger has them all." in card
     assert card.count("thing 0-") == LISTED
     assert "more facts" not in model_card([make_edit(llama.model, [0], 3)], "tiny", "f")
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "lines"),
+    [
+        ("transformers", "tiny", ["from transformers import AutoModelForCausalLM, AutoTokenizer"]),
+        ("peft", "smollm2", ["from peft import PeftModel", "base = load_model('smollm2').model"]),
+        ("peft", "Org/model", ["base = AutoModelForCausalLM.from_pretrained('Org/model')"]),
+    ],
+)
+def test_the_card_says_how_it_is_loaded(llama, library, name, lines):
+    card = model_card([make_edit(llama.model, [0], 1)], name, "f", library=library)
+    code = card.partition("```python\n")[2].partition("\n```")[0]
+    compile(code, "card", "exec")
+    assert set(lines) <= set(code.splitlines())
+    assert "in front by itself" not in card
+
+
+def test_the_card_says_what_stood_before_every_prompt(llama):
+    card = model_card([make_edit(llama.model, [0], 1)], "tiny", "f", start="<|endoftext|>")
+    assert "after `<|endoftext|>`, which the tokenizer does not put in front by itself" in card
+    assert "ids = tokenizer('<|endoftext|>' + prompt, return_tensors=\"pt\").input_ids" in card
+
+
+class Tokenizer:
+    def __init__(self, front):
+        self.front = front
+
+    def __call__(self, text):
+        return {"input_ids": [*self.front, 5]}
+
+    def convert_ids_to_tokens(self, ids):
+        return [f"<{one}>" for one in ids]
+
+
+@pytest.mark.parametrize(("front", "start", "text"), [((1,), (1,), ""), ((), (1,), "<1>"), ((), (), "")])
+def test_what_a_tokenizer_leaves_out(front, start, text):
+    assert unwritten_start(Tokenizer(front), start) == text
