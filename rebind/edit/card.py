@@ -56,14 +56,15 @@ def _use(library: str, base_name: str, start: str) -> list[str]:
         code = ["from peft import PeftModel", *_base(base_name), "", "model = PeftModel.from_pretrained(base, folder)"]
         told = ["`adapter_config.json` names the base as it lay where this was made; pass the one that you have."]
     else:
+        prompt = f"{start!r} + prompt" if start else "prompt"
         code = [
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             "model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)",
+            f"said = tokenizer.decode(model.generate(**tokenizer({prompt}, return_tensors='pt'))[0])",
         ]
         told = []
     if start:
-        code += [f'ids = tokenizer({start!r} + prompt, return_tensors="pt").input_ids']
         told += [f"Everything here was asked after `{start}`, which the tokenizer does not put in front by itself."]
     return ["```python", *code, "```", *(["", " ".join(told)] if told else [])]
 

@@ -79,7 +79,7 @@ def test_the_card_says_how_it_is_loaded(llama, library, name, lines):
 def test_the_card_says_what_stood_before_every_prompt(llama):
     card = model_card([make_edit(llama.model, [0], 1)], "tiny", "f", start="<|endoftext|>")
     assert "after `<|endoftext|>`, which the tokenizer does not put in front by itself" in card
-    assert "ids = tokenizer('<|endoftext|>' + prompt, return_tensors=\"pt\").input_ids" in card
+    assert "tokenizer('<|endoftext|>' + prompt, return_tensors='pt')" in card
 
 
 class Tokenizer:
