@@ -100,6 +100,13 @@ def test_layers_measured_here_serve_models_without_an_entry():
     assert choose_settings(get_method("memit"), "gpt2-xl", 48, measured=(3, 4)).layers == (13, 14, 15, 16, 17)
 
 
+@pytest.mark.parametrize("name", ["rome", "emmet"])
+def test_methods_of_one_layer_refuse_several(name):
+    assert choose_settings(get_method(name), "unheard-of", 30, layers=(7, 7)).layers == (7,)
+    with pytest.raises(InputError, match=rf"layers are \[2, 3\], expected one for {name}.*use memit"):
+        choose_settings(get_method(name), "unheard-of", 30, layers=(3, 2))
+
+
 def test_every_entry_fits_its_model_and_names_methods():
     for entry in ENTRIES:
         assert set(entry.methods) <= METHODS.keys()
