@@ -223,8 +223,8 @@ def choose_settings(
         settings = replace(settings, layers=tuple(sorted(set(layers))), source="chosen by hand")
         if len(settings.layers) > 1 and not method.several_layers:
             raise InputError(
-                f"layers are {list(settings.layers)}, expected one for {method.name}, which writes its facts exactly into "
-                f"one matrix: name one, or use memit for several"
+                f"layers are {list(settings.layers)}, expected one for {method.name}, which writes its facts exactly "
+                f"into one matrix: name one, or use memit for several"
             )
     outside = [layer for layer in settings.layers if not 0 <= layer < depth - 1]
     if outside or not settings.layers:
