@@ -16,7 +16,7 @@ from rich.text import Text
 from rebind.cli import options
 from rebind.cli.screen import Screen, screen
 from rebind.cli.tables import pairs, table
-from rebind.errors import InputError
+from rebind.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
     from rebind.nn.training import Progress as Told
@@ -53,7 +53,7 @@ def train(
         ),
     ] = "modern-10m",
     layers: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--layers",
             "--rule",
@@ -144,7 +144,7 @@ def train(
         config = TrainConfig(
             DataConfig(data, tokenizer, vocabulary, validation, held),
             preset=preset,
-            layers=_kinds(layers),
+            layers=_kinds(layers or []),
             model=_fields(changes or []),
             optimizer=OptimizerConfig(rate=rate, warmup=warmup, weight_decay=decay, clip=clip),
             length=length,
@@ -172,16 +172,34 @@ def train(
                 shown.hint("--sharded split nothing, there was one process: start several with torchrun")
 
 
-def _kinds(text: str | None) -> str | tuple[str, ...] | None:
-    """Layer kinds as a person writes them.
+def _kinds(given: list[str]) -> str | tuple[str, ...] | None:
+    """Layer kinds as a person writes them, hyphens as underscores too.
 
-    >>> _kinds("delta"), _kinds("delta, attention")
-    ('delta', ('delta', 'attention'))
+    >>> _kinds(["delta"]), _kinds(["gated_delta, attention"])
+    ('delta', ('gated-delta', 'attention'))
     """
-    if text is None:
-        return None
-    kinds = tuple(part.strip() for part in text.split(","))
-    return kinds if len(kinds) > 1 else kinds[0]
+    if len(given) > 1:
+        raise InputError(
+            f"--layers (or --rule, its other name) is given {len(given)} times ({' and '.join(given)}), expected once: "
+            f"choose one, or join them to a pattern, {','.join(given)}"
+        )
+    kinds = tuple(part.strip().replace("_", "-") for text in given for part in text.split(","))
+    for kind in kinds:
+        _require_more_than_a_rule(kind)
+    return kinds if len(kinds) > 1 else next(iter(kinds), None)
+
+
+def _require_more_than_a_rule(kind: str) -> None:
+    """`sum` is a rule that several kinds are built on, none of which has its name alone."""
+    from rebind.memory.rules import rule_names
+    from rebind.nn.kinds import KINDS
+
+    if kind in rule_names() and kind not in KINDS:
+        built = [name for name in KINDS if name.endswith(f"-{kind}")]
+        raise UnknownNameError(
+            f"{kind!r} is a rule and no kind of layer, expected a kind that is built on it: choose one of "
+            f"{', '.join(built)}"
+        )
 
 
 def _fields(changes: list[str]) -> dict[str, Any]:
@@ -234,6 +252,8 @@ def _bar(shown: Screen) -> Iterator[Told]:
 
 def _show(shown: Screen, result: Result) -> None:
     summary = result.summary
+    if result.began == summary["steps"]:
+        shown.show(Text(f"already finished: {result.folder} has all of its {summary['steps']:,} steps"))
     kinds = ", ".join(dict.fromkeys(summary["layers"]))
     shown.show(Text(f"{summary['parameters']:,} parameters of {kinds}", style="bold"))
     made = table("held text", "loss", "perplexity", "tokens", right=("loss", "perplexity", "tokens"))
@@ -252,5 +272,5 @@ def _show(shown: Screen, result: Result) -> None:
     if not (result.folder / "curve.png").exists():
         shown.hint("no curve: pip install 'rebind[lab]' for one")
     shown.hint(f'ask it: rebind generate {result.folder} "Once"')
-    document = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "summary": summary}
-    shown.result(document, str(result.folder))
+    document = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "began": result.began}
+    shown.result({**document, "summary": summary}, str(result.folder))

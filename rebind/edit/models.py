@@ -7,18 +7,28 @@ nothing is fetched unless a Hub id was asked for by name.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rebind.edit.cache import cache_folder
 from rebind.edit.pretrained import one_line, quiet, require_complete
 from rebind.edit.sources import DEFAULT_MODEL, locate
 from rebind.edit.tokenizers import load_tokenizer, start_ids
 from rebind.errors import InputError
+
+# By model type. They do not lie below this layer: imported by name, and for such a model only.
+OWN = {"rebind": "rebind.nn.models", "rebind-seq2seq": "rebind.nn.seq2seq"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +59,9 @@ def load_model(
     """A model to edit.
 
     Args:
-        spec: "smollm2" (the embedded default), a GGUF file, a folder in Hugging Face format, a Hub id
-            (downloaded, with its progress shown, if it is not in the Hub's cache), or a loaded model.
+        spec: "smollm2" (the embedded default), a GGUF file, a folder in Hugging Face format or one that
+            `rebind train` made (its newest checkpoint), a Hub id (downloaded, with its progress shown, if it is
+            not in the Hub's cache), or a loaded model.
         tokenizer: needed with a loaded model; otherwise the one that lies beside the weights. A fast one.
         dtype: the dtype the weights are stored in unless given.
         device: the CPU unless given.
@@ -91,6 +102,7 @@ def _load_folder(
         step = "check that the folder is complete and that save_pretrained of a causal language model wrote it"
     try:
         with quiet():
+            _register_own(folder)
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             if config.is_encoder_decoder:
                 raise InputError(
@@ -118,6 +130,13 @@ def _load_folder(
     model, report = loaded  # because of output_loading_info
     require_complete(report, folder, step)
     return model if device is None else nn.Module.to(model, device)
+
+
+def _register_own(folder: Path) -> None:
+    """Tell transformers of a model of ours: importing its class does."""
+    told, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    if (kind := told.get("model_type")) in OWN:
+        import_module(OWN[kind])
 
 
 def _require_device(device: torch.device | str | None) -> None:

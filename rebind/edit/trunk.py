@@ -106,7 +106,7 @@ class Trunk:
         """The keys and values of these tokens at every block, or at those until one; None for no tokens."""
         if tokens.ids.shape[-1] == 0:
             return None
-        if until is None:
+        if until is None or not self.model._supports_default_dynamic_cache():  # or it has a cache of its own kind
             return self._base(tokens, use_cache=True).past_key_values
         cache = DynamicCache(config=self.model.config)
         with self._watching(self.blocks[until], lambda *_: None):

@@ -115,10 +115,10 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
         hidden = [x]
         x = self.dropout(x)
         for index, block in enumerate(self.layers):
-            x, state = block(x, None if cache is None else cache.states[index], mask)
+            x, *state = block(x, None if cache is None else cache.states[index], mask)
             hidden.append(x)
-            if cache is not None:
-                cache.states[index] = state
+            if cache is not None and state:  # none of a block that hands x through, as in `rebind.edit.trunk`
+                cache.states[index] = state[0]
         if cache is not None:
             cache.seen += x.shape[1]
         x = self.norm(x)
@@ -145,6 +145,7 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
                 f"past_key_values is {given!r}, expected a RebindCache of {len(self.layers)} layers: pass what this "
                 f"model returned, or None to begin"
             )
+        given.states = list(given.states)  # a shallow copy of a cache goes on by itself
         return given
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, T5Config
 from transformers.utils import logging as transformers_logging
 
+from rebind.edit import editor as editor_module
+from rebind.edit.editor import Editor
+from rebind.edit.facts import Fact
 from rebind.edit.fingerprint import fingerprint
 from rebind.edit.models import load_model
 from rebind.edit.sites import find_sites
+from rebind.edit.targets import TargetSettings
+from rebind.edit.trunk import _borrowed
 from rebind.errors import InputError
+from rebind.nn import RebindConfig, RebindForCausalLM, RebindForSeq2SeqLM, RebindSeq2SeqConfig
+from tests.edit import tiny as tinies
 from tests.edit.families import tokens
 from tests.edit.saved import make_tokenizer
 
@@ -136,6 +145,62 @@ def test_a_config_that_leads_nowhere(folder, config):
     with pytest.raises(InputError, match="cannot be loaded as a causal language model") as caught:
         load_model(folder)
     assert "\n" not in str(caught.value)
+
+
+# A model of rebind.nn
+
+
+def save_own(folder, kind):
+    """One that has learnt nothing, as a checkpoint."""
+    tokenizer = tinies.tokenizer()
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = RebindForCausalLM(
+            RebindConfig(vocab_size=len(tokenizer), layer_kinds=kind, eos_token_id=0, initializer_range=0.2, **shape)
+        )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_ours_needs_no_import(tmp_path):
+    save_own(tmp_path / "own", "delta")
+    code = "import sys; from rebind.edit.models import load_model; print(type(load_model(sys.argv[1]).model).__name__)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "own")], capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.strip() == "RebindForCausalLM", ran.stderr
+
+
+@pytest.mark.parametrize("kind", ["attention", "gated-delta", ["delta", "attention"], "linear-sum", "ttt-linear"])
+def test_a_model_of_ours_can_be_edited(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(editor_module, "SEEDS", ("The", "I"))
+    monkeypatch.setattr(editor_module, "CONTEXT_TOKENS", 4)
+    fact = Fact.parse("The capital of {France} is", "Rome")
+    editor = Editor(save_own(tmp_path / "own", kind), corpus=tinies.texts(), moment_tokens=1500, guard=None)
+    base, before = tinies.weights(editor.model), editor.score([fact])[0]
+    edit = editor.rewrite_many([fact], layers=[2], targets=TargetSettings(steps=20, clamp=2.0))
+    assert editor.score([fact])[0].nll < before.nll - 0.05  # what was written at the subject is read a token later
+    editor.undo(edit.id)
+    assert tinies.weights(editor.model) == base
+
+
+@pytest.mark.parametrize("kind", ["attention", "gated-delta"])
+def test_a_cache_of_ours_is_borrowed_and_not_written(tmp_path, kind):
+    model = load_model(save_own(tmp_path / "own", kind)).model
+    first, then = tokens(2, 5), tokens(2, 4, seed=1)
+    past = model(first, use_cache=True).past_key_values
+    whole = model(torch.cat([first, then], dim=1)).logits[:, 5:]
+    for _ in range(2):  # the second finds the cache as the first did
+        assert torch.allclose(model(then, past_key_values=_borrowed(past)).logits, whole, atol=1e-5)
+
+
+def test_a_translator_of_ours_is_no_causal_model(tmp_path):
+    shape = {"hidden_size": 16, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2}
+    RebindForSeq2SeqLM(RebindSeq2SeqConfig(vocab_size=96, **shape)).save_pretrained(tmp_path / "own")
+    with pytest.raises(InputError, match=r"own is an encoder-decoder \(rebind-seq2seq\), expected a causal"):
+        load_model(tmp_path / "own")
 
 
 # A loaded model, and devices

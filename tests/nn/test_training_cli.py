@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from rebind.cli.__main__ import app
@@ -15,7 +16,7 @@ from tests.nn.training_runs import TINY, corpus
 
 SMALL = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
 SIZES = ["--length", "16", "--batch", "4", "--steps", "6", "--save-every", "3", "--evaluate-tokens", "50"]
-FAST = ["--layers", "delta", "--tokenizer", "characters", *SIZES]
+FAST = ["--tokenizer", "characters", *SIZES]
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,9 @@ def rebind(*words: str, code: int = 0):
 
 
 def train(tmp_path, *words: str, code: int = 0):
-    return rebind("train", "--data", corpus(tmp_path), "--out", str(tmp_path / "run"), *FAST, *SMALL, *words, code=code)
+    layers = [] if {"--layers", "--rule"} & set(words) else ["--layers", "delta"]
+    given = [*FAST, *SMALL, *layers, *words]
+    return rebind("train", "--data", corpus(tmp_path), "--out", str(tmp_path / "run"), *given, code=code)
 
 
 def test_train_and_generate(tmp_path):
@@ -66,7 +69,26 @@ def test_it_says_what_came_of_it_and_goes_on(tmp_path, monkeypatch):
     assert calls == [0, 1, 2, 3, 4, 3, 4, 5]  # on from the checkpoint after three steps
     assert "perplexity" in out
     assert "rebind generate" in out
+    assert "already finished" not in out
+    assert train(tmp_path).stdout.startswith("already finished: ")
+    assert json.loads(train(tmp_path, "--json").stdout)["began"] == 6
     assert train(tmp_path, "-q").stdout.strip() == str(tmp_path / "run")
+    assert train(tmp_path, "--evaluate-every", "2", "--save-every", "1").stdout.startswith("already finished: ")
+    err = train(tmp_path, "--steps", "8", code=2).stderr
+    assert "has a finished run of another config (steps is 8, was 6), and steps decides the rate of every step" in err
+
+
+def test_kinds_may_have_underscores(tmp_path):
+    assert (
+        json.loads(train(tmp_path, "--rule", "gated_delta", "--json").stdout)["summary"]["layers"]
+        == ["gated-delta"] * 2
+    )
+
+
+def test_fields_that_are_named_are_ours(tmp_path):
+    err = train(tmp_path, "--set", "foo=1", code=2).stderr
+    assert "hidden_size" in err
+    assert not any(name in err for name in ("id2label", "return_dict", "chunk_size_feed_forward"))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +96,12 @@ def test_it_says_what_came_of_it_and_goes_on(tmp_path, monkeypatch):
     [
         (["--layers", "dleta"], 2, "did you mean 'delta'"),
         (["--rule", "delta,delta,attention"], 2, "names 3 layers"),
+        (["--rule", "sum"], 2, "'sum' is a rule and no kind of layer, expected a kind that is built on it: choose"),
+        (["--rule", "delta,sum"], 2, "performer-sum, dpfp-sum"),
+        (["--rule", "linear"], 2, "unknown layer kind 'linear'"),
+        (["--layers", "delta", "--rule", "sum"], 2, "is given 2 times (delta and sum), expected once"),
+        (["--layers", "delta", "--set", "layer_kinds=attention"], 2, "expected one of them: leave layer_kinds out"),
+        (["--set", "foo=1"], 2, "expected one of bos_token_id, conv_size, dpfp_nu"),
         (["--set", "dropout"], 2, "expected field=value"),
         (["--set", "dropuot=0.1"], 2, "did you mean 'dropout'"),
         (["--steps", "0"], 2, "steps is 0"),
@@ -127,3 +155,22 @@ def test_out_of_memory_speaks_of_this_command(tmp_path, monkeypatch):
 def test_generate_wants_a_run(tmp_path):
     assert "has no checkpoint" in rebind("generate", str(tmp_path), "the", code=2).stderr
     assert "nowhere is not a folder" in rebind("generate", str(tmp_path / "nowhere"), "the", code=2).stderr
+
+
+def test_generate_sends_other_models_to_ask(tmp_path):
+    folder = tmp_path / "llama"
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=9, **shape)).save_pretrained(folder)
+    err = rebind("generate", str(folder), "the", code=2).stderr
+    assert f"{folder} holds a model of type 'llama', expected one that `rebind train` made" in err
+    assert f"`rebind ask -m {folder}`" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_ask_takes_a_run(tmp_path):
+    train(tmp_path)
+    run = str(tmp_path / "run")
+    asked = json.loads(rebind("ask", "the cat", "-m", run, "--tokens", "9", "--json").stdout)
+    said = json.loads(rebind("generate", run, "the cat", "--greedy", "--tokens", "9", "--json").stdout)
+    assert asked["model"] == "run"
+    assert asked["answers"][0]["base"]["says"] == said["answers"][0]["text"]

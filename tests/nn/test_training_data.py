@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
@@ -101,6 +104,38 @@ def test_a_tokenizer_that_is_none(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="cannot be had"):
         prepare(DataConfig(corpus(tmp_path), str(tmp_path / "empty")), tmp_path / "cache")
+
+
+def test_a_tokenizer_of_the_hub_is_fetched_once(tmp_path, monkeypatch):
+    made = prepare(DataConfig(corpus(tmp_path)), tmp_path / "cache").tokenizer
+    made.save_pretrained(tmp_path / "fetched")
+    asked = []
+
+    def fetch(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(tmp_path / "fetched")
+
+    monkeypatch.setattr(tokenizers, "snapshot_download", fetch)
+    monkeypatch.setattr(socket.socket, "connect", lambda *a: pytest.fail("asked the network"))
+    assert tokenizers.fingerprint(tokenizers.given("someone/words")) == tokenizers.fingerprint(made)
+    [(name, allowed)] = asked
+    assert name == "someone/words"
+    assert not any("safetensors" in pattern or "py" in pattern for pattern in allowed)
+
+
+def test_a_tokenizer_of_the_hub_offline_is_one_line(tmp_path, monkeypatch, capfd):
+    def lost(*given, **named):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lost)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits to hear it again"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(
+        InputError, match=r"tokenizer 'nonesuch' cannot be had \(.*\), expected bpe, characters"
+    ) as told:
+        tokenizers.given("nonesuch")
+    assert "\n" not in str(told.value)
+    assert capfd.readouterr() == ("", "")
 
 
 # Batches

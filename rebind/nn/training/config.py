@@ -14,6 +14,8 @@ from rebind.nn.presets import preset
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 MAY_CHANGE = {  # between a start and a resumption: numbers are the same but for rounding, and a recording's dropout
+    "evaluate_every",
+    "save_every",
     "keep",
     "log_every",
     "device",
@@ -90,7 +92,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run. All but `keep`, `log_every`, `device`, `record`, `sharded` and `tensorboard` decides its numbers.
+    """A whole run. What `MAY_CHANGE` names decides none of its numbers; all else does.
 
     Attributes:
         data: Where tokens come from.
@@ -155,7 +157,12 @@ class TrainConfig:
         known = {one.name for one in fields(RebindConfig) if not one.name.startswith("_")}
         for name in self.model:
             if name not in known:
-                raise unknown_name("field of the model", name, known)
+                raise unknown_name("field of the model", name, RebindConfig.__annotations__)  # not transformers' own
+        if self.layers is not None and "layer_kinds" in self.model:
+            raise InputError(
+                f"layers is {self.layers!r} and layer_kinds {self.model['layer_kinds']!r}, expected one of them: leave "
+                f"layer_kinds out"
+            )
         self.model_config(self.model.get("vocab_size", 1_000))  # a bad shape says so before the corpus is read
 
     def require_recordable(self, processes: int = 1) -> None:
@@ -185,13 +192,13 @@ class TrainConfig:
         return {**asdict(self), "layers": list(self.layers) if isinstance(self.layers, tuple) else self.layers}
 
 
-def differences(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """What decides the numbers and is not the same, as `name is X, was Y`."""
-    found = []
+def differences(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """What decides the numbers and is not the same: by its name, what it was and what it is."""
+    found: dict[str, tuple[Any, Any]] = {}
     for name in sorted({*begun, *now} - (MAY_CHANGE if not prefix else set())):
         old, new = begun.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{prefix}{name}.")
+            found |= differences(old, new, f"{prefix}{name}.")
         elif old != new:
-            found.append(f"{prefix}{name} is {new!r}, was {old!r}")
+            found[f"{prefix}{name}"] = (old, new)
     return found

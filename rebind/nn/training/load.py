@@ -59,11 +59,21 @@ def _loaded(given: Path, path: Path, device: str, dtype: torch.dtype | None) -> 
     if not (path / "config.json").is_file() or not (path / "model.safetensors").is_file():
         what = "has no checkpoint" if given.is_dir() else "is not a folder, so it has no checkpoint"
         raise InputError(f"{given} {what}, expected one that `rebind train` made: name it, or train there first")
+    _require_ours(path)
     model: Any = RebindForCausalLM(RebindConfig.from_pretrained(path))  # untyped: transformers wraps `to`
     load_model(model, path / "model.safetensors")
     tokenizer = tokenizers.read_tokenizer(path)
     _require_match(path, model, tokenizer)
     return Trained(model.to(device=device, dtype=dtype).eval(), tokenizer, path)
+
+
+def _require_ours(path: Path) -> None:
+    kind = RebindConfig.get_config_dict(path)[0].get("model_type")
+    if kind != RebindConfig.model_type:
+        raise InputError(
+            f"{path} holds a model of type {kind!r}, expected one that `rebind train` made: ask this one with "
+            f"`rebind ask -m {path}`"
+        )
 
 
 def _require_match(path: Path, model: RebindForCausalLM, tokenizer: Any) -> None:

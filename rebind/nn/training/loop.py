@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class Result:
     folder: Path
     checkpoint: Path
     summary: dict[str, Any]
+    began: int = field(default=0, compare=False)  # steps done before: all, if it was finished already
 
 
 def train(
@@ -73,7 +74,8 @@ def train(
     """Train into the folder `out`, or go on with what is there. Several processes: start with `torchrun`.
 
     Args:
-        config: The run. A folder that has a checkpoint takes only the config it was begun with.
+        config: The run. A folder that has a checkpoint takes only the config it was begun with, but for what
+            `rebind.nn.training.config.MAY_CHANGE` names.
         out: Gets config.json, log.jsonl, times.jsonl, checkpoints, and at the end result.json and curve.png.
         cache: Where tokens are kept. None: in `out`.
         progress: Whom to tell.
@@ -86,7 +88,7 @@ def train(
             checkpoint.tidy(folder / CHECKPOINTS)
         found = group.after_the_first(lambda: checkpoint.latest(folder / CHECKPOINTS))
         if found is not None:
-            _require_same(folder, config)
+            _require_same(folder, config, found.place.step)
         told.phase("tokens")
         corpus = group.after_the_first(lambda: prepare(config.data, cache or folder / "tokens"))
         run = Run(config, folder, group, corpus, found, told)
@@ -123,6 +125,7 @@ class Run:
         if config.carry and self.model.grows:
             raise InputError("carry is on and attention's memory grows without end: train it without, or other layers")
         self.step, self.saved = 0, found.folder if found else None
+        self.began = found.place.step if found else 0
         if found is not None:
             self._require_place(found)
             found.fill(self.model)
@@ -336,7 +339,8 @@ class Run:
             draw_curve(self.folder / CURVE, self.log.rows(), title)
             write_atomically(self.folder / RESULT, text.encode())
         self.group.wait()
-        return Result(self.folder, path, json.loads((self.folder / RESULT).read_text(encoding="utf-8")))
+        summary = json.loads((self.folder / RESULT).read_text(encoding="utf-8"))
+        return Result(self.folder, path, summary, self.began)
 
     def _summary(self) -> dict[str, Any]:
         config, held = self.config, self.corpus.held[: self.config.evaluate_tokens]
@@ -365,7 +369,7 @@ def _own_random(group: Processes) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=[group.device] if group.device.type == "cuda" else [])
 
 
-def _require_same(folder: Path, config: TrainConfig) -> None:
+def _require_same(folder: Path, config: TrainConfig, step: int) -> None:
     path = folder / CONFIG
     try:
         begun = json.loads(path.read_text(encoding="utf-8"))
@@ -373,9 +377,12 @@ def _require_same(folder: Path, config: TrainConfig) -> None:
         raise InputError(f"{path} cannot be read ({problem}), expected a run's config: train elsewhere") from None
     now = json.loads(json.dumps(config.to_json()))
     if changed := differences(begun, now):
+        finished = step == begun.get("steps")
+        why = ", and steps decides the rate of every step, which falls to the last" if "steps" in changed else ""
+        told = "; ".join(f"{name} is {new!r}, was {old!r}" for name, (old, new) in changed.items())
         raise InputError(
-            f"{folder} has a run of another config ({'; '.join(changed)}): use the one it was begun with to go on, or "
-            f"another folder"
+            f"{folder} has a {'finished ' if finished else ''}run of another config ({told}){why}: "
+            f"{'' if finished else 'use the one it was begun with to go on, or '}train into another folder"
         )
 
 

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -15,6 +16,7 @@ from rebind.errors import InputError
 
 END = "<|end|>"
 TRAINED = ("bpe", "characters")
+HUB_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # that a tokenizer may be made of
 PROBE = (  # of words, case, accents, numbers, spaces, scripts, signs
     "The quick brown fox, 1234567890 times: naïve café's ÉCOLE!\n\n\tdef f(x): return x**2  # 日本語 🙂 Привет\r\n"
     "  don't STOP internationalization; unbelievable, thoroughly (re)tokenized text…"
@@ -47,9 +49,13 @@ def characters(texts: Iterable[str]) -> Any:
 
 
 def given(name: str) -> Any:
-    """The tokenizer in a folder or on the Hub."""
+    """The tokenizer in a folder or on the Hub.
+
+    Of the Hub its files are asked for once: transformers would ask for each in turn, and offline again and again.
+    """
     try:
-        return AutoTokenizer.from_pretrained(name)
+        folder = Path(name).expanduser()
+        return read_tokenizer(folder if folder.is_dir() else Path(snapshot_download(name, allow_patterns=HUB_FILES)))
     except Exception as problem:  # missing, offline, not a tokenizer: each with an exception of its own
         line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise InputError(
@@ -58,7 +64,7 @@ def given(name: str) -> Any:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(str(folder))
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
 def fingerprint(tokenizer: Any) -> str:
