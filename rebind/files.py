@@ -6,11 +6,12 @@ import contextlib
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rebind.errors import StorageError
+from rebind.errors import InputError, StorageError
 
 STALE_AFTER = 24 * 3600  # seconds: a temporary this old belongs to a process that was killed
 
@@ -76,6 +77,22 @@ def _rename_unless_there(temporary: Path, path: Path) -> None:
             raise
 
 
+def require_writable(path: Path, step: str) -> None:
+    """Ask before the work whether a folder can be written, or made; nothing is left behind. `step` says what to do."""
+    path = Path(path).expanduser().absolute()
+    try:
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+        if not there.is_dir():
+            raise InputError(f"{there} is a file, expected a folder: {step}")
+        Path(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=there)).rmdir()
+    except OSError as problem:
+        error = StorageError(
+            f"cannot write {path} ({problem.strerror or problem}), expected a folder with room and write access: {step}"
+        )
+        error.errno = problem.errno
+        raise error from None
+
+
 def remove_stale(folder: Path, *patterns: str) -> None:
     """Remove folders of these names that a killed process was filling."""
     for left in (left for pattern in patterns for left in folder.glob(pattern)):
@@ -107,7 +124,7 @@ def _disk_problems_named(path: Path) -> Iterator[None]:
             raise
         error = StorageError(
             f"cannot write {path} ({problem.strerror or problem}), expected a folder with room and write access: "
-            f"free some space, or choose another folder (REBIND_CACHE names the cache)"
+            f"free some space, or choose another folder"
         )
         error.errno = problem.errno
         raise error from problem

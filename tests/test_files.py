@@ -11,7 +11,7 @@ import pytest
 
 from rebind import files
 from rebind.errors import InputError, RebindError, StorageError
-from rebind.files import write_atomically, write_folder_atomically
+from rebind.files import require_writable, write_atomically, write_folder_atomically
 
 
 def names_in(folder):
@@ -41,6 +41,15 @@ def test_a_link_is_followed(tmp_path):
     write_atomically(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path):
+    for place in (tmp_path, tmp_path / "deep" / "er"):
+        require_writable(place, "name another")
+    assert names_in(tmp_path) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file is a file, expected a folder: name another"):
+        require_writable(tmp_path / "file" / "in", "name another")
 
 
 @pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace"])

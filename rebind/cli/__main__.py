@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 
 from rebind.cli import ask, bench, doctor, edit, generate, lab, layers, ledger, lens, moments, trace, train
 from rebind.cli import eval as evaluation
+from rebind.cli.screen import UNREAD, drop_output, is_unread, strict_json
+from rebind.cli.usage import Commands
 from rebind.version import __version__
 
 EXAMPLES = """[bold]Begin here[/bold]
@@ -18,10 +22,41 @@ rebind ask "The capital of France is"
 
 rebind ledger undo e0001
 
-Exit codes: 0 done, 2 input that cannot be used, 3 numbers, ledgers or disks that would not do, 130 stopped, 1 a bug."""
+Exit codes: 0 done, 2 input that cannot be used, 3 numbers, ledgers or disks that would not do, 130 stopped, 141 \
+nobody read on, 1 a bug."""
+
+
+class Verbs(Commands):
+    """The verbs, with what goes wrong before one of them is at work: words it does not take, help nobody reads."""
+
+    asked_json = False
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **named: Any) -> Any:
+        self.asked_json = "--json" in args
+        with self._ends_told():
+            return super().make_context(info_name, args, *rest, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        with self._ends_told():
+            return super().invoke(ctx)
+
+    @contextmanager
+    def _ends_told(self) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as problem:
+            if is_unread(problem):
+                drop_output()
+                raise typer.Exit(UNREAD) from None
+            said = getattr(problem, "format_message", None)  # of click's errors, whichever click typer brings
+            if said is not None and self.asked_json:
+                typer.echo(strict_json({"error": said(), "code": getattr(problem, "exit_code", 2)}), nl=False)
+            raise
+
 
 app = typer.Typer(
     name="rebind",
+    cls=Verbs,
     help="Rewrite facts in a language model, see what changed, and take any of it back.",
     epilog=EXAMPLES,
     no_args_is_help=True,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from rebind.cli import options
-from rebind.cli.answers import Answer, answer
+from rebind.cli.answers import Answer, answer, as_fact
 from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen
 from rebind.cli.tables import percent, spoken, table
+from rebind.edit.facts import require_text
+from rebind.errors import InputError
+
+if TYPE_CHECKING:
+    from rebind.edit.editor import Editor
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -39,11 +44,14 @@ def ask(
     debug: options.Debug = False,
 ) -> None:
     """Ask the base model and the edited one the same thing."""
-    with screen(as_json, quiet, debug) as shown:
+    with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
+        for prompt in prompts:
+            require_text("a prompt", prompt)
         bars = Bars(shown)
         with bars.drawn():
             editor = open_editor(Wanted(model, ledger, device, dtype, chat, corpus, moment_tokens), bars)
             bars.phase("asking")
+            _require_short(editor, prompts)
             with editor.lifted():
                 base = [answer(editor, prompt, top=top, tokens=tokens) for prompt in prompts]
             active = [edit.id for edit in editor.ledger.active]
@@ -66,6 +74,20 @@ def ask(
             },
             "\n".join(spoken(after.says, 10_000) for after in edited),
         )
+
+
+def _require_short(editor: Editor, prompts: list[str]) -> None:
+    """Say of a prompt that is too long, and of nothing that was not typed."""
+    from rebind.edit.encoding import encode
+
+    limit = editor.trunk.context
+    for prompt in prompts:
+        asked = encode(as_fact(prompt, "."), editor.tokenizer, editor.loaded.start, chat=editor.chat)
+        if limit is not None and len(asked.ids) + len(asked.target) > limit:
+            raise InputError(
+                f"prompt {spoken(prompt)!r} is {len(asked.ids)} tokens, the model takes {limit} with its answer: "
+                f"shorten the prompt"
+            )
 
 
 def _show(shown: Screen, prompt: str, before: Answer, after: Answer, edited: bool) -> None:

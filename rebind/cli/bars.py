@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rebind.edit.editor import Progress as Told
 
 LABELS = {
+    "unpacking": "unpacking the model (once)",
     "loading": "loading the model",
     "contexts": "sampling contexts",
     "moments": "reading old keys",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from rebind.cli import options
 from rebind.cli.answers import Probe, answer, as_fact, probe
 from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
-from rebind.cli.screen import Screen, screen
+from rebind.cli.screen import Screen, counted, screen
 from rebind.cli.tables import change, drift_rows, pairs, percent, seconds, size, spoken, table
 from rebind.errors import InputError, RebindError
+from rebind.files import require_writable
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
@@ -94,7 +96,7 @@ def edit(
     debug: options.Debug = False,
 ) -> None:
     """Write facts into a model, and show what it says before and after."""
-    with screen(as_json, quiet, debug) as shown:
+    with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
         picked = options.parse_layers(layers)
         listed = _read(shown, facts, target, subject, paraphrase, neighbour, skip_bad)
         if out is not None and not plan:
@@ -112,7 +114,7 @@ def edit(
             if plan:
                 made = editor.plan(listed, method=method, layers=picked, lam=lam, targets=targets)
             else:
-                with _kept(shown, editor, listed):
+                with _kept(shown, editor, listed, named=ledger is not None):
                     done = editor.rewrite_many(
                         listed, method=method, layers=picked, lam=lam, targets=targets, force=force
                     )
@@ -123,7 +125,9 @@ def edit(
         if plan:
             _show_plan(shown, made)
         else:
-            _show(shown, editor, done, report | {"seconds": bars.seconds, "saved": None if out is None else str(out)})
+            report |= {"seconds": bars.seconds, "saved": None if out is None else str(out)}
+            asking = options.typed(device=device, dtype=dtype, chat=chat, corpus=corpus, moment_tokens=moment_tokens)
+            _show(shown, editor, done, report, asking)
 
 
 def _read(
@@ -140,6 +144,11 @@ def _read(
     from rebind.edit.reading import read_facts
 
     if target is not None:
+        if subject is None and "{" not in facts and Path(facts).is_file():
+            raise InputError(
+                f"got the file {facts} and the target {target!r}, expected a file alone, or a prompt and its target: "
+                f"leave out {target!r}"
+            )
         fact = Fact.parse(facts, target, subject=subject, paraphrases=paraphrases or (), neighbours=neighbours or ())
         return [fact]
     if not Path(facts).is_file() and ("{" in facts or " " in facts.strip()):
@@ -166,6 +175,7 @@ def _require_room(out: Path) -> None:
     """Ask before the work, not after."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is there already and not an empty folder: name another with --out")
+    require_writable(out, "name another with --out")
 
 
 def _require_short(editor: Editor, facts: Sequence[Fact]) -> None:
@@ -182,7 +192,7 @@ def _require_short(editor: Editor, facts: Sequence[Fact]) -> None:
 
 
 @contextmanager
-def _kept(shown: Screen, editor: Editor, facts: Sequence[Fact]) -> Iterator[None]:
+def _kept(shown: Screen, editor: Editor, facts: Sequence[Fact], *, named: bool) -> Iterator[None]:
     """Have the screen know of the edit that is written inside, even where an interrupt hides its id."""
     before = len(editor.ledger.edits)
     try:
@@ -191,7 +201,7 @@ def _kept(shown: Screen, editor: Editor, facts: Sequence[Fact]) -> Iterator[None
         with suppress(RebindError):  # a ledger that cannot be read says so itself
             for edit in editor.ledger.edits[before:]:
                 if edit.facts == tuple(facts):
-                    shown.keep(edit.id, editor.ledger.path)
+                    shown.keep(edit.id, None if named else editor.ledger.path)
 
 
 def _search_changes(method: str, **given: float | None) -> dict[str, Any]:
@@ -228,19 +238,20 @@ def _probes(facts: Sequence[Fact]) -> tuple[list[tuple[int, str, str]], list[tup
     return paraphrases[:PROBED], neighbours[:PROBED]
 
 
-def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any]) -> None:
+def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any], asking: str) -> None:
     scores: Any = done.scores
     rows = list(zip(done.facts, scores["before"], scores["after"], strict=True))
     _show_facts(shown, rows, report["says"])
     _show_probes(shown, done, report["paraphrases"], report["neighbours"])
     settings: Any = done.settings
     spent = report["seconds"]
-    layers, lam = ", ".join(map(str, settings["layers"])), settings["lam"]
+    layers = ", ".join(map(str, settings["layers"]))
+    weighed = f", λ {settings['lam']:.4g}" if _weighs(done.method) else ""
     phases = ", ".join(f"{name} {seconds(value)}" for name, value in spent.items() if value >= 0.05)
     shown.show(
         pairs(
             [
-                ("edit", f"{done.id} ({done.method}, layers {layers}, λ {lam:.4g})"),
+                ("edit", f"{done.id} ({done.method}, layers {layers}{weighed})"),
                 ("model", editor.loaded.name),
                 *drift_rows(scores),
                 ("ledger", f"{editor.ledger.path} ({len(editor.ledger.active)} active)"),
@@ -249,7 +260,8 @@ def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any]) -> 
             ]
         )
     )
-    shown.hint(f"take it back: rebind ledger undo {done.id}   ask: rebind ask {done.facts[0].text!r}")
+    shown.suggest("take it back", shown.command("ledger", "undo", done.id))
+    shown.suggest("ask", shown.command("ask", done.facts[0].text) + asking)
     told = report["says"] + [(None, None)] * (len(rows) - len(report["says"]))
     shown.result(
         {
@@ -275,20 +287,29 @@ def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any]) -> 
     )
 
 
+def answers_table(first: str) -> Table:
+    """For prompts and how they were answered before and after."""
+    return table(first, "probability", "rank", "said before", "says now", right=("probability", "rank"))
+
+
+def begun(score: Mapping[str, Any], target: str) -> str:
+    """What a model said, as far as a score knows: the target, or its own first token."""
+    return spoken(target) if score["exact"] else f"{spoken(score['says'])}…"
+
+
 def _show_facts(shown: Screen, rows: list[tuple[Fact, Any, Any]], says: list[tuple[str, str]]) -> None:
-    made = table("fact", "probability", "rank", "said before", "says now", right=("probability", "rank"))
+    made = answers_table("fact")
     for index, (fact, before, after) in enumerate(rows[:LISTED]):
-        first, second = says[index] if index < len(says) else (before["says"], after["says"])
+        told = [begun(score, fact.target) for score in (before, after)] if index >= len(says) else says[index]
         made.add_row(
             f"{fact.text} → {fact.target}",
             change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
             change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
-            spoken(first),
-            spoken(second),
+            *map(spoken, told),
         )
     shown.show(made)
     if len(rows) > LISTED:
-        shown.hint(f"… and {len(rows) - LISTED} more facts; --json has them all")
+        shown.hint(f"… and {counted(len(rows) - LISTED, 'more fact')}; --json has them all")
     if len(rows) > 1:
         exact = [sum(score["exact"] for score in scores) for scores in zip(*[(b, a) for _, b, a in rows], strict=True)]
         shown.show(f"{exact[1]} of {len(rows)} facts answered with the whole target (before: {exact[0]})")
@@ -296,7 +317,7 @@ def _show_facts(shown: Screen, rows: list[tuple[Fact, Any, Any]], says: list[tup
 
 def _show_probes(shown: Screen, done: Edit, paraphrases: list[Probe], neighbours: list[Probe]) -> None:
     if paraphrases:
-        made = table("paraphrase", "probability", "rank", "said before", "says now", right=("probability", "rank"))
+        made = answers_table("paraphrase")
         for one in paraphrases[:LISTED]:
             before, after = one.before, one.after
             made.add_row(
@@ -327,7 +348,7 @@ def _show_plan(shown: Screen, plan: Plan) -> None:
                 ("facts", plan.facts),
                 ("method", plan.method),
                 ("layers", f"{', '.join(map(str, plan.layers))} ({plan.source})"),
-                ("λ", _told_lambda(plan)),
+                *([("λ", _told_lambda(plan))] if _weighs(plan.method) else []),
                 ("search", ", ".join(f"{name} {value:g}" for name, value in asdict(plan.targets).items())),
                 ("old keys", moments),
                 ("tokens", f"{plan.prompt_tokens:,} in all prompts"),
@@ -343,6 +364,13 @@ def _show_plan(shown: Screen, plan: Plan) -> None:
         shown.hint("one prompt has one target: undo those edits first, or write over them with --force")
     shown.hint("nothing was done: leave out --plan to edit")
     shown.result({"plan": asdict(plan)}, f"{plan.seconds:.1f}")
+
+
+def _weighs(method: str) -> bool:
+    """Whether λ, the weight of old answers, has a say in it."""
+    from rebind.edit.methods import get_method
+
+    return not get_method(method).exact
 
 
 def _told_lambda(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,11 +10,13 @@ import typer
 
 from rebind.cli import options
 from rebind.cli.bars import Bars
+from rebind.cli.edit import answers_table, begun
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.places import find_ledger
-from rebind.cli.screen import FAILED, Screen, screen
-from rebind.cli.tables import change, drift_rows, pairs, percent, seconds, spoken, table
+from rebind.cli.screen import FAILED, Screen, counted, screen
+from rebind.cli.tables import change, drift_rows, pairs, percent, seconds, table
 from rebind.errors import InputError
+from rebind.files import require_writable
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
@@ -63,15 +66,17 @@ def list_(
     quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
-    """List all edits, undone ones too."""
-    with screen(as_json, quiet, debug) as shown:
+    """List all edits, undone ones too; with --quiet the ids of those that are active."""
+    with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
         opened = _open(model, ledger)
         rows = [_summary(opened, edit) for edit in opened.edits]
-        made = table("edit", "", "made", "method", "facts", "first", right=("facts",))
+        made = table("edit", "", "made (UTC)", "method", "facts", "first", right=("facts",))
+        made.columns[2].no_wrap = True
         for row in rows:
             state = ("active" if row["active"] else "undone") + (", forced" if row["forced"] else "")
             style = None if row["active"] else "dim"
-            made.add_row(row["id"], state, row["created"], row["method"], str(row["facts"]), row["first"], style=style)
+            when = _minute(row["created"])
+            made.add_row(row["id"], state, when, row["method"], str(row["facts"]), row["first"], style=style)
         shown.show(made)
         active = sum(row["active"] for row in rows)
         shown.hint(f"{active} of {len(rows)} active, model {opened.model_name or opened.model[:12]}, {opened.path}")
@@ -79,6 +84,15 @@ def list_(
             {"ledger": str(opened.path), "model": opened.model_name, "fingerprint": opened.model, "edits": rows},
             "\n".join(row["id"] for row in rows if row["active"]),
         )
+
+
+def _minute(moment: str) -> str:
+    """A moment of the log to the minute, in UTC.
+
+    >>> _minute("2026-11-16T02:57:04+00:00")
+    '2026-11-16 02:57'
+    """
+    return moment[:16].replace("T", " ")
 
 
 @app.command("show", epilog="[bold]Example[/bold]\n\nrebind ledger show e0001 --json")
@@ -91,22 +105,22 @@ def show(
     debug: options.Debug = False,
 ) -> None:
     """Show one edit: its facts, scores, settings and versions."""
-    with screen(as_json, quiet, debug) as shown:
+    with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
         opened = _open(model, ledger)
         edit = opened.get(id)
         scores: Any = edit.scores
-        made = table("fact", "probability", "rank", "said before", "says now", right=("probability", "rank"))
+        made = answers_table("fact")
         for fact, before, after in list(zip(edit.facts, scores["before"], scores["after"], strict=True))[:LISTED]:
             made.add_row(
                 f"{fact.text} → {fact.target}",
                 change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
                 change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
-                spoken(before["says"]),
-                spoken(after["says"]),
+                begun(before, fact.target),
+                begun(after, fact.target),
             )
         shown.show(made)
         if len(edit.facts) > LISTED:
-            shown.hint(f"… and {len(edit.facts) - LISTED} more facts; --json has them all")
+            shown.hint(f"… and {counted(len(edit.facts) - LISTED, 'more fact')}; --json has them all")
         settings: Any = edit.settings
         shown.show(
             pairs(
@@ -115,7 +129,8 @@ def show(
                     ("made", edit.created),
                     ("method", f"{edit.method} (forced)" if edit.forced else edit.method),
                     *drift_rows(scores),
-                    *[(name, _plain(value)) for name, value in settings.items()],
+                    *([("asked", "in the chat template")] if settings.get("chat") else []),
+                    *[(name, _plain(value)) for name, value in settings.items() if name != "chat"],
                     ("sites", ", ".join(edit.sites)),
                     ("versions", _plain(edit.versions)),
                 ]
@@ -143,7 +158,7 @@ def undo(
     debug: options.Debug = False,
 ) -> None:
     """Take edits out of the weights; they stay in the ledger and can be had back."""
-    with screen(as_json, quiet, debug) as shown:
+    with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
         _switch(shown, _open(model, ledger), ids, on=False)
 
 
@@ -160,7 +175,7 @@ def redo(
     debug: options.Debug = False,
 ) -> None:
     """Put undone edits back, each in its old place."""
-    with screen(as_json, quiet, debug) as shown:
+    with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
         _switch(shown, _open(model, ledger), ids, on=True, force=force)
 
 
@@ -171,8 +186,9 @@ def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool, force: b
         edits = list({edit.id: edit for edit in map(ledger.get, ids)}.values())
         if wrong := [edit.id for edit in edits if ledger.is_active(edit.id) is on]:
             state = "active" if on else "undone"
-            raise InputError(f"{', '.join(wrong)} already {state}: `rebind ledger list` shows which edits are what")
-        clash = _clash(ledger, edits) if on else None
+            listed = shown.command("ledger", "list")
+            raise InputError(f"{', '.join(wrong)} already {state}: `{listed}` shows which edits are what")
+        clash = _clash(shown, ledger, edits) if on else None
         if clash and not force:
             raise InputError(f"{clash}, or put them back all the same with --force")
         ledger.switch([edit.id for edit in edits], on=on)
@@ -183,13 +199,13 @@ def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool, force: b
     for edit in edits:
         first, more = edit.facts[0], len(edit.facts) - 1
         shown.show(f"{verb} {edit.id}: {first.text} → {first.target}" + (f" and {more} more" if more else ""))
-    back = " ".join(edit.id for edit in edits)
-    opposite = f"rebind ledger {'undo' if on else 'redo'} {back}"
-    shown.hint(f"{len(active)} of {total} edits active; the other way: {opposite}")
+    back = [edit.id for edit in edits]
+    shown.hint(f"{len(active)} of {total} active")
+    shown.suggest("the other way", shown.command("ledger", "undo" if on else "redo", *back))
     shown.result({"ledger": str(ledger.path), verb: [edit.id for edit in edits], "active": active}, "\n".join(active))
 
 
-def _clash(ledger: Ledger, edits: list[Edit]) -> str | None:
+def _clash(shown: Screen, ledger: Ledger, edits: list[Edit]) -> str | None:
     """The first of these edits' prompts to which an active edit, or one put back with it, gives another target."""
     from rebind.edit.guard import find_earlier
 
@@ -197,7 +213,7 @@ def _clash(ledger: Ledger, edits: list[Edit]) -> str | None:
     for edit in edits:
         for one in find_earlier(edit.facts, there):
             if one.clashes:
-                step = f"undo it first (rebind ledger undo {one.edit})"
+                step = f"undo it first ({shown.command('ledger', 'undo', one.edit)})"
                 return (
                     f"edit {one.edit} makes {one.text!r} say {one.target!r}, edit {edit.id} something else, expected "
                     f"one target for one prompt: {step if ledger.is_active(one.edit) else 'redo one of the two'}"
@@ -215,7 +231,7 @@ def verify(
     debug: options.Debug = False,
 ) -> None:
     """Check that nothing in a ledger was altered, damaged or lost."""
-    with screen(as_json, quiet, debug) as shown:
+    with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
         where = find_ledger(model, ledger)
         from rebind.edit.verify import verify_folder
 
@@ -255,11 +271,14 @@ def export(
     debug: options.Debug = False,
 ) -> None:
     """Write the active edits as an adapter, as a change, or as a whole model."""
-    with screen(as_json, quiet, debug) as shown:
+    with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
         if peft is None and delta is None and model_out is None:
             raise InputError("got nothing to export, expected --peft DIR, --delta FILE or --model-out DIR: name one")
         if rank is not None and peft is None:
             raise InputError(f"got --rank {rank} without --peft, expected both: only an adapter can be cut to a rank")
+        for place in (peft, model_out, delta and delta.absolute().parent):
+            if place is not None:
+                require_writable(place, "name another place")
         bars = Bars(shown)
         with bars.drawn():
             editor = _edited(Wanted(model, ledger, device, dtype, False, corpus, moment_tokens), bars)
@@ -278,7 +297,7 @@ def export(
         for name in ("delta", "model"):
             if name in document:
                 shown.show(f"✓ {name} {document[name]}")
-        shown.hint(f"{len(document['edits'])} edits, {seconds(sum(bars.seconds.values()))}")
+        shown.hint(f"{counted(len(document['edits']), 'edit')}, {seconds(sum(bars.seconds.values()))}")
         shown.result(document)
 
 
@@ -297,7 +316,8 @@ def replay(
     debug: options.Debug = False,
 ) -> None:
     """Apply the ledger to a fresh base model, ask it every fact again, and save it."""
-    with screen(as_json, quiet, debug) as shown:
+    with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
+        require_writable(out, "name another with --out")
         bars = Bars(shown)
         with bars.drawn():
             editor = _edited(Wanted(model, ledger, device, dtype, False, corpus, moment_tokens), bars)
@@ -311,7 +331,8 @@ def replay(
         made = table("edit", "fact", "probability", "rank", "says", right=("probability", "rank"))
         for (name, fact), score in rows[:LISTED]:
             described = f"{fact.text} → {fact.target}"
-            made.add_row(name, described, percent(score.probability), str(score.rank), spoken(score.says))
+            says = begun(asdict(score), fact.target)
+            made.add_row(name, described, percent(score.probability), str(score.rank), says)
         shown.show(made)
         shown.show(f"✓ {saved}: {exact} of {len(rows)} facts answered with the whole target")
         shown.result(

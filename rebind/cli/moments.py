@@ -59,8 +59,9 @@ def moments(
             made.add_row(row["site"], f"{row['tokens']:,}", str(row["width"]), f"{row['rank']:.0f}", described)
         shown.show(made)
         shown.hint("rank: how many directions the keys spread over, tr(C)² / tr(C²)")
-        used = f"--moment-tokens {editor.moment_tokens}" + (f" --corpus {corpus}" if corpus else "")
-        shown.hint(f"{seconds(sum(bars.seconds.values()))}. Used by: rebind edit … --model {model} {used}")
+        shown.hint(seconds(sum(bars.seconds.values())))
+        used = options.typed(model, device=device, dtype=dtype, corpus=corpus, moment_tokens=editor.moment_tokens)
+        shown.suggest("used by", f"rebind edit …{used}")
         shown.result(
             {
                 "model": editor.loaded.name,

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rebind.cli.bars import Bars
 from rebind.cli.options import DEFAULT_MODEL, parse_dtype
-from rebind.cli.places import HEADER, default_ledger
+from rebind.cli.places import HEADER, default_ledger, ledgers_folder
+from rebind.edit.cache import cache_folder
+from rebind.edit.log import read_header
+from rebind.files import require_writable
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
@@ -37,6 +40,13 @@ def open_editor(
     empty and nothing is written. With `planned` so does one that was named. `base_only` leaves the ledger out.
     """
     dtype = parse_dtype(wanted.dtype)
+    if not base_only:
+        _require_ledger(wanted.ledger, new=new_ledger, planned=planned)
+    if _is_packed(wanted.model):
+        bars.phase("unpacking")
+        from rebind.edit.sources import locate
+
+        locate(wanted.model)
     if wanted.model == DEFAULT_MODEL or Path(wanted.model).expanduser().exists():
         bars.phase("loading")  # not for Hub ids: a download shows bars of its own
     import transformers
@@ -61,14 +71,31 @@ def open_editor(
     name = editor.loaded.name
     folder = (wanted.ledger or default_ledger(name, editor.fingerprint)).expanduser()
     if not new_ledger and not (folder / HEADER).exists():
-        if wanted.ledger is None or (planned and _is_free(folder)):
-            return editor
-        Ledger.open(folder)  # says what is wrong with it
+        return editor
     ledger = Ledger.open(folder, editor.fingerprint, model_name=name)
     if wanted.corpus is None:
         _take_samples(editor, ledger, wanted.moment_tokens)
     editor.use(ledger)
     return editor
+
+
+def _require_ledger(named: Path | None, *, new: bool, planned: bool) -> None:
+    """Ask before minutes of loading whether the ledger that was named is one, or a ledger can be begun there."""
+    if new:
+        step = "name another with --ledger" if named else "name another with REBIND_LEDGERS, or a ledger with --ledger"
+        require_writable(named or ledgers_folder(), step)
+    elif named is not None and not (planned and _is_free(named.expanduser())):
+        read_header(named.expanduser())  # says what is wrong with it
+
+
+def _is_packed(model: str) -> bool:
+    """Whether a model is a GGUF file that the cache has nothing of yet: unpacking it takes half a minute, once."""
+    path = Path(model).expanduser()
+    if model != DEFAULT_MODEL and not path.is_file():
+        return False
+    name = model if model == DEFAULT_MODEL else path.stem
+    unpacked = (cache_folder() / "models").glob("*")
+    return not any(folder.name.lower().startswith(name.lower()) for folder in unpacked)
 
 
 def _is_free(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,6 +67,27 @@ MomentTokens = Annotated[
     int | None,
     typer.Option("--moment-tokens", metavar="N", min=1, help="How many tokens of it to read.", rich_help_panel=_PLACE),
 ]
+
+
+def typed(
+    model: str = DEFAULT_MODEL,
+    ledger: Path | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    chat: bool = False,
+    corpus: Path | None = None,
+    moment_tokens: int | None = None,
+) -> str:
+    """The options that were given, as they are typed again behind a command.
+
+    >>> typed("smollm2", Path("my edits"), chat=True), typed()
+    (" -l 'my edits' --chat", '')
+    """
+    named: dict[str, object] = {"-l": ledger, "--device": device, "--dtype": dtype, "--corpus": corpus}
+    named = {"-m": None if model == DEFAULT_MODEL else model, **named, "--moment-tokens": moment_tokens}
+    words = [word for name, value in named.items() if value is not None for word in (name, str(value))]
+    return "".join(f" {shlex.quote(word)}" for word in [*words, *(["--chat"] if chat else [])])
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
+import re
 import shlex
 import sys
 import traceback
@@ -18,9 +20,17 @@ from typing import Any
 import typer
 from rich.console import Console, RenderableType
 
-from rebind.errors import InputError, RebindError
+from rebind.errors import InputError, RebindError, StorageError
 
-BAD_INPUT, FAILED, UNEXPECTED, STOPPED = 2, 3, 1, 130
+BAD_INPUT, FAILED, UNEXPECTED, STOPPED, UNREAD = 2, 3, 1, 130, 141
+
+OPTIONS = (  # what the library's messages call an argument, and a command line an option
+    (r"pass overwrite=True", "give --overwrite"),
+    (r"\(force=True, --force\)", "(--force)"),
+    (r"editor\.undo\('\w+'\) or ", ""),
+    (r" \(from Python, or pass tokenizer=\)", ""),
+)
+BARE = re.compile(r"rebind ledger undo e\d+\b(?! -)")  # as the library has it, which knows no options
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Screen:
     json: bool
     quiet: bool
     debug: bool
+    place: str = ""  # the options that say which model and which ledger, as they were given
     kept: dict[str, str] = field(default_factory=dict)  # edits that stay whatever happens now, and what to do with them
 
     @property
@@ -42,22 +53,37 @@ class Screen:
         """Something for a person to read; nothing with --json or --quiet."""
         if self.for_people:
             for line in lines:
-                self.out.print(line, style=style)
+                with _output_named():
+                    self.out.print(line, style=style)
 
     def hint(self, text: str) -> None:
         self.show(text, style="dim")
 
+    def command(self, *words: str) -> str:
+        """A command that can be pasted: about the model and the ledger that this one is about."""
+        return f"rebind {shlex.join(words)}{self.place}"
+
+    def suggest(self, label: str, command: str) -> None:
+        """A command on a line of its own, however long: one that is broken cannot be pasted."""
+        if self.for_people:
+            with _output_named():
+                self.out.print(f"{label}: {command}", style="dim", soft_wrap=True)
+
     def result(self, document: dict[str, Any], brief: str = "") -> None:
         """The document with --json; with --quiet the one thing a script would want of it."""
-        if self.json:
-            self.out.file.write(strict_json(document))
-        elif self.quiet and brief:
-            self.out.file.write(brief + "\n")
-        self.out.file.flush()  # what cannot be written is told here, not by the interpreter's end
+        with _output_named():
+            if self.json:
+                self.out.file.write(strict_json(document))
+            elif self.quiet and brief:
+                self.out.file.write(brief + "\n")
+            self.out.file.flush()  # what cannot be written is told here, not by the interpreter's end
 
     def keep(self, edit: str, ledger: Path | None) -> None:
-        """From here on an edit is in the ledger: whatever ends the command must say so."""
-        undo = f"rebind ledger undo {edit}" + (f" --ledger {shlex.quote(str(ledger))}" if ledger else "")
+        """From here on an edit is in the ledger: whatever ends the command must say so.
+
+        The ledger is given where it was not named: its model's name may not tell it apart from another.
+        """
+        undo = self.command("ledger", "undo", edit) + (f" -l {shlex.quote(str(ledger))}" if ledger else "")
         self.kept[edit] = f"edit {edit} is in the ledger, do not run the command again; to take it back: {undo}"
 
     def complain(self, kind: str, text: str) -> None:
@@ -66,8 +92,11 @@ class Screen:
 
 
 @contextmanager
-def screen(as_json: bool, quiet: bool, debug: bool) -> Iterator[Screen]:
-    """A screen to work before. Whatever is raised inside becomes one line and an exit code."""
+def screen(as_json: bool, quiet: bool, debug: bool, place: str = "") -> Iterator[Screen]:
+    """A screen to work before. Whatever is raised inside becomes one line and an exit code.
+
+    `place` is what commands that are suggested must end with to be about the same model and ledger.
+    """
     for stream in (sys.stdout, sys.stderr):
         if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
             reconfigure(errors="replace")  # a terminal without a letter is no reason to fail
@@ -77,6 +106,7 @@ def screen(as_json: bool, quiet: bool, debug: bool) -> Iterator[Screen]:
         as_json,
         quiet,
         debug,
+        place,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
@@ -86,16 +116,47 @@ def screen(as_json: bool, quiet: bool, debug: bool) -> Iterator[Screen]:
         except typer.Exit:
             raise
         except KeyboardInterrupt:
-            again = "nothing was left half done, run the same command again to go on"
-            _end(shown, f"stopped: {'; '.join(shown.kept.values()) or again}", STOPPED)
-        except SystemExit:
-            _tell_kept(shown)  # the reader of a pipe went away, and rich ends quietly
-            raise
-        except Exception as problem:
-            if isinstance(problem, OSError) and problem.errno == errno.EPIPE:
+            _stop(shown)
+        except (Exception, SystemExit) as problem:
+            if is_unread(problem):
                 _tell_kept(shown)
-                raise  # typer ends quietly
-            _end(shown, "; ".join([_described(problem), *shown.kept.values()]), exit_code(problem))
+                raise typer.Exit(UNREAD) from None
+            if isinstance(problem, SystemExit):
+                _tell_kept(shown)
+                raise
+            if _from_interrupt(problem):
+                _stop(shown)
+            _end(shown, "; ".join([_described(problem, shown.place), *shown.kept.values()]), exit_code(problem))
+
+
+@contextmanager
+def _output_named() -> Iterator[None]:
+    """Say that it is the output that cannot be written: a bare `No space left on device` names nothing."""
+    try:
+        yield
+    except OSError as problem:
+        drop_output()
+        if is_unread(problem):
+            raise
+        raise StorageError(
+            f"the output cannot be written ({problem.strerror or problem}), expected a terminal, a pipe or a file with "
+            f"room: free some space, or send it elsewhere"
+        ) from problem
+
+
+def is_unread(problem: BaseException) -> bool:
+    """Whether the reader of a pipe went away, as `head` does when it has enough."""
+    if isinstance(problem, SystemExit):
+        return isinstance(problem.__context__, BrokenPipeError)  # rich ends so
+    return isinstance(problem, OSError) and problem.errno == errno.EPIPE
+
+
+def drop_output() -> None:
+    """Send what is still to be written nowhere: else the interpreter fails with it at its end."""
+    with suppress(OSError, ValueError):  # a stream without a handle keeps its words
+        stream, nowhere = sys.stdout.fileno(), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream)
+        os.close(nowhere)
 
 
 def exit_code(problem: BaseException) -> int:
@@ -104,6 +165,18 @@ def exit_code(problem: BaseException) -> int:
     if isinstance(problem, (RebindError, OSError)) or _out_of_memory(problem):
         return FAILED
     return UNEXPECTED
+
+
+def _from_interrupt(problem: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: some libraries make another error of it while they are imported."""
+    while problem is not None and not isinstance(problem, KeyboardInterrupt):
+        problem = problem.__cause__ or problem.__context__
+    return problem is not None
+
+
+def _stop(shown: Screen) -> None:
+    again = "nothing was left half done, run the same command again to go on"
+    _end(shown, f"stopped: {'; '.join(shown.kept.values()) or again}", STOPPED)
 
 
 def _end(shown: Screen, text: str, code: int) -> None:
@@ -124,6 +197,15 @@ def _tell_kept(shown: Screen) -> None:
         shown.complain("warning", text)
 
 
+def counted(number: int, name: str) -> str:
+    """So many of something.
+
+    >>> counted(1, "edit"), counted(2, "edit")
+    ('1 edit', '2 edits')
+    """
+    return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
+
+
 def strict_json(document: dict[str, Any]) -> str:
     """The document as every JSON parser reads it."""
     return json.dumps(_finite(document), indent=1, default=str, allow_nan=False) + "\n"
@@ -138,15 +220,30 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _described(problem: Exception) -> str:
+def _described(problem: Exception, place: str) -> str:
     if isinstance(problem, RebindError):
-        return str(problem)
+        return _as_typed(str(problem), place) + (_about_cache(problem) if isinstance(problem, StorageError) else "")
     if _out_of_memory(problem):
         return "out of memory: ask for less at once (fewer facts, a smaller batch, model or dtype), or another --device"
     if isinstance(problem, OSError):
         where = problem.filename or "a file"
         return f"cannot use {where} ({problem.strerror or problem}): check that it is there and that you may write it"
     return f"unexpected {type(problem).__name__}: {problem} (run again with --debug and report what it shows)"
+
+
+def _about_cache(problem: StorageError) -> str:
+    """How to have the cache elsewhere, if that is what could not be written."""
+    from rebind.edit.cache import cache_folder
+
+    told = str(problem)
+    return " (REBIND_CACHE names it)" if str(cache_folder()) in told and "REBIND_CACHE" not in told else ""
+
+
+def _as_typed(text: str, place: str) -> str:
+    """A message of the library in the words of the command line."""
+    for argument, option in OPTIONS:
+        text = re.sub(argument, option, text)
+    return BARE.sub(lambda found: found[0] + place, text)
 
 
 def _out_of_memory(problem: BaseException) -> bool:
@@ -158,6 +255,6 @@ def _teller(shown: Screen) -> Any:
 
     def tell(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
         if category.__module__.startswith("rebind") or shown.debug:
-            shown.complain("warning", str(message))
+            shown.complain("warning", _as_typed(str(message), shown.place))
 
     return tell

@@ -6,16 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 
 def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
-    """A light table; columns named in `right` hold numbers."""
+    """A light table; columns named in `right` hold numbers, which stay whole: the others give way to them."""
     made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, header_style="bold")
     numbers = set(right)
     for name in columns:
-        made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+        if name in numbers:
+            made.add_column(name, justify="right", no_wrap=True, overflow="ellipsis")
+        else:
+            made.add_column(name, overflow="fold")
     return made
 
 
@@ -69,6 +73,11 @@ def spoken(text: str, most: int = 48) -> str:
 def change(before: str, after: str, good: bool) -> Text:
     """`before → after`, the latter in colour."""
     return Text.assemble((f"{before} → ", "dim"), (after, "bold green" if good else "yellow"))
+
+
+def width(made: Table) -> int:
+    """What a table takes where there is room for all of it."""
+    return Console(width=1_000).measure(made).maximum
 
 
 def pairs(rows: Sequence[tuple[str, Any]]) -> Table:

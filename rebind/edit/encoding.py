@@ -129,7 +129,7 @@ def _lay_out_chat(fact: Fact, context: str, tokenizer: Any) -> _Layout:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"{type(tokenizer).__name__} of {getattr(tokenizer, 'name_or_path', '') or 'this model'} has no chat "
-            f"template, expected one with chat=True: leave chat out, or take an instruction-tuned model"
+            f"template, expected one to chat with: leave chat out, or take an instruction-tuned model"
         )
     asked = plain.prompt.strip()
     if asked[-1] in "?？؟":

@@ -91,17 +91,17 @@ class Fact:
             )
         if not marks:
             if subject is None:
-                raise InputError(f"prompt {prompt!r} marks no subject: {MARK_IT}, or pass subject=")
+                raise InputError(f"prompt {prompt!r} marks no subject: {MARK_IT}, or name it as subject")
             before, after = find(subject, in_text=before)
             marks = [subject]
         if subject is not None and marks[0] not in ("", subject):
             raise InputError(
                 f"prompt {prompt!r} marks {marks[0]!r} and the subject given is {subject!r}, expected one of them: "
-                f"double the braces that are not the subject's ({{{{ and }}}}), or leave out subject="
+                f"double the braces that are not the subject's ({{{{ and }}}}), or name no other subject"
             )
         found = marks[0] or subject
         if found is None:
-            raise InputError(f"prompt {prompt!r} has empty braces: write the subject inside them, or pass subject=")
+            raise InputError(f"prompt {prompt!r} has empty braces: write the subject in them, or name it as subject")
         template = f"{escape(before)}{{}}{escape(after)}"
         # The constructor makes tuples of these, and refuses a bare string.
         return cls(template, found, target, old, paraphrases, neighbours, tags)  # type: ignore[arg-type]

@@ -94,10 +94,23 @@ def _unsaid(scores: Sequence[FactScore], least: float) -> str:
         score = scores[0]
         instead = f"the model goes on with {score.says!r}" if score.rank > 1 else "only its beginning comes first"
         return (
-            f"the target has rank {score.rank} and probability {score.probability:.1%} ({instead}), expected it first"
+            f"the target has rank {score.rank} and probability {_percent(score.probability)} ({instead}), expected it "
+            f"first"
         )
     said = sum(score.exact for score in scores)
     return f"{said} of {len(scores)} facts are said, expected {math.ceil(least * len(scores))}"
+
+
+def _percent(probability: float) -> str:
+    """A probability that may be small, in as few digits as tell it apart: as the command's tables have it.
+
+    >>> _percent(0.41), _percent(0.0123), _percent(0.00007), _percent(1e-9)
+    ('41 %', '1.2 %', '0.007 %', '<0.001 %')
+    """
+    value = 100 * probability
+    if value == 0 or value >= 10:
+        return f"{value:.0f} %"
+    return f"{value:.1f} %" if value >= 1 else f"{value:.1g} %" if value >= 0.001 else "<0.001 %"
 
 
 def _more(scores: Sequence[FactScore]) -> str:
@@ -153,7 +166,7 @@ def admit(earlier: Sequence[Earlier], *, force: bool) -> None:
         first, more = clashes[0], len(clashes) - 1
         raise InputError(
             f"edit {first.edit} already makes {first.text!r} say {first.target!r}"
-            + (f" (and {more} more prompts have other targets)" if more else "")
+            + (f" (and so for {more} more of the prompts)" if more else "")
             + f", expected one target for one prompt: undo it first (editor.undo({first.edit!r}) or rebind ledger undo "
             f"{first.edit}), or write over it (force=True, --force)"
         )
@@ -161,7 +174,7 @@ def admit(earlier: Sequence[Earlier], *, force: bool) -> None:
         first, more = earlier[0], len({one.subject for one in earlier}) - 1
         warnings.warn(
             f"{first.subject!r} was written before, by edit {first.edit} ({first.text} → {first.target})"
-            + (f", and so were {more} other subjects" if more else "")
+            + (f", and so were {more} more of the subjects" if more else "")
             + f": this edit comes on top of it; undo {first.edit} if it should not stay",
             LedgerWarning,
             stacklevel=4,

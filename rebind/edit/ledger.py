@@ -296,7 +296,8 @@ class Ledger:
                 state.take(event, partial(stored_tensors, self.path, event))
             except (ValueError, RebindError) as problem:
                 raise LedgerError(
-                    f"line {state.lines + 1} of {log} was altered or damaged ({problem}): {RESTORE}"
+                    f"line {state.lines + 1} of {log} was altered or damaged ({problem}): {RESTORE}, or delete that "
+                    f"line and all after it, which keeps the edits before it and loses the others"
                 ) from None
             self._advance(stated, len(raw) + 1)
         return len(torn)
@@ -315,6 +316,8 @@ class Ledger:
 
 def _create(path: Path, header: dict[str, Any], timeout: float) -> None:
     """Make a ledger. ledger.json comes last: where it is, all the rest is."""
+    if path.exists() and not path.is_dir():
+        raise StorageError(f"{path} is a file, expected a folder to keep a ledger in: name another")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as problem:

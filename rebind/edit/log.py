@@ -22,7 +22,7 @@ JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | boo
 
 FORMAT = "rebind-ledger-1"
 HEADER, LOG = "ledger.json", "log.jsonl"
-RESTORE = "restore the folder from a copy, or make a new ledger and replay the edits that are sound"
+RESTORE = "restore the folder from a copy"
 
 
 def canonical(value: JSON) -> bytes:
@@ -87,6 +87,8 @@ def read_header(folder: Path) -> dict[str, Any]:
         name = header["format"], header["model"], header["model_name"], header["created"]
     except FileNotFoundError:
         raise LedgerError(f"no ledger in {folder} ({HEADER} is missing): name a folder that holds one") from None
+    except NotADirectoryError:
+        raise LedgerError(f"{folder} is a file, expected a ledger's folder: name a folder") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise LedgerError(f"{path} cannot be read ({problem!r}): {RESTORE}") from None
     if name[0] != FORMAT:

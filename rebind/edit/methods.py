@@ -57,6 +57,7 @@ class Method:
     several_layers: bool = True
     remembers: bool = False  # whether the gain depends on the keys of earlier edits
     lam: float | None = None  # λ where the method has one of its own; None: from the keys
+    exact: bool = False  # whether facts are met exactly, whatever λ is
     targets: TargetSettings = TargetSettings()  # noqa: RUF009 - frozen
 
 
@@ -101,9 +102,10 @@ METHODS = {
             "one layer, each fact exactly, one after another",
             _one_by_one,
             several_layers=False,
+            exact=True,
             targets=TargetSettings(clamp=4.0),
         ),
-        Method("emmet", "one layer, all facts exactly at once", _equality, several_layers=False),
+        Method("emmet", "one layer, all facts exactly at once", _equality, several_layers=False, exact=True),
         Method("alphaedit", "only in directions that old keys hardly use", _null_space, remembers=True, lam=10.0),
         Method("recursive", "memit that holds on to its own earlier edits", _recursive, remembers=True),
     )

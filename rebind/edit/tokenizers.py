@@ -29,7 +29,7 @@ def load_tokenizer(
         except Exception as problem:
             raise InputError(
                 f"{source} has no tokenizer that can be loaded ({one_line(problem)}), expected tokenizer.json in it: "
-                f"save one there, or pass tokenizer="
+                f"save one there (from Python, or pass tokenizer=)"
             ) from None
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(

@@ -201,7 +201,9 @@ def test_edits_leave_as_adapter_change_and_model(rebind, model, edited, tmp_path
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in base)
     changed = {name for name in base if not torch.equal(base[name], saved[0][name])}
     assert changed == {f"{site}.weight" for site in document["peft"]["ranks"]}
-    assert "not empty" in rebind("ledger", "replay", "--model", model, "--out", str(replayed), code=2).err
+    taken = rebind("ledger", "replay", "--model", model, "--out", str(replayed), code=2).err
+    assert "not empty" in taken
+    assert taken.endswith("or give --overwrite\n")
     rebind("ledger", "replay", "--model", model, "--out", str(replayed), "--overwrite")
     rebind("ledger", "undo", "e0001", "--model", model)
     assert "no active edits" in rebind(*words, code=2).err
@@ -259,7 +261,12 @@ def test_doctor_says_what_to_do(rebind, monkeypatch, tmp_path):
         (("edit", "The {capital} of {France} is", "Rome"), "marks 2 subjects"),
         (("edit", "The capital of {France} is", " "), "target is ' '"),
         (("edit", "The capital of {France} is"), "no target"),
+        (("edit", "The capital of France is", "Rome"), "or name it as subject"),
         (("edit", "nowhere.jsonl"), "no file nowhere.jsonl"),
+        (("edit", __file__, "Rome"), "leave out 'Rome'"),
+        (("edit", *FACT, "--ledger", __file__), "is a file, expected a folder: name another with --ledger"),
+        (("edit", *FACT, "--out", f"{__file__}/out"), "is a file, expected a folder: name another with --out"),
+        (("ask", ""), "a prompt is '', expected text"),
         (("edit", *FACT, "--method", "memmit"), "did you mean 'memit'?"),
         (("edit", *FACT, "--layers", "2,x"), "2,3,4"),
         (("edit", *FACT, "--layers", "4-2"), "2,3,4"),
@@ -290,7 +297,10 @@ def test_bad_input_that_only_the_model_shows(rebind, model, edited, tmp_path):
     clash.write_text("\n".join(json.dumps({"prompt": FACT[0], "target": target}) for target in ("Rome", "Bonn")))
     assert "Rome / Bonn" in rebind("edit", str(clash), "--model", model, code=2).err
     assert "expected some of 0 to" in rebind("edit", *FACT, "--model", model, "--layers", "7", code=2).err
-    assert "chat template" in rebind("edit", *FACT, "--model", model, "--chat", code=2).err
+    chat = rebind("edit", *FACT, "--model", model, "--chat", code=2).err
+    assert "has no chat template, expected one to chat with: leave chat out" in chat
+    long = rebind("ask", "The answer is" + " very" * 200, "--model", model, code=2).err
+    assert re.match(r"error: prompt 'The answer is very .*…' is \d+ tokens, the model takes 128 .*: shorten", long)
     assert "'nowhere'" in rebind("ask", "x", "--model", model, "--device", "nowhere", code=2).err
     for verb in ("show", "undo", "redo"):
         assert "no edit 'e0007'" in rebind("ledger", verb, "e0007", "--model", model, code=2).err
@@ -455,3 +465,11 @@ def test_interrupted_work_is_kept_in_the_ledger_that_was_named(model, tmp_path):
     with screen(False, True, False) as shown:
         editor = open_editor(Wanted(model, folder), Bars(shown), new_ledger=True)
     assert editor._kept.folder == editor.ledger.work_folder == folder / "work"
+
+
+@pytest.mark.parametrize(("method", "weighs"), [("memit", True), ("rome", False), ("emmet", False)])
+def test_lambda_is_told_where_it_has_a_say(rebind, model, method, weighs):
+    told = rebind("edit", "The answer is {France}", "Rome", "--model", model, "--method", method, "--plan").out
+    assert ("λ" in told) == weighs
+    done = rebind("edit", "The answer is {France}", "Rome", "--model", model, "--method", method, *FAST, "--force").out
+    assert ("λ" in done) == weighs

@@ -1,10 +1,12 @@
-"""How a command ends: what it says is so."""
+"""How a command ends: what it says is so, and what it suggests can be pasted."""
 
 from __future__ import annotations
 
 import errno
 import io
 import json
+import shlex
+import subprocess
 import sys
 
 import pytest
@@ -15,6 +17,7 @@ from rebind.cli.__main__ import app
 from rebind.cli.screen import screen
 from rebind.edit.editor import Editor
 from rebind.edit.kept import KeptTargets
+from rebind.errors import StorageError
 
 from .conftest import FAST
 
@@ -83,10 +86,129 @@ def test_what_ends_an_edit_that_is_not_written_says_that(rebind, model, monkeypa
     assert "e0001 is in the ledger" not in ended.err
 
 
-@pytest.mark.parametrize("problem", [BrokenPipeError(errno.EPIPE, "Broken pipe"), SystemExit(1)])
-def test_a_reader_that_went_away_does_not_hide_an_edit(rebind, model, monkeypatch, problem):
-    monkeypatch.setattr("rebind.cli.edit._show", raising(problem))
-    assert "warning: edit e0001 is in the ledger" in rebind("edit", *FACT, "--model", model, *FAST, code=1).err
+def rich_ends(*_):
+    try:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+    except BrokenPipeError:
+        raise SystemExit(1)  # noqa: B904
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [(raising(BrokenPipeError(errno.EPIPE, "Broken pipe")), 141), (rich_ends, 141), (raising(SystemExit(1)), 1)],
+)
+def test_a_reader_that_went_away_does_not_hide_an_edit(rebind, model, monkeypatch, ends, code):
+    monkeypatch.setattr("rebind.cli.edit._show", ends)
+    assert "warning: edit e0001 is in the ledger" in rebind("edit", *FACT, "--model", model, *FAST, code=code).err
+
+
+@pytest.mark.parametrize(("place", "named"), [("cache", True), ("out", False)])
+def test_the_cache_is_named_where_it_is_what_failed(rebind, model, monkeypatch, tmp_path, place, named):
+    problem = StorageError(f"cannot write {tmp_path / place / 'x'} (No space left on device): choose another folder")
+    monkeypatch.setattr(Editor, "rewrite_many", raising(problem))
+    ended = rebind("edit", *FACT, "--model", model, code=3).err
+    assert ended.startswith(f"error: {problem}")
+    assert ("REBIND_CACHE" in ended) is named
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["doctor", "--json"]], ids=" ".join)
+def test_a_reader_that_went_away_ends_it_quietly(words):
+    program = "from rebind.cli import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()
+        told = process.stderr.read()
+    assert (process.returncode, told) == (141, "")
+
+
+def test_an_interrupt_before_a_verb_is_at_work_is_one_line():
+    program = """
+import sys
+class Interrupted:
+    def find_spec(self, name, *rest):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from rebind.cli import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr == "stopped: nothing was begun, run the same command again\n"
+
+
+def test_an_interrupt_of_which_a_library_makes_another_error_is_one(capsys):
+    def work():
+        with screen(False, False, False):
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                raise ImportError("could not import module 'PreTrainedModel'")  # noqa: B904
+
+    with pytest.raises(typer.Exit) as ended:
+        work()
+    assert ended.value.exit_code == 130
+    assert capsys.readouterr().err.startswith("stopped: nothing was left half done")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("edit", "--foo"), "No such option: --foo"),
+        (("bogus",), "No such command 'bogus'"),
+        (("ledger", "bogus"), "No such command 'bogus'"),
+        (("edit", *FACT, "--steps", "0"), "'--steps'"),
+    ],
+)
+def test_words_that_are_not_taken_are_told_as_json_too(rebind, words, says):
+    ended = rebind(*words, code=2, json=True)
+    assert says in ended.document["error"]
+    assert ended.document["code"] == 2
+    assert "Usage" in ended.err
+    assert rebind(*words, code=2).out == ""
+
+
+# Commands to be pasted
+
+
+def suggested(text: str, label: str) -> list[str]:
+    """The words of the command behind a label, without `rebind`."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{label}: ")]
+    return shlex.split(line.removeprefix(f"{label}: "))[1:]
+
+
+def test_suggested_commands_are_about_the_same_model_and_ledger(rebind, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    place = ("--model", model, "--ledger", str(tmp_path / "else where"))
+    made = rebind("edit", "It's {France}", "Rome", *place, "--dtype", "float64", *FAST).out
+    asked = rebind(*suggested(made, "ask"), json=True).document
+    assert (asked["active"], asked["ledger"]) == (["e0001"], place[-1])
+    assert asked["answers"][0]["prompt"] == "It's France"
+    undone = rebind(*suggested(made, "take it back"))
+    assert active_in(rebind, place) == []
+    redone = rebind(*suggested(undone.out, "the other way"))
+    assert active_in(rebind, place) == ["e0001"]
+    rebind(*suggested(redone.out, "the other way"))
+    assert active_in(rebind, place) == []
+
+
+def test_a_conflict_names_a_command_that_can_be_pasted(rebind, model, tmp_path):
+    place = ("--model", model, "--ledger", str(tmp_path / "else where"))
+    rebind("edit", *FACT, *place, *FAST)
+    ended = rebind("edit", FACT[0], "Paris", *place, code=2)
+    assert "force=True" not in ended.err
+    assert "editor.undo" not in ended.err
+    undo = ended.err.split("undo it first (")[1].split(")")[0]
+    rebind(*shlex.split(undo)[1:])
+    rebind("edit", FACT[0], "Paris", *place, *FAST)
+    again = rebind("ledger", "redo", "e0001", *place, code=2).err
+    rebind(*shlex.split(again.split("undo it first (")[1].split(")")[0])[1:])
+    assert active_in(rebind, place) == []
+
+
+def active_in(rebind, place) -> list[str]:
+    return rebind("ledger", "list", *place, "--quiet").out.split()
 
 
 class Full(io.StringIO):
@@ -108,7 +230,7 @@ def test_a_result_that_cannot_be_written_is_one_line(monkeypatch, capsys):
         work()
     told = capsys.readouterr().err
     assert ended.value.exit_code == 3
-    assert "No space left on device" in told
+    assert told.startswith("error: the output cannot be written (No space left on device)")
     assert told.endswith(
         "edit e0001 is in the ledger, do not run the command again; to take it back: rebind ledger undo e0001\n"
     )

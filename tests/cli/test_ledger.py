@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+
+from rebind.cli.edit import begun
 
 from .conftest import FAST
 
@@ -64,8 +67,37 @@ def test_replay_asks_each_edit_as_it_was_asked(rebind, chatty, tmp_path):
         found.append(rebind(*words, json=True).document["facts"][-1])
         rebind("ledger", "undo", edit["id"], *place)
     assert [fact["edit"] for fact in found] == ["e0002", "e0001"]
+    assert "in the chat template" in rebind("ledger", "show", "e0001", *place).out
     made = [edit["facts"][0]["after"]["probability"] for edit in reversed(edits)]
     assert [fact["probability"] for fact in found] == pytest.approx(made, rel=1e-3)
+
+
+def test_a_list_has_a_line_an_edit(rebind, model, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    rebind("edit", *FACT, "--model", model, *FAST)
+    rebind("edit", "I {Italy}", "Paris", "--model", model, *FAST)
+    rebind("ledger", "undo", "e0001", "--model", model)
+    listed = rebind("ledger", "list", "--model", model).out
+    rows = [line for line in listed.splitlines() if re.match(r" e000\d +(active|undone)", line)]
+    assert len(rows) == 2
+    assert all(re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d  ", row) for row in rows)
+    assert "made (UTC)" in listed
+    told = rebind("ledger", "list", "--model", model, json=True).document["edits"]
+    assert all(row["created"].endswith("+00:00") for row in told)
+    help = " ".join(rebind("ledger", "list", "--help").out.split())
+    assert "with --quiet the ids of those that are active" in help
+
+
+def test_a_score_says_the_target_or_how_the_model_begins():
+    assert begun({"exact": True, "says": " p"}, "park") == "park"
+    assert begun({"exact": False, "says": " p"}, "park") == "p…"
+
+
+def test_one_edit_is_one_edit(rebind, model, tmp_path):
+    rebind("edit", *FACT, "--model", model, *FAST)
+    assert "\n1 edit, " in rebind("ledger", "export", "--model", model, "--delta", str(tmp_path / "d.safetensors")).out
+    shown = rebind("ledger", "show", "e0001", "--model", model).out
+    assert "chat" not in shown
 
 
 def test_redo_does_not_contradict_an_active_edit(rebind, model):

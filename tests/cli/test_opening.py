@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
+from rebind.cli.opening import _is_packed
 from rebind.edit.corpus import OwnSamples, Texts
 from rebind.edit.editor import Editor
 from rebind.edit.targets import TargetSettings
@@ -72,6 +75,44 @@ def test_a_plan_for_a_ledger_that_is_not_there(rebind, model, tmp_path):
     (tmp_path / "taken" / "letter.txt").write_text("mine")
     assert "no ledger in" in rebind(*words, str(tmp_path / "taken"), code=3).err
     assert "no ledger in" in rebind("ask", QUESTION, "--model", model, "--ledger", str(tmp_path / "new"), code=3).err
+
+
+@pytest.mark.parametrize("place", ["a file", "a file/inside", "locked", "locked/inside"])
+def test_a_ledger_that_cannot_be_begun_is_refused_before_the_model_is_loaded(rebind, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
+    (tmp_path / "a file").write_text("mine")
+    (tmp_path / "locked").mkdir()
+    failing = PermissionError(errno.EACCES, "Permission denied")
+
+    def mkdtemp(*_, dir, **__):
+        assert dir == tmp_path / "locked"
+        raise failing
+
+    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)  # a mode would not stop the superuser
+    code, says = (2, "is a file") if "file" in place else (3, "Permission denied")
+    assert says in rebind("edit", *FACT, "--ledger", str(tmp_path / place), code=code).err
+    monkeypatch.setenv("REBIND_LEDGERS", str(tmp_path / place))
+    assert "REBIND_LEDGERS" in rebind("edit", *FACT, code=code).err
+
+
+def test_a_ledger_that_is_not_there_is_missed_before_the_model_is_loaded(rebind, tmp_path, monkeypatch):
+    monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
+    assert "no ledger in" in rebind("ask", QUESTION, "--ledger", str(tmp_path / "new"), code=3).err
+    for words in (("ask", QUESTION), ("ledger", "list"), ("ledger", "undo", "e0001")):
+        assert "is a file, expected a ledger's folder" in rebind(*words, "--ledger", __file__, code=3).err
+
+
+def test_a_gguf_is_said_to_be_unpacked_until_the_cache_has_it(tmp_path, model):
+    file = tmp_path / "Some-1B.gguf"
+    assert not _is_packed(str(file)), "perhaps a Hub id"
+    file.touch()
+    assert _is_packed(str(file))
+    assert _is_packed("smollm2")
+    assert not _is_packed(model)
+    for name in ("Some-1B-0123456789ab", "SmolLM2-135M-Instruct.Q4_1-0123456789ab"):
+        (tmp_path / "cache" / "models" / name).mkdir(parents=True)
+    assert not _is_packed(str(file))
+    assert not _is_packed("smollm2")
 
 
 def test_moments_are_those_of_the_chosen_layers(rebind, model, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rebind.cli.tables import percent
 from rebind.edit import editor as editor_module
 from rebind.edit.drift import Drift
 from rebind.edit.editor import Editor
@@ -159,6 +160,12 @@ def test_the_default_bounds(scores, drift, failed):
 
 
 # What the ledger holds already
+
+
+@pytest.mark.parametrize("probability", [0.0, 1e-9, 0.00007, 0.0004, 0.0123, 0.0999, 0.41])
+def test_a_probability_is_told_as_the_tables_tell_it(probability):
+    (failure,) = Guard().check([replace(UNSAID, probability=probability)], STILL)
+    assert f"probability {percent(probability)} (" in failure.says
 
 
 def test_another_target_for_a_prompt_is_refused_before_any_work(monkeypatch):

@@ -266,11 +266,15 @@ def test_a_folder_without_a_ledger(tmp_path):
     with pytest.raises(LedgerError, match="no ledger in"):
         Ledger.open(tmp_path / "none")
     assert not (tmp_path / "none").exists()
+    (tmp_path / "none").write_text("")
+    with pytest.raises(LedgerError, match="none is a file, expected a ledger's folder"):
+        Ledger.open(tmp_path / "none")
+    (tmp_path / "none").unlink()
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(InputError, match="holds thesis.tex and no ledger"):
         opened(tmp_path)
     assert snapshot(tmp_path) == {"thesis.tex": b"precious"}
-    with pytest.raises(StorageError, match="thesis.tex"):
+    with pytest.raises(StorageError, match="thesis.tex is a file, expected a folder"):
         opened(tmp_path / "thesis.tex")
 
 

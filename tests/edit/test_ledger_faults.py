@@ -55,6 +55,35 @@ def test_a_log_cut_anywhere_in_its_last_line_opens_at_the_last_good_state(folder
     assert opened(folder).get("e0002").facts == new_edit(3).facts
 
 
+@pytest.mark.parametrize("damaged", [1, 2, 3])
+def test_what_is_advised_about_a_damaged_line_helps(folder, damaged):
+    ledger = opened(folder)
+    for number in (1, 2, 3):
+        ledger.append(new_edit(number))
+    lines = log_of(folder).read_bytes().splitlines(keepends=True)
+    lines[damaged - 1] = lines[damaged - 1].replace(b"e000", b"e900", 1)
+    log_of(folder).write_bytes(b"".join(lines))
+    with pytest.raises(LedgerError, match=f"line {damaged} of .* delete that line and all after it"):
+        opened(folder)
+    log_of(folder).write_bytes(b"".join(lines[: damaged - 1]))
+    again = opened(folder)
+    assert ids(again.edits) == [f"e000{number}" for number in range(1, damaged)]
+    again.append(new_edit(4))
+    assert opened(folder).get(f"e000{damaged}").facts == new_edit(4).facts
+
+
+def test_an_edit_whose_tensors_are_damaged_can_be_undone(folder):
+    ledger = opened(folder)
+    for number in (1, 2):
+        ledger.append(new_edit(number))
+    (folder / "edits" / "e0001.safetensors").write_bytes(b"nothing")
+    again = opened(folder)
+    with pytest.raises(LedgerError, match="restore the file from a copy, or undo edit e0001"):
+        again.get("e0001").write(again.get("e0001").sites[0])
+    again.undo("e0001")
+    assert ids(opened(folder).active) == ["e0002"]
+
+
 def test_zeros_left_by_a_power_cut_are_dropped(folder):
     ledger = opened(folder)
     ledger.append(new_edit(1))
