@@ -20,7 +20,7 @@ from rich.table import Table
 from rebind.edit import editor as editing
 from rebind.edit.facts import Fact
 
-console = Console(width=100)
+console = Console()
 
 FACTS = [
     Fact.parse(
@@ -82,16 +82,16 @@ def answers(editor: editing.Editor, prompts: Sequence[str]) -> list[str]:
 
 def show_facts(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]]) -> None:
     table = Table(title="The facts, before and after", title_justify="left", title_style="bold")
-    for name in ("prompt", "new answer", "said before", "probability", "says now", "probability "):
-        table.add_column(name, justify="right" if "prob" in name else "left")
+    for name in ("prompt", "new answer", "said before", "says now"):
+        table.add_column(name)
+    table.add_column("P(new answer)", justify="right", no_wrap=True)
     for fact, was, now in zip(FACTS, before, after, strict=True):
         table.add_row(
             fact.text,
             fact.target,
             str(was["says"]).strip(),
-            f"{was['probability']:.4f}",
             str(now["says"]).strip(),
-            f"{now['probability']:.4f}",
+            f"{was['probability']:.4f} → {now['probability']:.4f}",
         )
     console.print(table)
 

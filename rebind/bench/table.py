@@ -14,31 +14,51 @@ from rebind.bench.scan import Row
 # first s: the first forward call; then s: the first of both passes, after it. The last two: what share of the time of
 # both passes their floors are; of the forward pass where that is all.
 NUMBERS = ("fwd ms", "both ms", "fwd alone", "both alone", "MiB", "first s", "then s", "error", "I/O", "FLOP")
-KERNELS = NUMBERS[2:4]  # of a GPU, the host's part left out
-FIRST = NUMBERS[5:7]
-SPARED = (FIRST, NUMBERS[8:], KERNELS, ("error",), ("MiB",))  # what a narrow screen does without, in this order
+FIRST, KERNELS = NUMBERS[5:7], NUMBERS[2:4]  # the latter of a GPU, the host's part left out
+# What a narrow screen does without, in this order.
+SPARED = {
+    "the first calls": FIRST,
+    "the floors' shares": NUMBERS[8:],
+    "the kernels alone": KERNELS,
+    "the error": ("error",),
+    "the memory": ("MiB",),
+}
 
 
 def tables(rows: list[Row], width: int | None = None) -> Iterator[Table]:
-    """One table a shape. Where `width` is too little for all columns some are left out, and the caption says which."""
-    for shape, group in groupby(rows, key=lambda row: row.shape):
-        some = list(group)
-        kept = [name for name in NUMBERS if name not in KERNELS or any(row.kernels_forward for row in some)]
-        made, left = _table(shape, some, kept), []
-        for columns in SPARED:
-            if width is None or _width(made) <= width:
-                break
-            left += [name for name in columns if name in kept]
-            kept = [name for name in kept if name not in columns]
-            made = _table(shape, some, kept)
-        if left:
-            made.caption = f"too narrow for {', '.join(left)}: they are in the JSON file"
-        yield made
+    """One table a shape, without columns that are empty or that `width` is too little for; `spared` says which."""
+    for shape, some in _by_shape(rows):
+        yield _fitted(shape, some, width)[0]
+
+
+def spared(rows: list[Row], width: int) -> str | None:
+    """What the tables of this width do without, in words; None where that is nothing."""
+    left = {what for shape, some in _by_shape(rows) for what in _fitted(shape, some, width)[1]}
+    told = [f"{what} ({', '.join(columns)})" for what, columns in SPARED.items() if what in left]
+    return f"too narrow for {', '.join(told)}: they are in the JSON file" if told else None
+
+
+def _by_shape(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    return [(shape, list(group)) for shape, group in groupby(rows, key=lambda row: row.shape)]
+
+
+def _fitted(shape: str, rows: list[Row], width: int | None) -> tuple[Table, list[str]]:
+    """The table, and what of `SPARED` it does without."""
+    kept = [name for name in NUMBERS if any(_cells(row)[name] for row in rows)]
+    made, left = _table(shape, rows, kept), []
+    for what, columns in SPARED.items():
+        if width is None or _width(made) <= width:
+            break
+        if not any(name in kept for name in columns):
+            continue
+        left.append(what)
+        kept = [name for name in kept if name not in columns]
+        made = _table(shape, rows, kept)
+    return made, left
 
 
 def _table(shape: str, rows: list[Row], columns: list[str]) -> Table:
     made = Table(box=SIMPLE_HEAD, title=shape, title_justify="left", title_style="bold", pad_edge=False)
-    made.caption_justify = "left"
     for column in ("rule", ""):
         made.add_column(column, overflow="fold")  # names give way before a number is cut
     for column in columns:

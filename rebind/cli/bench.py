@@ -61,6 +61,7 @@ def scan(
         import torch
 
         from rebind.bench.scan import Setup, parse_shape, run
+        from rebind.bench.table import spared
         from rebind.memory.checks import usable_device
 
         setup = Setup.of(
@@ -87,7 +88,7 @@ def scan(
                 )
         finally:
             torch.set_num_threads(before)
-        for one in report.missing:
+        for one in filter(None, [spared(report.rows, shown.out.width), *report.missing]):
             shown.hint(one)
         shown.hint(report.note)
         written = [path, *_draw(shown, report, path)]

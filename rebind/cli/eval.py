@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from rebind.cli import options
 from rebind.cli.bars import LABELS, Bars
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen
-from rebind.cli.tables import pairs, table
+from rebind.cli.tables import pairs, table, width
 from rebind.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,9 +37,10 @@ rebind eval --facts counterfact.json --n 1000 --protocol sequential --batch 100 
 
 rebind eval compare runs/memit runs/alpha
 
-Without --facts it takes sixty facts that come with it. Stopped with Ctrl-C, it goes on where it was when it is run again: rebind eval"""  # noqa: E501
+Without --facts it takes sixty facts that come with it. A run that was stopped goes on where it was when the same command is given again."""  # noqa: E501
 
 ASKED = "What is asked"
+NAME = 18  # columns for the name of a run
 
 app = typer.Typer(rich_markup_mode="rich", invoke_without_command=True, epilog=EXAMPLES)
 
@@ -210,15 +213,14 @@ def _running(stage: Stage, scores: dict[str, float]) -> str:
 
 
 def _show(shown: Screen, result: Result) -> None:
-    from rebind.evals.report import NARROW, described, long_table, short_table
+    from rebind.evals.report import described, long_table, short_table
 
     summary = result.summary
     count = summary["states"][0]["records"]
     heading = f"{summary['method']} on {summary['model']}, {described(summary)}: {count} records of {summary['data']}"
     shown.show(Text(heading, style="bold"))
     if len(summary["states"]) > 2:
-        header, rows = short_table([("", summary)], NARROW)
-        _show_rows(shown, header, rows, right=header)
+        _show_states(shown, *short_table([("", summary)]))
     _show_rows(shown, ["score", "before", "after", "95 %", ""], long_table(summary), ["before", "after", "95 %"])
     shown.show(
         pairs(
@@ -266,12 +268,47 @@ def compare(
 
 
 def _show_comparison(shown: Screen, found: Comparison) -> None:
-    from rebind.evals.report import NARROW, short_table
-
-    header, rows = short_table(found.runs, NARROW)
-    names = [row[0] for row in rows]
-    for row, before in zip(rows, ["", *names], strict=False):
-        row[0] = "" if row[0] == before else row[0]
-    _show_rows(shown, header, rows, right=header[1:])
+    _show_states(shown, found.header, found.rows)
     for note in found.notes:
         shown.show(note, style="yellow")
+
+
+def _show_states(shown: Screen, header: list[str], rows: list[list[str]]) -> None:
+    """States of the model as columns, scores as rows; where not all columns fit, whole runs stand below."""
+    some: list[list[str]] = []
+    for row in rows:
+        if some and width(_states(header, [*some, row])) > shown.out.width:
+            others = [one for one in some if one[0] != row[0]] if "run" in header else []
+            done = others or some
+            shown.show(_states(header, done))
+            some = some[len(done) :]
+        some.append(row)
+    shown.show(_states(header, some))
+
+
+def _states(header: list[str], rows: list[list[str]]) -> Table:
+    """The rows of a `short_table`, turned: `header` names the run, if there are several, the edits, then scores."""
+    first = header.index("edits")
+    runs = ["".join(row[:first]) for row in rows]
+    edits = [row[first] if row[first] == "before" else f"after {row[first]}" for row in rows]
+    made = table("score")
+    for run, before, count in zip(runs, ["", *runs], edits, strict=False):
+        lines = _name_lines("" if run == before else run) if first else []
+        made.add_column("\n".join([*lines, count]), justify="right", no_wrap=True)
+    for place in range(first + 1, len(header)):
+        made.add_row(header[place], *(row[place] for row in rows))
+    return made
+
+
+def _name_lines(run: str) -> list[str]:
+    """A run's name in lines of at most `NAME`, broken between its words alone.
+
+    >>> _name_lines("memit-sequential-200-3f2a91c0")
+    ['memit-sequential-', '200-3f2a91c0']
+    """
+    lines = [""]
+    for word in re.split(r"(?<=[-_. ])", run):
+        if lines[-1] and len(lines[-1] + word) > NAME:
+            lines.append("")
+        lines[-1] += word
+    return lines

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from rebind.lab.run import Progress as Told
     from rebind.lab.run import Result
 
+GAP, LEAST = 2, 20  # between columns, and the least of one that holds text
+
 EXAMPLES = """[bold]Examples[/bold]
 
 rebind lab
@@ -34,7 +37,9 @@ A run that was stopped or killed goes on where it was when the same command is g
 
 
 def lab(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The experiment. Default: list them.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The experiment, or list. Default: a short list.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of its config; lists as a,b,c.")
     ] = None,
@@ -60,7 +65,7 @@ def lab(
         from rebind.lab.run import run
 
         if name in (None, "list"):
-            _list(shown, list(EXPERIMENTS.values()))
+            _list(shown, list(EXPERIMENTS.values()), whole=name == "list")
             return
         experiment = get_experiment(name)
         words = [*(overrides or []), *([] if seeds is None else [f"seeds={seeds}"])]
@@ -70,17 +75,38 @@ def lab(
         _show(shown, experiment, result)
 
 
-def _list(shown: Screen, experiments: list[Experiment[Any]]) -> None:
-    made = table("experiment", "what is measured", "answers", "CPU", "GPU", right=["CPU", "GPU"])
-    for one in experiments:
-        made.add_row(one.name, one.title, one.answers, one.takes, one.on_gpu)
-    shown.show(made)
+def _list(shown: Screen, experiments: list[Experiment[Any]], *, whole: bool) -> None:
+    """Two lines each, as much of them as fits; the whole with `rebind lab list`."""
+    if whole:
+        for one in experiments:
+            shown.show(Text(one.name, style="bold"))
+            time = f"two cores: {one.takes}; GPU: {one.on_gpu}"
+            shown.show(pairs([("measures", one.title), ("answers", one.answers), ("time", time)]))
+    else:
+        shown.show(*_brief(experiments, shown.out.width))
+        shown.hint("rebind lab list has the lines whole")
     shown.hint("rebind lab NAME runs one, --quick in seconds; rebind lab --help has the rest")
     told = [
         {"name": one.name, "title": one.title, "answers": one.answers, "takes": one.takes, "on_gpu": one.on_gpu}
         for one in experiments
     ]
     shown.result({"experiments": told}, "\n".join(one.name for one in experiments))
+
+
+def _brief(experiments: list[Experiment[Any]], width: int) -> Iterator[Text]:
+    """What each measures and how long that takes; then, behind its name, what it answers."""
+    cells = [("experiment", "two cores", "GPU"), *((one.name, one.takes, one.on_gpu) for one in experiments)]
+    name, takes, on_gpu = (max(map(len, column)) for column in zip(*cells, strict=True))
+    behind = max(LEAST, width - name - GAP)
+    room = max(LEAST, behind - takes - on_gpu - 2 * GAP)
+
+    def line(first: str, text: str, cpu: str, gpu: str) -> str:
+        return (" " * GAP).join([f"{first:<{name}}", f"{text:<{room}}", f"{cpu:>{takes}}", f"{gpu:>{on_gpu}}"])
+
+    yield Text(line("experiment", "what is measured, what it answers", "two cores", "GPU"), style="bold")
+    for one in experiments:
+        yield Text(line(one.name, shorten(one.title, room, placeholder=" …"), one.takes, one.on_gpu))
+        yield Text(" " * (name + GAP) + shorten(one.answers, behind, placeholder=" …"), style="dim")
 
 
 @contextmanager

@@ -76,13 +76,13 @@ def _show(shown: Screen, made: Choice, *, cached: bool) -> None:
     shown.show(f"MLPs restored at the subject's last token, by layer ({made.known} of {made.asked} facts known)")
     shown.show(*heatmap(["effect"], [made.trace], "mlp", width=shown.out.width, top=max(made.trace)))
     numbers = ("trace", "efficacy", "paraphrase", "neighbour", "drift", "score")
-    drawn = table("layers", "why", *numbers, "", right=numbers)
-    for row in sorted(made.candidates, key=lambda one: one.layers):
+    drawn = table("layers", *numbers, "", right=numbers)
+    tried = sorted(made.candidates, key=lambda one: one.layers)
+    for row in tried:
         best = row.layers == made.layers
         parts = (percent(one) for one in (row.efficacy, row.paraphrase, row.neighbour))
         cells = (
-            f"{row.layers[0]}-{row.layers[-1]}" if len(row.layers) > 1 else str(row.layers[0]),
-            row.why,
+            _span(row.layers),
             f"{row.effect:.3f}",
             *parts,
             f"{row.drift:.3f}",
@@ -91,4 +91,9 @@ def _show(shown: Screen, made: Choice, *, cached: bool) -> None:
         )
         drawn.add_row(*(Text(cell, style="bold green" if best else "") for cell in cells))
     shown.show(drawn)
+    shown.hint(f"why these: {'; '.join(f'{_span(row.layers)} {row.why}' for row in tried)}")
     shown.hint("score: harmonic mean of efficacy, paraphrase and neighbour, less the drift (nats on unrelated prompts)")
+
+
+def _span(layers: tuple[int, ...]) -> str:
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from rebind.cli import options
@@ -17,6 +18,8 @@ from rebind.cli.tables import percent, table
 from rebind.files import write_atomically
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rebind.edit.lens import Lens
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -92,27 +95,37 @@ def _written(base: Lens, edited: Lens, document: dict[str, Any], out: Path | Non
     return [*files, out / "lens.json"]
 
 
-def _show(shown: Screen, base: Lens, edited: Lens | None) -> None:
-    both = [("base", base)] if edited is None else [("base", base), ("edited", edited)]
-    shown.show(Text(base.question.text, style="bold"))
-    heads = ["layer"]
-    for name, _ in both:
-        own = f"{name} " if edited else ""
-        heads += [f"{own}says", f"{own}top", f"{own}P({base.answer.strip()})", f"{own}rank"]
-    made = table(*heads, right=[head for head in heads if "says" not in head])
-    for layer in range(len(base.top)):
+def _table(both: list[tuple[str, Lens]]) -> Table:
+    """A row a layer. Numbers stay whole; a token gives way, and shows that it does."""
+    numbers = ("%", "P %", "rank")
+    made = table(
+        "layer", *(head for name, _ in both for head in (f"{name} says".strip(), *numbers)), right=("layer", *numbers)
+    )
+    for layer in range(len(both[0][1].top)):
         cells: list[str | Text] = [str(layer)]
         for _, one in both:
             rank = int(one.rank[layer, -1])
             style = "bold green" if rank == 1 else ""
             cells += [
-                Text(repr(one.top[layer][-1]), style=style),
-                percent(float(one.top_probability[layer, -1])),
-                Text(percent(float(one.probability[layer, -1])), style=style),
+                Text(repr(one.top[layer][-1]), style=style, no_wrap=True, overflow="ellipsis"),
+                _bare(one.top_probability[layer, -1]),
+                Text(_bare(one.probability[layer, -1]), style=style),
                 Text(f"{rank:,}", style=style),
             ]
         made.add_row(*cells)
-    shown.show(made)
+    made.padding = (0, 1, 0, 0)  # two side by side on a screen of 80
+    return made
+
+
+def _bare(probability: Tensor) -> str:
+    return percent(float(probability)).removesuffix(" %")
+
+
+def _show(shown: Screen, base: Lens, edited: Lens | None) -> None:
+    both = [("", base)] if edited is None else [("base", base), ("edited", edited)]
+    shown.show(Text(base.question.text, style="bold"))
+    shown.hint(f"says: its first choice, and how likely; P: how likely {base.answer!r} is, and its rank")
+    shown.show(_table(both))
     for name, one in both:
         top = float(one.probability.max())
         which = f"{name}: " if edited else ""

@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from rebind.cli.__main__ import app
+from rebind.cli.usage import usage
 
 HEAD = """# The command line
 
@@ -23,6 +24,7 @@ HEAD = """# The command line
 `rebind COMMAND --help` shows the same. Every command takes `--json` (one document on standard output), `--quiet` (the
 one thing a script wants) and `--debug` (tracebacks); progress, warnings and errors go to standard error.
 """
+CODE = ("rebind ", "torchrun ")  # how a line that is typed begins
 TAG = re.compile(r"\[/?[a-z ]+\]")  # rich's markup
 
 
@@ -48,21 +50,16 @@ def _pages(name: str, command: Any) -> Iterator[tuple[str, Any]]:
 def _page(name: str, command: Any) -> str:
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     options = [param for param in command.params if param.param_type_name == "option" and not param.hidden]
-    usage = " ".join([name, "[OPTIONS]", *(_usage(argument) for argument in arguments)])
-    parts = [f"## {name}", "", _plain(command.help), "", "```", usage, "```", ""]
+    typed = " ".join([name, "[OPTIONS]", *(usage(argument) for argument in arguments)])
+    parts = [f"## {name}", "", _plain(command.help), "", "```", typed, "```", ""]
     if arguments:
-        parts += ["| argument | |", "| --- | --- |", *(f"| `{_usage(one)}` | {_told(one)} |" for one in arguments), ""]
+        parts += ["| argument | |", "| --- | --- |", *(f"| `{usage(one)}` | {_told(one)} |" for one in arguments), ""]
     # In the order of their first options, as --help has them.
     panels = list(dict.fromkeys(option.rich_help_panel or "Options" for option in options))
     ordered = sorted(options, key=lambda option: panels.index(option.rich_help_panel or "Options"))
     for panel, rows in groupby(ordered, key=lambda option: option.rich_help_panel or "Options"):
         parts += [f"| {panel} | |", "| --- | --- |", *(f"| {_names(one)} | {_told(one)} |" for one in rows), ""]
     return "\n".join(parts) + "\n" + _epilog(command.epilog)
-
-
-def _usage(argument: Any) -> str:
-    name = (argument.metavar or argument.name).upper() + ("..." if argument.nargs == -1 else "")
-    return name if argument.required else f"[{name}]"
 
 
 def _names(option: Any) -> str:
@@ -73,7 +70,7 @@ def _names(option: Any) -> str:
 def _told(param: Any) -> str:
     """The help, and the default where it is worth a word."""
     default = param.default
-    plain = isinstance(default, (str, int, float)) and not isinstance(default, bool)
+    plain = isinstance(default, (str, int, float, Path)) and not isinstance(default, bool)
     shown = f" Default: `{default}`." if plain and param.param_type_name == "option" else ""
     needed = " Required." if param.required and param.param_type_name == "option" else ""
     return (_plain(param.help) + shown + needed).replace("|", "\\|")
@@ -83,7 +80,7 @@ def _epilog(text: str | None) -> str:
     """Examples as code, the rest as prose."""
     lines = [line for line in (_plain(line) for line in (text or "").splitlines()) if line]
     parts = []
-    for is_code, group in groupby(lines, key=lambda line: line.startswith("rebind ")):
+    for is_code, group in groupby(lines, key=lambda line: line.startswith(CODE)):
         rows = list(group)
         parts.append("```\n" + "\n".join(rows) + "\n```\n" if is_code else "\n\n".join(rows) + "\n")
     return "\n".join(parts)

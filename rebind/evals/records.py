@@ -189,6 +189,10 @@ def _raw(source: Any) -> Iterator[tuple[str, Any]]:
     """Each record as it lies in the source, and what to call it."""
     if isinstance(source, str) and source.startswith(HUB):
         return raw_records(_from_hub(source))
+    if isinstance(source, (str, Path)) and not Path(source).exists():
+        raise InputError(
+            f"no file {source}, expected one of records: check its name (a dataset of the Hub is hf:name:split)"
+        )
     return raw_records([source] if isinstance(source, Record) else source)
 
 

@@ -17,7 +17,6 @@ from rebind.files import write_atomically
 SUMMARY, TABLE = "summary.json", "table.md"
 MEASURED = ("perplexity", "kl", "largest_kl", "growth")  # of drift
 COLUMNS = ("S", "ES", "PS", "NS", "EA", "PA", "free", "portability", "kept", "GE", "perplexity", "kl", "growth")
-NARROW = ("S", "ES", "PS", "NS", "EA", "PA", "free", "kept", "perplexity")  # for a terminal
 DRIFT_MEANINGS = {
     "perplexity": "of held text",
     "kl": "nats, next token on unrelated prompts: mean",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from rebind.bench.contenders import contenders, forward, inputs
 from rebind.bench.figure import draw, lines
 from rebind.bench.memory import peak
 from rebind.bench.scan import Row, Setup, parse_shape
-from rebind.bench.table import tables
+from rebind.bench.table import spared, tables
 from rebind.cli.__main__ import app
 from rebind.errors import InputError
 
@@ -155,22 +156,31 @@ def printed(row: Row, width: int) -> list[str]:
 @pytest.mark.parametrize("gpu", [False, True])
 def test_numbers_are_whole_or_left_out_and_said(width, gpu):
     given = {name: value for name, value in NUMBERS.items() if gpu or not name.startswith("kernels")}
-    shown = printed(Row("1x64x8x64", "gated delta", "transformers", **given), width)
+    row = Row("1x64x8x64", "gated delta", "transformers", **given)
+    shown = printed(row, width)
     assert max(map(len, shown)) <= width
     assert "…" not in "".join(shown)
     rule = next(place for place, line in enumerate(shown) if "──" in line)
-    below = next((place for place, line in enumerate(shown) if line.startswith("too narrow")), len(shown))
-    heads, cells, caption = shown[:rule], " ".join(shown[rule:below]).split(), " ".join(shown[below:])
+    heads, cells, told = shown[:rule], " ".join(shown[rule:]).split(), spared([row], width) or ""
     for head, number in zip(HEADS, TOLD, strict=True):
         there = any(head in line for line in heads)
         assert (number in cells) is there
-        assert (head in " ".join(caption.split())) is (not there and (gpu or "alone" not in head))
+        assert (head in told) is (not there and (gpu or "alone" not in head))
 
 
 def test_first_calls_are_what_a_screen_of_80_does_without():
     row = Row("1x64x8x64", "gated delta", "transformers", **{**NUMBERS, "kernels_forward": None, "kernels_both": None})
-    assert "too narrow for first s, then s: they are in the JSON file" in printed(row, 80)[-1]
-    assert not any("too narrow" in line for line in printed(row, 100))
+    other = replace(row, shape="1x128x8x64")
+    assert spared([row, other], 80) == "too narrow for the first calls (first s, then s): they are in the JSON file"
+    assert spared([row, other], 100) is None
+
+
+def test_what_nobody_measured_has_no_column():
+    decoding = Row("1x1x8x64", "gated delta, decoding", "ours", forward=0.125)
+    shown = "\n".join(printed(decoding, 80))
+    assert "fwd ms" in shown
+    assert not any(head in shown for head in HEADS[1:])
+    assert spared([decoding], 30) is None
 
 
 def test_a_device_that_is_none_is_refused_in_words(tmp_path):

@@ -25,6 +25,13 @@ def test_people_see_a_table_and_where_it_is(rebind, tmp_path):
         assert (tmp_path / "runs" / "bench" / f"scan-cpu.{suffix}").stat().st_size
 
 
+def test_a_narrow_screen_is_told_once_what_it_lacks(rebind, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = rebind("bench", "scan", *FAST, "--rounds", "3").out
+    assert " ".join(shown.split()).count("too narrow for the first calls (first s, then s)") == 1
+    assert max(map(len, shown.splitlines())) <= 60
+
+
 def test_programs_get_one_document(rebind, tmp_path):
     document = rebind("bench", "scan", *FAST, "--out", "here", "--threads", "1", json=True).document
     assert [(row["shape"], row["name"]) for row in document["rows"]] == [

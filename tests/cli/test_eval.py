@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from io import StringIO
 
 import pytest
+from rich.console import Console
+
+from rebind.cli.eval import _show_states
+from rebind.cli.screen import Screen
 
 RECORDS = [
     {
@@ -63,6 +69,36 @@ def test_people_see_scores_and_where_they_are(rebind, model, facts, tmp_path):
     assert rebind("eval", "compare", "a", "b", "--quiet").out.startswith("| run | edits |")
 
 
+@pytest.mark.parametrize("columns", [120, 80, 60, 40])
+@pytest.mark.parametrize(
+    "names", [("memit", "rome"), ("memit-sequential-200-3f2a91c0", "memit-sequential-200-9b1c22d0")]
+)
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_comparison_breaks_no_number_and_no_name(columns, names, steps):
+    """Every number of every run stands whole under its run and its edits, in the row of its score."""
+    header = ["run", "edits", "records", "S", "portability", "perplexity"]
+    rows = [
+        [name, f"{100 * step:,}" if step else "before", "1,234", f".{place}{step}1", f".{place}{step}2", "18.29"]
+        for place, name in enumerate(names)
+        for step in range(steps + 1)
+    ]
+    shown = Screen(Console(width=columns, file=StringIO()), Console(file=StringIO()), False, False, False)
+    _show_states(shown, header, rows)
+    text = shown.out.file.getvalue()
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    found = []
+    for part in re.split(r"\n\s*\n", text.strip("\n")):
+        lines = [line for line in part.splitlines() if "──" not in line and line.strip()]
+        cells = {line.split()[0]: line.split()[1:] for line in lines if line.split()[0] in header}
+        edits = next(line for line in lines if line.split()[0] == "score").split()[1:]
+        edits = [edit for edit in edits if edit != "after"]
+        assert set(cells) == set(header[2:])
+        found += list(zip(edits, *(cells[name] for name in header[2:]), strict=True))
+    assert found == [tuple(row[1:]) for row in rows]
+    assert all(word in text for name in names for word in name.split("-"))
+
+
 def test_bad_records_are_an_error_or_counted(rebind, model, facts):
     words = ("eval", "--facts", facts, "--model", model, "--protocol", "batch", *FAST)
     refused = rebind(*words, code=2)
@@ -92,7 +128,7 @@ def test_options_reach_the_trial(rebind, model, facts, tmp_path):
     [
         (("--method", "memitt"), "memitt"),
         (("--protocol", "serial"), "serial"),
-        (("--facts", "nowhere.json"), "no file nowhere.json"),
+        (("--facts", "nowhere.json"), "error: no file nowhere.json, expected one of records: check its name"),
         (("--facts", "hf:some/where"), "hf:some/where"),
         (("--text", "nowhere.txt"), "held text nowhere.txt cannot be read"),
         (("--lam", "-1"), "lam is -1"),

@@ -34,3 +34,14 @@ def test_it_has_every_command_and_option():
 def test_markup_is_for_terminals():
     assert "[bold]" not in manual()
     assert "[/bold]" not in manual()
+
+
+def test_defaults_that_are_folders_are_told():
+    assert "| `--out DIR` | Folder of the results. Default: `runs/bench`. |" in manual()
+
+
+def test_prose_behind_examples_ends():
+    """What is typed is shown as code; the rest are sentences."""
+    for page in manual().split("\n## ")[1:]:
+        prose = page.split("```\n")[-1].strip().splitlines()
+        assert all(line.endswith(".") for line in prose if line and not line.startswith("|")), prose
