@@ -76,7 +76,7 @@ def _from_file(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise InputError(f"no file {path}: check the name, or mark a fact's subject with braces") from None
+        raise InputError(f"no file {path}, expected one of facts: check its name") from None
     except UnicodeDecodeError as problem:
         raise InputError(f"{path} is not UTF-8 (byte {problem.start}): save it as UTF-8") from None
     except OSError as problem:
