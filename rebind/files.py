@@ -93,6 +93,22 @@ def require_writable(path: Path, step: str) -> None:
         raise error from None
 
 
+def require_writable_beside(path: Path, step: str) -> None:
+    """The same of a folder that is filled beside its place and then put there, whatever may be written in it."""
+    path = Path(path).expanduser().resolve()
+    if is_file(path):
+        raise InputError(f"{path} is a file, expected a folder: {step}")
+    require_writable(path.parent, step)
+
+
+def is_file(path: Path | str) -> bool:
+    """Whether a file is there; a text that no file can have for its name is none."""
+    try:
+        return Path(path).is_file()
+    except OSError:
+        return False
+
+
 def remove_stale(folder: Path, *patterns: str) -> None:
     """Remove folders of these names that a killed process was filling."""
     for left in (left for pattern in patterns for left in folder.glob(pattern)):

@@ -11,7 +11,13 @@ import pytest
 
 from rebind import files
 from rebind.errors import InputError, RebindError, StorageError
-from rebind.files import require_writable, write_atomically, write_folder_atomically
+from rebind.files import (
+    is_file,
+    require_writable,
+    require_writable_beside,
+    write_atomically,
+    write_folder_atomically,
+)
 
 
 def names_in(folder):
@@ -170,3 +176,22 @@ def test_what_a_killed_process_left_is_removed_once_old(tmp_path):
         os.utime(left, (long_ago, long_ago))
     write_folder_atomically(tmp_path / "folder", put("a", b"x"))
     assert names_in(tmp_path) == [".else.1.tmp", ".folder.2.tmp", "folder"]
+
+
+def test_a_folder_that_is_put_in_its_place_needs_room_beside_it(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(files, "require_writable", lambda path, step: asked.append(path))
+    (tmp_path / "there").mkdir()
+    for name in ("there", "new/deep"):
+        require_writable_beside(tmp_path / name, "name another")
+    assert asked == [tmp_path, tmp_path / "new"]
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file is a file, expected a folder: name another"):
+        require_writable_beside(tmp_path / "file", "name another")
+
+
+def test_a_text_too_long_for_a_name_is_no_file(tmp_path):
+    assert not is_file("word " * 80)
+    (tmp_path / "file").touch()
+    assert is_file(tmp_path / "file")
+    assert not is_file(tmp_path)

@@ -18,7 +18,7 @@ from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, counted, screen
 from rebind.cli.tables import change, drift_rows, pairs, percent, seconds, size, spoken, table
 from rebind.errors import InputError, RebindError
-from rebind.files import require_writable
+from rebind.files import is_file, require_writable_beside
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
@@ -144,14 +144,14 @@ def _read(
     from rebind.edit.reading import read_facts
 
     if target is not None:
-        if subject is None and "{" not in facts and Path(facts).is_file():
+        if subject is None and "{" not in facts and is_file(facts):
             raise InputError(
                 f"got the file {facts} and the target {target!r}, expected a file alone, or a prompt and its target: "
                 f"leave out {target!r}"
             )
         fact = Fact.parse(facts, target, subject=subject, paraphrases=paraphrases or (), neighbours=neighbours or ())
         return [fact]
-    if not Path(facts).is_file() and ("{" in facts or " " in facts.strip()):
+    if not is_file(facts) and ("{" in facts or " " in facts.strip()):
         raise InputError(
             f"got the prompt {facts!r} and no target, expected both: "
             f'write rebind edit "The capital of {{France}} is" "Rome"'
@@ -175,7 +175,7 @@ def _require_room(out: Path) -> None:
     """Ask before the work, not after."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is there already and not an empty folder: name another with --out")
-    require_writable(out, "name another with --out")
+    require_writable_beside(out, "name another with --out")
 
 
 def _require_short(editor: Editor, facts: Sequence[Fact]) -> None:
@@ -261,7 +261,7 @@ def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any], ask
         )
     )
     shown.suggest("take it back", shown.command("ledger", "undo", done.id))
-    shown.suggest("ask", shown.command("ask", done.facts[0].text) + asking)
+    shown.suggest("ask", shown.command("ask", done.facts[0].text, more=asking))
     told = report["says"] + [(None, None)] * (len(rows) - len(report["says"]))
     shown.result(
         {

@@ -16,7 +16,7 @@ from rebind.cli.places import find_ledger
 from rebind.cli.screen import FAILED, Screen, counted, screen
 from rebind.cli.tables import change, drift_rows, pairs, percent, seconds, table
 from rebind.errors import InputError
-from rebind.files import require_writable
+from rebind.files import require_writable, require_writable_beside
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
@@ -276,9 +276,13 @@ def export(
             raise InputError("got nothing to export, expected --peft DIR, --delta FILE or --model-out DIR: name one")
         if rank is not None and peft is None:
             raise InputError(f"got --rank {rank} without --peft, expected both: only an adapter can be cut to a rank")
-        for place in (peft, model_out, delta and delta.absolute().parent):
+        for place in (peft, model_out):
             if place is not None:
-                require_writable(place, "name another place")
+                require_writable_beside(place, "name another place")
+        if delta is not None:
+            from rebind.edit.delta import delta_file
+
+            require_writable(delta_file(delta).parent, "name another place")
         bars = Bars(shown)
         with bars.drawn():
             editor = _edited(Wanted(model, ledger, device, dtype, False, corpus, moment_tokens), bars)
@@ -317,7 +321,7 @@ def replay(
 ) -> None:
     """Apply the ledger to a fresh base model, ask it every fact again, and save it."""
     with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
-        require_writable(out, "name another with --out")
+        require_writable_beside(out, "name another with --out")
         bars = Bars(shown)
         with bars.drawn():
             editor = _edited(Wanted(model, ledger, device, dtype, False, corpus, moment_tokens), bars)

@@ -11,7 +11,7 @@ from rebind.cli.options import DEFAULT_MODEL, parse_dtype
 from rebind.cli.places import HEADER, default_ledger, ledgers_folder
 from rebind.edit.cache import cache_folder
 from rebind.edit.log import read_header
-from rebind.files import require_writable
+from rebind.files import is_file, require_writable
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
@@ -84,14 +84,14 @@ def _require_ledger(named: Path | None, *, new: bool, planned: bool) -> None:
     if new:
         step = "name another with --ledger" if named else "name another with REBIND_LEDGERS, or a ledger with --ledger"
         require_writable(named or ledgers_folder(), step)
-    elif named is not None and not (planned and _is_free(named.expanduser())):
+    if named is not None and not ((new or planned) and _is_free(named.expanduser())):
         read_header(named.expanduser())  # says what is wrong with it
 
 
 def _is_packed(model: str) -> bool:
     """Whether a model is a GGUF file that the cache has nothing of yet: unpacking it takes half a minute, once."""
     path = Path(model).expanduser()
-    if model != DEFAULT_MODEL and not path.is_file():
+    if model != DEFAULT_MODEL and not is_file(path):
         return False
     name = model if model == DEFAULT_MODEL else path.stem
     unpacked = (cache_folder() / "models").glob("*")

@@ -59,9 +59,12 @@ class Screen:
     def hint(self, text: str) -> None:
         self.show(text, style="dim")
 
-    def command(self, *words: str) -> str:
-        """A command that can be pasted: about the model and the ledger that this one is about."""
-        return f"rebind {shlex.join(words)}{self.place}"
+    def command(self, *words: str, more: str = "") -> str:
+        """A command that can be pasted: about this one's model and ledger; `more` are further options."""
+        verb, *rest = words
+        if any(word.startswith("-") for word in rest):  # and no option
+            return f"rebind {verb}{self.place}{more} -- {shlex.join(rest)}"
+        return f"rebind {shlex.join(words)}{self.place}{more}"
 
     def suggest(self, label: str, command: str) -> None:
         """A command on a line of its own, however long: one that is broken cannot be pasted."""
@@ -124,7 +127,7 @@ def screen(as_json: bool, quiet: bool, debug: bool, place: str = "") -> Iterator
             if isinstance(problem, SystemExit):
                 _tell_kept(shown)
                 raise
-            if _from_interrupt(problem):
+            if not isinstance(problem, (RebindError, OSError)) and _from_interrupt(problem):
                 _stop(shown)
             _end(shown, "; ".join([_described(problem, shown.place), *shown.kept.values()]), exit_code(problem))
 

@@ -6,16 +6,24 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rebind.edit.edits import Edit
+from rebind.edit.sources import DEFAULT_MODEL
 
 LISTED = 500  # facts on a model card: a longer list is for the ledger
 
 
 def model_card(
-    edits: Sequence[Edit], base_name: str, fingerprint: str, *, library: str = "transformers", start: str = ""
+    edits: Sequence[Edit],
+    base_name: str,
+    fingerprint: str,
+    *,
+    library: str = "transformers",
+    start: str = "",
+    needs: str = "",
 ) -> str:
     """README.md of an edited model (or, with library "peft", of an adapter): what was changed, how well, and its use.
 
-    `start` is what stood before every prompt and the tokenizer does not put there by itself.
+    `start` is what stood before every prompt and the tokenizer does not put there by itself; `needs` the module that
+    tells transformers of the model's class.
     """
     facts = [(edit, index) for edit in edits for index in range(len(edit.facts))]
     base = [f"base_model: {base_name}"] if _is_on_the_hub(base_name) else []
@@ -30,7 +38,7 @@ def model_card(
         "",
         "## Use",
         "",
-        *_use(library, base_name, start),
+        *_use(library, base_name, start, needs),
         "",
         "## Edits",
         "",
@@ -51,13 +59,14 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
-def _use(library: str, base_name: str, start: str) -> list[str]:
+def _use(library: str, base_name: str, start: str, needs: str) -> list[str]:
     if library == "peft":
         code = ["from peft import PeftModel", *_base(base_name), "", "model = PeftModel.from_pretrained(base, folder)"]
         told = ["`adapter_config.json` names the base as it lay where this was made; pass the one that you have."]
     else:
         prompt = f"{start!r} + prompt" if start else "prompt"
         code = [
+            *([f"import {needs}  # transformers does not know the class without"] if needs else []),
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             "model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)",
@@ -77,7 +86,8 @@ def _base(name: str) -> list[str]:
             "",
             f"base = AutoModelForCausalLM.from_pretrained({name!r})",
         ]
-    return ["from rebind.edit.models import load_model", "", f"base = load_model({name!r}).model"]
+    given = f"base = load_model({name!r}).model" if name == DEFAULT_MODEL else "base = load_model(base_folder).model"
+    return ["from rebind.edit.models import load_model", "", given]
 
 
 def _is_on_the_hub(name: str) -> bool:

@@ -41,7 +41,7 @@ def save_delta(
                 f"metadata {name!r} is a {type(value).__name__}, expected a text: safetensors keeps only texts there, "
                 f"so convert it, with json.dumps for instance"
             )
-    file = _delta_file(path)
+    file = delta_file(path)
     if file.exists() and not overwrite:
         raise InputError(f"{file} is there already, expected a new name: choose another, or pass overwrite=True")
     tensors = {
@@ -55,7 +55,7 @@ def save_delta(
 
 def load_delta(path: str | Path, fingerprint: str | None = None) -> dict[str, LowRank]:
     """The changes that `save_delta` wrote; with a fingerprint, only if they were made for that base model."""
-    file = _delta_file(path)
+    file = delta_file(path)
     told = delta_metadata(file)
     if fingerprint is not None and told.get("fingerprint", fingerprint) != fingerprint:
         raise InputError(
@@ -75,7 +75,7 @@ def load_delta(path: str | Path, fingerprint: str | None = None) -> dict[str, Lo
 
 def delta_metadata(path: str | Path) -> dict[str, str]:
     """What `save_delta` was told about the changes."""
-    file = _delta_file(path)
+    file = delta_file(path)
     with _readable(file), safe_open(str(file), framework="pt") as stored:
         told = dict(stored.metadata() or {})
     if told.get("format") != DELTA_FORMAT:
@@ -107,7 +107,7 @@ def storable(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _delta_file(path: str | Path) -> Path:
+def delta_file(path: str | Path) -> Path:
     path = Path(path).expanduser()
     return path if path.suffix == ".safetensors" else path / DELTA_FILE
 

@@ -35,7 +35,7 @@ from rebind.edit.layers import chosen_layers
 from rebind.edit.ledger import Ledger
 from rebind.edit.log import JSON
 from rebind.edit.methods import METHODS, Method, Settings, choose_settings, get_method
-from rebind.edit.models import Loaded, load_model
+from rebind.edit.models import OWN, Loaded, load_model
 from rebind.edit.moments import Recipe, collect, tokenizer_digest
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.reading import read_facts
@@ -309,7 +309,10 @@ class Editor:
 
     def _card(self, library: str) -> str:
         start = unwritten_start(self.tokenizer, self.loaded.start)
-        return model_card(self.ledger.active, self.loaded.name, self.fingerprint, library=library, start=start)
+        needs = OWN.get(self.model.config.model_type, "")
+        return model_card(
+            self.ledger.active, self.loaded.name, self.fingerprint, library=library, start=start, needs=needs
+        )
 
     # Inside
 

@@ -81,12 +81,22 @@ def load_model(
         model, name, home = spec, spec.config._name_or_path or spec.config.model_type, None
     else:
         _require_device(device)
-        name, home = locate(spec)
-        model = _load_folder(home, name, dtype, device, device_map)
-    ready = load_tokenizer(tokenizer, home, name)
+        while True:
+            name, home = locate(spec)
+            try:
+                model = _load_folder(home, name, dtype, device, device_map)
+                return _ready(model, load_tokenizer(tokenizer, home, name), name)
+            except (InputError, OSError):
+                if home.exists():
+                    raise
+                # a training that goes on beside us has removed its checkpoint: there is a newer one
+    return _ready(model, load_tokenizer(tokenizer, home, name), name)
+
+
+def _ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Loaded:
     _require_finite_weights(model, name)
     model.train(False).requires_grad_(False)
-    return Loaded(model, ready, name, start_ids(ready))
+    return Loaded(model, tokenizer, name, start_ids(tokenizer))
 
 
 def _load_folder(

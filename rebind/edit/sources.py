@@ -63,6 +63,8 @@ def _checkpoint_of(folder: Path) -> Path:
     if not (folder / CHECKPOINTS).is_dir() or any(folder.glob("*.safetensors")):
         return folder
     found: Path | None = import_module(RUNS).newest(folder / CHECKPOINTS)
+    if found is None and any(path.suffix in (".bin", ".gguf") for path in folder.iterdir()):
+        return folder  # no run, and told so by what reads it
     if found is None:
         raise InputError(
             f"{folder} has no checkpoint, expected one that `rebind train` made: train there first, or pass the folder "

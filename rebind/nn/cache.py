@@ -21,6 +21,12 @@ class RebindCache(Cache):
     def __repr__(self) -> str:
         return f"RebindCache({len(self.states)} layers, {self.seen} tokens, {self.size} numbers a sequence)"
 
+    def __copy__(self) -> RebindCache:
+        """One that goes on by itself: a single token changes the memory that it is given in place."""
+        made = RebindCache(len(self))
+        made.states, made.seen = [None if state is None else state.clone() for state in self.states], self.seen
+        return made
+
     def __len__(self) -> int:
         return len(self.states)
 

@@ -145,7 +145,6 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
                 f"past_key_values is {given!r}, expected a RebindCache of {len(self.layers)} layers: pass what this "
                 f"model returned, or None to begin"
             )
-        given.states = list(given.states)  # a shallow copy of a cache goes on by itself
         return given
 
 

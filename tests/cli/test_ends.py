@@ -152,6 +152,26 @@ def test_an_interrupt_of_which_a_library_makes_another_error_is_one(capsys):
     assert capsys.readouterr().err.startswith("stopped: nothing was left half done")
 
 
+def test_what_goes_wrong_while_an_interrupt_unwinds_is_told(capsys):
+    def work():
+        with screen(False, False, False):
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise FULL
+
+    with pytest.raises(typer.Exit) as ended:
+        work()
+    assert ended.value.exit_code == 3
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_suggested_command_may_begin_with_a_dash():
+    with screen(False, False, False, " -m tiny") as shown:
+        assert shown.command("ask", "-5 is", more=" --chat") == "rebind ask -m tiny --chat -- '-5 is'"
+        assert shown.command("ask", "it is", more=" --chat") == "rebind ask 'it is' -m tiny --chat"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

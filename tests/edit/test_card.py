@@ -65,6 +65,7 @@ def test_a_long_card_says_what_it_leaves_out(llama):
     [
         ("transformers", "tiny", ["from transformers import AutoModelForCausalLM, AutoTokenizer"]),
         ("peft", "smollm2", ["from peft import PeftModel", "base = load_model('smollm2').model"]),
+        ("peft", "tiny", ["base = load_model(base_folder).model"]),
         ("peft", "Org/model", ["base = AutoModelForCausalLM.from_pretrained('Org/model')"]),
     ],
 )

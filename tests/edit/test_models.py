@@ -13,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 from transformers.utils import logging as transformers_logging
 
 from rebind.edit import editor as editor_module
+from rebind.edit import models as models_module
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.fingerprint import fingerprint
@@ -186,10 +187,31 @@ def test_a_model_of_ours_can_be_edited(tmp_path, kind, monkeypatch):
     assert tinies.weights(editor.model) == base
 
 
-@pytest.mark.parametrize("kind", ["attention", "gated-delta"])
-def test_a_cache_of_ours_is_borrowed_and_not_written(tmp_path, kind):
+def test_what_the_card_of_a_model_of_ours_says_can_be_run(tmp_path):
+    """As it stands, in a process that knows nothing of our classes."""
+    editor = Editor(save_own(tmp_path / "own", "delta"), corpus=tinies.texts(), moment_tokens=1500, guard=None)
+    editor.rewrite("The capital of {France} is", "Rome", layers=[2], targets=TargetSettings(steps=1))
+    folder = editor.save(tmp_path / "out")
+    code = (folder / "README.md").read_text().partition("```python\n")[2].partition("\n```")[0]
+    given = f"folder, prompt = {str(folder)!r}, 'The capital of France is'"
+    whole = f"{given}\n{code}\nprint(type(model).__name__)"
+    ran = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "RebindForCausalLM", ran.stderr
+
+
+def test_a_checkpoint_that_a_training_removes_meanwhile_is_looked_for_again(tmp_path, monkeypatch):
+    new, gone = save_own(tmp_path / "new", "delta"), tmp_path / "gone"
+    places = iter([("run", gone), ("run", new)])
+    monkeypatch.setattr(models_module, "locate", lambda spec: next(places))
+    assert load_model(tmp_path).model.config.model_type == "rebind"
+
+
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("kind", ["attention", "gated-delta", "ttt-linear"])
+@torch.no_grad()
+def test_a_cache_of_ours_is_borrowed_and_not_written(tmp_path, kind, length):
     model = load_model(save_own(tmp_path / "own", kind)).model
-    first, then = tokens(2, 5), tokens(2, 4, seed=1)
+    first, then = tokens(2, 5), tokens(2, length, seed=1)
     past = model(first, use_cache=True).past_key_values
     whole = model(torch.cat([first, then], dim=1)).logits[:, 5:]
     for _ in range(2):  # the second finds the cache as the first did

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -95,6 +96,24 @@ def test_a_token_that_is_not_replayed_leaves_no_memory_behind(played, way):
     expected = talk()
     with recorded_decoding(model):
         assert_close(talk(), expected, 1e-12)
+    assert played
+
+
+@torch.no_grad()
+def test_a_copy_of_a_cache_that_goes_on_leaves_the_cache_as_it_was(played):
+    model, token = _model(), torch.tensor([[3]])
+
+    def talk():
+        cache = model(torch.tensor([[1, 5]]), use_cache=True).past_key_values
+        model(token, past_key_values=cache)
+        other = copy.copy(cache)
+        return [model(torch.tensor([[word]]), past_key_values=one).logits for word, one in ((7, other), (8, cache))]
+
+    expected = talk()
+    with recorded_decoding(model):
+        found = talk()
+    for one, true in zip(found, expected, strict=True):
+        assert_close(one, true, 1e-12)
     assert played
 
 
