@@ -12,8 +12,9 @@ from rebind.cli.answers import Answer, answer, as_fact
 from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen
-from rebind.cli.tables import percent, spoken, table
+from rebind.cli.tables import spoken, table
 from rebind.edit.facts import require_text
+from rebind.edit.wording import percent
 from rebind.errors import InputError
 
 if TYPE_CHECKING:

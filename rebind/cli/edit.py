@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from rebind.cli import options
 from rebind.cli.answers import Probe, answer, as_fact, probe
 from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, counted, screen
-from rebind.cli.tables import change, drift_rows, pairs, percent, seconds, size, spoken, table
+from rebind.cli.tables import answers_table, begun, change, drift_rows, pairs, seconds, size, spoken, table
+from rebind.edit.wording import percent
 from rebind.errors import InputError, RebindError
 from rebind.files import is_file, require_writable_beside
 
@@ -285,16 +285,6 @@ def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any], ask
         },
         done.id,
     )
-
-
-def answers_table(first: str) -> Table:
-    """For prompts and how they were answered before and after."""
-    return table(first, "probability", "rank", "said before", "says now", right=("probability", "rank"))
-
-
-def begun(score: Mapping[str, Any], target: str) -> str:
-    """What a model said, as far as a score knows: the target, or its own first token."""
-    return spoken(target) if score["exact"] else f"{spoken(score['says'])}…"
 
 
 def _show_facts(shown: Screen, rows: list[tuple[Fact, Any, Any]], says: list[tuple[str, str]]) -> None:

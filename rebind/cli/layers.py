@@ -13,7 +13,8 @@ from rebind.cli.bars import Bars
 from rebind.cli.heat import heatmap
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen
-from rebind.cli.tables import percent, seconds, table
+from rebind.cli.tables import seconds, table
+from rebind.edit.wording import percent
 
 if TYPE_CHECKING:
     from rebind.edit.held import Held

@@ -10,11 +10,11 @@ import typer
 
 from rebind.cli import options
 from rebind.cli.bars import Bars
-from rebind.cli.edit import answers_table, begun
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.places import find_ledger
 from rebind.cli.screen import FAILED, Screen, counted, screen
-from rebind.cli.tables import change, drift_rows, pairs, percent, seconds, table
+from rebind.cli.tables import answers_table, begun, change, drift_rows, pairs, seconds, table
+from rebind.edit.wording import percent
 from rebind.errors import InputError
 from rebind.files import require_writable, require_writable_beside
 

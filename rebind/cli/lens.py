@@ -14,7 +14,8 @@ from rebind.cli.bars import Bars
 from rebind.cli.heat import heatmap
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen, strict_json
-from rebind.cli.tables import percent, table
+from rebind.cli.tables import table
+from rebind.edit.wording import percent
 from rebind.files import write_atomically
 
 if TYPE_CHECKING:

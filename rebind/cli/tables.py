@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rebind.edit.wording import percent
+
 
 def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
     """A light table; columns named in `right` hold numbers, which stay whole: the others give way to them."""
@@ -21,20 +23,6 @@ def table(*columns: str, right: Iterable[str] = (), title: str | None = None) ->
         else:
             made.add_column(name, overflow="fold")
     return made
-
-
-def percent(probability: float) -> str:
-    """A probability in as few digits as tell it apart.
-
-    >>> percent(0.914), percent(0.9971), percent(0.0123), percent(0.00004), percent(0.0)
-    ('91 %', '99.7 %', '1.2 %', '0.004 %', '0 %')
-    """
-    value = 100 * probability
-    if 99 < value < 100:
-        return f"{value:.1f} %" if value < 99.95 else ">99.9 %"
-    if value == 0 or value >= 10:
-        return f"{value:.0f} %"
-    return f"{value:.1f} %" if value >= 1 else f"{value:.1g} %" if value >= 0.001 else "<0.001 %"
 
 
 def seconds(value: float) -> str:
@@ -73,6 +61,16 @@ def spoken(text: str, most: int = 48) -> str:
 def change(before: str, after: str, good: bool) -> Text:
     """`before → after`, the latter in colour."""
     return Text.assemble((f"{before} → ", "dim"), (after, "bold green" if good else "yellow"))
+
+
+def answers_table(first: str) -> Table:
+    """For prompts and how they were answered before and after."""
+    return table(first, "probability", "rank", "said before", "says now", right=("probability", "rank"))
+
+
+def begun(score: Mapping[str, Any], target: str) -> str:
+    """What a model said, as far as a score knows: the target, or its own first token."""
+    return spoken(target) if score["exact"] else f"{spoken(score['says'])}…"
 
 
 def width(made: Table) -> int:

@@ -12,7 +12,8 @@ from rebind.cli.bars import Bars
 from rebind.cli.heat import heatmap
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen, strict_json
-from rebind.cli.tables import percent, seconds
+from rebind.cli.tables import seconds
+from rebind.edit.wording import percent
 from rebind.errors import InputError
 from rebind.files import write_atomically
 

@@ -23,6 +23,7 @@ from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact, comparable
 from rebind.edit.log import JSON
 from rebind.edit.scores import FactScore
+from rebind.edit.wording import percent
 from rebind.errors import GuardError, InputError, LedgerWarning
 
 
@@ -94,23 +95,11 @@ def _unsaid(scores: Sequence[FactScore], least: float) -> str:
         score = scores[0]
         instead = f"the model goes on with {score.says!r}" if score.rank > 1 else "only its beginning comes first"
         return (
-            f"the target has rank {score.rank} and probability {_percent(score.probability)} ({instead}), expected it "
+            f"the target has rank {score.rank} and probability {percent(score.probability)} ({instead}), expected it "
             f"first"
         )
     said = sum(score.exact for score in scores)
     return f"{said} of {len(scores)} facts are said, expected {math.ceil(least * len(scores))}"
-
-
-def _percent(probability: float) -> str:
-    """A probability that may be small, in as few digits as tell it apart: as the command's tables have it.
-
-    >>> _percent(0.41), _percent(0.0123), _percent(0.00007), _percent(1e-9)
-    ('41 %', '1.2 %', '0.007 %', '<0.001 %')
-    """
-    value = 100 * probability
-    if value == 0 or value >= 10:
-        return f"{value:.0f} %"
-    return f"{value:.1f} %" if value >= 1 else f"{value:.1g} %" if value >= 0.001 else "<0.001 %"
 
 
 def _more(scores: Sequence[FactScore]) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from rebind.cli.tables import percent
 from rebind.edit import editor as editor_module
 from rebind.edit.drift import Drift
 from rebind.edit.editor import Editor
@@ -162,10 +161,22 @@ def test_the_default_bounds(scores, drift, failed):
 # What the ledger holds already
 
 
-@pytest.mark.parametrize("probability", [0.0, 1e-9, 0.00007, 0.0004, 0.0123, 0.0999, 0.41])
-def test_a_probability_is_told_as_the_tables_tell_it(probability):
+@pytest.mark.parametrize(
+    ("probability", "told"),
+    [
+        (0.0, "0 %"),
+        (1e-9, "<0.001 %"),
+        (0.00007, "0.007 %"),
+        (0.0004, "0.04 %"),
+        (0.0123, "1.2 %"),
+        (0.0999, "10.0 %"),
+        (0.41, "41 %"),
+        (0.9971, "99.7 %"),
+    ],
+)
+def test_a_probability_is_told_as_the_tables_tell_it(probability, told):
     (failure,) = Guard().check([replace(UNSAID, probability=probability)], STILL)
-    assert f"probability {percent(probability)} (" in failure.says
+    assert f"probability {told} (" in failure.says
 
 
 def test_another_target_for_a_prompt_is_refused_before_any_work(monkeypatch):
