@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rebind.nn.training import DataConfig, OptimizerConfig, Progress, TrainConfig, train
 
@@ -67,3 +70,9 @@ def outcome(out: Path) -> dict[str, bytes]:
     last = sorted((out / "checkpoints").glob("step-*"))[-1]
     files = {f"{last.name}/{file.name}": file.read_bytes() for file in last.iterdir()}
     return {**files, **{name: (out / name).read_bytes() for name in ("log.jsonl", "result.json")}}
+
+
+def losses_of(out: Path) -> torch.Tensor:
+    """What the log has of them, measured ones too."""
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return torch.tensor([row.get("loss", row.get("validation")) for row in rows])
