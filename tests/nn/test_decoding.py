@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -100,21 +101,17 @@ def test_a_token_that_is_not_replayed_leaves_no_memory_behind(played, way):
 
 
 @torch.no_grad()
-def test_a_copy_of_a_cache_that_goes_on_leaves_the_cache_as_it_was(played):
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_copy_of_a_cache_that_goes_on_leaves_the_cache_as_it_was(played, recorded):
     model, token = _model(), torch.tensor([[3]])
-
-    def talk():
+    with recorded_decoding(model) if recorded else nullcontext():
         cache = model(torch.tensor([[1, 5]]), use_cache=True).past_key_values
         model(token, past_key_values=cache)
         other = copy.copy(cache)
-        return [model(torch.tensor([[word]]), past_key_values=one).logits for word, one in ((7, other), (8, cache))]
-
-    expected = talk()
-    with recorded_decoding(model):
-        found = talk()
-    for one, true in zip(found, expected, strict=True):
-        assert_close(one, true, 1e-12)
-    assert played
+        found = [model(torch.tensor([[word]]), past_key_values=one).logits for word, one in ((7, other), (8, cache))]
+    for one, word in zip(found, (7, 8), strict=True):
+        assert_close(one[:, -1], model(torch.tensor([[1, 5, 3, word]])).logits[:, -1], 1e-12)
+    assert bool(played) == recorded
 
 
 def test_what_shadowed_forward_before_does_so_again(played):
