@@ -14,10 +14,10 @@ from rebind.errors import InputError, ShapeError, UnknownNameError
 def known(flag: Tensor) -> bool | None:
     """A boolean tensor as a Python bool, or None where values may not be looked at.
 
-    Inside `torch.vmap` and `torch.compile` control flow cannot depend on data; checks and
-    rescues that would need it are skipped there.
+    Inside `torch.vmap`, `torch.compile` and what a CUDA graph records control flow cannot depend on data;
+    checks and rescues that would need it are skipped there.
     """
-    if torch.compiler.is_compiling() or flag.is_meta:
+    if _hidden(flag):
         return None
     try:
         return bool(flag)
@@ -25,6 +25,11 @@ def known(flag: Tensor) -> bool | None:
         if "vmap" in str(problem):
             return None
         raise  # a device's own failure is not ours to hide
+
+
+def _hidden(flag: Tensor) -> bool:
+    recording = flag.is_cuda and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or flag.is_meta or recording
 
 
 def require_floating(**tensors: Tensor) -> None:

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from rebind.errors import InputError, ShapeError
+from rebind.memory.checks import known
 from rebind.memory.precision import working_dtype
 from rebind.nn.cache import RebindCache
 from rebind.nn.config import RebindConfig
@@ -215,7 +216,7 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
 
 
 def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """The mask of these tokens [B, T], true for real ones; None where all are."""
+    """The mask of these tokens [B, T], true for real ones; None where all are known to be."""
     if attention_mask is None:
         return None
     batch, length = x.shape[:2]
@@ -225,7 +226,7 @@ def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
             f"the context: pass the tokenizer's"
         )
     mask = attention_mask[:, attention_mask.shape[1] - length :].to(torch.bool)
-    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+    return None if known(mask.all()) else mask
 
 
 AutoConfig.register("rebind", RebindConfig, exist_ok=True)

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rebind.memory.checks import known
 from rebind.ops.backend import Gradients
 from rebind.ops.inputs import Inputs
 from rebind.ops.layout import Group, Layout
@@ -170,7 +171,7 @@ class _Decay:
         sums = log.masked_fill(forgets, 0.0).to(wide).cumsum(-1)
         logs = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(log.dtype)
         since = sums.to(log.dtype).exp_()
-        if log.device.type != "cpu" or bool(forgets.any()):  # elsewhere than on a CPU, asking would wait
+        if log.device.type != "cpu" or known(forgets.any()) is not False:  # elsewhere than on a CPU, asking would wait
             times = forgets.cumsum(-1)
             logs.masked_fill_(times.unsqueeze(-1) != times.unsqueeze(-2), -math.inf)
             since.masked_fill_(times > 0, 0.0)

@@ -107,6 +107,6 @@ def texts(rows: int = 8) -> Texts:
 def weights(model: Any) -> dict[str, bytes]:
     """Every parameter's bytes."""
     return {
-        name: parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        name: parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         for name, parameter in model.named_parameters()
     }

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from rebind.errors import InputError, ShapeError, UnknownNameError
+from rebind.memory import checks
 from rebind.memory.features import Favor
 from rebind.nn import PRESETS, RebindCache, RebindConfig, RebindForCausalLM, RebindModel, preset
 from rebind.nn.kinds import KINDS
+from rebind.recording import replay_of
 from tests.support import assert_close
 
 VOCABULARY = 31
@@ -57,6 +60,29 @@ def test_logits_token_by_token_are_the_parallel_ones(kind):
         steps.append(out.logits)
     assert_close(torch.cat(steps, dim=1), expected)
     assert cache.get_seq_length() == 11
+
+
+@EVERY
+def test_a_padded_run_looks_at_no_value(kind, monkeypatch):
+    """As what a CUDA graph records must not: here of tensors without any."""
+    lm, ids = model(kind), tokens(3, 12)
+    past = lm(ids[:, :5], use_cache=True).past_key_values.detach()
+    monkeypatch.setattr(checks, "_hidden", lambda flag: True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        out = lm(ids[:, 5:], attention_mask=torch.ones(3, 12), past_key_values=past, labels=ids[:, 5:])
+        out.loss.backward()
+    assert out.logits.shape == (3, 7, VOCABULARY)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@EVERY
+def test_a_padded_run_can_be_recorded(kind):
+    lm = model(kind, torch.float32).cuda()
+    ids = tokens(3, 12).cuda()
+    mask = torch.arange(12, device="cuda") >= torch.tensor([[0], [2], [5]], device="cuda")
+    expected, said = lm(ids, attention_mask=mask).logits, []
+    replay_of(lambda: said.append(lm(ids, attention_mask=mask).logits))()
+    assert_close(said[-1][mask], expected[mask], 1e-5)
 
 
 @EVERY
