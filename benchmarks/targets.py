@@ -83,7 +83,7 @@ def plain(editor: Editor, requests: list[Request]) -> Tensor:
 
 def main() -> None:
     editor = Editor("smollm2")
-    requests = editor._requests(FACTS)
+    requests = editor.requests(FACTS)
 
     def quick() -> Tensor:
         found = find_targets(editor.trunk, LAYER, requests, SETTINGS)

@@ -22,7 +22,7 @@ from rebind.edit.kept import KeptTargets
 from rebind.edit.methods import Method, get_method
 from rebind.edit.search import Search
 from rebind.edit.sites import memory_of, write_memory
-from rebind.edit.spread import Place, spread, suitable_lambda
+from rebind.edit.solving import solve
 from rebind.evals.answers import Row as Answer
 from rebind.evals.records import Record
 from rebind.memory import Write
@@ -116,7 +116,7 @@ def _on_edited(bench: Bench, method: Method) -> Writer:
         settings = bench.settings(method.name, len(facts))
         sites = places(editor, settings.layers)
         editor.progress.phase("contexts")
-        requests = editor._requests(facts)
+        requests = editor.requests(facts)
         editor.weights.remember([place.name for place in sites])
         editor.progress.phase("moments")
         editor.weights.learn_old_keys(sites)
@@ -127,16 +127,9 @@ def _on_edited(bench: Bench, method: Method) -> Writer:
             settings.layers[-1], requests, settings.targets, KeptTargets(None), editor.progress.targets
         )
         editor.progress.phase("solve")
-        lam = settings.lam
-
-        def gain(place: Place, keys: Tensor) -> Tensor:
-            nonlocal lam
-            old = editor.weights.old[place.name]
-            if lam is None:
-                lam = suitable_lambda(keys, old.factored)
-            return method.gain(keys, old, lam, earlier.get(place.name, keys[:0]))
-
-        writes = spread(editor.trunk, sites, requests, wanted.hidden, gain)
+        writes, lam = solve(
+            editor.trunk, sites, requests, wanted.hidden, method, settings.lam, editor.weights.old, earlier
+        )
         for place in sites:
             keys, values, found = (part.double() for part in writes[place.name].tensors())
             write_memory(place.module, Write(keys, values, found).apply(memory_of(place.module).double()))

@@ -71,7 +71,7 @@ class Memory:
 
     @classmethod
     def of(cls, editor: Editor) -> Memory:
-        made = cls(Targets(editor._search), Requests(editor._requests))
+        made = cls(Targets(editor._search), Requests(editor.requests))
         editor._search = made.targets  # type: ignore[assignment]
-        editor._requests = made.requests  # type: ignore[method-assign]
+        editor.requests = made.requests  # type: ignore[method-assign]
         return made

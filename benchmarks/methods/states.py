@@ -161,7 +161,7 @@ class Bench:
             return
         editor = self.editor
         for settings, facts in needs:
-            self.memory.targets.plan(settings.layers[-1], settings.targets, editor._requests(facts))
+            self.memory.targets.plan(settings.layers[-1], settings.targets, editor.requests(facts))
         sites = places(editor, sorted({layer for settings, _ in needs for layer in settings.layers}))
         editor.weights.remember([place.name for place in sites])
         editor.weights.learn_old_keys(sites)

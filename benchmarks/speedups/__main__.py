@@ -54,7 +54,7 @@ def run(
     """Every row, told as it is measured."""
     settings = editor.settings("memit")[1]
     search = settings.targets if steps is None else replace(settings.targets, steps=steps)
-    setup = Setup(editor.trunk, settings.layers[-1], editor._requests(facts), search)
+    setup = Setup(editor.trunk, settings.layers[-1], editor.requests(facts), search)
     sites = [(layer, module_at(editor.model, editor.sites[layer].name)) for layer in settings.layers]
     modules = [module for _, module in sites]
     clock = Timer(editor.trunk.device, repeats)

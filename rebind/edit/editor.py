@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from rebind.edit.contexts import sample_contexts
 from rebind.edit.corpus import Corpus, OwnSamples
 from rebind.edit.delta import save_delta
 from rebind.edit.drift import Drift, measure, next_tokens
-from rebind.edit.edits import Edit
+from rebind.edit.edits import Edit, tensors_of
 from rebind.edit.encoding import encode_many
 from rebind.edit.facts import Fact, conflicts
 from rebind.edit.fingerprint import fingerprint
@@ -42,12 +41,13 @@ from rebind.edit.reading import read_facts
 from rebind.edit.scores import FactScore, score_facts
 from rebind.edit.search import Search
 from rebind.edit.sites import Site, find_sites, memory_of, module_at
-from rebind.edit.spread import Place, spread, suitable_lambda
-from rebind.edit.targets import Prompt, Request, TargetSettings
+from rebind.edit.solving import requests_of, solve
+from rebind.edit.spread import Place
+from rebind.edit.targets import Request, TargetSettings
 from rebind.edit.tokenizers import unwritten_start
 from rebind.edit.trunk import Trunk
 from rebind.edit.versions import versions
-from rebind.edit.weights import Weights, keys_of
+from rebind.edit.weights import Weights
 from rebind.errors import InputError
 from rebind.memory import LowRank
 
@@ -354,7 +354,7 @@ class Editor:
     def _solve(self, facts: list[Fact], method: Method, settings: Settings) -> Edit:
         """The edit's writes, found on the base model."""
         self.progress.phase("contexts")
-        requests = self._requests(facts)
+        requests = self.requests(facts)
         places = [
             Place(self.sites[layer].name, layer, module_at(self.model, self.sites[layer].name))
             for layer in settings.layers
@@ -365,22 +365,7 @@ class Editor:
         self.progress.phase("targets")
         found = self._search.find(settings.layers[-1], requests, settings.targets, self._kept, self.progress.targets)
         self.progress.phase("solve")
-        lam = settings.lam
-
-        def gain(place: Place, keys: Tensor) -> Tensor:
-            nonlocal lam
-            old = self.weights.old[place.name]
-            if lam is None:  # the first layer's keys decide for all
-                lam = suitable_lambda(keys, old.factored)
-            # As if nothing had been written before: later layers' keys depend on this gain, and they are stored.
-            # What earlier edits change comes in when the ledger is folded.
-            return method.gain(keys, old, lam, keys_of((), place.name, keys))
-
-        writes = spread(self.trunk, places, requests, found.hidden, gain)
-        tensors = {"targets": found.hidden.float().cpu()}
-        for name, write in writes.items():
-            for part, tensor in zip(("keys", "values", "gain"), write.tensors(), strict=True):
-                tensors[f"{name}/{part}"] = tensor.cpu()
+        writes, lam = solve(self.trunk, places, requests, found.hidden, method, settings.lam, self.weights.old)
         return Edit(
             facts=tuple(facts),
             method=method.name,
@@ -393,20 +378,13 @@ class Editor:
                 "chat": self.chat,
             },
             sites=tuple(writes),
-            tensors=tensors,
+            tensors={"targets": found.hidden.float().cpu(), **tensors_of(writes)},
             versions=versions(),
         )
 
-    def _requests(self, facts: Sequence[Fact]) -> list[Request]:
-        """Every fact behind every context, the bare prompt first."""
-        encode = partial(encode_many, facts, self.tokenizer, self.loaded.start, chat=self.chat, limit=self._limit())
-        bare = encode()
-        targets = [one.target for one in bare]
-        encoded = [bare, *(encode(context=context, targets=targets) for context in self.contexts)]
-        return [
-            Request(tuple(Prompt(one.ids, one.subject_last) for one in rows), rows[0].target)
-            for rows in zip(*encoded, strict=True)
-        ]
+    def requests(self, facts: Sequence[Fact]) -> list[Request]:
+        """Every fact behind every context, the bare prompt first: what a search for targets is asked."""
+        return requests_of(facts, self.loaded, self.contexts, chat=self.chat, limit=self._limit())
 
     @property
     def contexts(self) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ from rebind.memory.checks import unknown_name
 from rebind.memory.precision import solving_dtype
 from rebind.memory.write import Write
 
+PARTS = ("keys", "values", "gain")  # of a write, as an edit's tensors are named
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Edit:
@@ -40,7 +42,7 @@ class Edit:
         """The edit's write at one of its sites."""
         if site not in self.sites:
             raise unknown_name(f"site of edit {self.id or '(new)'}", site, self.sites)
-        parts = {part: f"{site}/{part}" for part in ("keys", "values", "gain")}
+        parts = {part: f"{site}/{part}" for part in PARTS}
         for name in parts.values():
             if name not in self.tensors:
                 raise InputError(
@@ -66,6 +68,15 @@ class Edit:
             "created": self.created,
             "forced": self.forced,
         }
+
+
+def tensors_of(writes: Mapping[str, Write]) -> dict[str, Tensor]:
+    """Writes by site as an edit keeps them."""
+    return {
+        f"{site}/{part}": tensor.cpu()
+        for site, write in writes.items()
+        for part, tensor in zip(PARTS, write.tensors(), strict=True)
+    }
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def test_what_is_remembered_changes_no_edit():
     ]
     memory = Memory.of(made[0])
     layers, targets = (getattr(made[0].settings("recursive")[1], name) for name in ("layers", "targets"))
-    memory.targets.plan(layers[-1], targets, made[0]._requests([record.fact for record in records()][:2]))
+    memory.targets.plan(layers[-1], targets, made[0].requests([record.fact for record in records()][:2]))
     assert sequence(made[0]) == sequence(made[1])
 
 

@@ -32,7 +32,7 @@ def editor() -> Editor:
 
 @pytest.fixture
 def setup(editor) -> Setup:
-    return Setup(editor.trunk, 1, editor._requests(FACTS), TargetSettings(steps=8, enough=5.2))
+    return Setup(editor.trunk, 1, editor.requests(FACTS), TargetSettings(steps=8, enough=5.2))
 
 
 def test_every_search_finds_the_same(setup):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rebind.edit import editor as editor_module
+from rebind.edit import solving
 from rebind.edit.corpus import OwnSamples
 from rebind.edit.editor import GUARD, Editor
 from rebind.edit.edits import Edit
@@ -200,10 +201,8 @@ def test_a_failure_leaves_model_and_ledger_as_they_were(monkeypatch, tmp_path, w
     def fail(*_: Any, **__: Any) -> None:
         raise problem
 
-    if where in ("append", "find"):
-        monkeypatch.setattr(Ledger if where == "append" else Search, where, fail)
-    else:
-        monkeypatch.setattr(editor_module, where, fail)
+    owner = {"append": Ledger, "find": Search, "spread": solving}.get(where, editor_module)
+    monkeypatch.setattr(owner, where, fail)
     with pytest.raises(type(problem)):
         rewrite(editor, FACTS[1], layers=(1, 2))  # a site that has no moment yet
     monkeypatch.undo()
