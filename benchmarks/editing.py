@@ -43,6 +43,7 @@ from rebind.edit import spread
 from rebind.edit.editor import Editor, Progress
 from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact
+from rebind.edit.methods import METHODS
 from rebind.edit.reading import read_facts
 from rebind.edit.scores import FactScore, score_facts
 from rebind.edit.subjects import Subjects
@@ -211,11 +212,12 @@ def write(editor: Editor, facts: Sequence[Fact], method: str, chosen: Choices) -
     editor.progress = clock
     search = editor.settings(method, facts=len(facts))[1].targets
     search = search if chosen.steps is None else replace(search, steps=chosen.steps)
+    lam = None if METHODS[method].exact else chosen.lam
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
     with told_apart(editor, clock):
-        edit = editor.rewrite_many(list(facts), method=method, layers=chosen.layers, lam=chosen.lam, targets=search)
+        edit = editor.rewrite_many(list(facts), method=method, layers=chosen.layers, lam=lam, targets=search)
     clock.enter(None)
     seconds = time.perf_counter() - begin - clock.spent.get("moments", 0.0)  # type: ignore[attr-defined]
     editor.progress = Progress()

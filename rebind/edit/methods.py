@@ -228,6 +228,11 @@ def choose_settings(
                 f"layers are {list(settings.layers)}, expected one for {method.name}, which writes its facts exactly "
                 f"into one matrix: name one, or use memit for several"
             )
+    if lam is not None and method.exact:
+        raise InputError(
+            f"lam is {lam:g}, expected none for {method.name}, which meets its facts exactly whatever λ is: leave it "
+            f"out, or use memit"
+        )
     outside = [layer for layer in settings.layers if not 0 <= layer < depth - 1]
     if outside or not settings.layers:
         raise InputError(

@@ -141,11 +141,11 @@ def test_files_of_facts_and_all_options_reach_the_editor(rebind, model, tmp_path
     file.write_text("\n".join(map(json.dumps, facts)))
     text.write_text("The capital of France is Paris. " * 40)
     kept = tmp_path / "kept"
-    words = ("edit", str(file), "--model", model, "--ledger", str(kept), "--method", "rome", "--layers", "1")
+    words = ("edit", str(file), "--model", model, "--ledger", str(kept), "--method", "recursive", "--layers", "1")
     more = ("--lam", "2.5", "--dtype", "float64", "--device", "cpu", "--corpus", str(text), "--steps", "2")
     search = ("--rate", "0.25", "--clamp", "3", "--decay", "0", "--force")
     edit = rebind(*words, *more, *search, "--moment-tokens", "128", json=True).document
-    assert (edit["method"], edit["ledger"], len(edit["facts"])) == ("rome", str(kept), 2)
+    assert (edit["method"], edit["ledger"], len(edit["facts"])) == ("recursive", str(kept), 2)
     assert (edit["settings"]["layers"], edit["settings"]["lam"]) == ([1], 2.5)
     assert edit["settings"]["moments"]["corpus"].startswith("text-")
     told = edit["settings"]["targets"]

@@ -115,7 +115,7 @@ def test_options_reach_the_trial(rebind, model, facts, tmp_path):
     held = tmp_path / "held.txt"
     held.write_text("The capital of Italy is Rome. " * 9)
     words = ("eval", "--facts", facts, "--n", "1", "--known", "--skip-bad", "--model", model, *FAST)
-    more = ("--layers", "1", "--lam", "2.5", "--text", str(held), "--method", "emmet", "--out", "x")
+    more = ("--layers", "1", "--lam", "2.5", "--text", str(held), "--method", "alphaedit", "--out", "x")
     document = rebind(*words, *more, json=True).document
     assert document["config"]["settings"] == {"layers": [1], "lam": 2.5, "steps": 2}
     assert document["config"]["drift"]["text"] == "given"

@@ -107,6 +107,12 @@ def test_methods_of_one_layer_refuse_several(name):
         choose_settings(get_method(name), "unheard-of", 30, layers=(3, 2))
 
 
+@pytest.mark.parametrize("name", ["rome", "emmet"])
+def test_methods_that_meet_facts_exactly_take_no_lambda(name):
+    with pytest.raises(InputError, match=rf"lam is 3, expected none for {name}, which meets its facts exactly"):
+        choose_settings(get_method(name), "unheard-of", 30, lam=3.0)
+
+
 def test_every_entry_fits_its_model_and_names_methods():
     for entry in ENTRIES:
         assert set(entry.methods) <= METHODS.keys()
