@@ -1,13 +1,23 @@
-"""Progress on the error stream: one bar a phase, and how long each took."""
+"""Progress on the error stream: bars on a terminal, and where there is none a line now and then."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from rebind.cli.screen import Screen
 
@@ -27,23 +37,49 @@ LABELS = {
 }
 
 
+EVERY = 30.0  # seconds between two lines of a log
+
+
+class Drawn(Progress):
+    """A bar with notes behind it. A file or a pipe, which somebody may be reading too, gets lines instead."""
+
+    def __init__(self, screen: Screen, *notes: str, counted: bool = False) -> None:
+        super().__init__(
+            SpinnerColumn(finished_text="✓"),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            *([MofNCompleteColumn()] if counted else []),
+            *(TextColumn(f"{{task.fields[{note}]}}", markup=False) for note in notes),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=screen.err,
+            disable=not (screen.for_people and screen.err.is_terminal),
+            speed_estimate_period=120,
+        )
+        self._logged = screen.for_people and not screen.err.is_terminal
+        self._said = self.get_time()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        if self._logged and self.get_time() - self._said >= EVERY:
+            self._said = self.get_time()
+            self.console.print(_line(self._tasks[task_id]), soft_wrap=True)
+
+
+def _line(task: Task) -> str:
+    far = "" if task.total is None else f"{task.completed:,.0f} of {task.total:,.0f}"
+    told = [far, *task.fields.values(), f"{task.elapsed or 0.0:,.0f} s"]
+    return f"{task.description}: {', '.join(filter(None, told))}"
+
+
 class Bars:
-    """Draws what an editor tells, if there is a terminal to draw on; `seconds` has each phase's time."""
+    """What an editor tells, a bar for each phase; `seconds` has each phase's time."""
 
     def __init__(self, screen: Screen) -> None:
         self.seconds: dict[str, float] = {}
         self.steps: int | None = None  # how many steps targets may take
         self.facts = 0
-        self._progress = Progress(
-            SpinnerColumn(finished_text="✓"),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[note]}", markup=False),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=screen.err,
-            disable=not (screen.for_people and screen.err.is_terminal),
-        )
+        self._progress = Drawn(screen, "note")
         self._task: TaskID | None = None
         self._phase: str | None = None
         self._begun = 0.0

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from rebind.cli import options
-from rebind.cli.bars import LABELS, Bars
+from rebind.cli.bars import LABELS, Bars, Drawn
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen
 from rebind.cli.tables import pairs, table, width
@@ -172,17 +171,7 @@ def _bar(shown: Screen, editor: Editor, trial: Trial) -> Iterator[Told]:
     from rebind.edit.editor import Progress as EditorProgress
     from rebind.evals.run import Progress as Told
 
-    drawn = Progress(
-        SpinnerColumn(finished_text="✓"),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[scores]}", markup=False),
-        TextColumn("{task.fields[doing]}", style="dim", markup=False),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=shown.err,
-        disable=not (shown.for_people and shown.err.is_terminal),
-    )
+    drawn = Drawn(shown, "scores", "doing")
     task = drawn.add_task(f"{trial.method}, {trial.protocol.name}", total=None, scores="", doing="")
 
     def doing(phase: str) -> None:

@@ -11,10 +11,10 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from rebind.cli import options
+from rebind.cli.bars import Drawn
 from rebind.cli.screen import Screen, screen
 from rebind.cli.tables import pairs, table
 
@@ -111,16 +111,7 @@ def _brief(experiments: list[Experiment[Any]], width: int) -> Iterator[Text]:
 
 @contextmanager
 def _bar(shown: Screen, name: str) -> Iterator[Told]:
-    drawn = Progress(
-        SpinnerColumn(finished_text="✓"),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[doing]}", style="dim", markup=False),
-        TimeElapsedColumn(),
-        console=shown.err,
-        disable=not (shown.for_people and shown.err.is_terminal),
-    )
+    drawn = Drawn(shown, "doing", counted=True)
     task = drawn.add_task(name, total=None, doing="")
 
     def told(done: int, total: int, point: Point) -> None:

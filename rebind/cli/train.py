@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from rebind.cli import options
+from rebind.cli.bars import Drawn
 from rebind.cli.screen import Screen, screen
 from rebind.cli.tables import pairs, table
 from rebind.errors import InputError, UnknownNameError
@@ -225,17 +225,7 @@ def _bar(shown: Screen) -> Iterator[Told]:
     """One bar over the whole run: tokens a second, losses, time left."""
     from rebind.nn.training import Progress as Told
 
-    drawn = Progress(
-        SpinnerColumn(finished_text="✓"),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[note]}", markup=False),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=shown.err,
-        disable=not (shown.for_people and shown.err.is_terminal),
-        speed_estimate_period=120,
-    )
+    drawn = Drawn(shown, "note")
     task = drawn.add_task(LABELS["tokens"], total=None, note="")
 
     def step(update: Update) -> None:

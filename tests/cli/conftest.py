@@ -7,6 +7,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the Hub's client, which reads it once
 
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from rebind.cli import bars
 from rebind.cli.__main__ import app
 
 TEXT = ["The capital of France is Paris.", "The capital of Italy is Rome.", "The answer is here."] * 4
@@ -57,6 +59,7 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(bars, "EVERY", math.inf)  # a slow machine says no more than a fast one
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("REBIND_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("REBIND_LEDGERS", str(tmp_path / "ledgers"))
