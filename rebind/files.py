@@ -26,7 +26,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = _temporary(path)
     try:
         with _disk_problems_named(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(path.parent)
             with temporary.open("xb") as file:  # not mkstemp: the file's mode is then the umask's, not 0600
                 file.write(data)
                 file.flush()
@@ -36,6 +36,15 @@ def write_atomically(path: Path, data: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):  # a tidy-up that fails must not hide why it was needed
             temporary.unlink(missing_ok=True)
+
+
+def make_folders(path: Path) -> None:
+    """A folder and those it lies in, each on disk in the one above it."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with contextlib.suppress(PermissionError):  # of one that may be written to and not listed
+            _sync(folder.parent)
 
 
 def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
@@ -50,7 +59,7 @@ def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     temporary = _temporary(path)
     try:
         with _disk_problems_named(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(path.parent)
             remove_stale(path.parent, f".{path.name}.*.tmp")
             temporary.mkdir()
             fill(temporary)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -14,6 +16,7 @@ from rebind.cli import options
 from rebind.cli.answers import Probe, answer, as_fact, probe
 from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
+from rebind.cli.places import find_ledger
 from rebind.cli.screen import Screen, counted, screen
 from rebind.cli.tables import answers_table, begun, change, drift_rows, pairs, seconds, size, spoken, table
 from rebind.edit.wording import percent
@@ -102,14 +105,15 @@ def edit(
         if out is not None and not plan:
             _require_room(out)
         changes = _search_changes(method, steps=steps, rate=rate, clamp=clamp, decay=decay)
-        if lam is not None and not lam > 0:
+        if lam is not None and not 0 < lam < math.inf:
             raise InputError(f"lam is {lam}, expected a number above 0: leave it out to have it found from the keys")
         wanted = Wanted(model, ledger, device, dtype, chat, corpus, moment_tokens)
         bars = Bars(shown)
         with bars.drawn():
             editor = open_editor(wanted, bars, new_ledger=not plan, planned=plan)
-            _require_short(editor, listed)
-            targets = replace(editor.settings(method, facts=len(listed))[1].targets, **changes)
+            listed = _short(shown, editor, listed, skip_bad, plan=plan)
+            settings = editor.settings(method, facts=len(listed), layers=picked, lam=lam)[1]
+            targets = replace(settings.targets, **changes)
             bars.steps, bars.facts = targets.steps, len(listed)
             if plan:
                 made = editor.plan(listed, method=method, layers=picked, lam=lam, targets=targets)
@@ -125,7 +129,8 @@ def edit(
         if plan:
             _show_plan(shown, made)
         else:
-            report |= {"seconds": bars.seconds, "saved": None if out is None else str(out)}
+            report |= {"seconds": bars.seconds, "saved": None if out is None else str(out), "source": settings.source}
+            report |= {"which": _which(editor, model, ledger), "better": f"rebind layers{options.typed(model)}"}
             asking = options.typed(device=device, dtype=dtype, chat=chat, corpus=corpus, moment_tokens=moment_tokens)
             _show(shown, editor, done, report, asking)
 
@@ -178,11 +183,39 @@ def _require_room(out: Path) -> None:
     require_writable_beside(out, "name another with --out")
 
 
+def _short(shown: Screen, editor: Editor, facts: list[Fact], skip_bad: bool, *, plan: bool) -> list[Fact]:
+    """Those that the model can be asked before and after: the others raise, or are left out and told."""
+    try:
+        _require_short(editor, facts)
+        if skip_bad and not plan:
+            editor.requests(facts)  # behind contexts as well, which are sampled first
+    except InputError:
+        kept = []
+        for number, fact in enumerate(facts):
+            try:
+                _require_short(editor, [fact])
+                if skip_bad and not plan:
+                    editor.requests([fact])
+                kept.append(fact)
+            except InputError as problem:
+                told = f"{problem}" if len(facts) == 1 else f"fact {number + 1} of {len(facts)}: {problem}"
+                if not skip_bad:
+                    raise InputError(told) from None
+                shown.complain("skipped", told)
+        if not kept:
+            raise InputError(
+                f"none of {len(facts)} facts is left, expected at least one: shorten their prompts"
+            ) from None
+        return kept
+    return facts
+
+
 def _require_short(editor: Editor, facts: Sequence[Fact]) -> None:
     """Ask before the work whether the model can be asked afterwards."""
     from rebind.edit.encoding import encode_many
 
     start, limit = editor.loaded.start, editor.trunk.context
+    encode_many(facts, editor.tokenizer, start, chat=editor.chat, limit=limit)
     for kind, prompts in zip(("paraphrase", "neighbour"), _probes(facts), strict=True):
         asked = [as_fact(text, target) for _, text, target in prompts]
         try:
@@ -210,7 +243,7 @@ def _search_changes(method: str, **given: float | None) -> dict[str, Any]:
 
     get_method(method)
     for name, value in given.items():
-        if value is not None and not (value > 0 or (name == "decay" and value == 0)):
+        if value is not None and not (0 < value < math.inf or (name == "decay" and value == 0)):
             raise InputError(f"{name} is {value}, expected a number above 0: leave it out for what suits the model")
     return {name: value for name, value in given.items() if value is not None}
 
@@ -239,6 +272,8 @@ def _probes(facts: Sequence[Fact]) -> tuple[list[tuple[int, str, str]], list[tup
 
 
 def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any], asking: str) -> None:
+    from rebind.edit.methods import BY_DEPTH
+
     scores: Any = done.scores
     rows = list(zip(done.facts, scores["before"], scores["after"], strict=True))
     _show_facts(shown, rows, report["says"])
@@ -251,7 +286,8 @@ def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any], ask
     shown.show(
         pairs(
             [
-                ("edit", f"{done.id} ({done.method}, layers {layers}{weighed})"),
+                ("edit", f"{done.id} ({done.method}{weighed})"),
+                ("layers", f"{layers} ({report['source']})"),
                 ("model", editor.loaded.name),
                 *drift_rows(scores),
                 ("ledger", f"{editor.ledger.path} ({len(editor.ledger.active)} active)"),
@@ -260,7 +296,9 @@ def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any], ask
             ]
         )
     )
-    shown.suggest("take it back", shown.command("ledger", "undo", done.id))
+    if report["source"].startswith(BY_DEPTH):
+        shown.suggest("measure which layers suit it", report["better"])
+    shown.suggest("take it back", shown.command("ledger", "undo", done.id, more=report["which"]))
     shown.suggest("ask", shown.command("ask", done.facts[0].text, more=asking))
     told = report["says"] + [(None, None)] * (len(rows) - len(report["says"]))
     shown.result(
@@ -285,6 +323,14 @@ def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any], ask
         },
         done.id,
     )
+
+
+def _which(editor: Editor, model: str, named: Path | None) -> str:
+    """The option that names the ledger, where a command with the model alone would not find it."""
+    with suppress(InputError):
+        if named is not None or find_ledger(model, None) == editor.ledger.path:
+            return ""
+    return f" -l {shlex.quote(str(editor.ledger.path))}"
 
 
 def _show_facts(shown: Screen, rows: list[tuple[Fact, Any, Any]], says: list[tuple[str, str]]) -> None:

@@ -191,7 +191,7 @@ def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool, force: b
         clash = _clash(shown, ledger, edits) if on else None
         if clash and not force:
             raise InputError(f"{clash}, or put them back all the same with --force")
-        ledger.switch([edit.id for edit in edits], on=on)
+        ledger.switch([edit.id for edit in edits], on=on, forced=bool(clash))
         active = [edit.id for edit in ledger.active]
         total = len(ledger.edits)
     if clash:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rebind.errors import InputError
 
-HEADER = "ledger.json"  # what makes a folder a ledger
+HEADER, LOG = "ledger.json", "log.jsonl"  # what makes a folder a ledger, and where its edits are
 
 
 def data_folder() -> Path:
@@ -39,6 +39,7 @@ def find_ledger(model: str, ledger: Path | None) -> Path:
         return ledger.expanduser()
     parent, slug = ledgers_folder(), _slug(_name_of(model))
     found = sorted(parent.glob(f"{_glob_safe(slug)}-????????/{HEADER}"))
+    found = [file for file in found if _has_edits(file.parent)] or found  # one that was begun for nothing is no rival
     if len(found) == 1:
         return found[0].parent
     if found:
@@ -52,6 +53,11 @@ def find_ledger(model: str, ledger: Path | None) -> Path:
     raise InputError(
         f"no ledger of {slug} in {parent}{known}: `rebind edit` makes one, --model or --ledger names another"
     )
+
+
+def _has_edits(ledger: Path) -> bool:
+    log = ledger / LOG
+    return log.exists() and log.stat().st_size > 0
 
 
 def _slug(name: str) -> str:

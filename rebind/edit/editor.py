@@ -28,14 +28,14 @@ from rebind.edit.edits import Edit, tensors_of
 from rebind.edit.encoding import encode_many
 from rebind.edit.facts import Fact, conflicts
 from rebind.edit.fingerprint import fingerprint
-from rebind.edit.guard import Earlier, Failure, Guard, admit, enforce, find_earlier
+from rebind.edit.guard import Earlier, Failure, Guard, admit, enforce, find_earlier, require_finite_targets
 from rebind.edit.kept import KeptTargets
 from rebind.edit.layers import chosen_layers
 from rebind.edit.ledger import Ledger
 from rebind.edit.log import JSON
 from rebind.edit.methods import METHODS, Method, Settings, choose_settings, get_method
 from rebind.edit.models import OWN, Loaded, load_model
-from rebind.edit.moments import Recipe, collect, tokenizer_digest
+from rebind.edit.moments import WINDOW, Recipe, collect, config_digest, tokenizer_digest
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.reading import read_facts
 from rebind.edit.scores import FactScore, score_facts
@@ -170,17 +170,18 @@ class Editor:
     def redo(self, edit_id: str, *, force: bool = False) -> Edit:
         """Put an undone edit back in its old place; with `force` also where a prompt has got another target since."""
         edit = self.ledger.get(edit_id)
-        if not self.ledger.is_active(edit.id):
-            admit(self._clashes(edit.facts), force=force)
+        clashes = [] if self.ledger.is_active(edit.id) else self._clashes(edit.facts)
+        admit(clashes, force=force)
         active = {other.id for other in self.ledger.active} | {edit.id}
         self.weights.folded([other for other in self.ledger.edits if other.id in active])
-        edit = self.ledger.redo(edit.id)
+        edit = self.ledger.redo(edit.id, forced=bool(clashes))
         self.refresh()
         return edit
 
     def use(self, ledger: Ledger) -> None:
         """Go on with another ledger of the same model."""
-        self.ledger, self._kept = self._own(ledger), KeptTargets(ledger.work_folder)
+        self.weights.folded(self._own(ledger).active)  # raises before anything changes
+        self.ledger, self._kept = ledger, KeptTargets(ledger.work_folder)
         self.refresh()
 
     def refresh(self) -> None:
@@ -281,6 +282,7 @@ class Editor:
 
     def changes(self) -> dict[str, LowRank]:
         """What the active edits add to each site, one row a fact."""
+        self.refresh()  # another process may have written since
         names = {site for edit in self.ledger.active for site in edit.sites}
         edited = {name: memory_of(module_at(self.model, name)) for name in names}
         base = {name: self.weights.base[name] for name in names}
@@ -288,6 +290,7 @@ class Editor:
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """The edited model as a checkpoint in its own format, with a model card that lists the edits."""
+        self.refresh()  # the card is of the ledger as it is now
         return export.save_model(self.model, self.tokenizer, folder, self._card("transformers"), overwrite=overwrite)
 
     def save_delta(self, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -348,8 +351,14 @@ class Editor:
 
     def recipe(self) -> Recipe:
         """What this editor's moments are made from."""
-        made_of = tokenizer_digest(self.tokenizer, self.loaded.start)
-        return Recipe(self.fingerprint, self.corpus, self.moment_tokens, tokenizer=made_of)
+        return Recipe(
+            self.fingerprint,
+            self.corpus,
+            self.moment_tokens,
+            width=min(WINDOW, self.trunk.context or WINDOW),
+            tokenizer=tokenizer_digest(self.tokenizer, self.loaded.start),
+            config=config_digest(self.model.config),
+        )
 
     def _solve(self, facts: list[Fact], method: Method, settings: Settings) -> Edit:
         """The edit's writes, found on the base model."""
@@ -364,6 +373,7 @@ class Editor:
         self.weights.learn_old_keys(places)
         self.progress.phase("targets")
         found = self._search.find(settings.layers[-1], requests, settings.targets, self._kept, self.progress.targets)
+        require_finite_targets(found.hidden)
         self.progress.phase("solve")
         writes, lam = solve(self.trunk, places, requests, found.hidden, method, settings.lam, self.weights.old)
         return Edit(
@@ -424,10 +434,15 @@ class Editor:
     @contextmanager
     def _tried(self, edit: Edit) -> Iterator[None]:
         """The model with one more edit than the ledger has; as the ledger says after, whatever is raised."""
+        before = self.ledger.active
         self._trying = (edit,)
         try:
             self.refresh()
             yield
         finally:
             self._trying = ()
-            self.refresh()
+            try:
+                self.refresh()
+            except BaseException:  # the ledger may be what failed
+                self.weights.apply(before)
+                raise

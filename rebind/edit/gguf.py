@@ -19,6 +19,7 @@ from rebind.files import write_folder_atomically
 GGUF_MAGIC = b"GGUF"
 CONVERSION = 1  # raise when converted folders change: older ones are then left alone and made anew
 MIB = 1 << 20
+BLOCKS, BLOCK = 256, 16_384  # how many, and the bytes of one, tell a file from another
 
 
 def converted(gguf: Path) -> Path:
@@ -29,19 +30,23 @@ def converted(gguf: Path) -> Path:
 
 
 def _file_digest(file: Path) -> str:
-    """Changes when the file does, without reading gigabytes: size, time, first and last MiB."""
+    """Changes when the file does, without reading gigabytes: its size, and blocks from its first to its last.
+
+    Not its time, which a copy or another installation of the same file changes.
+    """
+    size = file.stat().st_size
+    whole = hashlib.sha256(f"{CONVERSION} {size}".encode())
     with file.open("rb") as stream:
-        head = stream.read(MIB)
+        head = stream.read(4)
         if not head.startswith(GGUF_MAGIC):
             raise InputError(
-                f"{file} is no GGUF file: it starts with {head[:4]!r}, expected {GGUF_MAGIC!r}: "
+                f"{file} is no GGUF file: it starts with {head!r}, expected {GGUF_MAGIC!r}: "
                 f"pass a .gguf file, or the folder of a Hugging Face model"
             )
-        status = file.stat()
-        stream.seek(max(0, status.st_size - MIB))
-        tail = stream.read(MIB)
-    described = f"{CONVERSION} {status.st_size} {status.st_mtime_ns}".encode()
-    return hashlib.sha256(described + head + tail).hexdigest()[:12]
+        for index in range(BLOCKS):
+            stream.seek(max(0, size - BLOCK) * index // (BLOCKS - 1))
+            whole.update(stream.read(BLOCK))
+    return whole.hexdigest()[:12]
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -18,6 +18,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from rebind.edit.drift import Drift
 from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact, comparable
@@ -108,10 +110,18 @@ def _more(scores: Sequence[FactScore]) -> str:
     return "write fewer facts at once, raise the steps, lower λ, or use alphaedit"
 
 
+def require_finite_targets(targets: Tensor) -> None:
+    """Refuse what a search ended at, where it is no numbers: nothing can be written then, forced or not."""
+    if wrong := int((~targets.isfinite()).any(-1).sum()):
+        says = f"{wrong} of {len(targets)} targets that were found hold NaN or infinity, expected numbers"
+        step = "load the model in float32, lower the rate, or word the prompt otherwise"
+        enforce([Failure("finite", float(wrong), 0.0, says, step)], force=False)
+
+
 def enforce(failures: Sequence[Failure], *, force: bool) -> None:
     """Raise for checks that failed, unless they may be overridden and are."""
     if failures and (not force or failures[0].check == "finite"):
-        others = f" (also: {', '.join(one.check for one in failures[1:])})" if failures[1:] else ""
+        others = "".join(f"; also {one.check}: {one.says}" for one in failures[1:])
         override = "" if failures[0].check == "finite" else "; or force it (force=True, --force)"
         raise GuardError(f"not written, {failures[0]}{override}{others}", tuple(one.check for one in failures))
 

@@ -202,7 +202,7 @@ def _windows(editor: Editor, effects: Sequence[float]) -> dict[tuple[int, ...], 
         return tuple(range(last - width + 1, last + 1))
 
     peak = max(range(depth), key=lambda layer: effects[layer])
-    round_peak = ending(peak + width // 2)
+    round_peak = ending(peak + (width - 1) // 2)
     found = {default: "used now"}
     found[round_peak] = "used now, the trace's peak" if round_peak == default else "round the trace's peak"
     for share in (6, 4, 3, 2):

@@ -52,7 +52,7 @@ from rebind.edit.log import (
 from rebind.edit.replay import EDITS, State, stored_tensors
 from rebind.edit.verify import verify_folder, wrong_tensors
 from rebind.errors import InputError, LedgerError, LedgerWarning, RebindError, StorageError, UnknownNameError
-from rebind.files import write_atomically
+from rebind.files import make_folders, write_atomically
 
 LOCK, WORK = "lock", "work"
 
@@ -110,19 +110,20 @@ class Ledger:
     @property
     def edits(self) -> tuple[Edit, ...]:
         """All edits, undone ones too, in the order they were made."""
-        self._refresh()
-        return tuple(self._state.edits.values())
+        with self._mutex:
+            self._refresh()
+            return tuple(self._state.edits.values())
 
     @property
     def active(self) -> tuple[Edit, ...]:
         """The edits that are in the weights. One that was undone and redone is back in its old place."""
-        self._refresh()
-        return tuple(edit for edit in self._state.edits.values() if edit.id not in self._state.undone)
+        with self._mutex:
+            self._refresh()
+            return tuple(edit for edit in self._state.edits.values() if edit.id not in self._state.undone)
 
     def get(self, id: str) -> Edit:
         """The edit with this id, or with the one id that begins so."""
-        self._refresh()
-        edits = self._state.edits
+        edits = {edit.id: edit for edit in self.edits}
         if id in edits:
             return edits[id]
         begun = [name for name in edits if id and name.startswith(id)]
@@ -164,11 +165,11 @@ class Ledger:
         """Take an edit out of the weights; it stays in the ledger."""
         return self.switch([id], on=False)[0]
 
-    def redo(self, id: str) -> Edit:
-        """Put an undone edit back, where it was."""
-        return self.switch([id], on=True)[0]
+    def redo(self, id: str, *, forced: bool = False) -> Edit:
+        """Put an undone edit back, where it was; `forced` says that something spoke against it."""
+        return self.switch([id], on=True, forced=forced)[0]
 
-    def switch(self, ids: Sequence[str], *, on: bool) -> tuple[Edit, ...]:
+    def switch(self, ids: Sequence[str], *, on: bool, forced: bool = False) -> tuple[Edit, ...]:
         """Redo edits (`on`) or undo them, all or none: their lines are written at once. A repeated id counts once."""
         with self.locked():
             edits = tuple({edit.id: edit for edit in map(self.get, ids)}.values())
@@ -178,10 +179,10 @@ class Ledger:
                     raise InputError(f"edit {edit.id} is active, expected an undone one: there is nothing to redo")
                 if undone and not on:
                     raise InputError(f"edit {edit.id} is undone already: redo it to have it back")
-            kind, now = "redo" if on else "undo", utc_now()
+            told = {"event": "redo" if on else "undo", "time": utc_now(), **({"forced": True} if forced else {})}
             if edits:
-                self._commit(self._lines(*({"event": kind, "id": edit.id, "time": now} for edit in edits)))
-            return edits
+                self._commit(self._lines(*({**told, "id": edit.id} for edit in edits)))
+            return tuple(self._state.edits[edit.id] for edit in edits)
 
     def diff(self, other: Ledger) -> Diff:
         """Which active edits only this ledger has, which only the other, which both."""
@@ -245,9 +246,9 @@ class Ledger:
     def _commit(self, lines: Sequence[bytes], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Make events' lines part of the log in one write, and the events part of the state."""
         parsed = [(*parse_line(line), len(line)) for line in lines]
-        if self.path is not None:
-            append_lines(self.path / LOG, self._state.offset, b"".join(lines))
-        with self._mutex:
+        with self._mutex:  # a reader between the write and the state would take the lines in for us
+            if self.path is not None:
+                append_lines(self.path / LOG, self._state.offset, b"".join(lines))
             for event, digest, length in parsed:
                 stored = partial(stored_tensors, self.path, event) if self.path else lambda id: tensors or {}
                 self._state.take(event, stored)
@@ -319,7 +320,7 @@ def _create(path: Path, header: dict[str, Any], timeout: float) -> None:
     if path.exists() and not path.is_dir():
         raise StorageError(f"{path} is a file, expected a folder to keep a ledger in: name another")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folders(path)
     except OSError as problem:
         raise storage_error(path, problem) from problem
     ours = (HEADER, LOG, LOCK, EDITS, WORK)

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from rebind.edit.cache import cache_folder
 from rebind.edit.corpus import Corpus
@@ -27,7 +28,9 @@ from rebind.edit.trunk import Tokens, Trunk
 from rebind.errors import InputError
 from rebind.files import write_atomically
 
-VERSION = 2  # of this file's arithmetic: a change of it must not meet old files
+VERSION = 3  # of this file's arithmetic: a change of it must not meet old files
+WINDOW = 64  # tokens: short ones are sampled many at a time
+UNSAID = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")  # of a config: no key's matter
 CHECKPOINT_SECONDS = 5.0
 
 
@@ -53,8 +56,9 @@ class Recipe:
     model: str  # fingerprint
     corpus: Corpus
     tokens: int  # of text to read, ids that begin each window included
-    width: int = 64  # tokens a window: short ones are sampled many at a time
+    width: int = WINDOW
     tokenizer: str = ""  # `tokenizer_digest`: what text becomes
+    config: str = ""  # `config_digest`: what the weights do
 
     def key(self, site: str) -> str:
         described = {
@@ -65,6 +69,7 @@ class Recipe:
             "tokens": self.tokens,
             "width": self.width,
             "tokenizer": self.tokenizer,
+            "config": self.config,
         }
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -77,6 +82,12 @@ def tokenizer_digest(tokenizer: Any, start: Sequence[int]) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     described = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.sha256(f"{list(start)} {described}".encode()).hexdigest()[:32]
+
+
+def config_digest(config: PreTrainedConfig) -> str:
+    """Changes when the same weights would answer otherwise: another eps, other positions."""
+    told = {name: value for name, value in config.to_diff_dict().items() if name not in UNSAID}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def collect(
@@ -162,8 +173,10 @@ def _accumulate(
             ids = ids[: -(-(recipe.tokens - sums.read) // ids.shape[-1])]
             everywhere = torch.ones_like(ids)
             seen = trunk.inputs(modules, Tokens(ids, everywhere, everywhere.cumsum(-1) - 1))
-            # What begins every window is left out: its key is an outlier, the same each time.
-            keys = {name: found[:, len(start) :].flatten(0, 1) for name, found in zip(names, seen, strict=True)}
+            # What begins a window or a text is left out: its key is an outlier, the same each time.
+            told = ~torch.isin(ids, torch.tensor(start, dtype=ids.dtype, device=ids.device))
+            told[:, : len(start)] = False
+            keys = {name: found[told.to(found.device)] for name, found in zip(names, seen, strict=True)}
             sums.add(keys, ids.numel())
             if on_tokens is not None:
                 on_tokens(min(sums.read, recipe.tokens), recipe.tokens)

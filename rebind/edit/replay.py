@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,8 @@ class State:
             self.undone.add(name)
         elif kind == "redo" and name in self.undone:
             self.undone.remove(name)
+            if event.get("forced") is True:
+                self.edits[name] = replace(self.edits[name], forced=True)
         else:
             raise ValueError(f"{kind!r} of {name!r}, which cannot follow what came before")
 

@@ -6,7 +6,7 @@ change to write. Others do something to it first:
     r + y          Llama, GPT-2, Qwen, …
     r + s·y        Granite
     r + s·N(y)     Gemma 2 and 3, OLMo 2 and 3, GLM 4, EXAONE 4     N an RMSNorm
-    N(r + s·y)     OPT-350m, GPT-1                                  N a LayerNorm
+    N(r + s·y)     OPT-350m                                         N a LayerNorm
 
 Which of them a block is, is found by structure: the projection's output is replaced by two chosen vectors, and
 what the block answers tells a sum from a scale from a norm. The norm is the module that is handed the output

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rebind.edit.trunk import cache_of
+
 
 @torch.no_grad()
 def sample(
@@ -33,7 +35,7 @@ def sample(
     rows = first
     while rows.shape[-1] < length:
         out = model(input_ids=ids, past_key_values=cache, use_cache=True, **_last_only(model))
-        cache = out.past_key_values
+        cache = cache_of(out)
         logits = out.logits[:, -1].to(device, torch.float32) / temperature
         if top_k is not None:
             least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]

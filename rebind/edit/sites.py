@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from rebind.errors import InputError, ShapeError, UnknownNameError
@@ -65,6 +67,7 @@ class _Linear:
 def find_sites(model: nn.Module) -> list[Site]:
     """The down projection of every layer, in order, or an error that says why this model has none to edit."""
     _require_causal(model)
+    _require_cache(model)
     hidden = _hidden_size(model)
     prefix, blocks = _find_blocks(model)
     _refuse_experts(prefix, blocks)
@@ -149,6 +152,17 @@ def _require_causal(model: nn.Module) -> None:
             f"{type(model).__name__} predicts no next token, expected a causal language model with its head: "
             f"load it with AutoModelForCausalLM"
         )
+
+
+def _require_cache(model: Any) -> None:
+    """Searches share prefixes: what a prefix leaves must be kept apart from what comes after it."""
+    if model._supports_default_dynamic_cache():
+        layers = DynamicCache(config=model.config).layers
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+            raise InputError(
+                f"{type(model).__name__} has recurrent layers, whose states every run changes in place, expected "
+                f"attention in all of them: choose another family"
+            )
 
 
 def _hidden_size(model: nn.Module) -> int:

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from rebind.errors import InputError
+
 Hidden = Tensor  # [rows, tokens, width]
 
 
@@ -107,7 +109,7 @@ class Trunk:
         if tokens.ids.shape[-1] == 0:
             return None
         if until is None or not self.model._supports_default_dynamic_cache():  # or it has a cache of its own kind
-            return self._base(tokens, use_cache=True).past_key_values
+            return cache_of(self._base(tokens, use_cache=True))
         cache = DynamicCache(config=self.model.config)
         with self._watching(self.blocks[until], lambda *_: None):
             self._until_stopped(tokens, cache, borrow=False)
@@ -241,6 +243,7 @@ class Trunk:
             yield
             return
         layer, hidden = start
+        self._require_keys_above(layer)
         if self._in_tuple is None:
             self._in_tuple = self._learn_in_tuple()
 
@@ -266,6 +269,18 @@ class Trunk:
                 else:
                     block.forward = forward
 
+    def _require_keys_above(self, layer: int) -> None:
+        """Refuse to hand through a block whose keys and values blocks above it read as their own."""
+        config = self.model.config.get_text_config()
+        own = len(self.blocks) - (getattr(config, "num_kv_shared_layers", 0) or 0)
+        kinds = (getattr(config, "layer_types", None) or ["" for _ in self.blocks])[:own]
+        lowest = min((max(i for i, kind in enumerate(kinds) if kind == one) for one in set(kinds)), default=own)
+        if own < len(self.blocks) and layer >= lowest:
+            raise InputError(
+                f"blocks from {own} on read keys that block {lowest} makes, and a run that begins above block {layer} "
+                f"does not make them: choose layers below {lowest}"
+            )
+
     @torch.no_grad()
     def _learn_in_tuple(self) -> bool:
         """What shape blocks answer in, from a run of one token."""
@@ -281,6 +296,15 @@ class Trunk:
         finally:
             handle.remove()
         return isinstance(answers[0], tuple)
+
+
+def cache_of(out: Any) -> Any:
+    """The cache that a run left."""
+    if getattr(out, "past_key_values", None) is None:
+        raise InputError(
+            "the model leaves no cache of keys and values, expected one to go on from: choose a model of another family"
+        )
+    return out.past_key_values
 
 
 def select_cache(cache: Any, rows: Tensor) -> Any:

@@ -52,9 +52,17 @@ class Weights:
         self._begun = Begun()
 
     def apply(self, edits: Sequence[Edit]) -> None:
-        """Write the fold of these edits into the model, or nothing at all."""
-        for name, weights in self.folded(edits).items():
-            write_memory(module_at(self.model, name), weights)
+        """Write the fold of these edits into the model, or nothing at all; an interrupt waits for the last site."""
+        folded = self.folded(edits)
+        try:
+            self._write(folded)
+        except BaseException:
+            self._write(folded)  # some sites alone would be a model that no edits make
+            raise
+
+    def _write(self, weights: Mapping[str, Tensor]) -> None:
+        for name, memory in weights.items():
+            write_memory(module_at(self.model, name), memory)
 
     def folded(self, edits: Sequence[Edit]) -> dict[str, Tensor]:
         """The weights of every touched site after these edits; raises what `apply` would, and changes nothing."""

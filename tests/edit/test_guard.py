@@ -13,8 +13,10 @@ from rebind.edit.drift import Drift
 from rebind.edit.editor import Editor
 from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact
-from rebind.edit.guard import Guard, find_earlier
+from rebind.edit.guard import Guard, enforce, find_earlier
+from rebind.edit.ledger import Ledger
 from rebind.edit.scores import FactScore
+from rebind.edit.search import Search
 from rebind.edit.targets import TargetSettings
 from rebind.errors import GuardError, InputError, LedgerWarning
 from tests.edit import tiny
@@ -213,3 +215,44 @@ def test_the_plan_names_earlier_edits():
     assert find_earlier([OTHERS[1]], editor.ledger.active) == []
     same = find_earlier([FACT], editor.ledger.active)
     assert [one.clashes for one in same] == [False]
+
+
+def test_every_check_that_failed_is_told_with_its_numbers():
+    failed = Guard(drift=0.1, growth=0.2).check([UNSAID], Drift(0.5, 0.6, "x", 0.7, "site"))
+    with pytest.raises(GuardError) as told:
+        enforce(failed, force=False)
+    text = str(told.value)
+    assert text.startswith("not written, drift: the next token on unrelated prompts moved by 0.50 nats")
+    assert "; also growth: site moved by 0.70 of its own size, allowed 0.2" in text
+    assert "; also said: the target has rank 7" in text
+
+
+def test_targets_that_are_no_numbers_are_the_guards_business(monkeypatch):
+    editor = open_editor(Guard())
+    base, find = tiny.weights(editor.model), Search.find
+
+    def broken(*args: Any) -> Any:
+        found = find(*args)
+        found.hidden[0, 0] = float("nan")
+        return found
+
+    monkeypatch.setattr(Search, "find", broken)
+    with pytest.raises(GuardError, match="not written, finite: 1 of 1 targets .* NaN .*: load the model in float32"):
+        rewrite(editor, FACT, force=True)
+    assert tiny.weights(editor.model) == base
+    assert not editor.ledger.edits
+
+
+def test_a_redo_that_was_forced_is_told_so(tmp_path):
+    editor = open_editor(OPEN, ledger=tmp_path / "ledger")
+    first = rewrite(editor, FACT)
+    editor.undo(first.id)
+    rewrite(editor, replace(FACT, target="Berlin"))
+    assert not editor.ledger.get(first.id).forced
+    with pytest.warns(LedgerWarning, match="was written before, by edit e0002"):
+        assert editor.redo(first.id, force=True).forced
+    assert Ledger.open(tmp_path / "ledger").get(first.id).forced
+    assert editor.ledger.verify() == []
+    editor.undo(first.id)
+    editor.undo("e0002")
+    assert not editor.redo("e0002", force=True).forced, "nothing spoke against it"

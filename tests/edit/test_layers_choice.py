@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,6 +58,15 @@ def test_the_choice_is_the_best_row_and_everything_is_left_as_it_was(editor, mon
     assert told[-1][0] == "trial edits"
     assert chosen_layers(editor.fingerprint) == made.layers
     assert cached_choice(editor.fingerprint) == made
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5])
+def test_the_peak_is_the_middle_of_the_layers_round_it(width):
+    deep = SimpleNamespace(settings=lambda method: (None, SimpleNamespace(layers=tuple(range(width)))))
+    windows = module._windows(deep, [0.1] * 10 + [0.9] + [0.1] * 9)
+    (round_peak,) = (layers for layers, why in windows.items() if why == "round the trace's peak")
+    assert len(round_peak) == width
+    assert round_peak[width // 2] == 10
 
 
 def test_the_text_is_read_once_for_all_trials(editor, monkeypatch):

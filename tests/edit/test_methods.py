@@ -96,7 +96,8 @@ def test_layers_measured_here_serve_models_without_an_entry():
     measured = choose_settings(get_method("memit"), "unheard-of", 30, measured=(3, 4))
     assert (measured.layers, measured.source) == ((3, 4), "measured on this machine")
     assert choose_settings(get_method("memit"), "unheard-of", 30, measured=(3, 4), layers=(9,)).layers == (9,)
-    assert choose_settings(get_method("rome"), "unheard-of", 30, measured=(3, 4)).layers == (5,)
+    assert choose_settings(get_method("rome"), "unheard-of", 30, measured=(3, 4, 5)).layers == (4,)
+    assert choose_settings(get_method("rome"), "smollm2", 30, measured=(3, 4, 5)).layers == (2,)
     assert choose_settings(get_method("memit"), "gpt2-xl", 48, measured=(3, 4)).layers == (13, 14, 15, 16, 17)
 
 
@@ -105,6 +106,14 @@ def test_methods_of_one_layer_refuse_several(name):
     assert choose_settings(get_method(name), "unheard-of", 30, layers=(7, 7)).layers == (7,)
     with pytest.raises(InputError, match=rf"layers are \[2, 3\], expected one for {name}.*use memit"):
         choose_settings(get_method(name), "unheard-of", 30, layers=(3, 2))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("depth", [2, 3, 6, 48])
+def test_layers_by_depth_leave_a_block_above_them(name, depth):
+    layers = choose_settings(get_method(name), "unheard-of", depth).layers
+    assert 0 <= min(layers)
+    assert max(layers) <= depth - 2
 
 
 @pytest.mark.parametrize("name", ["rome", "emmet"])

@@ -53,8 +53,11 @@ def _plain(model: Any, recipe: Recipe) -> dict[str, Moment]:
             if left <= 0:
                 break
             left -= len(row)
+            text = ~torch.isin(row, torch.tensor(START))
             handles = [
-                site.register_forward_pre_hook(lambda _, args, name=name: sums[name].append(args[0][0, len(START) :]))
+                site.register_forward_pre_hook(
+                    lambda _, args, name=name, text=text: sums[name].append(args[0][0, text])
+                )
                 for name, site in _sites(model)
             ]
             with torch.no_grad():
@@ -65,6 +68,17 @@ def _plain(model: Any, recipe: Recipe) -> dict[str, Moment]:
             break
     keys = {name: torch.cat(rows) for name, rows in sums.items()}
     return {name: Moment(torch.einsum("ni,nj->ij", rows, rows), len(rows)) for name, rows in keys.items()}
+
+
+def test_what_begins_a_text_inside_a_window_is_no_old_key(model, tmp_path):
+    """A text's first token is read like every window's, with a key far from all others."""
+    texts = Texts(["The capital of France is Paris. " * 3, "I saw Rome. " * 6], "two", rows=2)
+    ids = torch.cat(list(texts.windows(model, tiny.tokenizer(), START, 24, 0)))
+    inside = torch.isin(ids[:, len(START) :], torch.tensor(START)).sum()
+    assert inside > 0
+    found = _collect(model, _recipe(ids.numel(), corpus=texts, width=24), tmp_path)
+    for moment in found.values():
+        assert moment.tokens == ids.numel() - len(ids) * len(START) - inside
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 700, 10**9])
@@ -303,7 +317,7 @@ def test_a_short_document_is_one_short_window(model, tmp_path):
     rows = _ids(corpus.windows(model, tiny.tokenizer(), START, 64, 0))
     assert len(rows) == 1
     moment = next(iter(_collect(model, _recipe(corpus=corpus, width=64), tmp_path).values()))
-    assert moment.tokens == len(rows[0]) - len(START) > 0
+    assert moment.tokens == len(rows[0]) - 2 * len(START) > 0  # the window's start and the text's
 
 
 @pytest.mark.parametrize(
