@@ -44,7 +44,7 @@ from rebind.edit.sites import Site, find_sites, memory_of, module_at
 from rebind.edit.solving import requests_of, solve
 from rebind.edit.spread import Place
 from rebind.edit.targets import Request, TargetSettings
-from rebind.edit.tokenizers import unwritten_start
+from rebind.edit.tokenizers import continued, unwritten_start
 from rebind.edit.trunk import Trunk
 from rebind.edit.versions import versions
 from rebind.edit.weights import Weights
@@ -217,7 +217,7 @@ class Editor:
                 do_sample=False,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0,
             )
-        return str(self.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
+        return continued(self.tokenizer, ids, out[0, len(ids) :].tolist())
 
     def drift(self) -> Drift:
         """How far the model as it stands is from its base: on prompts that no edit is about, and in its weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def _tokenizer_folder(given: str | Path) -> Path:
             f"load one with AutoTokenizer and pass that"
         )
     return folder
+
+
+def continued(tokenizer: Any, before: Sequence[int], new: Sequence[int]) -> str:
+    """The text of tokens that follow others: SentencePiece takes the first one's space away where it stands alone."""
+    last = before[-1:]
+    first, whole = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (last, [*last, *new]))
+    return whole[len(first) :] if whole.startswith(first) else str(tokenizer.decode(new, skip_special_tokens=True))
 
 
 def start_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

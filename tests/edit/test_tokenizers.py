@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from transformers import PreTrainedTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from rebind.edit.models import load_model
-from rebind.edit.tokenizers import start_ids
+from rebind.edit.tokenizers import continued, start_ids
 from rebind.errors import InputError
 from tests.edit.saved import make_tokenizer
+from tests.edit.tiny import tokenizer as byte_tokenizer
 
 
 def test_a_tokenizer_from_elsewhere(folder, tmp_path):
@@ -54,3 +56,29 @@ def test_a_slow_tokenizer_is_refused(folder):
 )
 def test_start_ids(tokenizer, start):
     assert start_ids(tokenizer) == tuple(tokenizer.convert_tokens_to_ids(start))
+
+
+def test_a_continuation_keeps_its_first_space():
+    """Llama 2's decoder strips the space of whatever it is given first."""
+    inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
+    trained = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "<s>"], show_progress=False)
+    inner.train_from_iterator(["The capital of France is Paris, and the sea is blue."] * 3, trained)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="<s>")
+    prompt = tokenizer("The capital of France is", add_special_tokens=False).input_ids
+    whole = tokenizer("The capital of France is Paris, and", add_special_tokens=False).input_ids
+    assert tokenizer.decode(whole[len(prompt) :]) == "Paris, and"
+    assert continued(tokenizer, prompt, whole[len(prompt) :]) == " Paris, and"
+    assert continued(tokenizer, prompt, []) == ""
+    assert continued(tokenizer, [tokenizer.bos_token_id], whole) == "The capital of France is Paris, and"
+    assert continued(tokenizer, [], whole) == "The capital of France is Paris, and"
+
+
+def test_half_a_letter_is_told_as_half_a_letter():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("é", add_special_tokens=False).input_ids
+    assert len(ids) == 2
+    assert continued(tokenizer, ids[:1], ids[1:]) == "\N{REPLACEMENT CHARACTER}"
+    assert continued(tokenizer, tokenizer("a", add_special_tokens=False).input_ids, ids) == "é"
