@@ -1,15 +1,15 @@
 """Quality and speed of editing on CounterFact records: every method, any number of facts.
 
-    python -m benchmarks.editing --facts counterfact.json --text held.txt --n 100 600 1000 --methods memit emmet
-    python -m benchmarks.editing --facts counterfact.json --text held.txt --made 10000
+    python -m benchmarks.editing --facts counterfact.json --text held.txt --n 100 1000
+    python -m benchmarks.editing --facts counterfact.json --text held.txt --n 100 --methods memit emmet --made 10000
 
 Facts are those of the file whose true object the unedited model prefers to the new one. Each row edits the
-base model with the method's defaults (or with what --layers, --lam and --steps say), measures, and undoes the
-edit. Scores are those of the papers: ES, PS and NS compare length-normalised likelihoods of the new and the true
-object on the prompt, the paraphrases and the neighbours, S is their harmonic mean, EA and PA ask for every target
-token to come first. Perplexity is on the given text; drift is KL(base ‖ edited) of the next token on unrelated
+base model with the method's defaults (or with what --layers, --lam and --steps say, where the method takes them),
+measures, and undoes the edit. Scores and perplexity are those of `rebind.evals` (docs/evals.md), asked after the
+edit's time was taken; perplexity is on the given text. Drift is KL(base ‖ edited) of the next token on unrelated
 prompts, growth the largest ‖ΔW‖/‖W‖. With --made, neighbours of the records are facts too (benchmarks/made.py):
-these rows are for time and memory, of scores they have ES and EA. JSON goes to benchmarks/results/editing.json.
+these rows are for time and memory, of scores they have ES and EA. A row whose edit cannot be made says why. JSON goes
+to benchmarks/results/editing.json, after every row.
 
 Of the phases, *keys* are the subjects' keys and states at the edited layers, *checks* the facts' scores before and
 after. With --repeats an edit is made and undone so many times and the last one told: the first loads kernels.
@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +36,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.made import made_facts
+from benchmarks.methods.shared import SEVERAL_FIRST, beginning, impossible, known_records, mean, whole
 from benchmarks.report import RESULTS
 from rebind.bench.machine import machine
 from rebind.cli.options import parse_layers
@@ -43,34 +44,42 @@ from rebind.edit import spread
 from rebind.edit.editor import Editor, Progress
 from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact
-from rebind.edit.methods import METHODS
-from rebind.edit.reading import read_facts
-from rebind.edit.scores import FactScore, score_facts
+from rebind.edit.methods import METHODS, Method
+from rebind.edit.scores import FactScore
 from rebind.edit.subjects import Subjects
-from rebind.evals.records import read_records
+from rebind.errors import NumericalError
+from rebind.evals.answers import Asking, answer_all
+from rebind.evals.answers import Row as Answer
+from rebind.evals.asking import Model
+from rebind.evals.drift import Held
+from rebind.evals.records import Record, Records, read_records, without_conflicts
+from rebind.evals.scores import summarise
 from rebind.files import write_atomically
 
 SCORES = ("ES", "PS", "NS", "S", "EA", "PA")
 PHASES = ("contexts", "moments", "targets", "keys", "solve", "writing", "checks")
-GPU_TOKENS = 65_536  # asked at once
+FAILURES = (NumericalError, torch.linalg.LinAlgError)
+ROUNDS = 100  # of resampling for intervals, which are not told here
 
 
 @dataclass(frozen=True)
 class Result:
-    """One edit, measured."""
+    """One edit, measured; None is what was not, or is not defined."""
 
-    method: str
+    method: str  # "before" for the unedited model
     facts: int
-    made: bool  # whether neighbours of records were made facts too: then ES and EA alone are given
-    seconds: float  # everything but the moments, which are computed once a model
-    phases: dict[str, float]
-    layers: tuple[int, ...]
-    lam: float | None
-    scores: dict[str, float | None]  # by the names in SCORES
-    perplexity: float
-    drift: float  # nats
-    growth: float
-    memory_gib: float  # peak: of the GPU, or of the process on a CPU
+    made: bool = False  # whether neighbours of records were made facts too: then ES and EA alone are given
+    seconds: float | None = None  # everything but the moments, which are computed once a model
+    facts_a_second: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    layers: tuple[int, ...] = ()
+    lam: float | None = None
+    scores: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(SCORES))
+    perplexity: float | None = None
+    drift: float | None = None  # nats
+    growth: float | None = None
+    memory_gib: float | None = None  # peak: of the GPU, or of the process on a CPU
+    why: str = ""  # nothing was measured
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,12 @@ class Choices:
     layers: tuple[int, ...] | None = None
     lam: float | None = None
     steps: int | None = None
+
+    def taken_by(self, method: Method) -> Choices:
+        """Less several layers where a method writes to one, and λ where it meets its facts exactly."""
+        several = self.layers is not None and len(self.layers) > 1
+        layers = None if several and not method.several_layers else self.layers
+        return replace(self, layers=layers, lam=None if method.exact else self.lam)
 
 
 class Clock(Progress):
@@ -132,69 +147,20 @@ def told_apart(editor: Editor, clock: Clock) -> Iterator[None]:
         yield
 
 
-def prompts_of(facts: Sequence[Fact], texts: Sequence[Sequence[str]], target: str) -> list[Fact]:
-    """Facts that ask each text for the new ("target") or the true ("old") object; the subject is a place holder."""
-    asked = []
-    for fact, rows in zip(facts, texts, strict=True):
-        for text in rows:
-            escaped = text.strip().replace("{", "{{").replace("}", "}}")
-            first, _, rest = escaped.partition(" ")
-            asked.append(Fact("{} " + rest if rest else "{}", first, getattr(fact, target)))
-    return asked
+def ask(editor: Editor, records: Sequence[Record]) -> list[Answer]:
+    """What the model as it stands says to every question of the records, nothing decoded."""
+    return answer_all(Model.of(editor), records, Asking(free_tokens=0, texts=0))
 
 
-def ask(editor: Editor, facts: Sequence[Fact]) -> list[FactScore]:
-    """`Editor.score`, in fewer and larger passes on a GPU."""
-    if editor.trunk.device.type != "cuda":
-        return editor.score(facts)
-    start = editor.loaded.start
-    return score_facts(editor.trunk, editor.tokenizer, start, facts, chat=editor.chat, tokens_at_once=GPU_TOKENS)
+def scores(records: Sequence[Record], said: Sequence[Answer]) -> dict[str, float | None]:
+    """Those of `rebind.evals`; None where no record has anything for one."""
+    found = summarise(records, said, said, rounds=ROUNDS)
+    return {name: found[name]["value"] if name in found else None for name in SCORES}
 
 
-def compare(editor: Editor, facts: Sequence[Fact], texts: Sequence[Sequence[str]]) -> tuple[float, float]:
-    """How often the new object is likelier than the true one, and how often the new one is said."""
-    new = ask(editor, prompts_of(facts, texts, "target"))
-    true = ask(editor, prompts_of(facts, texts, "old"))
-    likelier = statistics.fmean(n.nll < t.nll for n, t in zip(new, true, strict=True))
-    return likelier, statistics.fmean(n.exact for n in new)
-
-
-def measure(editor: Editor, facts: Sequence[Fact], made: bool = False) -> dict[str, float | None]:
-    ES, EA = compare(editor, facts, [[fact.text] for fact in facts])
-    if made:
-        return {"ES": ES, "PS": None, "NS": None, "S": None, "EA": EA, "PA": None}
-    PS, PA = compare(editor, facts, [fact.paraphrases[:1] for fact in facts])
-    disturbed, _ = compare(editor, facts, [fact.neighbours[:10] for fact in facts])
-    NS = 1 - disturbed
-    return {"ES": ES, "PS": PS, "NS": NS, "S": harmonic(ES, PS, NS), "EA": EA, "PA": PA}
-
-
-def harmonic(*scores: float) -> float:
-    return len(scores) / sum(1 / max(score, 1e-9) for score in scores)
-
-
-@torch.no_grad()
-def perplexity(editor: Editor, text: str, tokens: int = 50_000, window: int = 512) -> float:
-    ids = editor.tokenizer(text, add_special_tokens=False).input_ids[:tokens]
-    rows = torch.tensor(ids[: len(ids) // window * window]).view(-1, window)
-    start = torch.tensor(editor.loaded.start or (ids[0],)).expand(len(rows), -1)
-    total = 0.0
-    for part in torch.cat([start, rows], dim=1).split(16):
-        part = part.to(editor.trunk.device)
-        said = torch.log_softmax(editor.model(part).logits[:, :-1].float(), dim=-1)
-        total -= float(said.gather(-1, part[:, 1:, None]).sum())
-    return math.exp(total / rows.numel())
-
-
-def known(editor: Editor, facts: Sequence[Fact]) -> list[Fact]:
-    """Facts with everything that is measured, whose true object the model prefers; of one prompt's the first."""
-    first = {
-        fact.text.casefold(): fact for fact in reversed(facts) if fact.old and fact.paraphrases and fact.neighbours
-    }
-    whole = [fact for fact in facts if first.get(fact.text.casefold()) is fact]
-    new = ask(editor, prompts_of(whole, [[fact.text] for fact in whole], "target"))
-    true = ask(editor, prompts_of(whole, [[fact.text] for fact in whole], "old"))
-    return [fact for fact, n, t in zip(whole, new, true, strict=True) if t.nll < n.nll]
+def bare(record: Record) -> Record:
+    """The fact alone, of which ES and EA can be asked."""
+    return Record(replace(record.fact, paraphrases=(), neighbours=()), record.id)
 
 
 @dataclass(frozen=True)
@@ -209,54 +175,91 @@ class Cost:
 def write(editor: Editor, facts: Sequence[Fact], method: str, chosen: Choices) -> tuple[Edit, Cost]:
     """Edit, phase by phase."""
     clock = Clock()
-    editor.progress = clock
+    chosen = chosen.taken_by(METHODS[method])
     search = editor.settings(method, facts=len(facts))[1].targets
     search = search if chosen.steps is None else replace(search, steps=chosen.steps)
-    lam = None if METHODS[method].exact else chosen.lam
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+    editor.progress = clock
     begin = time.perf_counter()
-    with told_apart(editor, clock):
-        edit = editor.rewrite_many(list(facts), method=method, layers=chosen.layers, lam=lam, targets=search)
-    clock.enter(None)
+    try:
+        with told_apart(editor, clock):
+            edit = editor.rewrite_many(list(facts), method=method, layers=chosen.layers, lam=chosen.lam, targets=search)
+        clock.enter(None)
+    finally:
+        editor.progress = Progress()
     seconds = time.perf_counter() - begin - clock.spent.get("moments", 0.0)  # type: ignore[attr-defined]
-    editor.progress = Progress()
     return edit, Cost(seconds, dict(clock.spent), peak_gib(editor))  # type: ignore[attr-defined]
 
 
-def run(
-    editor: Editor,
-    facts: Sequence[Fact],
-    method: str,
-    text: str,
-    chosen: Choices,
-    *,
-    made: bool = False,
-    repeats: int = 1,
-) -> Result:
-    """Edit, measure, undo."""
-    for _ in range(repeats - 1):
-        edit, _ = write(editor, facts, method, chosen)
-        editor.undo(edit.id)
+@contextmanager
+def written(editor: Editor, facts: Sequence[Fact], method: str, chosen: Choices) -> Iterator[tuple[Edit, Cost]]:
+    """The edited model inside, the one before after."""
     edit, cost = write(editor, facts, method, chosen)
-    scores = measure(editor, facts, made)
-    held, drift = perplexity(editor, text), editor.drift()
-    editor.undo(edit.id)
-    settings: Any = edit.settings
-    return Result(
-        method=method,
-        facts=len(facts),
-        made=made,
-        seconds=cost.seconds,
-        phases=cost.phases,
-        layers=tuple(settings["layers"]),
-        lam=float(settings["lam"]),
-        scores=scores,
-        perplexity=held,
-        drift=drift.kl,
-        growth=drift.growth,
-        memory_gib=cost.memory_gib,
+    try:
+        yield edit, cost
+    finally:
+        editor.undo(edit.id)
+
+
+def edited(
+    held: Held, records: Sequence[Record], method: str, chosen: Choices, *, repeats: int = 1
+) -> tuple[Result, list[Answer]]:
+    """Edit, measure, undo: a row that lacks its scores, and what they are taken of."""
+    editor, facts = held.editor, [record.fact for record in records]
+    for _ in range(repeats - 1):
+        with written(editor, facts, method, chosen):
+            pass
+    with written(editor, facts, method, chosen) as (edit, cost):
+        settings: Any = edit.settings
+        row = Result(
+            method=method,
+            facts=len(facts),
+            seconds=cost.seconds,
+            facts_a_second=len(facts) / cost.seconds,
+            phases=cost.phases,
+            layers=tuple(settings["layers"]),
+            lam=None if METHODS[method].exact else float(settings["lam"]),
+            memory_gib=cost.memory_gib,
+            **whole(held),
+        )
+        return row, ask(editor, records)
+
+
+def run(held: Held, records: Sequence[Record], method: str, chosen: Choices, *, repeats: int = 1) -> Result:
+    """A row of all records in one edit."""
+    row, said = edited(held, records, method, chosen, repeats=repeats)
+    return replace(row, scores=scores(records, said))
+
+
+def one_at_a_time(held: Held, records: Sequence[Record], method: str, chosen: Choices) -> Result:
+    """Each fact alone, undone before the next: the protocol of ROME's paper. Seconds are a fact's."""
+    pairs = [edited(held, [record], method, chosen) for record in records]
+    alone = [row for row, _ in pairs]
+    seconds = statistics.median(row.seconds or 0.0 for row in alone)
+    return replace(
+        alone[0],
+        facts=len(records),
+        seconds=seconds,
+        facts_a_second=1 / seconds,
+        phases={},
+        lam=None,
+        scores=scores(records, [answer for _, said in pairs for answer in said]),
+        perplexity=mean(row.perplexity for row in alone),
+        drift=mean(row.drift for row in alone),
+        growth=max((row.growth for row in alone if row.growth is not None), default=None),
+        memory_gib=max(row.memory_gib or 0.0 for row in alone),
     )
+
+
+def attempted(empty: Result, measure: Callable[[], Result], why: str = "") -> Result:
+    """The row measured, by its own name; or why it is not: for a reason known before, or because the edit fails."""
+    if not why:
+        try:
+            return replace(measure(), method=empty.method, made=empty.made)
+        except FAILURES as problem:
+            why = str(problem)
+    return replace(empty, why=why)
 
 
 def peak_gib(editor: Editor) -> float:
@@ -266,108 +269,150 @@ def peak_gib(editor: Editor) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
-def one_at_a_time(editor: Editor, facts: Sequence[Fact], method: str, text: str, chosen: Choices) -> Result:
-    """Each fact alone, undone before the next: the protocol of ROME's paper."""
-    alone = [run(editor, [fact], method, text[:20_000], chosen) for fact in facts]
-    mean: dict[str, Any] = {name: statistics.fmean(row.scores[name] or 0.0 for row in alone) for name in SCORES}
-    mean["S"] = harmonic(mean["ES"], mean["PS"], mean["NS"])
-    return replace(
-        alone[0],
-        method=f"{method}, one at a time",
-        facts=len(facts),
-        seconds=statistics.median(row.seconds for row in alone),
-        phases={},
-        lam=None,
-        scores=mean,
-        perplexity=statistics.fmean(row.perplexity for row in alone),
-        drift=statistics.fmean(row.drift for row in alone),
-        growth=max(row.growth for row in alone),
-        memory_gib=max(row.memory_gib for row in alone),
-    )
-
-
 def show(rows: Sequence[Result]) -> None:
     """Two tables: what became of the facts and of the model, and where the time went."""
-    made = any(row.made for row in rows)
-    note = "made: neighbours of records are facts too, for time and memory; ES and EA alone are given" if made else None
-    quality = ("method", "facts", *SCORES, "perplexity", "drift", "growth")
-    table = Table(title="editing", title_justify="left", title_style="bold", caption=note, caption_justify="left")
-    cost = Table(title="seconds", title_justify="left", title_style="bold")
-    for grid, columns in ((table, quality), (cost, ("method", "facts", "layers", "λ", "all", *PHASES, "peak GiB"))):
-        for column in columns:
-            grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    notes = [f"{_name(row)} at {row.facts:,}: {row.why}" for row in rows if row.why]
+    if any(row.made for row in rows):
+        notes.append("made: neighbours of records are facts too, for time and memory; ES and EA alone are given")
+    quality = _table("editing", ("method", "facts", *SCORES, "perplexity", "drift", "growth"), "; ".join(notes))
+    cost = _table("seconds", ("method", "facts", "layers", "λ", "all", "facts/s", *PHASES, "peak GiB"))
     for row in rows:
-        name, count = row.method + (", made" if row.made else ""), str(row.facts)
-        scores = ("" if row.scores[score] is None else f"{row.scores[score]:.3f}" for score in SCORES)
-        table.add_row(name, count, *scores, f"{row.perplexity:.2f}", f"{row.drift:.4f}", f"{row.growth:.3f}")
-        if row.method != "before":
-            spent = (f"{row.phases[phase]:.2f}" if phase in row.phases else "" for phase in PHASES)
-            where, lam = ",".join(map(str, row.layers)), "" if row.lam is None else f"{row.lam:.0f}"
-            cost.add_row(name, count, where, lam, f"{row.seconds:.2f}", *spent, f"{row.memory_gib:.1f}")
-    console = Console(width=120)
-    console.print(table)
+        shares = (_told(row.scores[score], ".3f") for score in SCORES)
+        rest = _told(row.perplexity, ".2f"), _told(row.drift, ".4f"), _told(row.growth, ".3f")
+        quality.add_row(_name(row), str(row.facts), *shares, *rest)
+        if row.seconds is not None:
+            spent = (_told(row.phases.get(phase), ".2f") for phase in PHASES)
+            where, lam = ",".join(map(str, row.layers)), _told(row.lam, ".0f")
+            took = _told(row.seconds, ".2f"), _told(row.facts_a_second, ".3g")
+            cost.add_row(_name(row), str(row.facts), where, lam, *took, *spent, _told(row.memory_gib, ".1f"))
+    console = Console(width=150)
+    console.print(quality)
     if cost.row_count:
         console.print(cost)
 
 
+def _table(title: str, columns: Sequence[str], note: str = "") -> Table:
+    made = Table(title=title, title_justify="left", title_style="bold", caption=note or None, caption_justify="left")
+    for column in columns:
+        made.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    return made
+
+
+def _name(row: Result) -> str:
+    return row.method + (", made" if row.made else "")
+
+
+def _told(value: float | None, how: str) -> str:
+    return "" if value is None else format(value, how)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.editing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--facts", required=True, help="CounterFact records, nested or flat")
-    parser.add_argument("--text", required=True, help="held-out text for perplexity")
+    parser.add_argument("--text", type=Path, required=True, help="held-out text for perplexity")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--n", type=int, nargs="*", default=[100], help="numbers of facts")
-    parser.add_argument("--methods", nargs="+", default=["memit"])
+    parser.add_argument("--methods", nargs="+", default=SEVERAL_FIRST, choices=SEVERAL_FIRST, help="default: all")
     parser.add_argument("--layers", type=parse_layers, help="as 1,2,3 or 1-5; default: the method's for the model")
-    parser.add_argument("--lam", type=float, help="λ; default: from the keys")
+    parser.add_argument("--lam", type=float, help="λ, of methods that have one; default: from the keys")
     parser.add_argument("--steps", type=int, help="most steps of the search; default: the method's for the model")
     parser.add_argument("--seed", type=int, default=0, help="of contexts and of sampled moments")
+    parser.add_argument("--read", type=int, help="records of the file that are looked at; default: all")
+    parser.add_argument("--tokens", type=int, default=50_000, help="of held text, 50,000 at most")
     parser.add_argument("--made", type=int, nargs="*", default=[], help="also so many facts, of neighbours too")
     parser.add_argument("--alone", type=int, default=0, help="also ROME on so many facts, one at a time")
     parser.add_argument("--repeats", type=int, default=1, help="edits a row, of which the last is told; default: 1")
-    parser.add_argument("--out", default=str(RESULTS / "editing.json"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "editing.json")
     return parser.parse_args(arguments)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all rows share."""
+
+    held: Held
+    records: Records  # known to the model
+    made: dict[int, list[Record]]  # for each of --made so many
+    chosen: Choices
+    repeats: int
+
+    @classmethod
+    def open(cls, options: argparse.Namespace) -> Bench:
+        everything = without_conflicts(read_records(options.facts, limit=options.read, skip_bad=True), skip_bad=True)
+        made = {n: [bare(record) for record in made_facts(everything, n)] for n in options.made}
+        editor = Editor(options.model, device=options.device, seed=options.seed, guard=None)
+        text = beginning(editor.tokenizer, options.text.read_text(encoding="utf-8"), options.tokens)
+        chosen = Choices(options.layers, options.lam, options.steps)
+        return cls(Held(editor, text), known_records(editor, everything), made, chosen, options.repeats)
+
+    def warm_up(self, methods: Sequence[str]) -> None:
+        """Moments, contexts and kernels, which no row pays for."""
+        facts = [record.fact for record in self.records[:2]]
+        for method in methods:
+            with suppress(*FAILURES), written(self.held.editor, facts, method, self.chosen):
+                pass
+
+    def before(self, n: int) -> Result:
+        """The unedited model."""
+        asked = self.records[:n]
+        found = scores(asked, ask(self.held.editor, asked))
+        return Result("before", len(asked), scores=found, **whole(self.held))
+
+    def row(self, method: str, n: int, *, made: bool = False) -> Result:
+        """So many facts in one edit."""
+        records = self.made[n] if made else self.records[:n]
+        why = f"the model knows {len(records):,} of the facts" if len(records) < n else ""
+        why = why or impossible(self.held.editor, METHODS[method], n)
+        measure = partial(run, self.held, records, method, self.chosen, repeats=self.repeats)
+        return attempted(Result(method, n, made), measure, why)
+
+    def alone(self, n: int) -> Result:
+        """ROME on so many facts, one at a time."""
+        records = self.records[:n]
+        measure = partial(one_at_a_time, self.held, records, "rome", self.chosen)
+        return attempted(Result("rome, one at a time", len(records)), measure)
+
+    def rows(self, options: argparse.Namespace) -> Iterator[Result]:
+        """All that is asked for, those of made facts last."""
+        methods = list(dict.fromkeys(options.methods))
+        yield self.before(min(options.n, default=100))
+        self.warm_up([*methods, *(["rome"] if options.alone and "rome" not in methods else [])])
+        yield from (self.row(method, n) for method in methods for n in options.n)
+        if options.alone:
+            yield self.alone(options.alone)
+        yield from (self.row(method, n, made=True) for method in methods for n in options.made)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    chosen = Choices(options.layers, options.lam, options.steps)
-    editor = Editor(options.model, device=options.device, seed=options.seed, guard=None)
-    text = Path(options.text).read_text(encoding="utf-8")
-    facts = known(editor, list(read_facts(options.facts, skip_bad=True)))
-    first = facts[: min(options.n, default=100)]
-    before = measure(editor, first)
-    rows = [Result("before", len(first), False, 0.0, {}, (), None, before, perplexity(editor, text), 0.0, 0.0, 0.0)]
-    for method in dict.fromkeys(options.methods):
-        run(editor, facts[:2], method, text[:20_000], chosen)  # moments, contexts and warm-up
-    jobs = [(method, facts[:n]) for method in options.methods for n in options.n if n <= len(facts)]
-    for method, written in jobs:
-        rows.append(run(editor, written, method, text, chosen, repeats=options.repeats))
-        tell(rows, options, editor)
-    if options.alone:
-        rows.append(one_at_a_time(editor, facts[: options.alone], "rome", text, chosen))
-        tell(rows, options, editor)
-    pool = read_records(options.facts, skip_bad=True) if options.made else ()
-    for method in options.methods:
-        for n in options.made:
-            written = [record.fact for record in made_facts(pool, n)]
-            rows.append(run(editor, written, method, text, chosen, made=True, repeats=options.repeats))
-            tell(rows, options, editor)
+    bench, rows = Bench.open(options), []
+    for row in bench.rows(options):
+        rows.append(row)
+        store(rows, options, bench.held.editor.loaded.name)
+        show([row])
     show(rows)
 
 
-def tell(rows: Sequence[Result], options: argparse.Namespace, editor: Editor) -> None:
-    """The last row on the terminal, all of them in the file: what is measured is not lost."""
-    show(rows[-1:])
+def store(rows: Sequence[Result], options: argparse.Namespace, model: str) -> None:
+    """All rows so far, in the file: what is measured is not lost."""
     content = {
         "machine": machine(),
-        "model": editor.loaded.name,
-        "options": {name: value for name, value in vars(options).items() if name not in ("facts", "text", "out")},
+        "model": model,
+        "options": {name: _short(value) for name, value in vars(options).items() if name != "out"},
         "rows": [
             {name: value for name, value in (asdict(row) | row.scores).items() if name != "scores"} for row in rows
         ],
     }
-    write_atomically(Path(options.out), (json.dumps(content, indent=2) + "\n").encode())
+    write_atomically(options.out, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _short(value: Any) -> Any:
+    """A file or folder by its name: where it lies is this machine's."""
+    there = isinstance(value, (str, Path)) and Path(value).exists()
+    return Path(value).name if there else value
 
 
 if __name__ == "__main__":

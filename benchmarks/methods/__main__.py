@@ -17,16 +17,15 @@ write to several layers: each batch's targets and keys are found on the model th
 moments stay those of the unedited model, and methods that remember are handed the keys of earlier batches.
 
 What is asked: ES and EA of all facts; PS and NS of --around records, evenly spaced, with --neighbours each, of which
-none is made a fact; what the model says by itself to --free facts (not where edits have one fact each); perplexity of
---tokens tokens. Rows with made facts ask PS and NS of the same records as the row of all records. Scores come with 95 %
-intervals. Two states that are the same are measured once: in one edit recursive is memit, and the first batch of a
-sequence is a batch.
+none is made a fact; what the model says by itself to --free facts of an edit; perplexity of --tokens tokens. Rows with
+made facts ask PS and NS of the same records as the row of all records. Scores come with 95 % intervals. Two states that
+are the same are measured once: in one edit recursive is memit, and the first batch of a sequence is a batch.
 
 The search for targets takes nearly all of the time, so those on the base are found in one search for all rows and
 methods that set them at the same layer with the same settings. Seconds here are therefore no measure of a method: those
 are `benchmarks.editing`'s. Rows come in the order of their weight, and a file that --out names already is gone on with:
-rows that it holds are not measured again, but for those of facts made in a former way. With --seconds no row is begun
-after that time.
+rows that it holds are not measured again, but for those of facts made in a former way, or with --again. With --seconds
+no row is begun after that time.
 """
 
 from __future__ import annotations
@@ -43,13 +42,11 @@ import torch
 from rich.console import Console
 
 from benchmarks.methods.jobs import Results, jobs, run
+from benchmarks.methods.shared import SEVERAL_FIRST, known_records
 from benchmarks.methods.states import WAYS, Amount, Bench, Row
 from benchmarks.methods.tables import show, table
 from benchmarks.report import RESULTS
 from rebind.edit.editor import Editor
-from rebind.edit.facts import comparable
-from rebind.edit.methods import METHODS
-from rebind.evals.choosing import known
 from rebind.evals.records import Records, read_records, without_conflicts
 
 
@@ -57,10 +54,7 @@ def opened(options: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
     """The bench, and what its rows depend on."""
     editor = Editor(options.model, device=options.device, seed=options.seed, guard=None)
     everything = without_conflicts(read_records(options.facts, limit=options.read, skip_bad=True), skip_bad=True)
-    whole = [index for index, one in enumerate(everything) if one.fact.old and one.paraphrases and one.neighbours]
-    records = known(editor, everything.keep(whole))
-    first = {comparable(record.fact.text): index for index, record in reversed(list(enumerate(records)))}
-    records = records.keep(sorted(first.values())[: options.records])
+    records = known_records(editor, everything, options.records)
     text = Path(options.text).read_text(encoding="utf-8")
     amount = Amount(options.around, options.neighbours, options.free, options.tokens)
     bench = Bench(editor, records, everything, text, amount)
@@ -88,8 +82,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--n", type=int, nargs="*", default=[1, 10, 100, 1000], help="numbers of facts in one edit")
-    several_first = sorted(METHODS, key=lambda name: not METHODS[name].several_layers)
-    parser.add_argument("--methods", nargs="+", default=several_first, choices=several_first)
+    parser.add_argument("--methods", nargs="+", default=SEVERAL_FIRST, choices=SEVERAL_FIRST)
     parser.add_argument("--protocols", nargs="+", default=["batch", "sequential"], choices=["batch", "sequential"])
     parser.add_argument("--found", nargs="+", default=["base", "edited"], choices=list(WAYS), help="of sequences")
     parser.add_argument("--batch", type=int, default=100, help="facts an edit of a sequence")
@@ -101,6 +94,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--free", type=int, default=Amount.free, help="facts that are decoded freely")
     parser.add_argument("--tokens", type=int, default=Amount.tokens, help="of held text, for perplexity")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no row is begun; default: none")
+    parser.add_argument("--again", action="store_true", help="measure rows anew that --out holds already")
     parser.add_argument("--seed", type=int, default=0, help="of contexts and of sampled moments")
     parser.add_argument("--out", type=Path, default=RESULTS / "methods.json")
     parser.add_argument("--figure", type=Path, help="PNG of the sequences")
@@ -129,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         size=options.batch,
         at=options.at,
     )
-    left = run(bench, results, ordered, told, seconds=options.seconds)
+    left = run(bench, results, ordered, told, seconds=options.seconds, again=options.again)
     show(results.rows, console)
     if options.figure is not None and any(row.protocol == "sequential" and not row.made for row in results.rows):
         from benchmarks.methods.figure import figure

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.methods.protocols import batch, impossible, sequential
+from benchmarks.methods.protocols import batch, sequential
+from benchmarks.methods.shared import impossible
 from benchmarks.methods.states import GROUPS, MADE_OF, Bench, Row
 from rebind.bench.machine import machine
 from rebind.edit.facts import Fact
@@ -154,8 +155,12 @@ def run(
     told: Callable[[Row, float], None],
     *,
     seconds: float = math.inf,
+    again: bool = False,
 ) -> list[Job]:
-    """Every row that is not there yet, in order; the jobs that were not begun within so many seconds."""
+    """Every row that is not there yet, in order; the jobs that were not begun within so many seconds.
+
+    With `again` those that are there too, but for the unedited model's: each keeps its place until it is measured.
+    """
     begin = time.perf_counter()
 
     def add(rows: Iterable[Row]) -> None:
@@ -170,14 +175,14 @@ def run(
         if not results.have(row.name):
             add(bench.measured(one, records) for one in [row])
 
-    missing = [job for job in ordered if not results.have(*job.names)]
+    missing = [job for job in ordered if again or not results.have(*job.names)]
     ask_unedited(bench.records)
     # All at once; made facts are many and come last, so they wait until it is their turn
     bench.prepare([need for job in missing if not job.made(bench) for need in job.needs(bench)])
     for index, job in enumerate(missing):
         if time.perf_counter() - begin > seconds:
             return missing[index:]
-        stops = [stop for stop, name in zip(job.stops, job.names, strict=True) if not results.have(name)]
+        stops = [stop for stop, name in zip(job.stops, job.names, strict=True) if again or not results.have(name)]
         twins = [twin for stop in stops if (twin := same(job, stop, results.rows)) is not None]
         add(twins)
         if left := [stop for stop in stops if stop not in {twin.facts for twin in twins}]:

@@ -6,15 +6,15 @@ before, as in the papers. After the last row the unedited model is there again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.editing import peak_gib
+from benchmarks.methods.shared import impossible, mean, whole
 from benchmarks.methods.states import Bench, Row, places
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
@@ -28,15 +28,6 @@ from rebind.evals.records import Record
 from rebind.memory import Write
 
 LOOKED_AT = 3  # groups whose perplexity is measured
-FREELY = 10  # facts that each of several groups has at least for free decoding: its passes are dear for one fact
-
-
-def impossible(editor: Editor, method: Method, n: int) -> str:
-    """Why so many facts are not written at once with this method; nothing if they are."""
-    width = min(site.d_k for site in editor.sites)
-    if not method.several_layers and n > width:
-        return f"{n:,} facts exactly in one matrix, whose keys have {width:,} dimensions: there is no solution"
-    return ""
 
 
 def batch(bench: Bench, name: str, n: int) -> Row:
@@ -52,29 +43,24 @@ def batch(bench: Bench, name: str, n: int) -> Row:
         for number, records in enumerate(groups):
             edit = editor.rewrite_many([record.fact for record in records], method=method)
             clock.enter(None)
-            said += bench.ask(records, freely=len(groups) == 1 or n >= FREELY)
+            said += bench.ask(records)
             if number < LOOKED_AT:
-                wholes.append(bench.whole())
+                wholes.append(whole(bench.held))
             editor.undo(edit.id)
         settings: Any = edit.settings
         return replace(
             empty,
             groups=len(groups),
             scores=bench.scores(said),
-            perplexity=_mean(one["perplexity"] for one in wholes),
-            drift=_mean(one["drift"] for one in wholes),
-            growth=_mean(one["growth"] for one in wholes),
+            perplexity=mean(one["perplexity"] for one in wholes),
+            drift=mean(one["drift"] for one in wholes),
+            growth=mean(one["growth"] for one in wholes),
             layers=tuple(settings["layers"]),
             lam=float(settings["lam"]),
             phases=dict(clock.spent),  # type: ignore[attr-defined]
             searched=bench.memory.targets.searched,
             memory_gib=peak_gib(editor),
         )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    listed = list(values)
-    return None if None in listed else fmean(value for value in listed if value is not None)
 
 
 def sequential(bench: Bench, name: str, found: str, size: int, at: Sequence[int]) -> Iterator[Row]:

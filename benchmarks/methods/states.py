@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
 
 import torch
 
 from benchmarks.editing import Clock, peak_gib
 from benchmarks.made import made_facts
 from benchmarks.methods.remembered import Memory
+from benchmarks.methods.shared import beginning, whole
 from rebind.edit.editor import Editor, Progress
 from rebind.edit.facts import Fact
 from rebind.edit.ledger import Ledger
@@ -93,20 +93,15 @@ class Bench:
 
     @cached_property
     def held_text(self) -> str:
-        """As much of the text as is read: it is tokenised anew for every row."""
-        most = self.amount.tokens
-        begun = self.text[: 20 * most]
-        ends = self.editor.tokenizer(begun, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = ends["offset_mapping"]
-        return begun if len(offsets) <= most else begun[: offsets[most - 1][1]]
+        return beginning(self.editor.tokenizer, self.text, self.amount.tokens)
 
-    def ask(self, records: Sequence[Record], *, freely: bool = True) -> list[tuple[Record, Answer]]:
+    def ask(self, records: Sequence[Record]) -> list[tuple[Record, Answer]]:
         """What the model as it stands says: each record, less what is not asked of it, with its answer."""
-        whole = [index for index, record in enumerate(records) if record.paraphrases or record.neighbours]
-        around = {whole[place] for place in evenly(len(whole), self.amount.around)}
+        full = [index for index, record in enumerate(records) if record.paraphrases or record.neighbours]
+        around = {full[place] for place in evenly(len(full), self.amount.around)}
         asked = [self._asked(record, around=index in around) for index, record in enumerate(records)]
         answers = answer_all(self.model, asked, Asking(free_tokens=0, texts=0))
-        free = sorted(evenly(len(records), self.amount.free)) if freely else []
+        free = sorted(evenly(len(records), self.amount.free))
         for index, text in zip(free, self._said([asked[index] for index in free]), strict=True):
             answers[index]["free"] = {"prompt": text}
         return list(zip(asked, answers, strict=True))
@@ -185,16 +180,11 @@ class Bench:
         return replace(
             row,
             scores=self.scores(self.ask(records)),
-            **self.whole(),
+            **whole(self.held),
             phases={} if clock is None else dict(clock.spent),  # type: ignore[attr-defined]
             searched=self.memory.targets.searched,
             memory_gib=peak_gib(self.editor),
         )
-
-    def whole(self) -> dict[str, Any]:
-        """Perplexity, drift and growth."""
-        found = self.held.measure()
-        return {"perplexity": found["perplexity"], "drift": found["kl"], "growth": found["growth"]}
 
 
 def evenly(n: int, most: int) -> set[int]:

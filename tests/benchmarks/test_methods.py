@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.methods.__main__ import main
 from benchmarks.methods.jobs import Results, jobs, run
-from benchmarks.methods.protocols import batch, impossible, sequential
+from benchmarks.methods.protocols import batch, sequential
 from benchmarks.methods.remembered import Memory
+from benchmarks.methods.shared import impossible
 from benchmarks.methods.states import MADE_OF, Amount, Bench, evenly, mix
 from benchmarks.report import RESULTS
 from rebind.edit.editor import Editor
@@ -56,7 +57,7 @@ def test_methods_share_targets_and_the_model_is_put_back(bench):
     assert batch(bench, "memit", 2).groups == 1
     alone = batch(bench, "memit", 1)
     assert alone.groups == 6, "as many groups as there are records for"
-    assert "free" not in alone.scores, "not decoded where an edit has few facts"
+    assert alone.scores["free"]["records"] == 6, "each group is decoded"
     assert tiny.weights(bench.editor.model) == before
 
 
@@ -122,6 +123,25 @@ def test_rows_are_kept_and_a_second_run_measures_nothing(bench, tmp_path):
         Results.open(path, {"seed": 1})
     figure(again.rows, tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_are_measured_again_where_that_is_asked_for(bench, tmp_path):
+    """As those without free decoding, of a file from before it was asked of single facts."""
+    path = tmp_path / "rows.json"
+    options = OPTIONS | {"protocols": ["batch"]}
+    ordered = jobs(bench, methods=["memit", "recursive"], numbers=[1, 2], **options)
+    run(bench, Results.open(path, {}), ordered, lambda row, seconds: None)
+    stored = json.loads(path.read_bytes())
+    for row in stored["rows"]:
+        row["scores"].pop("free")
+    path.write_text(json.dumps(stored))
+    single, measured = jobs(bench, methods=["memit", "recursive"], numbers=[1], **options), []
+    run(bench, Results.open(path, {}), single, lambda row, seconds: pytest.fail(f"{row.name} was measured again"))
+    run(bench, Results.open(path, {}), single, lambda row, seconds: measured.append(row.name), again=True)
+    assert measured == [("memit", "batch", "base", 1), ("recursive", "batch", "base", 1)]
+    rows = Results.open(path, {}).rows
+    assert {row.name for row in rows if "free" in row.scores} == {*measured}
+    assert len(rows) == 5
 
 
 def test_the_most_telling_rows_come_first(bench):

@@ -1,0 +1,52 @@
+"""What both comparisons of methods share, this one and `benchmarks.editing`: which records, how much text, means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import fmean
+from typing import Any
+
+from rebind.edit.editor import Editor
+from rebind.edit.facts import comparable
+from rebind.edit.methods import METHODS, Method
+from rebind.evals.choosing import known
+from rebind.evals.drift import Held
+from rebind.evals.records import Records
+
+SEVERAL_FIRST = sorted(METHODS, key=lambda name: not METHODS[name].several_layers)
+
+
+def known_records(editor: Editor, records: Records, most: int | None = None) -> Records:
+    """Those with all that is asked, whose true object the model prefers; of one prompt's the first."""
+    whole = [index for index, one in enumerate(records) if one.fact.old and one.paraphrases and one.neighbours]
+    kept = known(editor, records.keep(whole))
+    first = {comparable(record.fact.text): index for index, record in reversed(list(enumerate(kept)))}
+    return kept.keep(sorted(first.values())[:most])
+
+
+def beginning(tokenizer: Any, text: str, tokens: int) -> str:
+    """As much of a text as so many tokens are: it is tokenised anew for every row."""
+    begun = text[: 20 * tokens]
+    ends = tokenizer(begun, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = ends["offset_mapping"]
+    return begun if len(offsets) <= tokens else begun[: offsets[tokens - 1][1]]
+
+
+def impossible(editor: Editor, method: Method, n: int) -> str:
+    """Why so many facts are not written at once with this method; nothing if they are."""
+    width = min(site.d_k for site in editor.sites)
+    if not method.several_layers and n > width:
+        return f"{n:,} facts exactly in one matrix, whose keys have {width:,} dimensions: there is no solution"
+    return ""
+
+
+def whole(held: Held) -> dict[str, Any]:
+    """Perplexity, drift and growth of the model as it stands."""
+    found = held.measure()
+    return {"perplexity": found["perplexity"], "drift": found["kl"], "growth": found["growth"]}
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """None where one of them is."""
+    listed = list(values)
+    return None if None in listed else fmean(value for value in listed if value is not None)
