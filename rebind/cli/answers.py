@@ -40,6 +40,7 @@ def answer(editor: Editor, prompt: str, *, top: int = 5, tokens: int = 12) -> An
     import torch
 
     from rebind.edit.encoding import encode
+    from rebind.edit.tokenizers import continued
 
     limit = getattr(editor.model.config, "max_position_embeddings", None)
     fact = as_fact(prompt, ".")
@@ -60,7 +61,7 @@ def answer(editor: Editor, prompt: str, *, top: int = 5, tokens: int = 12) -> An
     choices = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return Answer(
         tuple(Choice(str(tokenizer.decode([token])), probability) for token, probability in choices),
-        str(tokenizer.decode(out.sequences[0, len(ids) :], skip_special_tokens=True)),
+        continued(tokenizer, ids, out.sequences[0, len(ids) :].tolist()),
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any, overload
 from rebind.edit.facts import Fact, escape, find, get, require_text
 from rebind.errors import InputError
 
+LISTS = ("paraphrases", "neighbours", "neighbors", "tags")  # fields of our own records
+
 
 @dataclass(frozen=True)
 class Facts(Sequence[Fact]):
@@ -51,8 +53,8 @@ def read_facts(
             break
         try:
             facts.append(fact_of(record))
-        except InputError as problem:
-            message = f"{where}{case_name(record)}: {problem}"
+        except (InputError, RecursionError) as problem:
+            message = described(problem, where, record)
             if not skip_bad:
                 raise InputError(message) from None
             skipped.append(message)
@@ -106,7 +108,7 @@ def _json_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     try:
         whole = json.loads(text)  # one object, perhaps over several lines
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     else:
         yield f"the record of {path.name}", whole
@@ -115,7 +117,7 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         if line.strip():
             try:
                 record = json.loads(line)
-            except ValueError as problem:
+            except (ValueError, RecursionError) as problem:
                 record = InputError(f"not JSON ({problem}), expected one object a line: repair it there")
             yield f"line {number} of {path.name}", record
 
@@ -146,16 +148,23 @@ def _cells(row: dict[str | None, Any]) -> object:
     if None in row:
         return InputError(f"has {len(row[None])} cells too many: quote cells that hold the separator")
     record: dict[str, Any] = {str(name): cell for name, cell in row.items() if cell and cell.strip()}
-    for name in ("paraphrases", "neighbours", "neighbors", "tags"):
+    for name in LISTS:
         if name in record:
             record[name] = [part.strip() for part in record[name].split(" | ")]
     return record
 
 
-def case_name(record: object) -> str:
+def described(problem: Exception, where: str, record: object) -> str:
+    """What is wrong with a record, with its name in front."""
+    if isinstance(problem, RecursionError):
+        problem = InputError("lists are nested too deep to be read, expected two or three: repair it there")
+    return f"{where}{_case_name(record)}: {problem}"
+
+
+def _case_name(record: object) -> str:
     if isinstance(record, Mapping):
         for key in ("case_id", "known_id", "id"):
-            if key in record:
+            if isinstance(record.get(key), (str, int)):
                 return f" ({key} {record[key]})"
     return ""
 
@@ -172,6 +181,8 @@ def fact_of(record: object) -> Fact:
     for keys, read in FORMATS:
         if keys & record.keys():
             return read(record)
+    for name in LISTS:
+        _texts(record, name)
     return Fact.from_json(record)
 
 
@@ -188,8 +199,8 @@ def _counterfact(record: Mapping[str, Any]) -> Fact:
         get(record, "requested_rewrite.subject", kind),
         get(record, "requested_rewrite.target_new.str", kind),
         get(record, "requested_rewrite.target_true.str", kind) if "target_true" in rewrite else None,
-        record.get("paraphrase_prompts", ()),
-        record.get("neighborhood_prompts", ()),
+        _texts(record, "paraphrase_prompts"),
+        _texts(record, "neighborhood_prompts"),
         _tags("counterfact", record.get("case_id"), rewrite.get("relation_id")),
     )
 
@@ -213,16 +224,24 @@ def _zsre(record: Mapping[str, Any]) -> Fact:
     Where that is one of the true answers there is no old answer to push out, so `old` stays empty.
     """
     kind = "a zsRE record"
-    target, answers = get(record, "alt", kind), record.get("answers") or [record.get("pred")]
+    target, answers = get(record, "alt", kind), _answers(record)
     return _literal(
         get(record, "src", kind),
         get(record, "subject", kind),
         target,
-        old=None if target in answers else _first(answers),
+        old=None if target in answers else answers[0],
         paraphrases=_optional(record.get("rephrase")),
         neighbours=_optional(record.get("loc")),
         tags=("zsre",),
     )
+
+
+def _answers(record: Mapping[str, Any]) -> list[Any]:
+    """The true answers: a list, or one text in some copies; what a model said where there are none."""
+    given = record.get("answers") or [record.get("pred")]
+    if not isinstance(given, (str, list, tuple)):
+        raise InputError(f"answers is {given!r}, expected a list of texts: write them in brackets")
+    return [given] if isinstance(given, str) else list(given)
 
 
 def _knowns(record: Mapping[str, Any]) -> Fact:
@@ -257,6 +276,14 @@ def _literal(prompt: object, subject: object, target: Any, **optional: Any) -> F
 def _first(value: Any) -> Any:
     """Some copies hold a list of answers where others hold one."""
     return (value[0] if value else None) if isinstance(value, list) else value
+
+
+def _texts(record: Mapping[str, Any], name: str) -> Any:
+    """A list of texts, which `Fact` looks into; of an object it would take the keys."""
+    value = record.get(name, ())
+    if isinstance(value, Mapping):
+        raise InputError(f"{name} is {value!r}, expected a list of texts: write them in brackets")
+    return value
 
 
 def _optional(value: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ Results stay on the device until the last portion is done: nothing waits for the
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from rebind.edit.budget import in_portions
 from rebind.edit.editor import Editor
 from rebind.edit.encoding import Encoded, encode_many
 from rebind.edit.facts import Fact
+from rebind.edit.tokenizers import continued
 from rebind.edit.trunk import Tokens, Trunk, select_cache
+from rebind.errors import InputError
 
 WORST = 1e4  # the NLL of a target where a broken model answers NaN
 CPU_TOKENS, GPU_TOKENS = 4_096, 65_536  # in one portion
@@ -161,9 +164,8 @@ def generate(
     texts: dict[str, str] = {}
     ends = _ends(model)
     for portion, made in parts:
-        rows = [_until(row, ends) for row in made.cpu().tolist()]
-        said = model.tokenizer.batch_decode(rows, skip_special_tokens=True)
-        texts |= {distinct[index]: text for index, text in zip(portion, said, strict=True)}
+        for index, row in zip(portion, made.cpu().tolist(), strict=True):
+            texts[distinct[index]] = continued(model.tokenizer, encoded[index].ids, _until(row, ends))
     return [texts[prompt] for prompt in prompts]
 
 
@@ -178,30 +180,39 @@ def _generate_some(
     """Tokens [rows, tokens] that follow these prompts."""
     rows = [encoded[index].ids for index in portion]
     device = trunk.device
-    generator = torch.Generator(device).manual_seed(seed)
+    noise = None if top_k is None else _noise(rows, tokens, top_k, seed).to(device)
     prefixes = Tokens.left_padded([row[:-1] for row in rows], device)
     past, mask = trunk.cache(prefixes), prefixes.mask
     positions = prefixes.mask.sum(-1, keepdim=True)
     ids = torch.tensor([[row[-1]] for row in rows], device=device)
     accepts = inspect.signature(trunk.model.forward).parameters
     made = []
-    for _ in range(tokens):
+    for at in range(tokens):
         mask = torch.cat([mask, torch.ones_like(ids)], dim=-1)
         given = {"position_ids": positions} if "position_ids" in accepts else {}
         out = trunk.model(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True, **given)
         past, positions = out.past_key_values, positions + 1
-        ids = _chosen(out.logits[:, -1].to(device, torch.float32), top_k, generator)
+        ids = _chosen(out.logits[:, -1].to(device, torch.float32), None if noise is None else noise[:, at])
         made.append(ids)
     return torch.cat(made, dim=-1)
 
 
-def _chosen(logits: Tensor, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """The next token [rows, 1]: the best one, or one of the best by Gumbel's trick."""
-    if top_k is None:
+def _noise(rows: Sequence[Sequence[int]], tokens: int, top_k: int, seed: int) -> Tensor:
+    """What each prompt's texts are drawn by [rows, tokens, top_k]: its own, whatever it is asked beside."""
+    drawn = []
+    for ids in rows:
+        digest = hashlib.sha256(f"{seed} {list(ids)}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        drawn.append(torch.empty(tokens, top_k).exponential_(generator=generator).log())
+    return torch.stack(drawn)
+
+
+def _chosen(logits: Tensor, noise: Tensor | None) -> Tensor:
+    """The next token [rows, 1]: the best one, or with noise [rows, top_k] one of the best by Gumbel's trick."""
+    if noise is None:
         return logits.argmax(-1, keepdim=True)
-    best = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    noise = torch.empty_like(best.values).exponential_(generator=generator).log()
-    return best.indices.gather(-1, (best.values - noise).argmax(-1, keepdim=True))
+    best = logits.topk(min(noise.shape[-1], logits.shape[-1]), dim=-1)
+    return best.indices.gather(-1, (best.values - noise[:, : best.values.shape[-1]]).argmax(-1, keepdim=True))
 
 
 def _ends(model: Model) -> set[int]:
@@ -218,22 +229,35 @@ def _until(row: Sequence[int], ends: set[int]) -> list[int]:
 
 @torch.no_grad()
 def text_nll(model: Model, text: str, *, window: int = 512, most: int = 50_000) -> tuple[float, int]:
-    """Summed negative log-likelihood of a text's tokens, window by window, and how many they are."""
+    """Summed negative log-likelihood of a text's tokens, window by window, and how many they are.
+
+    Every window begins with the model's start. Where sequences have none, it begins with the last token of the window
+    before, and the first token of the text, which nothing stands before, is not counted.
+    """
     trunk = model.trunk
     ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:most]
-    start = list(model.start) or ids[:1]
-    limit = window if trunk.context is None else min(window, trunk.context - len(start))
-    rows = [ids[begin : begin + limit] for begin in range(0, len(ids), limit)]
+    front = len(model.start) or 1  # tokens of a window that are given
+    if len(ids) + len(model.start) <= front:
+        raise InputError(f"the held text is {len(ids)} token long, expected 2 or more: pass another file")
+    limit = window if trunk.context is None else min(window, trunk.context - front)
+    lines = _windows(model.start, ids, limit)
     sums = []
     at_once = max(1, model.tokens_at_once // (16 * limit))  # a logit for every word of the vocabulary at every token
-    for begin in range(0, len(rows), at_once):
-        part = [[*start, *row] for row in rows[begin : begin + at_once]]
+    for begin in range(0, len(lines), at_once):
+        part = lines[begin : begin + at_once]
         tokens = Tokens.following(Tokens.left_padded([()] * len(part), trunk.device), part)
-        spots = [(row, step) for row, line in enumerate(part) for step in range(len(start) - 1, len(line) - 1)]
+        spots = [(row, step) for row, line in enumerate(part) for step in range(front - 1, len(line) - 1)]
         where = torch.tensor(spots)
         logits = trunk.logits(tokens, where)
         row, step = where.to(logits.device).unbind(-1)
         wanted = tokens.ids.to(logits.device)[row, step + 1]
         likely = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
         sums.append(likely.double().sum())
-    return -float(torch.stack(sums).sum()), len(ids)
+    return -float(torch.stack(sums).sum()), sum(len(line) - front for line in lines)
+
+
+def _windows(start: Sequence[int], ids: Sequence[int], limit: int) -> list[list[int]]:
+    """Rows that predict so many tokens each: after the start, or else after the token that stands before them."""
+    if start:
+        return [[*start, *ids[begin : begin + limit]] for begin in range(0, len(ids), limit)]
+    return [list(ids[begin : begin + limit + 1]) for begin in range(0, len(ids) - 1, limit)]

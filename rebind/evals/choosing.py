@@ -15,13 +15,32 @@ from rebind.evals.protocols import Protocol
 from rebind.evals.records import Record, Records, without_conflicts
 
 
-def usable(editor: Editor, records: Records, protocol: Protocol, *, skip_bad: bool) -> Records:
+def usable(
+    editor: Editor, records: Records, protocol: Protocol, *, skip_bad: bool, limit: int | None = None
+) -> Records:
     """Records that fit into the model's context and can be written; the others are an error or left out.
 
-    None may contradict itself, and where they are written together, no two each other.
+    None may contradict itself, and where they are written together, no two each other. With a `limit` the first so
+    many: what comes after them is neither looked at nor counted.
     """
-    fitting = _fitting(editor, records, skip_bad)
-    return fitting if protocol.alone else without_conflicts(fitting, skip_bad=skip_bad)
+    wanted = len(records) if limit is None else limit
+    kept: list[int] = []
+    reasons: list[str] = []
+    seen, found = 0, records.keep([])
+    while len(found) < wanted and seen < len(records):
+        part = records[seen : seen + wanted - len(found)]
+        fitting, why = _fitting(editor, part, skip_bad)
+        kept += [seen + index for index in fitting]
+        reasons += why
+        seen += len(part)
+        found = records.keep(kept, reasons)
+        found = found if protocol.alone else without_conflicts(found, skip_bad=skip_bad)
+    if not found and reasons:
+        raise InputError(f"no record can be used, the first because of {reasons[0]}: check the file")
+    if limit is None or len(found) < limit:
+        return found
+    here = found.skipped[len(records.skipped) :]  # what was found out here, not by reading
+    return replace(found, skipped=(*records.left_out(seen), *here))
 
 
 def known(editor: Editor, records: Records) -> Records:
@@ -31,6 +50,11 @@ def known(editor: Editor, records: Records) -> Records:
     told = ask(Model.of(editor), [(fact.text, str(target)) for fact in facts for target in (fact.target, fact.old)])
     pairs = zip(with_true, told[::2], told[1::2], strict=True)
     kept = [index for index, new, true in pairs if true.nll < new.nll]
+    if not with_true and len(records):
+        raise InputError(
+            f"none of {len(records)} records has a true target, expected some that the model may know: leave out "
+            f"--known"
+        )
     if not kept:
         raise InputError(
             f"the model prefers the true target in none of {len(records)} records, expected some: leave out --known"
@@ -38,7 +62,8 @@ def known(editor: Editor, records: Records) -> Records:
     return replace(records.keep(kept), name=f"{records.name}, known")
 
 
-def _fitting(editor: Editor, records: Records, skip_bad: bool) -> Records:
+def _fitting(editor: Editor, records: Sequence[Record], skip_bad: bool) -> tuple[list[int], list[str]]:
+    """The places of those that can be encoded and do not contradict themselves, and what is wrong with the others."""
     model, contexts = Model.of(editor), ("", *editor.contexts)
 
     def check(some: Sequence[Record]) -> None:
@@ -54,7 +79,7 @@ def _fitting(editor: Editor, records: Records, skip_bad: bool) -> Records:
 
     try:
         check(records)
-        return records
+        return list(range(len(records))), []
     except InputError:
         pass  # one of them: find out which
     kept, reasons = [], []
@@ -66,6 +91,4 @@ def _fitting(editor: Editor, records: Records, skip_bad: bool) -> Records:
             if not skip_bad:
                 raise InputError(f"record {record.id}: {problem}") from None
             reasons.append(f"record {record.id}: {problem}")
-    if not kept:
-        raise InputError(f"no record can be used, the first because of {reasons[0]}: check the file")
-    return records.keep(kept, reasons)
+    return kept, reasons

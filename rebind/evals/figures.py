@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def scores(summary: dict[str, Any]) -> Figure:
         axes.annotate(f"{now['value']:.2f}", (1.045, place), va="center", fontsize=9, color=INK, annotation_clip=False)
     axes.plot([], [], "o", mfc="white", mec=BEFORE, mew=1.6, label="before")
     axes.plot([], [], "o-", color=AFTER, lw=4, alpha=0.8, label="after, with 95 % interval")
-    _title(axes, _heading(summary), f"{summary['states'][-1]['records']:,} records of {summary['data']}")
+    _title(axes, _heading(summary), f"{summary['states'][-1]['records']:,} records of {_short(summary['data'])}")
     _legend(figure)
     return figure
 
@@ -94,16 +95,13 @@ def against_edits(runs: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
             have = [state for state in states if name in state["scores"]]
             colour = LINES[name] if alone else COLOURS[number % len(COLOURS)]
             _curve(left, have, name, colour, name if alone else label)
-        at = [state["edits"] for state in run["states"]]
-        held = [state["drift"].get("perplexity") for state in run["states"]]
-        if None not in held:
-            held_values += held
-            colour = LINES["S"] if alone else COLOURS[number % len(COLOURS)]
-            right.plot(at, held, "o-", color=colour, ms=4.5, lw=1.8, label=label)
+        colour = LINES["S"] if alone else COLOURS[number % len(COLOURS)]
+        held_values += _perplexity(right, run["states"], colour, label)
     left.set_ylim(-0.02, 1.02)
     if max(held_values, default=1.0) > 10 * min(held_values, default=1.0):
         right.set_yscale("log")
-    for axes, name in ((left, "score" if alone else "S"), (right, "perplexity of held text")):
+    held_name = "perplexity of held text" + (", ×: not finite" if len(right.lines) > len(runs) else "")
+    for axes, name in ((left, "score" if alone else "S"), (right, held_name)):
         _plain(axes)
         axes.set_xlabel("facts written")
         axes.set_xlim(-0.03 * most, 1.03 * most)
@@ -119,6 +117,17 @@ def against_edits(runs: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
         weight="bold",
     )
     return figure
+
+
+def _perplexity(axes: Axes, states: Sequence[dict[str, Any]], colour: str, label: str) -> list[float]:
+    """A curve through the finite values, which are given back; crosses at the top for the others."""
+    at = [state["edits"] for state in states]
+    held = [state["drift"].get("perplexity") for state in states]
+    axes.plot(at, [math.nan if one is None else one for one in held], "o-", color=colour, ms=4.5, lw=1.8, label=label)
+    if beyond := [place for place, one in zip(at, held, strict=True) if one is None]:
+        top = axes.get_xaxis_transform()
+        axes.plot(beyond, [1.0] * len(beyond), "x", color=colour, ms=6.5, mew=1.8, transform=top, clip_on=False)
+    return [one for one in held if one is not None]
 
 
 def _curve(axes: Axes, states: Sequence[dict[str, Any]], name: str, colour: str, label: str) -> None:
@@ -207,20 +216,34 @@ def _plain(axes: Axes) -> None:
 
 
 def _title(axes: Axes, text: str, below: str) -> None:
-    axes.set_title(text, loc="left", fontsize=12, color=INK, weight="bold", pad=26)
+    axes.set_title(text, loc="left", fontsize=12, color=INK, weight="bold", pad=26, wrap=True)
     axes.annotate(
         below, (0, 1), xytext=(0, 9), xycoords="axes fraction", textcoords="offset points", fontsize=9.5, color=SOFT
     )
 
 
 def _legend(figure: Figure, columns: int = 4) -> None:
+    """Below everything, in so many columns or as many as there is room for."""
+    labels = [label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]]
+    widest = 0.45 + 0.075 * max(map(len, labels), default=0)  # inches: a mark and letters of 9 points
+    columns = max(1, min(columns, int(figure.get_figwidth() / widest)))
     figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
 
 
 def _heading(summary: dict[str, Any]) -> str:
     from rebind.evals.report import described
 
-    return f"{summary['method']} on {summary['model']}, {described(summary)}"
+    return f"{summary['method']} on {_short(Path(summary['model']).name)}, {described(summary)}"
+
+
+def _short(name: str, most: int = 36) -> str:
+    """A name that a line has room for.
+
+    >>> _short("SmolLM2-135M-Instruct"), _short("a-name-that-goes-on-and-on", most=16)
+    ('SmolLM2-135M-Instruct', 'a-name-…n-and-on')
+    """
+    half = most // 2
+    return name if len(name) <= most else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _save(figure: Figure, path: Path) -> Path:

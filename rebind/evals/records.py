@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from rebind.edit.facts import Fact, conflicts, get, require_text
-from rebind.edit.reading import case_name, fact_of, raw_records
+from rebind.edit.reading import described, fact_of, raw_records
 from rebind.errors import InputError
 
 BUNDLED = Path(__file__).parent / "data" / "facts.jsonl"
@@ -35,7 +35,7 @@ class Question:
 
     def __post_init__(self) -> None:
         require_text("a question's prompt", self.prompt)
-        for answer in self.answers:
+        for answer in (*self.answers[:1], *self.aliases):
             require_text(f"the answer to {self.prompt!r}", answer)
 
     @property
@@ -60,6 +60,7 @@ class Record:
     references: tuple[str, ...] = ()  # texts about things for which the new target is true
 
     def __post_init__(self) -> None:
+        require_text("id", self.id)
         for name in ("generation_prompts", "references"):
             for text in getattr(self, name):
                 require_text(f"an entry of {name}", text)
@@ -97,6 +98,7 @@ class Records(Sequence[Record]):
     records: tuple[Record, ...]
     name: str = "records"
     skipped: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()  # how many records come before each of those left out, where that is known
 
     def __len__(self) -> int:
         return len(self.records)
@@ -115,6 +117,12 @@ class Records(Sequence[Record]):
         for record in self.records:
             whole.update(json.dumps(record.to_json(), sort_keys=True).encode() + b"\n")
         return whole.hexdigest()
+
+    def left_out(self, count: int) -> tuple[str, ...]:
+        """Why those were left out that come before the last of the first `count` records."""
+        if len(self.places) != len(self.skipped):
+            return self.skipped
+        return tuple(reason for reason, place in zip(self.skipped, self.places, strict=True) if place < count)
 
     def keep(self, kept: Sequence[int], reasons: Iterable[str] = ()) -> Records:
         """Those at some places, with reasons for the rest."""
@@ -141,20 +149,22 @@ def read_records(
         raise InputError(f"limit is {limit}, expected 1 or more: leave it out to read everything")
     records: list[Record] = []
     skipped: list[str] = []
+    places: list[int] = []
     for where, raw in _raw(source):
         if limit is not None and len(records) >= limit:
             break
         try:
             records.append(raw if isinstance(raw, Record) else _record(raw, str(len(records) + len(skipped))))
-        except InputError as problem:
-            message = f"{where}{case_name(raw)}: {problem}"
+        except (InputError, RecursionError) as problem:
+            message = described(problem, where, raw)
             if not skip_bad:
                 raise InputError(message) from None
             skipped.append(message)
+            places.append(len(records))
     if not records:
         why = f" ({len(skipped)} left out, the first: {skipped[0]})" if skipped else ""
         raise InputError(f"{_name(source)} holds no records{why}, expected at least one: check the file")
-    return Records(tuple(records), _name(source), tuple(skipped))
+    return Records(tuple(records), _name(source), tuple(skipped), tuple(places))
 
 
 def without_conflicts(records: Records, *, skip_bad: bool) -> Records:
@@ -240,7 +250,7 @@ def _plain(fact: Fact, raw: Mapping[str, Any], number: str) -> Record:
     neighbours = raw.get("neighbours", raw.get("neighbors", fact.neighbours))
     return Record(
         replace(fact, neighbours=()),
-        str(raw.get("id", _tagged(fact) or number)),
+        _id(raw, "id") or _tagged(fact) or number,
         tuple(fact_of(one) for one in _list(raw, "also")),
         tuple(_question(one, fact.old) for one in _list({"neighbours": neighbours}, "neighbours")),
         tuple(_consequence(one) for one in _list(raw, "consequences")),
@@ -256,10 +266,10 @@ def _counterfact(raw: Mapping[str, Any], number: str) -> Record:
     if raw.get("locality_prompt"):
         answer = _first(raw.get("locality_ground_truth"))
         neighbours.append(Question(raw["locality_prompt"], fact.old if answer is None else answer))
-    neighbours += _grouped(raw.get("locality"))
+    neighbours += _grouped("locality", raw.get("locality"))
     return Record(
         replace(fact, neighbours=()),
-        _tagged(fact) or str(raw.get("id", number)),
+        _tagged(fact) or _id(raw, "id") or number,
         neighbours=tuple(neighbours),
         consequences=tuple(_portability(raw.get("portability"))),
         generation_prompts=tuple(_list(raw, "generation_prompts")),
@@ -277,7 +287,7 @@ def _zsre(raw: Mapping[str, Any], number: str) -> Record:
         neighbours.append(Question(asked, _first(raw.get("loc_ans"))))
     return Record(
         replace(fact, neighbours=()),
-        str(raw.get("case_id", raw.get("id", f"zsre/{number}"))),
+        _id(raw, "case_id", "id") or f"zsre/{number}",
         neighbours=tuple(neighbours),
         consequences=tuple(_portability(raw.get("portability"))),
     )
@@ -289,15 +299,17 @@ def _mquake(raw: Mapping[str, Any], number: str) -> Record:
     rewrites = raw["requested_rewrite"]
     if not rewrites:
         raise InputError("requested_rewrite is empty, expected the facts to write: fill it in")
-    case = raw.get("case_id", number)
+    case = _id(raw, "case_id") or number
     facts = [fact_of({"requested_rewrite": rewrite}) for rewrite in rewrites]
     asked = [rewrite["question"] for rewrite in rewrites[:1] if rewrite.get("question")]
-    answer, aliases = get(raw, "new_answer", kind), tuple(raw.get("new_answer_alias") or ())
+    answer, aliases = get(raw, "new_answer", kind), tuple(_list(raw, "new_answer_alias"))
+    require_text("new_answer", answer)
+    questions = _listed("questions", get(raw, "questions", kind))
     return Record(
         replace(facts[0], paraphrases=tuple(asked), tags=(f"mquake/{case}",)),
         f"mquake/{case}",
         also=tuple(facts[1:]),
-        consequences=tuple(Question(prompt, answer, aliases) for prompt in get(raw, "questions", kind)),
+        consequences=tuple(Question(prompt, answer, aliases) for prompt in questions),
     )
 
 
@@ -306,16 +318,19 @@ def _portability(given: Any) -> list[Question]:
     if isinstance(given, Mapping) and "New Question" in given:
         answer = _first(get(given, "New Answer", "a portability record"))
         return [Question(given["New Question"], answer)]
-    return _grouped(given)
+    return _grouped("portability", given)
 
 
-def _grouped(given: Any) -> list[Question]:
+def _grouped(name: str, given: Any) -> list[Question]:
     """Questions in named groups, each {prompt, ground_truth}; answers may be lists, of wordings."""
-    if given is None:
-        return []
-    groups = given.values() if isinstance(given, Mapping) else [given]
+    if isinstance(given, Mapping):
+        groups = [_listed(f"group {group!r} of {name}", some or ()) for group, some in given.items()]
+    elif given is None or isinstance(given, (list, tuple)):
+        groups = [given or ()]
+    else:
+        raise InputError(f"{name} is {given!r}, expected questions in groups: write them as {{group: [question]}}")
     found = []
-    for one in (one for group in groups for one in group or ()):
+    for one in (one for group in groups for one in group):
         answers = _flat(get(one, "ground_truth", "a question"))
         found.append(Question(get(one, "prompt", "a question"), answers[0] if answers else "", tuple(answers[1:])))
     return found
@@ -342,7 +357,10 @@ def _completed(prompts: Sequence[str], target: str) -> tuple[str, ...]:
 
 
 def _list(raw: Mapping[str, Any], name: str) -> Sequence[Any]:
-    value = raw.get(name) or ()
+    return _listed(name, raw.get(name) or ())
+
+
+def _listed(name: str, value: Any) -> Sequence[Any]:
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
         raise InputError(f"{name} is {value!r}, expected a list: wrap it in brackets")
     return value
@@ -355,6 +373,11 @@ def _flat(value: Any) -> list[Any]:
 def _first(value: Any) -> Any:
     flat = _flat(value)
     return flat[0] if flat else None
+
+
+def _id(raw: Mapping[str, Any], *names: str) -> str | None:
+    """What the first of these fields that is not null says."""
+    return next((str(raw[name]) for name in names if raw.get(name) is not None), None)
 
 
 def _tagged(fact: Fact) -> str | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rebind.edit.methods import METHODS
 from rebind.errors import InputError
 from rebind.evals.records import Record
 from rebind.evals.scores import SCORES, summarise
@@ -22,6 +24,24 @@ DRIFT_MEANINGS = {
     "kl": "nats, next token on unrelated prompts: mean",
     "largest_kl": "the same: largest",
     "growth": "largest ‖W' − W‖ / ‖W‖ of a site",
+}
+NOT_FINITE = "not finite"
+COMPARED = {  # what runs may differ in, and where their config.json says it
+    "model": "model.fingerprint",
+    "dtype": "model.dtype",
+    "chat template": "model.chat",
+    "device": "model.device",
+    "threads": "model.threads",
+    "records": "data.digest",
+    "protocol": "protocol",
+    "settings": "settings",
+    "moments": "moments",
+    "questions": "asking",
+    "held text": "drift.text_digest",
+    "edits looked at for drift": "drift.edits",
+    "bootstrap": "bootstrap",
+    "seed": "seed",
+    "versions": "versions",
 }
 S_MEANING = "harmonic mean of ES, PS and NS"
 
@@ -69,10 +89,10 @@ def summary_of(
     }
 
 
-def _mean_drift(rows: Sequence[Row]) -> dict[str, float]:
-    """Numbers of several single edits, as their means; without those that a broken model does not have."""
-    names = [name for name in MEASURED if rows and all(row[name] is not None for row in rows)]
-    return {name: round(fmean(row[name] for row in rows), 6) for name in names}
+def _mean_drift(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Numbers of several single edits, as their means; None where a broken model made one that is not finite."""
+    columns = {name: [row[name] for row in rows] for name in MEASURED} if rows else {}
+    return {name: None if None in some else round(fmean(some), 6) for name, some in columns.items()}
 
 
 def write(
@@ -103,12 +123,12 @@ def _figures() -> Any:
 
 def table(summary: dict[str, Any]) -> str:
     """Markdown: the states in short, then every score of the last one with its interval."""
-    first = summary["states"][0]
+    count = summary["states"][0]["records"]
     skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
     lines = [
         f"# {summary['method']} on {summary['model']}, {described(summary)}",
         "",
-        f"{first['records']} records of {summary['data']}{skipped}, seed {summary['seed']}.",
+        f"{count} record{'s' * (count != 1)} of {summary['data']}{skipped}, seed {summary['seed']}.",
         "",
         *_markdown(*short_table([("", summary)])),
         "",
@@ -129,15 +149,20 @@ def short_table(
             *([run] if named else []),
             "before" if state["edits"] == 0 else f"{state['edits']:,}",
             f"{state['records']:,}",
-            *(number(values.get(name)) for name in there),
+            *(_cell(values, name) for name in there),
         ]
         for run, values, state in states
     ]
     return [*(["run"] if named else []), "edits", "records", *there], rows
 
 
-def _values(state: dict[str, Any]) -> dict[str, float]:
+def _values(state: dict[str, Any]) -> dict[str, float | None]:
     return {**{name: score["value"] for name, score in state["scores"].items()}, **state["drift"]}
+
+
+def _cell(values: dict[str, float | None], name: str) -> str:
+    """A number; what is None was measured, and not finite."""
+    return NOT_FINITE if values.get(name, 0.0) is None else number(values.get(name))
 
 
 def long_table(summary: dict[str, Any]) -> list[list[str]]:
@@ -149,8 +174,8 @@ def long_table(summary: dict[str, Any]) -> list[list[str]]:
         interval = f"{number(now['low'])} – {number(now['high'])}"
         meaning = SCORES[name].meaning if name in SCORES else S_MEANING
         rows.append([name, before, number(now["value"]), interval, meaning])
-    for name, value in last["drift"].items():
-        rows.append([name, number(first["drift"].get(name)), number(value), "", DRIFT_MEANINGS[name]])
+    for name in last["drift"]:
+        rows.append([name, _cell(first["drift"], name), _cell(last["drift"], name), "", DRIFT_MEANINGS[name]])
     return rows
 
 
@@ -201,26 +226,14 @@ class Comparison:
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
-    """Runs side by side, and a note where their model, data or questions differ."""
+    """Runs side by side, and a note for everything but the method in which they differ."""
     if len(folders) < 2:
         raise InputError(f"got {len(folders)} run, expected two or more: name their folders")
     summaries = [read_json(folder / SUMMARY) for folder in folders]
     configs = [read_json(folder / "config.json") for folder in folders]
     runs = list(zip(_names(folders, summaries), summaries, strict=True))
     header, rows = short_table(runs)
-    notes = []
-    for what, path in (
-        ("model", ("model", "fingerprint")),
-        ("records", ("data", "digest")),
-        ("held text", ("drift", "text_digest")),
-        ("questions", ("asking",)),
-        ("versions", ("versions",)),
-        ("device", ("model", "device")),
-    ):
-        values = [_at(config, path) for config in configs]
-        if any(value != values[0] for value in values):
-            notes.append(f"The runs differ in their {what}: compare with care.")
-    return Comparison(header, rows, notes, runs)
+    return Comparison(header, rows, _notes(configs), runs)
 
 
 def draw_comparison(path: Path, found: Comparison) -> None:
@@ -232,12 +245,57 @@ def draw_comparison(path: Path, found: Comparison) -> None:
 
 
 def _names(folders: Sequence[Path], summaries: Sequence[dict[str, Any]]) -> list[str]:
-    """What tells the runs apart: the method if that does, else the folder."""
+    """What tells the runs apart: the method if that does, else the folders, by as much of their paths as it takes."""
     methods = [summary["method"] for summary in summaries]
-    return methods if len(set(methods)) == len(methods) else [folder.resolve().name for folder in folders]
+    if len(set(methods)) == len(methods):
+        return methods
+    paths = [folder.resolve() for folder in folders]
+    if twice := [folder for folder, path in zip(folders, paths, strict=True) if paths.count(path) > 1]:
+        raise InputError(f"{twice[0]} is named twice, expected each run once: name another folder")
+    tails = (["/".join(path.parts[-parts:]) for path in paths] for parts in itertools.count(1))
+    return next(names for names in tails if len(set(names)) == len(names))
 
 
-def _at(config: Any, path: Sequence[str]) -> Any:
-    for name in path:
+def _notes(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each thing but the method in which runs differ."""
+    told = [_difference(what, [_at(config, path) for config in configs]) for what, path in COMPARED.items()]
+    return [f"The runs differ in their {one}: compare with care." for one in (*told, *_used(configs)) if one]
+
+
+def _used(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """In what the settings differ that runs were made with, where it is not their methods that make the difference."""
+    known = [(config["method"], config["used"]) for config in configs if "used" in config]
+    methods = dict.fromkeys(method for method, _ in known)
+    told = [_difference("settings used", [used for name, used in known if name == method]) for method in methods]
+    several = [used["layers"] for name, used in known if name not in METHODS or METHODS[name].several_layers]
+    return [one for one in told if one] or [_difference("layers", several)]
+
+
+def _difference(what: str, values: Sequence[Any]) -> str:
+    """What differs, with its values where they are short; nothing where all are the same."""
+    leaves = [_leaves(value) for value in values]
+    names = sorted({name for one in leaves for name in one})
+    told = [(name, [_word(one.get(name)) for one in leaves]) for name in names]
+    differing = [(name, words) for name, words in told if len(set(words)) > 1]
+    shown = [f"{name} {', '.join(words)}".strip() if max(map(len, words)) <= 40 else name for name, words in differing]
+    details = "; ".join(one for one in shown if one)
+    return f"{what} ({details})" if details else what if differing else ""
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """What lies in nested dicts, by dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    return {
+        path: leaf for key, part in value.items() for path, leaf in _leaves(part, f"{name}.{key}".strip(".")).items()
+    }
+
+
+def _word(value: Any) -> str:
+    return {"None": "none", "True": "yes", "False": "no"}.get(str(value), str(value))
+
+
+def _at(config: Any, path: str) -> Any:
+    for name in path.split("."):
         config = config.get(name) if isinstance(config, dict) else None
     return config

@@ -5,7 +5,7 @@
 
 The folder holds
 
-    config.json      everything needed to repeat the run: model, data, method, seed, versions
+    config.json      everything needed to repeat the run: model, data, method, settings given and used, seed, versions
     records.jsonl    what the model said: a line for each record in each state of the model, the base (edits 0) first
     edits.jsonl      what was written: layers, λ and the rest for each edit
     drift.jsonl      the model as a whole: perplexity, canaries, growth of the weights
@@ -33,10 +33,11 @@ from torch import nn
 
 from rebind.edit.editor import Editor
 from rebind.edit.edits import Edit
+from rebind.edit.facts import Fact
 from rebind.edit.fingerprint import fingerprint
 from rebind.edit.ledger import Ledger
 from rebind.edit.lock import Lock
-from rebind.edit.methods import get_method
+from rebind.edit.methods import Settings, get_method
 from rebind.edit.sites import module_at
 from rebind.edit.versions import versions
 from rebind.errors import InputError, RebindError
@@ -171,6 +172,7 @@ class _Run:
     progress: Progress
     out: Path = Path()
     clean: str = ""  # of the sites' weights before anything was written
+    settled: dict[int, Settings] = field(default_factory=dict)  # for edits of so many facts
     running: dict[str, list[float]] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
 
@@ -199,6 +201,7 @@ class _Run:
             "method": trial.method,
             "protocol": asdict(trial.protocol),
             "settings": {"layers": trial.layers and list(trial.layers), "lam": trial.lam, "steps": trial.steps},
+            "used": self._used(),
             "moments": {"corpus": editor.corpus.digest, "tokens": editor.moment_tokens},
             "asking": {**asdict(trial.asking), "records_at_once": self.at_once},
             "drift": {"edits": trial.drifts, **self.held.described},
@@ -206,6 +209,25 @@ class _Run:
             "seed": editor.seed,
             "versions": {**versions(), "numpy": np.__version__},
         }
+
+    def _used(self) -> dict[str, Any]:
+        """What those settings come to on this model and machine, in the batch of most facts."""
+        batches = {batch for stage in self.trial.protocol.stages(len(self.records)) for batch in stage.batches}
+        sizes = sorted({len(self._facts(batch)) for batch in batches})
+        settings = [self._settings(size) for size in sizes][-1]
+        return {"layers": list(settings.layers), "lam": settings.lam, "targets": asdict(settings.targets)}
+
+    def _facts(self, batch: range) -> list[Fact]:
+        return [fact for index in batch for fact in self.records[index].facts]
+
+    def _settings(self, facts: int) -> Settings:
+        """For an edit of so many facts; asked for once, as the choice of layers on the machine may change meanwhile."""
+        if facts not in self.settled:
+            trial = self.trial
+            _, settings = self.editor.settings(trial.method, facts=facts, layers=trial.layers, lam=trial.lam)
+            targets = settings.targets if trial.steps is None else replace(settings.targets, steps=trial.steps)
+            self.settled[facts] = replace(settings, targets=targets)
+        return self.settled[facts]
 
     @property
     def at_once(self) -> int:
@@ -223,6 +245,7 @@ class _Run:
         # The base model's rows come first, one for each record: later ones are compared with them.
         for row in rows.rows[len(self.records) :]:
             self._count([row], [rows.rows[row["record"]]])
+        own = self.editor.ledger
         try:
             for number, unit in enumerate(units[done:], start=done):
                 with self._timed("edit"):
@@ -232,7 +255,9 @@ class _Run:
                 self.progress.unit(number + 1, len(units), unit.stage, self._means())
         finally:
             self.editor.use(self._fresh_ledger())
-        if fingerprint(self.editor.model) != self.editor.fingerprint:
+            clean = fingerprint(self.editor.model) == self.editor.fingerprint
+            self.editor.use(own)
+        if not clean:
             raise RebindError(
                 f"the model is not what it was before the evaluation (fingerprint {self.editor.fingerprint[:12]}), "
                 f"expected the same bytes: load it again, and report this with the command that led to it"
@@ -267,11 +292,11 @@ class _Run:
             self._write(batch, edits)
 
     def _write(self, batch: range, edits: Lines) -> None:
-        trial = self.trial
-        facts = [fact for index in batch for fact in self.records[index].facts]
-        _, settings = self.editor.settings(trial.method, facts=len(facts), layers=trial.layers, lam=trial.lam)
-        targets = settings.targets if trial.steps is None else replace(settings.targets, steps=trial.steps)
-        edit = self.editor.rewrite_many(facts, method=trial.method, layers=trial.layers, lam=trial.lam, targets=targets)
+        facts = self._facts(batch)
+        settings = self._settings(len(facts))
+        edit = self.editor.rewrite_many(
+            facts, method=self.trial.method, layers=settings.layers, lam=self.trial.lam, targets=settings.targets
+        )
         self._tell(batch, edit, edits)
 
     def _tell(self, batch: range, edit: Edit, edits: Lines) -> None:

@@ -76,7 +76,7 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise InputError(
             f"no {path.name} in {path.parent}, expected a folder that `rebind eval` made: check it"
         ) from None

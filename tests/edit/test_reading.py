@@ -246,3 +246,41 @@ def test_what_is_no_table_is_said_to_be_none(tmp_path, text):
     path.write_text(text)
     with pytest.raises(InputError, match="facts.csv"):
         list(read_facts(path))
+
+
+@pytest.mark.parametrize("by", [None, 5, "x", [], {}, [5], [None], {"g": 5}, [[["x"]]]], ids=repr)
+@pytest.mark.parametrize("record", [COUNTERFACT, FLAT, ZSRE, KNOWNS, OURS])
+def test_whatever_stands_in_a_record_it_is_read_or_named(record, by):
+    rewrite = record.get("requested_rewrite", {})
+    broken = [{**record, name: by} for name in record]
+    broken += [{**record, "requested_rewrite": {**rewrite, name: by}} for name in rewrite]
+    for one in broken:
+        found = read_facts([record, one], skip_bad=True)
+        assert len(found) + len(found.skipped) == 2
+        assert all(reason.startswith("record 1") for reason in found.skipped)
+
+
+def test_answers_of_zsre_are_texts():
+    with pytest.raises(InputError, match="record 0: answers is 5, expected a list of texts"):
+        read_facts([{**ZSRE, "answers": 5}])
+    assert read_facts([{**ZSRE, "answers": "Osloer", "alt": "Oslo"}])[0].old == "Osloer", "a part of it is another"
+    assert read_facts([{**ZSRE, "answers": [], "pred": None}])[0].old is None
+    with pytest.raises(InputError, match=r"record 0: old is \[\]"):
+        read_facts([{**ZSRE, "answers": [], "pred": []}])
+
+
+def test_groups_are_no_paraphrases():
+    with pytest.raises(InputError, match="paraphrase_prompts is .*, expected a list"):
+        read_facts([{**COUNTERFACT, "paraphrase_prompts": {"g": 5}}])
+    for name in ("paraphrases", "neighbors", "tags"):
+        with pytest.raises(InputError, match=f"record 0: {name} is {{'g': 5}}, expected a list"):
+            read_facts([{**OURS, name: {"g": 5}}])
+
+
+def test_a_line_nested_beyond_measure_is_named(tmp_path):
+    file = tmp_path / "deep.jsonl"
+    file.write_text('{"prompt": "{a} b", "target": "c"}\n{"prompt": ' + "[" * 100_000 + "\n")
+    assert read_facts(file, skip_bad=True).skipped[0].startswith("line 2 of deep.jsonl: not JSON")
+    file.write_text('{"prompt": ' + "[" * 100_000)
+    with pytest.raises(InputError, match=r"line 1 of deep.jsonl: not JSON"):
+        read_facts(file)

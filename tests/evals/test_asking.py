@@ -9,8 +9,9 @@ import torch
 
 from rebind.edit.facts import Fact
 from rebind.edit.scores import score_facts
+from rebind.errors import InputError
 from rebind.evals import asking
-from rebind.evals.asking import Model, ask, generate, text_nll
+from rebind.evals.asking import Model, _noise, ask, generate, text_nll
 from tests.edit import tiny
 
 PAIRS = [
@@ -125,7 +126,7 @@ def test_a_long_prompt_does_not_cut_short_what_follows_the_others():
     long = "The capital of France is Paris, and the capital of Italy is"
     prompts = ["I", long, "The capital of France is"]
     assert 24 - 8 < len(model.encode([(long, ".")])[0].ids) < 24, "it has room, but not for all"
-    for options in ({}, {"top_k": 1}):
+    for options in ({}, {"top_k": 1}, {"top_k": 5, "seed": 3}):
         together = generate(model, prompts, 8, **options)
         assert together == [generate(model, [prompt], 8, **options)[0] for prompt in prompts]
     rows = [asking._room(model.trunk, one, 8) for one in model.encode([(prompt, ".") for prompt in prompts])]
@@ -141,10 +142,71 @@ def test_the_nll_of_a_text_is_that_of_plain_passes(build, start, window, limit):
     ids = model.tokenizer(text).input_ids
     found, tokens = text_nll(model, text, window=window)
     expected = 0.0
-    for begin in range(0, len(ids), limit):
-        row = [*(start or ids[:1]), *ids[begin : begin + limit]]
+    for begin in range(0, len(ids) if start else len(ids) - 1, limit):
+        row = [*start, *ids[begin : begin + limit]] if start else ids[begin : begin + limit + 1]
         said = torch.log_softmax(plain(model, row), dim=-1)
         expected -= sum(float(said[place, token]) for place, token in enumerate(row[1:]))
     assert len(ids) > limit
-    assert tokens == len(ids)
+    assert tokens == len(ids) - (not start), "what nothing stands before is not predicted"
     assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Predictable:
+    """A trunk of eight words whose logits say after which token they stand, and how many stood before it."""
+
+    device, context = torch.device("cpu"), None
+
+    def __init__(self) -> None:
+        self.lines: list[list[int]] = []
+
+    def logits(self, tokens, where):
+        self.lines += tokens.ids.tolist()
+        rows = [(int(tokens.ids[row, step]), int(step)) for row, step in where]
+        return torch.stack([self.row(token, place) for token, place in rows])
+
+    @staticmethod
+    def row(token: int, place: int) -> torch.Tensor:
+        return torch.arange(8.0).roll(3 * token + place)
+
+
+class Letters:
+    """Every letter is a token."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": ["abcdefgh".index(letter) for letter in text]}
+
+
+def by_hand(*pairs: tuple[int, int, int]) -> float:
+    """The NLL of (token, after a token, at a place)."""
+    rows = [(Predictable.row(after, place), token) for token, after, place in pairs]
+    return -float(sum((row - row.logsumexp(-1))[token] for row, token in rows))
+
+
+def test_without_a_start_the_first_token_is_context_alone():
+    model = Model(Predictable(), Letters(), ())
+    found, tokens = text_nll(model, "bfcad", window=2)
+    assert model.trunk.lines == [[1, 5, 2], [2, 0, 3]], "windows begin with what stands before them, and nothing else"
+    assert tokens == 4
+    assert found == pytest.approx(by_hand((5, 1, 0), (2, 5, 1), (0, 2, 0), (3, 0, 1)), rel=1e-6)
+
+
+def test_with_a_start_every_token_is_counted():
+    model = Model(Predictable(), Letters(), (7,))
+    found, tokens = text_nll(model, "bfc", window=2)
+    assert [line[:3] for line in model.trunk.lines] == [[7, 1, 5], [7, 2, 0]]  # the last one padded
+    assert tokens == 3
+    assert found == pytest.approx(by_hand((1, 7, 0), (5, 1, 1), (2, 7, 0)), rel=1e-6)
+
+
+def test_a_text_of_one_token_has_nothing_to_predict_without_a_start():
+    assert text_nll(Model(Predictable(), Letters(), (7,)), "b")[1] == 1
+    with pytest.raises(InputError, match="held text is 1 token long, expected 2 or more"):
+        text_nll(Model(Predictable(), Letters(), ()), "b")
+
+
+def test_prompts_are_drawn_apart():
+    """The noise of two prompts has nothing in common, and one prompt's is the same every time."""
+    drawn = _noise([(1, 2), (1, 3), (1, 2)], 4, 5, seed=0)
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.isclose(drawn[0], drawn[1]).any()
+    assert not torch.isclose(drawn, _noise([(1, 2), (1, 3), (1, 2)], 4, 5, seed=1)).any()

@@ -199,6 +199,20 @@ BAD = [
     ({**OWN, "references": [3]}, "an entry of references is 3"),
     ({"case_id": 4}, "no 'prompt'"),
     (17, "got 17, expected a fact"),
+    ({**MQUAKE, "questions": None}, "questions is None, expected a list"),
+    ({**MQUAKE, "questions": "abc"}, "questions is 'abc', expected a list"),
+    ({**MQUAKE, "new_answer_alias": 5}, "new_answer_alias is 5, expected a list"),
+    ({**MQUAKE, "new_answer_alias": "Roma"}, "new_answer_alias is 'Roma', expected a list"),
+    ({**MQUAKE, "new_answer": None}, "new_answer is None"),
+    ({**FLAT, "portability": 5}, "portability is 5, expected questions in groups"),
+    ({**FLAT, "portability": "abc"}, "portability is 'abc', expected questions in groups"),
+    ({**FLAT, "locality": 5}, "locality is 5, expected questions in groups"),
+    ({**FLAT, "locality": {"g": 5}}, "group 'g' of locality is 5, expected a list"),
+    ({**FLAT, "locality": {"g": "abc"}}, "group 'g' of locality is 'abc', expected a list"),
+    ({**ZSRE, "answers": 5}, "answers is 5, expected a list of texts"),
+    ({**ZSRE, "portability": {"g": {"h": 5}}}, "group 'g' of portability is {'h': 5}, expected a list"),
+    ({**OWN, "neighbours": [{"prompt": "x", "answer": None, "aliases": [5]}]}, "the answer to 'x' is 5"),
+    ({**OWN, "id": "half \ud800"}, "holds half a character"),
 ]
 
 
@@ -215,8 +229,76 @@ def test_bad_records_are_skipped_and_counted():
     assert len(found) == 1
     assert len(found.skipped) == len(BAD)
     assert found.skipped[2].startswith("record 2 (case_id 8): subject 'Ole Bull'")
-    with pytest.raises(InputError, match=r"holds no records \(16 left out, the first: record 0 \(case_id 7\)"):
+    with pytest.raises(InputError, match=r"holds no records \(30 left out, the first: record 0 \(case_id 7\)"):
         read_records([raw for raw, _ in BAD], skip_bad=True)
+
+
+KNOWEDIT = {
+    **FLAT,
+    "portability": {"Reasoning": [{"prompt": "Grieg's country is", "ground_truth": [["Norway", "Noreg"]]}]},
+    "locality": {"Relation": [{"prompt": "Edvard Grieg's profession is", "ground_truth": ["composer"]}]},
+}
+EASYEDIT = {**ZSRE, "portability": {"New Question": "Who wrote of Peer?", "New Answer": "Knut Hamsun"}}
+VALUES = [
+    None,
+    5,
+    True,
+    "x",
+    "",
+    [],
+    {},
+    [5],
+    [None],
+    [[]],
+    {"g": 5},
+    {"g": {"g": [5]}},
+    [[["x"]]],
+    [{"g": None}],
+    "\ud800",
+]
+
+
+def replaced(value, by):
+    """Copies of a record in which one part, at any depth, is something else."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        for other in (by, *replaced(part, by)):
+            copy = dict(value) if isinstance(value, dict) else list(value)
+            copy[key] = other
+            yield copy
+
+
+@pytest.mark.parametrize("by", VALUES, ids=repr)
+@pytest.mark.parametrize("raw", [NESTED, FLAT, ZSRE, KNOWNS, MQUAKE, OWN, KNOWEDIT, EASYEDIT])
+def test_whatever_stands_in_a_record_it_is_read_or_named(raw, by):
+    for broken in replaced(raw, by):
+        found = read_records([OWN, broken], skip_bad=True)
+        assert len(found) + len(found.skipped) == 2
+        assert all(reason.startswith("record 1") for reason in found.skipped)
+        for record in found:
+            assert only(json.loads(json.dumps(record.to_json()))) == record, broken
+
+
+def test_nesting_beyond_measure_is_a_bad_record(tmp_path):
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    for broken in ({**FLAT, "ground_truth": deep}, {**FLAT, "locality_ground_truth": deep}, {**OWN, "id": deep}):
+        assert len(read_records([broken, OWN], skip_bad=True).skipped) == 1
+    file = tmp_path / "deep.jsonl"
+    file.write_text(json.dumps(OWN) + '\n{"prompt": ' + "[" * 100_000 + "\n")
+    (reason,) = read_records(file, skip_bad=True).skipped
+    assert reason.startswith("line 2 of deep.jsonl: not JSON")
+
+
+def test_an_id_of_null_is_none():
+    records = [only({**raw, name: None}) for raw, name in ((ZSRE, "case_id"), (MQUAKE, "case_id"), (OWN, "id"))]
+    assert [record.id for record in records] == ["zsre/0", "mquake/0", "0"]
+
+
+def test_one_answer_of_zsre_is_not_looked_into():
+    """Some copies hold a text where others hold a list: an alternative is not true for being a part of it."""
+    assert only({**ZSRE, "answers": "Henrik Ibsen", "alt": "Ibsen"}).fact.old == "Henrik Ibsen"
 
 
 def test_limit_counts_what_is_kept():

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import math
 import shutil
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 
 from rebind.errors import InputError
-from rebind.evals import report
+from rebind.evals import drift as drift_module
+from rebind.evals import figures, report
 
 from .test_run import quick, run  # noqa: F401 - a fixture
 
@@ -75,3 +84,141 @@ def test_without_matplotlib_there_are_numbers_still(tmp_path, monkeypatch):
     run(tmp_path / "other", "batch", method="rome")
     with pytest.raises(InputError, match="figures need matplotlib"):
         report.draw_comparison(tmp_path / "x.png", report.compare([folder, tmp_path / "other"]))
+
+
+def changed(folder: Path, into: Path, **parts: Any) -> Path:
+    """A copy of a run whose config differs."""
+    shutil.copytree(folder, into)
+    config = json.loads((into / "config.json").read_text())
+    for path, value in parts.items():
+        *outer, last = path.split("__")
+        functools.reduce(dict.__getitem__, outer, config)[last] = value
+    (into / "config.json").write_text(json.dumps(config))
+    return into
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"seed": 1}, "seed (0, 1)"),
+        ({"bootstrap": 9}, "bootstrap (50, 9)"),
+        ({"protocol__batch": 7}, "protocol (batch 2, 7)"),
+        ({"settings__lam": 2.5}, "settings (lam none, 2.5)"),
+        ({"settings__layers": [0, 1, 3]}, "settings (layers none, [0, 1, 3])"),
+        ({"used__targets__clamp": 9.0, "used__lam": 2.0}, "settings used (lam none, 2.0; targets.clamp 0.75, 9.0)"),
+        ({"moments__tokens": 9}, "moments (tokens 1500, 9)"),
+        ({"moments__corpus": "f" * 64}, "moments (corpus)"),
+        ({"model__dtype": "float16"}, "dtype (float32, float16)"),
+        ({"model__chat": True}, "chat template (no, yes)"),
+        ({"model__threads": 63}, f"threads ({torch.get_num_threads()}, 63)"),
+        ({"model__fingerprint": "f" * 64}, "model"),
+        ({"drift__edits": 9}, "edits looked at for drift (2, 9)"),
+        ({"asking__free_tokens": 9}, "questions (free_tokens 4, 9)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_everything_but_the_method_is_compared(runs, tmp_path, parts, said):
+    other = changed(runs[0], tmp_path / "other", **parts)
+    assert report.compare([runs[0], other]).notes == [f"The runs differ in their {said}: compare with care."]
+
+
+def test_what_follows_from_the_method_is_no_difference(runs, tmp_path):
+    used = [json.loads((run / "config.json").read_text())["used"] for run in runs]
+    assert used[0]["layers"] != used[1]["layers"]
+    assert used[0]["targets"] != used[1]["targets"]
+    assert report.compare(runs).notes == []
+    alpha = changed(runs[0], tmp_path / "alpha", method="alphaedit", used__lam=10.0)
+    assert report.compare([runs[0], alpha]).notes == []
+    other = changed(alpha, tmp_path / "other", used__layers=[0, 2])
+    (note,) = report.compare([runs[0], other]).notes
+    assert note == f"The runs differ in their layers ({used[0]['layers']}, [0, 2]): compare with care."
+
+
+def test_a_run_of_an_older_version_is_compared_by_what_it_tells(runs, tmp_path):
+    other = changed(runs[0], tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    del config["used"]
+    (other / "config.json").write_text(json.dumps(config))
+    assert report.compare([runs[0], other]).notes == []
+
+
+def test_folders_of_one_name_go_by_what_tells_them_apart(runs, tmp_path, monkeypatch):
+    folders = [changed(runs[0], tmp_path / name / "same" / "run") for name in "xy"]
+    monkeypatch.chdir(tmp_path)
+    found = report.compare([*folders, runs[1]])
+    assert [name for name, _ in found.runs][:2] == ["x/same/run", "y/same/run"]
+    near = [changed(runs[0], tmp_path / name / "run") for name in "ab"]
+    assert [name for name, _ in report.compare(near).runs] == ["a/run", "b/run"]
+    with pytest.raises(InputError, match=r"a/run is named twice, expected each run once"):
+        report.compare([near[0], Path("a/../a/run")])
+
+
+# What is not finite
+
+
+def broken(summary: dict[str, Any], *places: int) -> dict[str, Any]:
+    """The summary of a run whose perplexity left all bounds."""
+    copy = json.loads(json.dumps(summary))
+    for place in places:
+        copy["states"][place]["drift"]["perplexity"] = None
+    return copy
+
+
+def test_a_perplexity_that_is_not_finite_is_said_to_be_none(runs, tmp_path):
+    rows = [{"edits": 1, "perplexity": value, "kl": 0.5, "largest_kl": 1.0, "growth": 0.1} for value in (30.0, None)]
+    assert report._mean_drift(rows) == {"perplexity": None, "kl": 0.5, "largest_kl": 1.0, "growth": 0.1}
+    assert report._mean_drift([]) == {}
+    summary = broken(json.loads((runs[0] / "summary.json").read_text()), -1)
+    before = report.number(summary["states"][0]["drift"]["perplexity"])
+    assert ["perplexity", before, "not finite", "", "of held text"] in report.long_table(summary)
+    header, rows = report.short_table([("", summary)])
+    assert [row[header.index("perplexity")] == "not finite" for row in rows] == [False, False, False, True]
+    assert f"| perplexity | {before} | not finite |" in report.table(summary)
+
+
+def test_a_broken_model_has_its_row_from_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(drift_module, "perplexity", lambda nll, tokens: math.inf)
+    result = run(tmp_path / "out", "batch")
+    assert result.summary["states"][-1]["drift"]["perplexity"] is None
+    assert "| perplexity | not finite | not finite |" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_finite_points_are_drawn_and_the_others_marked(runs):
+    summary = json.loads((runs[0] / "summary.json").read_text())
+    values = [state["drift"]["perplexity"] for state in summary["states"]]
+    for places in ((), (2,), (-1,), range(4)):
+        figure = figures.against_edits([("memit", broken(summary, *places))])
+        curve, *marks = figure.axes[1].lines
+        finite = [value for value in curve.get_ydata() if not math.isnan(value)]
+        assert finite == [value for at, value in enumerate(values) if at not in {place % 4 for place in places}]
+        assert [len(mark.get_xdata()) for mark in marks] == ([len(places)] if places else [])
+        assert ("not finite" in figure.axes[1].get_title(loc="left")) is bool(places)
+
+
+# Titles
+
+
+LONG = ["HuggingFaceTB/SmolLM2-135M-Instruct", "/home/someone/models/" + "a-model-of-a-very-long-name-" * 4 + "7b"]
+
+
+@pytest.mark.parametrize("model", LONG)
+@pytest.mark.parametrize("data", ["bundled", "hf:someone/a-dataset-of-a-name-as-long-as-this-one-or-longer:validation"])
+def test_titles_stay_within_the_picture(runs, model, data):
+    summary = json.loads((runs[0] / "summary.json").read_text()) | {"model": model, "data": data, "method": "alphaedit"}
+    summary["batch"] = 1000
+    rows = [json.loads(line) for line in (runs[0] / "records.jsonl").read_text().splitlines()]
+    names = [f"somewhere-{place}/alphaedit-sequential-1000-3f2a91c{place}" for place in range(5)]
+    several = [(name, summary) for name in names]
+    drawn = [figures.scores(summary), figures.nll(summary, rows), figures.against_edits([("alphaedit", summary)])]
+    for figure in (*drawn, figures.side_by_side(several), figures.against_edits(several)):
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        texts = [text for text in figure.findobj(Text) if text.get_visible() and len(text.get_text()) > 5]  # no numbers
+        assert any("alphaedit" in text.get_text() for text in texts)
+        boxes = {text.get_text(): text.get_window_extent(renderer) for text in texts}
+        for text, box in boxes.items():
+            assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1, text
+            assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
+        for (one, box), (other, beside) in itertools.combinations(boxes.items(), 2):
+            assert not box.overlaps(beside), (one, other)

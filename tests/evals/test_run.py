@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.lock import Lock
 from rebind.errors import InputError, LedgerError, RebindError, UnknownNameError
+from rebind.evals import choosing as choosing_module
 from rebind.evals import report
 from rebind.evals import run as run_module
 from rebind.evals.answers import Asking
@@ -84,11 +86,12 @@ def lines(folder: Path, name: str = "records.jsonl") -> list[dict]:
 
 @every_protocol
 def test_the_model_is_given_back_byte_for_byte(name, tmp_path):
-    editor = new_editor()
-    before, guard = tiny.weights(editor.model), editor.guard
+    editor = new_editor(ledger=tmp_path / "ledger")
+    before, guard, ledger = tiny.weights(editor.model), editor.guard, editor.ledger
     run(tmp_path / "out", name, editor)
     assert tiny.weights(editor.model) == before
     assert editor.guard is guard
+    assert editor.ledger is ledger, "what is written later must not be lost with a ledger in memory"
     assert not editor.ledger.edits
 
 
@@ -292,6 +295,46 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path):
         run(tmp_path / "full")
 
 
+def test_a_run_of_other_layers_is_not_gone_on_with(tmp_path, monkeypatch):
+    """The choice that `rebind layers` leaves on the machine may change between a kill and the same command again."""
+    result = run(tmp_path / "out", "sequential", raw=RAW[:1], steps=3)
+    used = result.config["used"]
+    assert used["layers"] == lines(tmp_path / "out", "edits.jsonl")[0]["layers"]
+    assert used["targets"] == lines(tmp_path / "out", "edits.jsonl")[0]["targets"]
+    assert used["targets"]["steps"] == 3
+    monkeypatch.setattr(editor_module, "chosen_layers", lambda fingerprint: (0, 2))
+    assert used["layers"] != [0, 2]
+    with pytest.raises(InputError, match=rf"differs in used.layers \({re.escape(str(used['layers']))}, now \[0, 2\]\)"):
+        run(tmp_path / "out", "sequential", raw=RAW[:1], steps=3)
+    other = run(tmp_path / "other", "sequential", raw=RAW[:1], steps=3)
+    assert other.config["used"]["layers"] == [0, 2]
+    assert run_module.default_folder(other.config) != run_module.default_folder(result.config)
+
+
+def test_layers_chosen_meanwhile_are_not_for_this_run(tmp_path, monkeypatch):
+    def choose(*told: object) -> None:
+        monkeypatch.setattr(editor_module, "chosen_layers", lambda fingerprint: (0, 2))
+
+    used = run(tmp_path / "out", "sequential", progress=Progress(unit=choose)).config["used"]
+    assert used["layers"] != [0, 2]
+    assert [edit["layers"] for edit in lines(tmp_path / "out", "edits.jsonl")] == [used["layers"]] * 3
+
+
+@pytest.mark.parametrize(("name", "facts"), [("single", 2), ("batch", 6), ("sequential", 3)])
+def test_settings_are_those_for_the_facts_of_the_largest_batch(name, facts, tmp_path, monkeypatch):
+    asked, real = [], Editor.settings
+    monkeypatch.setattr(
+        Editor,
+        "settings",
+        lambda self, *args, **options: asked.append(options["facts"]) or real(self, *args, **options),
+    )
+    two = {**RAW[2], "also": [{"prompt": "{Rome} lies in", "target": "Spain"}]}
+    editor, records = new_editor(), read_records([*RAW[:2], two, *RAW[3:]])
+    config = run_module._Run(editor, records, trial(name), run_module.Held(editor, TEXT), Progress()).config()
+    assert asked[-1] == max(asked) == facts
+    assert config["used"]["layers"]
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path):
     (tmp_path / "out" / "work").mkdir(parents=True)
     with Lock(tmp_path / "out" / "work" / "lock").held(0):
@@ -347,6 +390,30 @@ def test_records_that_do_not_fit_are_named_or_skipped():
         usable(new_editor(), read_records([long]), get_protocol("single"), skip_bad=True)
 
 
+def test_no_more_are_looked_at_than_are_wanted(monkeypatch):
+    """Of bad records those before the last one used are counted, and no others; the rest is not even encoded."""
+    long = {**RAW[1], "id": "long", "prompt": "very " * 120 + "{Ada} is"}
+    again = {**RAW[0], "id": "again", "target": "Madrid"}
+    broken = {"prompt": "no subject", "target": "x"}
+    raw = [broken, RAW[0], long, again, broken, RAW[2], broken, RAW[3], long]
+    seen, real = [], choosing_module.questions
+    monkeypatch.setattr(choosing_module, "questions", lambda record: seen.append(record.id) or real(record))
+    records = read_records(raw, skip_bad=True)
+    kept = usable(new_editor(), records, get_protocol("batch"), skip_bad=True, limit=2)
+    assert [record.fact.target for record in kept] == ["Rome", "Spain"]
+    assert [reason.split(":")[0][:12] for reason in kept.skipped] == [
+        "record 0",
+        "record 4",
+        "record long",
+        "record again",
+    ]
+    assert "7" not in seen
+    for limit in (None, 9):
+        kept = usable(new_editor(), records, get_protocol("batch"), skip_bad=True, limit=limit)
+        assert (len(kept), len(kept.skipped)) == (3, 6), "all of them"
+    assert len(usable(new_editor(), records, get_protocol("single"), skip_bad=True, limit=2)) == 2
+
+
 def test_contradictions_matter_only_where_records_meet():
     other = {**RAW[0], "id": "other", "target": "Madrid"}
     records = read_records([RAW[0], other])
@@ -389,7 +456,9 @@ def test_known_records_are_those_whose_true_target_is_preferred():
     kept = known(editor, read_records([RAW[0], swapped, RAW[2]]))
     new, true = editor.score([Fact("{}", "The capital of France is", target) for target in ("Rome", "Paris")])
     assert [record.id for record in kept] == ["0" if true.nll < new.nll else "swapped"]
-    with pytest.raises(InputError, match="prefers the true target in none"):
+    with pytest.raises(InputError, match="prefers the true target in none of 1 records"):
+        known(editor, read_records([swapped if true.nll < new.nll else RAW[0]]))
+    with pytest.raises(InputError, match="none of 1 records has a true target, .*leave out --known"):
         known(editor, read_records([RAW[2]]))
 
 
