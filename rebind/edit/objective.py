@@ -231,9 +231,10 @@ RECORDING = 10_000  # rows whose step takes as long as recording one
 
 
 def can_be_recorded(trunk: Trunk) -> bool:
-    """Whether the model is on one CUDA device."""
+    """Whether the model is on one CUDA device, and that is the current one, which graphs are captured on."""
     places = {parameter.device for parameter in trunk.model.parameters()}
-    return len(places) == 1 and next(iter(places)).type == "cuda"
+    place = next(iter(places))
+    return len(places) == 1 and place.type == "cuda" and place.index in (None, torch.cuda.current_device())
 
 
 def recorded(objective: Objective) -> Recorded | Objective:

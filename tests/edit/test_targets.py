@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 from rebind.edit import kept as kept_module
 from rebind.edit.budget import CPU_TOKENS, PAST, MemoryWarning, OutOfMemory, in_portions, tokens_that_fit
 from rebind.edit.kept import KeptTargets, resume_targets
+from rebind.edit.objective import can_be_recorded
 from rebind.edit.sites import find_sites, module_at
 from rebind.edit.targets import Found, Prompt, Request, TargetSettings, find_targets
 from rebind.edit.trunk import Trunk
@@ -395,3 +396,20 @@ def test_a_damaged_kept_target_is_found_again(tmp_path, searched, content):
 
 def test_without_a_folder_nothing_is_kept():
     assert torch.equal(_resume(None).hidden, _whole("llama").hidden)
+
+
+@pytest.mark.parametrize(
+    ("places", "recorded"),
+    [
+        (["cuda:0"], True),
+        (["cuda:1"], False),
+        (["cuda:0", "cuda:1"], False),
+        (["cpu"], False),
+        (["cuda:0", "cpu"], False),
+    ],
+)
+def test_graphs_are_of_the_current_device(places, recorded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    parameters = [SimpleNamespace(device=torch.device(place)) for place in places]
+    trunk = SimpleNamespace(model=SimpleNamespace(parameters=lambda: parameters))
+    assert can_be_recorded(trunk) is recorded
