@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,11 @@ from pathlib import Path
 from rebind.errors import InputError, StorageError
 
 STALE_AFTER = 24 * 3600  # seconds: a temporary this old belongs to a process that was killed
+OF_ANOTHER_KIND = (IsADirectoryError, NotADirectoryError, FileExistsError)
+
+
+class TakenError(InputError, StorageError):
+    """Something of another kind lies where a file or a folder was to be written."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -63,6 +69,7 @@ def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
             remove_stale(path.parent, f".{path.name}.*.tmp")
             temporary.mkdir()
             fill(temporary)
+            _open_to_readers(temporary)
             for folder, _, files in os.walk(temporary):
                 for name in files:
                     _sync(Path(folder, name))
@@ -71,6 +78,18 @@ def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
             _sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Give each file the mode of a new one, as the umask has it: what safetensors writes is for its owner alone."""
+    new = folder / f".{secrets.token_hex(6)}"
+    new.touch(exist_ok=False)
+    usual = new.stat().st_mode
+    new.unlink()
+    for path in (Path(root, name) for root, _, names in os.walk(folder) for name in names):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode) and mode | usual != mode:
+            path.chmod(stat.S_IMODE(mode | usual))
 
 
 def _temporary(path: Path) -> Path:
@@ -137,6 +156,17 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+def _in_the_way(path: Path) -> StorageError | None:
+    """What lies where a file or a folder was to be written, if that is what was wrong."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if there == path and there.is_dir():
+        return TakenError(f"{path} is a folder, expected a file: choose another name")
+    if there.is_dir():
+        return None
+    where = "" if there == path else f"cannot write {path}: "
+    return TakenError(f"{where}{there} is a file, expected a folder: choose another name")
+
+
 @contextlib.contextmanager
 def _disk_problems_named(path: Path) -> Iterator[None]:
     """Say which path could not be written: a bare `No space left on device` names none."""
@@ -147,7 +177,8 @@ def _disk_problems_named(path: Path) -> Iterator[None]:
     except OSError as problem:
         if problem.errno is None:  # raised by a library for reasons of its own, not by the system
             raise
-        error = StorageError(
+        error = _in_the_way(path) if isinstance(problem, OF_ANOTHER_KIND) else None
+        error = error or StorageError(
             f"cannot write {path} ({problem.strerror or problem}), expected a folder with room and write access: "
             f"free some space, or choose another folder"
         )

@@ -96,8 +96,18 @@ def test_the_bytes_are_on_disk_before_the_name(tmp_path, monkeypatch):
 
 def test_a_parent_that_is_a_file(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot write .*inside"):
-        write_atomically(tmp_path / "file" / "inside", b"x")
+    for place in ("inside", "inside/deep"):
+        with pytest.raises(InputError, match="file is a file, expected a folder: choose another name"):
+            write_atomically(tmp_path / "file" / place, b"x")
+        with pytest.raises(StorageError, match=f"cannot write .*{place}"):  # for whoever goes on without a cache
+            write_atomically(tmp_path / "file" / place, b"x")
+
+
+def test_a_folder_in_a_files_place(tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(InputError, match="there is a folder, expected a file: choose another name"):
+        write_atomically(tmp_path / "there", b"x")
+    assert names_in(tmp_path) == ["there"]
 
 
 def put(name, data):
@@ -160,7 +170,7 @@ def test_a_full_disk_leaves_no_folder(tmp_path, monkeypatch, step):
 
 def test_a_file_in_a_folder_s_place(tmp_path):
     (tmp_path / "folder").write_bytes(b"mine")
-    with pytest.raises(StorageError, match="cannot write"):
+    with pytest.raises(InputError, match="folder is a file, expected a folder: choose another name"):
         write_folder_atomically(tmp_path / "folder", put("a", b"x"))
     assert (tmp_path / "folder").read_bytes() == b"mine"
     assert names_in(tmp_path) == ["folder"]
@@ -195,3 +205,26 @@ def test_a_text_too_long_for_a_name_is_no_file(tmp_path):
     (tmp_path / "file").touch()
     assert is_file(tmp_path / "file")
     assert not is_file(tmp_path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has other modes")
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_files_of_a_folder_have_the_mode_that_the_umask_says(tmp_path, umask):
+    outside = tmp_path / "outside"
+    outside.touch(0o600)
+
+    def fill(folder):
+        (folder / "sub").mkdir()
+        (folder / "sub" / "private").touch(0o600)
+        (folder / "program").touch(0o777)
+        (folder / "link").symlink_to(outside)
+
+    before = os.umask(umask)
+    try:
+        write_folder_atomically(tmp_path / "folder", fill)
+    finally:
+        os.umask(before)
+    modes = {name: (tmp_path / "folder" / name).stat().st_mode & 0o777 for name in ("sub/private", "program")}
+    assert modes == {"sub/private": 0o666 & ~umask, "program": 0o777 & ~umask}
+    assert outside.stat().st_mode & 0o777 == 0o600, "what a link leads to is not ours"
+    assert names_in(tmp_path / "folder") == ["link", "program", "sub"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+
+NOT_BEGUN = "stopped: nothing was begun, run the same command again"
 
 
 def main() -> None:
@@ -10,7 +13,9 @@ def main() -> None:
     try:
         _run()
     except KeyboardInterrupt:  # while the verbs are imported; once one is at work, its screen says what became of it
-        sys.stderr.write("stopped: nothing was begun, run the same command again\n")
+        sys.stderr.write(f"{NOT_BEGUN}\n")
+        if "--json" in sys.argv:
+            sys.stdout.write(json.dumps({"error": NOT_BEGUN, "code": 130}, indent=1) + "\n")
         sys.exit(130)
 
 

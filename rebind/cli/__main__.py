@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
 
-from rebind.cli import ask, bench, doctor, edit, generate, lab, layers, ledger, lens, moments, trace, train
+from rebind.cli import NOT_BEGUN, ask, bench, doctor, edit, generate, lab, layers, ledger, lens, moments, trace, train
 from rebind.cli import eval as evaluation
-from rebind.cli.screen import UNREAD, drop_output, is_unread, strict_json
+from rebind.cli.screen import (
+    FAILED,
+    STOPPED,
+    UNREAD,
+    drop_output,
+    from_interrupt,
+    is_unread,
+    output_named,
+    strict_json,
+)
 from rebind.cli.usage import Commands
+from rebind.errors import StorageError
 from rebind.version import __version__
 
 EXAMPLES = """[bold]Begin here[/bold]
@@ -31,6 +42,13 @@ class Verbs(Commands):
 
     asked_json = False
 
+    def main(self, *args: Any, **named: Any) -> Any:
+        try:
+            return super().main(*args, **named)
+        except OSError as problem:  # of an error that could not be told: how it ends is told all the same
+            drop_output(sys.stderr)
+            sys.exit(getattr(problem.__context__, "exit_code", FAILED))
+
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **named: Any) -> Any:
         self.asked_json = "--json" in args
         with self._ends_told():
@@ -43,15 +61,35 @@ class Verbs(Commands):
     @contextmanager
     def _ends_told(self) -> Iterator[None]:
         try:
-            yield
+            with output_named():
+                yield
+        except KeyboardInterrupt as problem:
+            if not from_interrupt(problem.__context__):  # else a verb's screen was telling of the first one
+                self._end(NOT_BEGUN, STOPPED)
+            raise typer.Exit(STOPPED) from None
+        except StorageError as problem:
+            self._end(f"error: {problem}", FAILED)
+            raise typer.Exit(FAILED) from None
         except (Exception, SystemExit) as problem:
             if is_unread(problem):
                 drop_output()
                 raise typer.Exit(UNREAD) from None
             said = getattr(problem, "format_message", None)  # of click's errors, whichever click typer brings
-            if said is not None and self.asked_json:
-                typer.echo(strict_json({"error": said(), "code": getattr(problem, "exit_code", 2)}), nl=False)
+            if said is not None:
+                self._document(said(), getattr(problem, "exit_code", 2))
             raise
+
+    def _end(self, line: str, code: int) -> None:
+        with suppress(OSError):
+            typer.echo(line, err=True)
+        self._document(line.removeprefix("error: "), code)
+
+    def _document(self, text: str, code: int) -> None:
+        try:
+            if self.asked_json:
+                typer.echo(strict_json({"error": text, "code": code}), nl=False)
+        except OSError:  # the line on the error stream must do
+            drop_output()
 
 
 app = typer.Typer(

@@ -10,6 +10,7 @@ import typer
 from rebind.cli import options
 from rebind.cli.bars import Bars
 from rebind.cli.screen import Screen, screen
+from rebind.files import require_writable
 
 if TYPE_CHECKING:
     from rebind.bench.scan import Report, Row
@@ -75,19 +76,22 @@ def scan(
             rules=_split(rules),
         )
         usable_device(setup.device)
+        require_writable(out, "name another with --out")
         path = out / f"scan-{setup.device.replace(':', '-')}.json"
         before = torch.get_num_threads()
         torch.set_num_threads(threads or before)
         bars = Bars(shown)
+        done: list[list[Row]] = []
         try:
             with bars.drawn():
                 report = run(
                     setup,
                     told=lambda done, total, doing: bars.count("measuring", done, total, doing),
-                    found=lambda report, rows: _found(shown, path, report, rows),
+                    found=lambda report, rows: _found(done, path, report, rows),
                 )
         finally:
             torch.set_num_threads(before)
+            _show(shown, done)
         for one in filter(None, [spared(report.rows, shown.out.width), *report.missing]):
             shown.hint(one)
         shown.hint(report.note)
@@ -100,14 +104,20 @@ def _split(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def _found(shown: Screen, path: Path, report: Report, rows: list[Row]) -> None:
+def _found(done: list[list[Row]], path: Path, report: Report, rows: list[Row]) -> None:
     """A shape is done: what there is is kept, should a later one fail."""
+    report.save(path)
+    done.append(rows)
+
+
+def _show(shown: Screen, done: list[list[Row]]) -> None:
+    """A table a shape; not while the bar is drawn, whose line it would be written on."""
     from rebind.bench.table import notes, tables
 
-    report.save(path)
-    shown.show(*tables(rows, shown.out.width))
-    for note in notes(rows):
-        shown.hint(note)
+    for rows in done:
+        shown.show(*tables(rows, shown.out.width))
+        for note in notes(rows):
+            shown.hint(note)
 
 
 def _draw(shown: Screen, report: Report, path: Path) -> list[Path]:

@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,8 @@ from rebind.cli import options
 from rebind.cli.places import HEADER, ledgers_folder
 from rebind.cli.screen import FAILED, screen
 from rebind.cli.tables import seconds, size
+from rebind.errors import RebindError
+from rebind.files import require_writable
 
 EXAMPLES = "[bold]Example[/bold]\n\nrebind doctor --json\n\nExits with 3 if something is wrong that edits need."
 
@@ -113,16 +115,18 @@ def _folders() -> Iterator[Finding]:
     ledgers = ledgers_folder()
     count = len(list(ledgers.glob(f"*/{HEADER}"))) if ledgers.is_dir() else 0
     found = _folder("ledgers", ledgers, "set REBIND_LEDGERS to a folder you may write")
-    yield Finding(found.name, found.ok, f"{count} in {found.detail}", found.next)
+    yield replace(found, detail=f"{count} in {found.detail}") if found.ok else found
 
 
 def _folder(name: str, path: Path, step: str) -> Finding:
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
-    writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    try:
+        require_writable(path, step)
+    except RebindError as problem:
+        return Finding(name, False, str(problem).removesuffix(f": {step}"), step)
     if not path.is_dir():
-        return Finding(name, writable, f"{path} (not there yet{'' if writable else ', and cannot be made'})", step)
+        return Finding(name, True, f"{path} (not there yet)", step)
     used = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return Finding(name, writable, f"{path}, {size(used)}{'' if writable else ', not writable'}", step)
+    return Finding(name, True, f"{path}, {size(used)}", step)
 
 
 def _embedded() -> Iterator[Finding]:

@@ -99,7 +99,7 @@ def edit(
     debug: options.Debug = False,
 ) -> None:
     """Write facts into a model, and show what it says before and after."""
-    with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
+    with screen(as_json, quiet, debug, options.typed(model, ledger), skips=True) as shown:
         picked = options.parse_layers(layers)
         listed = _read(shown, facts, target, subject, paraphrase, neighbour, skip_bad)
         if out is not None and not plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from rich.text import Text
 from rebind.cli import options
 from rebind.cli.bars import LABELS, Bars, Drawn
 from rebind.cli.opening import Wanted, open_editor
-from rebind.cli.screen import Screen, screen
+from rebind.cli.screen import Screen, counted, screen
 from rebind.cli.tables import pairs, table, width
 from rebind.errors import InputError
 
@@ -105,14 +106,14 @@ def evaluate(
     """Measure a method: write records, ask everything before and after, report with intervals."""
     if context.invoked_subcommand is not None:
         return
-    with screen(as_json, quiet, debug) as shown:
+    with screen(as_json, quiet, debug, skips=True) as shown:
         from rebind.edit.methods import get_method
         from rebind.evals.answers import Asking
         from rebind.evals.protocols import get_protocol
         from rebind.evals.run import Trial, evaluate
 
         get_method(method)
-        if lam is not None and not lam > 0:
+        if lam is not None and not 0 < lam < math.inf:
             raise InputError(f"lam is {lam}, expected a number above 0: leave it out to have it found from the keys")
         trial = Trial(
             method,
@@ -159,7 +160,7 @@ def _choose(
     from rebind.evals.choosing import known as known_to
     from rebind.evals.choosing import usable
 
-    records = usable(editor, records, protocol, skip_bad=skip_bad)
+    records = usable(editor, records, protocol, skip_bad=skip_bad, limit=None if known else n)
     if known:
         records = known_to(editor, records)
     return replace(records, records=records[: n or len(records)])
@@ -205,8 +206,8 @@ def _show(shown: Screen, result: Result) -> None:
     from rebind.evals.report import described, long_table, short_table
 
     summary = result.summary
-    count = summary["states"][0]["records"]
-    heading = f"{summary['method']} on {summary['model']}, {described(summary)}: {count} records of {summary['data']}"
+    count = counted(summary["states"][0]["records"], "record")
+    heading = f"{summary['method']} on {summary['model']}, {described(summary)}: {count} of {summary['data']}"
     shown.show(Text(heading, style="bold"))
     if len(summary["states"]) > 2:
         _show_states(shown, *short_table([("", summary)]))
@@ -214,7 +215,7 @@ def _show(shown: Screen, result: Result) -> None:
     shown.show(
         pairs(
             [
-                *([("skipped", f"{summary['skipped']} records")] if summary["skipped"] else []),
+                *([("skipped", counted(summary["skipped"], "record"))] if summary["skipped"] else []),
                 ("results", result.folder),
                 ("files", ", ".join(sorted(file.name for file in result.folder.iterdir()))),
             ]
@@ -247,10 +248,9 @@ def compare(
         from rebind.evals.report import compare, draw_comparison
 
         found = compare(folders)
-        if figure is not None:
-            draw_comparison(figure, found)
         _show_comparison(shown, found)
         if figure is not None:
+            draw_comparison(figure, found)
             shown.hint(f"figure: {figure}")
         document: dict[str, Any] = {"runs": [{"name": name, **run} for name, run in found.runs], "notes": found.notes}
         shown.result(document, found.markdown.rstrip())
@@ -296,7 +296,7 @@ def _name_lines(run: str) -> list[str]:
     ['memit-sequential-', '200-3f2a91c0']
     """
     lines = [""]
-    for word in re.split(r"(?<=[-_. ])", run):
+    for word in re.split(r"(?<=[-_. /])", run):
         if lines[-1] and len(lines[-1] + word) > NAME:
             lines.append("")
         lines[-1] += word

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from rebind.cli import options
+from rebind.cli.bars import Bars
 from rebind.cli.screen import screen
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -40,13 +41,17 @@ def generate(
 
         from rebind.nn.training.load import load
 
-        trained = load(run, device=device or "cpu", dtype=options.parse_dtype(dtype))
         drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
         said = []
-        for prompt in prompts:
-            torch.manual_seed(seed)  # for each: what one says does not hang on those before it
-            how = {"do_sample": False} if greedy else drawn
-            said.append(trained.generate(prompt, max_new_tokens=tokens, **how))
+        bars = Bars(shown)
+        with bars.drawn():
+            bars.phase("loading")
+            trained = load(run, device=device or "cpu", dtype=options.parse_dtype(dtype))
+            for done, prompt in enumerate(prompts):
+                bars.count("asking", done, len(prompts))
+                torch.manual_seed(seed)  # for each: what one says does not hang on those before it
+                how = {"do_sample": False} if greedy else drawn
+                said.append(trained.generate(prompt, max_new_tokens=tokens, **how))
         for prompt, text in zip(prompts, said, strict=True):
             shown.show(Text.assemble((prompt, "bold"), (text, "cyan")))
         answers = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, said, strict=True)]

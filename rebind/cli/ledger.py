@@ -34,6 +34,7 @@ app = typer.Typer(
 Ids = Annotated[list[str], typer.Argument(help="Ids of edits, as e0001, or as much of one as tells it apart.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier export left there.")]
 LISTED = 20
+DATED = 72  # columns of a screen that has room for when an edit was made
 
 
 def _open(model: str, folder: Path | None) -> Ledger:
@@ -70,13 +71,15 @@ def list_(
     with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
         opened = _open(model, ledger)
         rows = [_summary(opened, edit) for edit in opened.edits]
-        made = table("edit", "", "made (UTC)", "method", "facts", "first", right=("facts",))
-        made.columns[2].no_wrap = True
+        dated = ("made (UTC)",) if shown.out.width >= DATED else ()
+        made = table("edit", "", *dated, "method", "facts", "first", right=("facts",))
+        for column in made.columns[: 2 + len(dated)]:
+            column.no_wrap = True
         for row in rows:
             state = ("active" if row["active"] else "undone") + (", forced" if row["forced"] else "")
             style = None if row["active"] else "dim"
-            when = _minute(row["created"])
-            made.add_row(row["id"], state, when, row["method"], str(row["facts"]), row["first"], style=style)
+            when = [_minute(row["created"])] if dated else []
+            made.add_row(row["id"], state, *when, row["method"], str(row["facts"]), row["first"], style=style)
         shown.show(made)
         active = sum(row["active"] for row in rows)
         shown.hint(f"{active} of {len(rows)} active, model {opened.model_name or opened.model[:12]}, {opened.path}")
@@ -276,13 +279,7 @@ def export(
             raise InputError("got nothing to export, expected --peft DIR, --delta FILE or --model-out DIR: name one")
         if rank is not None and peft is None:
             raise InputError(f"got --rank {rank} without --peft, expected both: only an adapter can be cut to a rank")
-        for place in (peft, model_out):
-            if place is not None:
-                require_writable_beside(place, "name another place")
-        if delta is not None:
-            from rebind.edit.delta import delta_file
-
-            require_writable(delta_file(delta).parent, "name another place")
+        _require_places(peft, delta, model_out, model, overwrite)
         bars = Bars(shown)
         with bars.drawn():
             editor = _edited(Wanted(model, ledger, device, dtype, False, corpus, moment_tokens), bars)
@@ -291,10 +288,10 @@ def export(
             if peft is not None:
                 made = editor.export_peft(peft, rank=rank, overwrite=overwrite)
                 document["peft"] = {"folder": str(made.folder), "ranks": made.ranks, "errors": made.errors}
-            if delta is not None:
-                document["delta"] = str(editor.save_delta(delta, overwrite=overwrite))
             if model_out is not None:
                 document["model"] = str(editor.save(model_out, overwrite=overwrite))
+            if delta is not None:  # last: it may lie in one of the folders
+                document["delta"] = str(editor.save_delta(delta, overwrite=overwrite))
         if peft is not None:
             ranks, worst = sorted(set(made.ranks.values())), max(made.errors.values())
             shown.show(f"✓ adapter {made.folder}: rank {', '.join(map(str, ranks))}, relative error {worst:.1e}")
@@ -303,6 +300,35 @@ def export(
                 shown.show(f"✓ {name} {document[name]}")
         shown.hint(f"{counted(len(document['edits']), 'edit')}, {seconds(sum(bars.seconds.values()))}")
         shown.result(document)
+
+
+def _require_places(peft: Path | None, delta: Path | None, whole: Path | None, model: str, overwrite: bool) -> None:
+    """Ask before the model is loaded whether all can be written, so that not some of them are."""
+    for place, mark in ((peft, "adapter_config.json"), (whole, "config.json")):
+        if place is not None:
+            _require_free(place, mark, model, overwrite)
+    if peft is not None and whole is not None and peft.expanduser().resolve() == whole.expanduser().resolve():
+        raise InputError(f"--peft and --model-out are both {peft}, expected a folder each: name another place")
+    if delta is not None:
+        from rebind.edit.delta import delta_file
+
+        file = delta_file(delta)
+        require_writable(file.parent, "name another place")
+        if file.is_dir():
+            raise InputError(f"{file} is a folder, expected a file: choose another name")
+        if file.exists() and not overwrite:
+            raise InputError(f"{file} is there already, expected a new name: choose another, or give --overwrite")
+
+
+def _require_free(folder: Path, mark: str, model: str, overwrite: bool) -> None:
+    """Ask before the model is loaded whether a folder is new, or holds what may be replaced, as `mark` shows."""
+    from rebind.edit.folders import require_free
+
+    require_writable_beside(folder, "name another place")
+    folder, base = folder.expanduser().resolve(), Path(model).expanduser()
+    if base.is_dir() and base.resolve() == folder:
+        raise InputError(f"{folder} holds the base model, expected another folder: save beside it")
+    require_free(folder, mark, overwrite)
 
 
 @app.command("replay", epilog="[bold]Example[/bold]\n\nrebind ledger replay --model smollm2 --out edited/")
@@ -321,7 +347,7 @@ def replay(
 ) -> None:
     """Apply the ledger to a fresh base model, ask it every fact again, and save it."""
     with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
-        require_writable_beside(out, "name another with --out")
+        _require_free(out, "config.json", model, overwrite)
         bars = Bars(shown)
         with bars.drawn():
             editor = _edited(Wanted(model, ledger, device, dtype, False, corpus, moment_tokens), bars)

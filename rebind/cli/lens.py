@@ -15,8 +15,9 @@ from rebind.cli.heat import heatmap
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen, strict_json
 from rebind.cli.tables import table
+from rebind.edit.facts import require_text
 from rebind.edit.wording import percent
-from rebind.files import write_atomically
+from rebind.files import require_writable, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +51,11 @@ def lens(
 ) -> None:
     """Read every layer through the final norm and the head: where does the answer appear?"""
     with screen(as_json, quiet, debug) as shown:
+        require_text("a prompt", prompt)
+        if target is not None:
+            require_text("--target", target)
+        if out is not None:
+            require_writable(out, "name another with --out")
         bars = Bars(shown)
         with bars.drawn():
             wanted = Wanted(model, ledger, device, dtype, corpus=corpus, moment_tokens=moment_tokens)
@@ -68,8 +74,8 @@ def lens(
             "base": base.to_json(),
             "edited": edited.to_json(),
         }
-        files = _written(base, edited, document, out)
         _show(shown, base, edited if active else None)
+        files = _written(base, edited, document, out)
         for file in files:
             shown.hint(f"wrote {file}")
         shown.result(

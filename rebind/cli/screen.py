@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console, RenderableType
@@ -29,6 +29,8 @@ OPTIONS = (  # what the library's messages call an argument, and a command line 
     (r"\(force=True, --force\)", "(--force)"),
     (r"editor\.undo\('\w+'\) or ", ""),
     (r" \(from Python, or pass tokenizer=\)", ""),
+    (r"(?s)\A(prompt .*), or name it as subject\Z", r"\1, or name it with --subject"),  # not of a file's record
+    (r"leave chat out", "leave out --chat"),
 )
 BARE = re.compile(r"rebind ledger undo e\d+\b(?! -)")  # as the library has it, which knows no options
 
@@ -43,6 +45,7 @@ class Screen:
     quiet: bool
     debug: bool
     place: str = ""  # the options that say which model and which ledger, as they were given
+    skips: bool = False  # whether the verb takes --skip-bad
     kept: dict[str, str] = field(default_factory=dict)  # edits that stay whatever happens now, and what to do with them
 
     @property
@@ -53,7 +56,7 @@ class Screen:
         """Something for a person to read; nothing with --json or --quiet."""
         if self.for_people:
             for line in lines:
-                with _output_named():
+                with output_named():
                     self.out.print(line, style=style)
 
     def hint(self, text: str) -> None:
@@ -69,12 +72,12 @@ class Screen:
     def suggest(self, label: str, command: str) -> None:
         """A command on a line of its own, however long: one that is broken cannot be pasted."""
         if self.for_people:
-            with _output_named():
+            with output_named():
                 self.out.print(f"{label}: {command}", style="dim", soft_wrap=True)
 
     def result(self, document: dict[str, Any], brief: str = "") -> None:
         """The document with --json; with --quiet the one thing a script would want of it."""
-        with _output_named():
+        with output_named():
             if self.json:
                 self.out.file.write(strict_json(document))
             elif self.quiet and brief:
@@ -90,15 +93,22 @@ class Screen:
         self.kept[edit] = f"edit {edit} is in the ledger, do not run the command again; to take it back: {undo}"
 
     def complain(self, kind: str, text: str) -> None:
-        style = "bold red" if kind == "error" else "yellow"
-        self.err.print(f"{kind}: {' '.join(text.split())}", style=style, soft_wrap=True)
+        self.tell(f"{kind}: {' '.join(text.split())}", style="bold red" if kind == "error" else "yellow")
+
+    def tell(self, text: str, style: str | None = None) -> None:
+        """Something on the error stream. Where that cannot be written, the exit code must do."""
+        try:
+            self.err.print(text, style=style, soft_wrap=True)
+        except OSError:
+            drop_output(sys.stderr)
 
 
 @contextmanager
-def screen(as_json: bool, quiet: bool, debug: bool, place: str = "") -> Iterator[Screen]:
+def screen(as_json: bool, quiet: bool, debug: bool, place: str = "", *, skips: bool = False) -> Iterator[Screen]:
     """A screen to work before. Whatever is raised inside becomes one line and an exit code.
 
-    `place` is what commands that are suggested must end with to be about the same model and ledger.
+    `place` is what commands that are suggested must end with to be about the same model and ledger; `skips` says that
+    the verb takes --skip-bad.
     """
     for stream in (sys.stdout, sys.stderr):
         if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
@@ -110,6 +120,7 @@ def screen(as_json: bool, quiet: bool, debug: bool, place: str = "") -> Iterator
         quiet,
         debug,
         place,
+        skips,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
@@ -127,13 +138,13 @@ def screen(as_json: bool, quiet: bool, debug: bool, place: str = "") -> Iterator
             if isinstance(problem, SystemExit):
                 _tell_kept(shown)
                 raise
-            if not isinstance(problem, (RebindError, OSError)) and _from_interrupt(problem):
+            if not isinstance(problem, (RebindError, OSError)) and from_interrupt(problem):
                 _stop(shown)
-            _end(shown, "; ".join([_described(problem, shown.place), *shown.kept.values()]), exit_code(problem))
+            _end(shown, "; ".join([_described(problem, shown), *shown.kept.values()]), exit_code(problem))
 
 
 @contextmanager
-def _output_named() -> Iterator[None]:
+def output_named() -> Iterator[None]:
     """Say that it is the output that cannot be written: a bare `No space left on device` names nothing."""
     try:
         yield
@@ -154,11 +165,11 @@ def is_unread(problem: BaseException) -> bool:
     return isinstance(problem, OSError) and problem.errno == errno.EPIPE
 
 
-def drop_output() -> None:
+def drop_output(stream: TextIO | None = None) -> None:
     """Send what is still to be written nowhere: else the interpreter fails with it at its end."""
     with suppress(OSError, ValueError):  # a stream without a handle keeps its words
-        stream, nowhere = sys.stdout.fileno(), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream)
+        handle, nowhere = (stream or sys.stdout).fileno(), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, handle)
         os.close(nowhere)
 
 
@@ -170,7 +181,7 @@ def exit_code(problem: BaseException) -> int:
     return UNEXPECTED
 
 
-def _from_interrupt(problem: BaseException | None) -> bool:
+def from_interrupt(problem: BaseException | None) -> bool:
     """Whether Ctrl-C is behind it: some libraries make another error of it while they are imported."""
     while problem is not None and not isinstance(problem, KeyboardInterrupt):
         problem = problem.__cause__ or problem.__context__
@@ -184,9 +195,9 @@ def _stop(shown: Screen) -> None:
 
 def _end(shown: Screen, text: str, code: int) -> None:
     if shown.debug:
-        shown.err.print(traceback.format_exc(), soft_wrap=True)
+        shown.tell(traceback.format_exc())
     if code == STOPPED:
-        shown.err.print(text, style="yellow", soft_wrap=True)
+        shown.tell(text, style="yellow")
     else:
         shown.complain("error", text)
     kept = {"edits": list(shown.kept)} if shown.kept else {}
@@ -223,9 +234,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _described(problem: Exception, place: str) -> str:
+def _described(problem: Exception, shown: Screen) -> str:
     if isinstance(problem, RebindError):
-        return _as_typed(str(problem), place) + (_about_cache(problem) if isinstance(problem, StorageError) else "")
+        return _as_typed(str(problem), shown) + (_about_cache(problem) if isinstance(problem, StorageError) else "")
     if _out_of_memory(problem):
         return "out of memory: ask for less at once (fewer facts, a smaller batch, model or dtype), or another --device"
     if isinstance(problem, OSError):
@@ -242,11 +253,12 @@ def _about_cache(problem: StorageError) -> str:
     return " (REBIND_CACHE names it)" if str(cache_folder()) in told and "REBIND_CACHE" not in told else ""
 
 
-def _as_typed(text: str, place: str) -> str:
+def _as_typed(text: str, shown: Screen) -> str:
     """A message of the library in the words of the command line."""
+    text = text.replace("skip bad records", "give --skip-bad" if shown.skips else "leave the record out")
     for argument, option in OPTIONS:
         text = re.sub(argument, option, text)
-    return BARE.sub(lambda found: found[0] + place, text)
+    return BARE.sub(lambda found: found[0] + shown.place, text)
 
 
 def _out_of_memory(problem: BaseException) -> bool:
@@ -258,6 +270,6 @@ def _teller(shown: Screen) -> Any:
 
     def tell(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
         if category.__module__.startswith("rebind") or shown.debug:
-            shown.complain("warning", _as_typed(str(message), shown.place))
+            shown.complain("warning", _as_typed(str(message), shown))
 
     return tell

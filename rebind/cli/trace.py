@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +12,12 @@ from rebind.cli import options
 from rebind.cli.bars import Bars
 from rebind.cli.heat import heatmap
 from rebind.cli.opening import Wanted, open_editor
-from rebind.cli.screen import Screen, screen, strict_json
+from rebind.cli.screen import Screen, counted, screen, strict_json
 from rebind.cli.tables import seconds
+from rebind.edit.facts import require_text
 from rebind.edit.wording import percent
 from rebind.errors import InputError
-from rebind.files import write_atomically
+from rebind.files import require_writable, write_atomically
 
 if TYPE_CHECKING:
     from rebind.edit.averages import Average
@@ -48,7 +50,7 @@ def trace(
     predicted: Annotated[
         bool, typer.Option("--predicted", help="All of its facts: trace what the model says, right or wrong.")
     ] = False,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out records that cannot be read.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out records that cannot be used.")] = False,
     draws: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Draws of noise to average. Default: 4.")
     ] = None,
@@ -73,14 +75,18 @@ def trace(
     debug: options.Debug = False,
 ) -> None:
     """Corrupt the subject, restore one state at a time, and see which brings the answer back."""
-    with screen(as_json, quiet, debug) as shown:
+    with screen(as_json, quiet, debug, skips=True) as shown:
         listed = _read(shown, prompt, subject, target, facts, limit, skip_bad)
         settings = _settings(kind, draws, noise, window, seed)
         own = predicted if facts is not None else target is None
+        if out is not None:
+            require_writable(out, "name another with --out")
         bars = Bars(shown)
         with bars.drawn():
             wanted = Wanted(model, ledger, device, dtype, corpus=corpus, moment_tokens=moment_tokens)
             editor = open_editor(wanted, bars, base_only=base)
+            if facts is not None:
+                listed = _short(shown, editor, listed, facts, skip_bad)
             found, left_out = _traced(editor, listed, settings, bars, one=facts is None, own=own)
         made: Trace | Average = found[0] if facts is None else _averaged(found, left_out)
         document = {
@@ -90,14 +96,15 @@ def trace(
             "left_out": left_out,
             **made.to_json(),
         }
-        files = _written(made, found[0].window, document, out)
         _show(shown, made, found[0].window)
         spent = sum(one.seconds for one in found)
         edited = f", edits {', '.join(document['active'])} in place" if document["active"] else ""
+        draws_of = counted(found[0].settings.draws, "draw")
         shown.hint(
-            f"{editor.loaded.name}{edited}: traced in {seconds(spent)} ({found[0].settings.draws} draws of noise, "
+            f"{editor.loaded.name}{edited}: traced in {seconds(spent)} ({draws_of} of noise, "
             f"standard deviation {found[0].noise:.3g}, window {found[0].window})"
         )
+        files = _written(made, found[0].window, document, out)
         for file in files:
             shown.hint(f"wrote {file}")
         shown.result(document | {"seconds": spent, "files": [str(file) for file in files]}, _brief(made))
@@ -118,9 +125,11 @@ def _read(
     if (prompt is None) == (facts is None):
         got = "both" if prompt else "neither"
         raise InputError(f'got {got} of a prompt and --facts, expected one: rebind trace "The {{Louvre}} is in"')
+    if target is not None:
+        require_text("--target", target)
     if prompt is not None:
         return [Fact.parse(prompt, target or ".", subject=subject)]
-    if subject or target:
+    if subject is not None or target is not None:
         raise InputError("got --facts with --subject or --target, expected these with a prompt: leave them out")
     found = read_facts(str(facts), limit=limit, skip_bad=skip_bad)
     for reason in found.skipped:
@@ -128,6 +137,45 @@ def _read(
     if not found:
         raise InputError(f"{facts} holds no facts, expected at least one: one JSON object a line will do")
     return list(found)
+
+
+def _short(shown: Screen, editor: Any, facts: list[Fact], file: Path, skip_bad: bool) -> list[Fact]:
+    """Those that the model can be asked, before the first is traced: the others raise, or are left out and told."""
+    kept = []
+    for index, fact in enumerate(facts):
+        try:
+            _require_short(editor, fact)
+            kept.append(fact)
+        except InputError as problem:
+            told = _named(problem, file, index)
+            if not skip_bad:
+                raise InputError(told) from None
+            shown.complain("skipped", told)
+    if not kept:
+        raise InputError(f"none of {counted(len(facts), 'fact')} is left, expected at least one: shorten their prompts")
+    return kept
+
+
+def _require_short(editor: Any, fact: Fact) -> None:
+    from rebind.edit.encoding import encode
+    from rebind.edit.facts import Fact
+
+    for target in filter(None, (fact.target, fact.old)):
+        asked = Fact(fact.prompt, fact.subject, target)
+        encode(asked, editor.tokenizer, editor.loaded.start, limit=editor.trunk.context)
+
+
+def _named(problem: InputError, file: Path, index: int) -> str:
+    """What is wrong with a fact, with the record that it was read from in front."""
+    from rebind.edit.reading import described, fact_of, raw_records
+
+    for where, record in raw_records(file):
+        with suppress(InputError, RecursionError):
+            fact_of(record)
+            if not index:
+                return described(problem, where, record)
+            index -= 1
+    return str(problem)  # the file has changed meanwhile
 
 
 def _settings(kind: str, draws: int | None, noise: float | None, window: int | None, seed: int) -> TraceSettings:

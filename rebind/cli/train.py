@@ -261,6 +261,6 @@ def _show(shown: Screen, result: Result) -> None:
     )
     if not (result.folder / "curve.png").exists():
         shown.hint("no curve: pip install 'rebind[lab]' for one")
-    shown.hint(f'ask it: rebind generate {result.folder} "Once"')
+    shown.suggest("ask it", shown.command("generate", str(result.folder), "Once"))
     document = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "began": result.began}
     shown.result({**document, "summary": summary}, str(result.folder))

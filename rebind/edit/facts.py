@@ -7,6 +7,7 @@ A fact is a prompt, the subject in it and the target that should follow; braces 
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -147,11 +148,16 @@ def require_text(name: str, value: object) -> None:
 
 def _texts(name: str, values: object) -> tuple[str, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InputError(f"{name} is {values!r}, expected a list of texts: wrap it, as in [{values!r}]")
+        raise InputError(f"{name} is {values!r}, expected a list of texts: wrap it, as in [{_quoted(values)}]")
     texts = tuple(values)
     for text in texts:
         require_text(f"an entry of {name}", text)
     return texts
+
+
+def _quoted(value: object) -> str:
+    """As JSON has it, which Python reads too."""
+    return json.dumps(value, ensure_ascii=False, default=repr)
 
 
 def _scan(prompt: str) -> tuple[str, list[str], str]:

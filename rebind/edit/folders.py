@@ -20,12 +20,12 @@ from rebind.files import remove_stale, write_folder_atomically
 def write_folder(path: Path, fill: Callable[[Path], None], mark: str, overwrite: bool) -> Path:
     """Fill a folder beside `path`, then put it in its place; until then what is there stays as it is."""
     path = path.resolve()
-    _require_free(path, mark, overwrite)
+    require_free(path, mark, overwrite)
     remove_stale(path.parent, f".{path.name}.*.new", f"..{path.name}.*.new.*.tmp")
     staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
     try:
         write_folder_atomically(staged, fill)
-        _require_free(path, mark, overwrite)  # saving takes minutes: somebody may have come first
+        require_free(path, mark, overwrite)  # saving takes minutes: somebody may have come first
         _swap(staged, path)
     except (OSError, SafetensorError) as problem:
         number = getattr(problem, "errno", None)
@@ -40,7 +40,7 @@ def write_folder(path: Path, fill: Callable[[Path], None], mark: str, overwrite:
     return path
 
 
-def _require_free(path: Path, mark: str, overwrite: bool) -> None:
+def require_free(path: Path, mark: str, overwrite: bool) -> None:
     """`mark` is the file that shows what lies there to be of the kind that would replace it."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return

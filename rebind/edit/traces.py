@@ -30,11 +30,10 @@ class TraceSettings:
     def __post_init__(self) -> None:
         if unknown := [kind for kind in self.kinds if kind not in KINDS] or not self.kinds:
             raise InputError(f"kinds are {self.kinds!r} ({unknown}), expected some of {', '.join(KINDS)}: choose these")
-        if not (0 < self.noise < math.inf and self.draws > 0 and (self.window is None or self.window > 0)):
-            raise InputError(
-                f"noise is {self.noise}, draws {self.draws}, window {self.window}, expected finite numbers above 0: "
-                f"correct them"
-            )
+        for name in ("noise", "draws", "window"):
+            given = getattr(self, name)
+            if given is not None and not 0 < given < math.inf:
+                raise InputError(f"{name} is {given}, expected a finite number above 0: leave it out")
 
     def window_of(self, depth: int) -> int:
         return self.window or max(1, round(PAPER_WINDOW * depth / PAPER_DEPTH))

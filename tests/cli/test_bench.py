@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import pytest
+
+from rebind.bench import scan
+from rebind.cli.bars import Bars
+from rebind.cli.screen import Screen
 
 FAST = ["--shapes", "1x16x2x8,1x32x2x8", "--rules", "gated delta", "--only", "ours,loop", "--seconds", "0.1"]
 
@@ -55,3 +60,36 @@ def test_programs_get_one_document(rebind, tmp_path):
 )
 def test_bad_input(rebind, words, says):
     assert says in rebind("bench", "scan", *words, code=2).err
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(rebind, monkeypatch):
+    monkeypatch.setattr(scan, "run", lambda *_, **__: pytest.fail("too late"))
+    told = rebind("bench", "scan", *FAST, "--out", __file__, code=2).err
+    assert "is a file, expected a folder: name another with --out" in told
+
+
+def test_no_table_is_written_on_the_line_of_the_bar(rebind, monkeypatch):
+    drawn, show, run = [], Screen.show, scan.run
+
+    @contextmanager
+    def draw(self):
+        drawn.append(self)
+        try:
+            yield self
+        finally:
+            drawn.clear()
+
+    def shown(self, *lines, **options):
+        assert not drawn
+        show(self, *lines, **options)
+
+    def stopped(*given, **named):
+        run(*given, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bars, "drawn", draw)
+    monkeypatch.setattr(Screen, "show", shown)
+    assert "both ms" in rebind("bench", "scan", *FAST, "--rounds", "3").out
+    monkeypatch.setattr(scan, "run", stopped)
+    kept = rebind("bench", "scan", *FAST, "--rounds", "3", code=130).out
+    assert "1x16x2x8" in kept, "shapes that were done are shown"

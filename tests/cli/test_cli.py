@@ -206,7 +206,7 @@ def test_edits_leave_as_adapter_change_and_model(rebind, model, edited, tmp_path
     assert taken.endswith("or give --overwrite\n")
     rebind("ledger", "replay", "--model", model, "--out", str(replayed), "--overwrite")
     rebind("ledger", "undo", "e0001", "--model", model)
-    assert "no active edits" in rebind(*words, code=2).err
+    assert "no active edits" in rebind(*words, "--overwrite", code=2).err
 
 
 def test_edit_can_save_the_model(rebind, model, tmp_path):
@@ -249,6 +249,19 @@ def test_doctor_says_what_to_do(rebind, monkeypatch, tmp_path):
     assert not rebind("doctor", json=True, code=3).document["ok"]
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which nobody can make one")
+def test_doctor_tries_whether_a_folder_can_be_made(rebind, monkeypatch):
+    monkeypatch.setattr("rebind.cli.doctor._tiny_edit", lambda: iter(()))
+    monkeypatch.setenv("REBIND_CACHE", "/proc/x")
+    found = {one["name"]: one for one in rebind("doctor", json=True, code=3).document["findings"]}
+    for name in ("models", "moments"):
+        one = found[f"cached {name}"]
+        assert not one["ok"]
+        assert one["detail"].startswith(f"cannot write /proc/x/{name} (")
+        assert one["next"] == "set REBIND_CACHE to a folder you may write"
+    assert found["ledgers"]["ok"]
+
+
 # Bad input
 
 
@@ -261,7 +274,8 @@ def test_doctor_says_what_to_do(rebind, monkeypatch, tmp_path):
         (("edit", "The {capital} of {France} is", "Rome"), "marks 2 subjects"),
         (("edit", "The capital of {France} is", " "), "target is ' '"),
         (("edit", "The capital of {France} is"), "no target"),
-        (("edit", "The capital of France is", "Rome"), "or name it as subject"),
+        (("edit", "The capital of France is", "Rome"), "or name it with --subject"),
+        (("edit", "The capital of {} is", "Rome"), "or name it with --subject"),
         (("edit", "nowhere.jsonl"), "no file nowhere.jsonl"),
         (("edit", __file__, "Rome"), "leave out 'Rome'"),
         (("edit", *FACT, "--ledger", __file__), "is a file, expected a folder: name another with --ledger"),
@@ -298,7 +312,7 @@ def test_bad_input_that_only_the_model_shows(rebind, model, edited, tmp_path):
     assert "Rome / Bonn" in rebind("edit", str(clash), "--model", model, code=2).err
     assert "expected some of 0 to" in rebind("edit", *FACT, "--model", model, "--layers", "7", code=2).err
     chat = rebind("edit", *FACT, "--model", model, "--chat", code=2).err
-    assert "has no chat template, expected one to chat with: leave chat out" in chat
+    assert "has no chat template, expected one to chat with: leave out --chat" in chat
     long = rebind("ask", "The answer is" + " very" * 200, "--model", model, code=2).err
     assert re.match(r"error: prompt 'The answer is very .*…' is \d+ tokens, the model takes 128 .*: shorten", long)
     assert "'nowhere'" in rebind("ask", "x", "--model", model, "--device", "nowhere", code=2).err
@@ -315,6 +329,17 @@ def test_bad_records_can_be_skipped(rebind, model, tmp_path):
     skipped = rebind("edit", str(file), "--model", model, "--plan", "--skip-bad", json=True)
     assert skipped.document["plan"]["facts"] == 1
     assert skipped.err.startswith("skipped: line 2")
+
+
+@pytest.mark.parametrize(("verb", "step"), [("trace", "give --skip-bad"), ("layers", "leave the record out")])
+def test_what_a_file_lacks_is_told_in_the_words_of_the_command_line(rebind, tmp_path, verb, step):
+    file = tmp_path / "facts.jsonl"
+    file.write_text('{"prompt": "The {answer} is"}')
+    assert rebind(verb, "--facts", str(file), code=2).err.endswith(f": add it, or {step}\n")
+    file.write_text('{"prompt": "The answer is", "target": "x"}')
+    assert rebind(verb, "--facts", str(file), code=2).err.endswith(", or name it as subject\n"), "as a field of it"
+    file.write_text('{"prompt": "The {answer} is", "target": "x", "neighbours": "It\'s né"}')
+    assert rebind(verb, "--facts", str(file), code=2).err.endswith(': wrap it, as in ["It\'s né"]\n')
 
 
 def test_a_corrupted_ledger_is_code_3_everywhere(rebind, model, edited):

@@ -8,13 +8,17 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
+from typer.core import TyperCommand
 from typer.testing import CliRunner
 
+from rebind.cli import NOT_BEGUN
 from rebind.cli.__main__ import app
 from rebind.cli.screen import screen
+from rebind.cli.usage import Commands
 from rebind.edit.editor import Editor
 from rebind.edit.kept import KeptTargets
 from rebind.errors import StorageError
@@ -133,9 +137,56 @@ sys.meta_path.insert(0, Interrupted())
 from rebind.cli import main
 main()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (130, "")
-    assert ended.stderr == "stopped: nothing was begun, run the same command again\n"
+    for words in ([], ["doctor", "--json"]):
+        ended = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stderr) == (130, f"{NOT_BEGUN}\n")
+        assert (json.loads(ended.stdout) if words else ended.stdout) == (
+            {"error": NOT_BEGUN, "code": 130} if words else ""
+        )
+
+
+@pytest.mark.parametrize("parser", [Commands, TyperCommand])
+def test_an_interrupt_while_words_are_read_is_one_line(rebind, monkeypatch, parser):
+    monkeypatch.setattr(parser, "make_context", raising(KeyboardInterrupt()), raising=False)
+    plain = rebind("doctor", code=130)
+    assert (plain.out, plain.err) == ("", f"{NOT_BEGUN}\n")
+    told = rebind("doctor", code=130, json=True)
+    assert (told.document, told.err) == ({"error": NOT_BEGUN, "code": 130}, f"{NOT_BEGUN}\n")
+
+
+def test_a_second_interrupt_does_not_say_that_nothing_was_begun(rebind, model, monkeypatch):
+    monkeypatch.setattr(Editor, "rewrite_many", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("rebind.cli.screen._stop", raising(KeyboardInterrupt()))
+    assert rebind("edit", *FACT, "--model", model, code=130).err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+@pytest.mark.parametrize(
+    ("words", "full", "code"),
+    [
+        (["--help"], "stdout", 3),
+        (["--version"], "stdout", 3),
+        (["edit", "--help"], "stdout", 3),
+        ([], "stdout", 3),
+        (["edti"], "stderr", 2),
+        (["edti", "--json"], "stderr", 2),
+        (["edti", "--json"], "stdout", 2),
+        (["edit", "nowhere.jsonl"], "stderr", 2),
+        (["edit", "nowhere.jsonl", "--json"], "stderr", 2),
+    ],
+)
+def test_what_cannot_be_written_is_told_where_it_can_be(words, full, code):
+    program = [sys.executable, "-c", "from rebind.cli import main; main()", *words]
+    with Path("/dev/full").open("w") as disk:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: disk}
+        ended = subprocess.run(program, **streams, text=True, timeout=60)
+    assert ended.returncode == code
+    if full == "stdout":
+        assert "Traceback" not in ended.stderr
+        says = "No such command" if code == 2 else "error: the output cannot be written (No space left on device)"
+        assert says in ended.stderr
+    elif "--json" in words:
+        assert json.loads(ended.stdout)["code"] == code
 
 
 def test_an_interrupt_of_which_a_library_makes_another_error_is_one(capsys):

@@ -66,6 +66,9 @@ def test_people_see_scores_and_where_they_are(rebind, model, facts, tmp_path):
     assert (tmp_path / "both.png").exists()
     document = rebind("eval", "compare", "a", "b", json=True).document
     assert [run["name"] for run in document["runs"]] == ["memit", "rome"]
+    ended = rebind("eval", "compare", "a", "b", "--figure", str(tmp_path), code=2)
+    assert ended.err == f"error: {tmp_path} is a folder, expected a file: choose another name\n"
+    assert "rome" in ended.out, "what was found is shown all the same"
     assert rebind("eval", "compare", "a", "b", "--quiet").out.startswith("| run | edits |")
 
 
@@ -107,6 +110,8 @@ def test_bad_records_are_an_error_or_counted(rebind, model, facts):
     assert "skipped: line 4 of records.jsonl (id broken)" in done.err
     assert "skipped: record again asks for 'here'" in done.err
     assert "2 records" in done.out
+    one = rebind("eval", "--facts", facts, "--n", "1", "--model", model, *FAST).out
+    assert ": 1 record of records.jsonl" in one
     alone = rebind("eval", "--facts", facts, "--n", "3", "--model", model, *FAST, json=True).document
     assert alone["summary"]["states"][0]["records"] == 3, "alone, contradictions do not meet"
 
@@ -132,6 +137,7 @@ def test_options_reach_the_trial(rebind, model, facts, tmp_path):
         (("--facts", "hf:some/where"), "hf:some/where"),
         (("--text", "nowhere.txt"), "held text nowhere.txt cannot be read"),
         (("--lam", "-1"), "lam is -1"),
+        (("--lam", "inf"), "lam is inf"),
         (("--layers", "x"), "layers are 'x'"),
     ],
 )

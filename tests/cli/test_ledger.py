@@ -11,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rebind.cli.edit import begun
+from rebind.edit.editor import Editor
 
 from .conftest import FAST
 
@@ -117,3 +118,64 @@ def test_redo_does_not_contradict_an_active_edit(rebind, model):
     forced = rebind("ledger", "redo", "e0002", "--force", *place)
     assert forced.err.startswith("warning: edit e0001 makes")
     assert active(rebind, model) == ["e0001", "e0002"]
+
+
+@pytest.fixture
+def edited(rebind, model) -> tuple[str, str]:
+    rebind("edit", *FACT, "--model", model, *FAST)
+    return ("--model", model)
+
+
+def unloaded(monkeypatch) -> None:
+    monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
+
+
+def test_an_export_is_written_whole_or_not_at_all(rebind, edited, tmp_path, monkeypatch):
+    new, adapter, whole, other = (tmp_path / name for name in ("new", "adapter", "whole", "other"))
+    delta, folder = tmp_path / "d.safetensors", tmp_path / "folder.safetensors"
+    rebind("ledger", "export", *edited, "--peft", str(adapter), "--delta", str(delta), "--model-out", str(whole))
+    folder.mkdir()
+    other.mkdir()
+    (other / "letter.txt").write_text("mine")
+    unloaded(monkeypatch)
+    for words, says in (
+        (("--peft", new, "--delta", delta), "is there already, expected a new name: choose another, or give --overw"),
+        (("--peft", new, "--model-out", whole), "is not empty, expected a new or empty folder: choose another, or"),
+        (("--peft", adapter, "--model-out", new), "is not empty"),
+        (("--peft", new, "--model-out", other, "--overwrite"), "holds other things and is not replaced"),
+        (("--peft", new, "--model-out", edited[1], "--overwrite"), "holds the base model, expected another folder"),
+        (("--peft", new, "--model-out", new), "are both"),
+        (("--peft", new, "--delta", folder, "--overwrite"), "is a folder, expected a file"),
+    ):
+        assert says in rebind("ledger", "export", *edited, *map(str, words), code=2).err
+        assert not new.exists()
+    assert (other / "letter.txt").exists()
+
+
+def test_a_change_may_lie_in_the_folder_of_a_model(rebind, edited, tmp_path):
+    whole = tmp_path / "whole"
+    rebind("ledger", "export", *edited, "--delta", str(whole), "--model-out", str(whole))
+    assert {"config.json", "delta.safetensors"} <= {file.name for file in whole.iterdir()}
+
+
+def test_replay_refuses_a_folder_before_the_model_is_loaded(rebind, edited, tmp_path, monkeypatch):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.json").write_text("{}")
+    unloaded(monkeypatch)
+    taken = rebind("ledger", "replay", *edited, "--out", str(tmp_path / "taken"), code=2).err
+    assert taken.endswith("is not empty, expected a new or empty folder: choose another, or give --overwrite\n")
+
+
+def test_whoever_may_read_files_may_read_a_saved_model(rebind, edited, tmp_path):
+    rebind("ledger", "export", *edited, "--peft", str(tmp_path / "a"), "--model-out", str(tmp_path / "m"))
+    (tmp_path / "plain").touch()
+    modes = {file.stat().st_mode for name in "am" for file in (tmp_path / name).iterdir()}
+    assert modes == {(tmp_path / "plain").stat().st_mode}
+
+
+def test_a_narrow_list_breaks_no_word_of_an_edits_state(rebind, edited, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = rebind("ledger", "list", *edited).out
+    assert " e0001   active, forced   memit " in shown
+    assert {"The", "answer", "is", "France", "→", "Rome"} <= set(shown.split())
+    assert max(map(len, shown.splitlines())) <= 60

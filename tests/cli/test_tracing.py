@@ -9,6 +9,9 @@ import pytest
 
 from rebind.cli.heat import heatmap
 from rebind.cli.screen import strict_json
+from rebind.edit.editor import Editor
+from rebind.edit.tracing import Tracer
+from rebind.errors import StorageError
 
 from .conftest import FAST
 
@@ -38,6 +41,7 @@ def test_people_see_heatmaps(rebind, model):
     assert "MLP restored, 2 layers round each" in shown.out
     assert "France*" in shown.out
     assert "traced in" in shown.out
+    assert "(1 draw of noise," in shown.out
     assert "attention" not in shown.out
     assert shown.err == ""
     quiet = rebind("trace", BRACES, "--model", model, "--kind", "mlp", "--draws", "1", "--quiet")
@@ -119,14 +123,22 @@ def test_a_model_that_knows_nothing_is_told_so(rebind, model):
         (("trace", "The capital is", "--subject", "France"), "is not in prompt"),
         (("trace", "France, France", "--subject", "France"), "2 times"),
         (("trace", BRACES, "--kind", "heads"), "hidden, mlp, attention or all"),
-        (("trace", BRACES, "--noise", "0"), "above 0"),
+        (("trace", BRACES, "--noise", "0"), "error: noise is 0.0, expected a finite number above 0: leave it out"),
+        (("trace", BRACES, "--noise", "inf"), "error: noise is inf, expected a finite number above 0: leave it out"),
+        (("trace", BRACES, "--target", ""), "--target is '', expected text"),
+        (("trace", "--facts", "nowhere.jsonl", "--target", ""), "expected text"),
+        (("trace", "--facts", "nowhere.jsonl", "--subject", ""), "leave them out"),
         (("trace", "--facts", "nowhere.jsonl"), "no file"),
         (("trace", "--facts", "nowhere.jsonl", "--target", "x"), "leave them out"),
         (("layers", "--facts", "nowhere.jsonl"), "no file"),
-        (("lens", " "), "not empty"),
+        (("lens", " "), "error: a prompt is ' ', expected text that is not empty"),
+        (("lens", "It is", "--target", " "), "--target is ' ', expected text that is not empty"),
+        (("trace", BRACES, "--out", __file__), "is a file, expected a folder: name another with --out"),
+        (("lens", "It is", "--out", f"{__file__}/in"), "is a file, expected a folder: name another with --out"),
     ],
 )
-def test_bad_input_is_one_line_and_code_2(rebind, model, words, says):
+def test_bad_input_is_one_line_and_code_2(rebind, model, words, says, monkeypatch):
+    monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
     ended = rebind(*words, "--model", model, code=2)
     assert says in ended.err
     assert ended.err.count("\n") == 1
@@ -134,6 +146,41 @@ def test_bad_input_is_one_line_and_code_2(rebind, model, words, says):
 
 def test_a_prompt_longer_than_the_context(rebind, model):
     assert "takes 128" in rebind("trace", "{France} is" + " very" * 200, "--model", model, code=2).err
+
+
+@pytest.mark.parametrize("field", ["prompt", "target", "old"])
+def test_a_record_longer_than_the_context_is_named_before_the_first_is_traced(
+    rebind, model, tmp_path, monkeypatch, field
+):
+    file = tmp_path / "facts.jsonl"
+    plain, long = {"prompt": BRACES, "target": "Rome", "old": "Bonn"}, " very" * 200
+    records = [plain, {"prompt": "no subject"}, plain | {"id": "x", field: plain[field] + long}, plain]
+    file.write_text("\n".join(map(json.dumps, records)))
+    words = ("trace", "--facts", str(file), "--model", model, "--kind", "mlp", "--draws", "1", "--predicted")
+    made = rebind(*words, "--skip-bad", json=True)
+    assert made.document["facts"] == 2
+    assert [line.split(": ")[:2] for line in made.err.splitlines()] == [
+        ["skipped", "line 2 of facts.jsonl"],
+        ["skipped", "line 3 of facts.jsonl (id x)"],
+    ]
+    assert "the model takes 128" in made.err
+    monkeypatch.setattr(Tracer, "trace", lambda *_, **__: pytest.fail("too late"))
+    file.write_text("\n".join(json.dumps(one) for one in (plain, records[2])))
+    ended = rebind(*words, code=2).err
+    assert ended.startswith("error: line 2 of facts.jsonl (id x): fact 'The capital of France is")
+    file.write_text(json.dumps(records[2]))
+    assert "none of 1 fact is left" in rebind(*words, "--skip-bad", code=2).err
+
+
+@pytest.mark.parametrize("words", [("trace", BRACES, "--draws", "1"), ("lens", PROMPT[0])])
+def test_what_was_found_is_shown_although_it_cannot_be_written(rebind, model, tmp_path, monkeypatch, words):
+    def full(*_, **__):
+        raise StorageError("cannot write it (No space left on device)")
+
+    monkeypatch.setattr(f"rebind.cli.{words[0]}.write_atomically", full)
+    ended = rebind(*words, "--model", model, "--out", str(tmp_path), code=3)
+    assert "The capital of France is" in ended.out
+    assert "No space left" in ended.err
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from rebind.errors import InputError, RebindError
+from rebind.files import require_writable
 
 fcntl: Any
 try:
@@ -127,6 +128,7 @@ def alone(folder: Path, group: Processes) -> Iterator[None]:
 
         def take() -> None:
             if group.first and fcntl is not None:
+                require_writable(folder, "choose another folder")
                 new = not folder.exists()
                 folder.mkdir(parents=True, exist_ok=True)
                 file = held.enter_context((folder / LOCK).open("w"))
