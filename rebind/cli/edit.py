@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rebind.cli import options
-from rebind.cli.answers import Probe, answer, as_fact, probe
+from rebind.cli.answers import Probe, answer, probe
 from rebind.cli.bars import Bars
+from rebind.cli.given import askable, probes, read, require_room, search_changes
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.places import find_ledger
 from rebind.cli.screen import Screen, counted, screen
 from rebind.cli.tables import answers_table, begun, change, drift_rows, pairs, seconds, size, spoken, table
 from rebind.edit.wording import percent
 from rebind.errors import InputError, RebindError
-from rebind.files import is_file, require_writable_beside
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
@@ -43,7 +43,6 @@ A line of facts.jsonl: {"prompt": "The capital of {France} is", "target": "Rome"
 SEARCH = "Search for targets (by default what suits the model)"
 SPOKEN = 8  # facts whose answers are written out
 LISTED = 20  # facts in the table
-PROBED = 400  # paraphrases, and neighbours, that are asked
 
 
 def edit(
@@ -101,17 +100,17 @@ def edit(
     """Write facts into a model, and show what it says before and after."""
     with screen(as_json, quiet, debug, options.typed(model, ledger), skips=True) as shown:
         picked = options.parse_layers(layers)
-        listed = _read(shown, facts, target, subject, paraphrase, neighbour, skip_bad)
+        listed = read(shown, facts, target, subject, paraphrase, neighbour, skip_bad)
         if out is not None and not plan:
-            _require_room(out)
-        changes = _search_changes(method, steps=steps, rate=rate, clamp=clamp, decay=decay)
+            require_room(out)
+        changes = search_changes(method, steps=steps, rate=rate, clamp=clamp, decay=decay)
         if lam is not None and not 0 < lam < math.inf:
             raise InputError(f"lam is {lam}, expected a number above 0: leave it out to have it found from the keys")
         wanted = Wanted(model, ledger, device, dtype, chat, corpus, moment_tokens)
         bars = Bars(shown)
         with bars.drawn():
             editor = open_editor(wanted, bars, new_ledger=not plan, planned=plan)
-            listed = _short(shown, editor, listed, skip_bad, plan=plan)
+            listed = askable(shown, editor, listed, skip_bad, plan=plan)
             settings = editor.settings(method, facts=len(listed), layers=picked, lam=lam)[1]
             targets = replace(settings.targets, **changes)
             bars.steps, bars.facts = targets.steps, len(listed)
@@ -135,95 +134,6 @@ def edit(
             _show(shown, editor, done, report, asking)
 
 
-def _read(
-    shown: Screen,
-    facts: str,
-    target: str | None,
-    subject: str | None,
-    paraphrases: list[str] | None,
-    neighbours: list[str] | None,
-    skip_bad: bool,
-) -> list[Fact]:
-    """The facts, checked before minutes are spent on a model."""
-    from rebind.edit.facts import Fact, conflicts
-    from rebind.edit.reading import read_facts
-
-    if target is not None:
-        if subject is None and "{" not in facts and is_file(facts):
-            raise InputError(
-                f"got the file {facts} and the target {target!r}, expected a file alone, or a prompt and its target: "
-                f"leave out {target!r}"
-            )
-        fact = Fact.parse(facts, target, subject=subject, paraphrases=paraphrases or (), neighbours=neighbours or ())
-        return [fact]
-    if not is_file(facts) and ("{" in facts or " " in facts.strip()):
-        raise InputError(
-            f"got the prompt {facts!r} and no target, expected both: "
-            f'write rebind edit "The capital of {{France}} is" "Rome"'
-        )
-    if subject or paraphrases or neighbours:
-        raise InputError(
-            "got a file and --subject, --paraphrase or --neighbour, expected these with one prompt and its target: "
-            "put them into the file"
-        )
-    found = read_facts(facts, skip_bad=skip_bad)
-    for reason in found.skipped:
-        shown.complain("skipped", reason)
-    if not found:
-        raise InputError(f"{facts} holds no facts, expected at least one: one JSON object a line will do")
-    if clashes := conflicts(found):
-        raise InputError(f"{clashes[0]} ask for different targets after one prompt, expected one: keep one of them")
-    return list(found)
-
-
-def _require_room(out: Path) -> None:
-    """Ask before the work, not after."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} is there already and not an empty folder: name another with --out")
-    require_writable_beside(out, "name another with --out")
-
-
-def _short(shown: Screen, editor: Editor, facts: list[Fact], skip_bad: bool, *, plan: bool) -> list[Fact]:
-    """Those that the model can be asked before and after: the others raise, or are left out and told."""
-    try:
-        _require_short(editor, facts)
-        if skip_bad and not plan:
-            editor.requests(facts)  # behind contexts as well, which are sampled first
-    except InputError:
-        kept = []
-        for number, fact in enumerate(facts):
-            try:
-                _require_short(editor, [fact])
-                if skip_bad and not plan:
-                    editor.requests([fact])
-                kept.append(fact)
-            except InputError as problem:
-                told = f"{problem}" if len(facts) == 1 else f"fact {number + 1} of {len(facts)}: {problem}"
-                if not skip_bad:
-                    raise InputError(told) from None
-                shown.complain("skipped", told)
-        if not kept:
-            raise InputError(
-                f"none of {len(facts)} facts is left, expected at least one: shorten their prompts"
-            ) from None
-        return kept
-    return facts
-
-
-def _require_short(editor: Editor, facts: Sequence[Fact]) -> None:
-    """Ask before the work whether the model can be asked afterwards."""
-    from rebind.edit.encoding import encode_many
-
-    start, limit = editor.loaded.start, editor.trunk.context
-    encode_many(facts, editor.tokenizer, start, chat=editor.chat, limit=limit)
-    for kind, prompts in zip(("paraphrase", "neighbour"), _probes(facts), strict=True):
-        asked = [as_fact(text, target) for _, text, target in prompts]
-        try:
-            encode_many(asked, editor.tokenizer, start, chat=editor.chat, limit=limit)
-        except InputError as problem:
-            raise InputError(f"a {kind} cannot be asked: {problem}") from None
-
-
 @contextmanager
 def _kept(shown: Screen, editor: Editor, facts: Sequence[Fact], *, named: bool) -> Iterator[None]:
     """Have the screen know of the edit that is written inside, even where an interrupt hides its id."""
@@ -237,17 +147,6 @@ def _kept(shown: Screen, editor: Editor, facts: Sequence[Fact], *, named: bool) 
                     shown.keep(edit.id, None if named else editor.ledger.path)
 
 
-def _search_changes(method: str, **given: float | None) -> dict[str, Any]:
-    """What was said about the search, checked before a model is loaded."""
-    from rebind.edit.methods import get_method
-
-    get_method(method)
-    for name, value in given.items():
-        if value is not None and not (0 < value < math.inf or (name == "decay" and value == 0)):
-            raise InputError(f"{name} is {value}, expected a number above 0: leave it out for what suits the model")
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def _measure(editor: Editor, done: Edit, bars: Bars) -> dict[str, Any]:
     """What the base model and the edited one say to the facts, their paraphrases and their neighbours."""
     bars.phase("asking")
@@ -255,20 +154,12 @@ def _measure(editor: Editor, done: Edit, bars: Bars) -> dict[str, Any]:
     with editor.lifted():
         before = [answer(editor, fact.text).says for fact in first]
     after = [answer(editor, fact.text).says for fact in first]
-    paraphrases, neighbours = _probes(done.facts)
+    paraphrases, neighbours = probes(done.facts)
     return {
         "says": list(zip(before, after, strict=True)),
         "paraphrases": probe(editor, paraphrases),
         "neighbours": probe(editor, neighbours),
     }
-
-
-def _probes(facts: Sequence[Fact]) -> tuple[list[tuple[int, str, str]], list[tuple[int, str, str]]]:
-    """The paraphrases and the neighbours that are asked, each with its fact's number and target."""
-    numbered = list(enumerate(facts))
-    paraphrases = [(index, text, fact.target) for index, fact in numbered for text in fact.paraphrases]
-    neighbours = [(index, text, fact.target) for index, fact in numbered for text in fact.neighbours]
-    return paraphrases[:PROBED], neighbours[:PROBED]
 
 
 def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any], asking: str) -> None:
