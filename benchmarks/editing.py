@@ -47,7 +47,7 @@ from rebind.edit.facts import Fact
 from rebind.edit.methods import METHODS, Method
 from rebind.edit.scores import FactScore
 from rebind.edit.subjects import Subjects
-from rebind.errors import NumericalError
+from rebind.errors import GuardError, NumericalError
 from rebind.evals.answers import Asking, answer_all
 from rebind.evals.answers import Row as Answer
 from rebind.evals.asking import Model
@@ -58,7 +58,7 @@ from rebind.files import write_atomically
 
 SCORES = ("ES", "PS", "NS", "S", "EA", "PA")
 PHASES = ("contexts", "moments", "targets", "keys", "solve", "writing", "checks")
-FAILURES = (NumericalError, torch.linalg.LinAlgError)
+FAILURES = (GuardError, NumericalError, torch.linalg.LinAlgError)
 ROUNDS = 100  # of resampling for intervals, which are not told here
 
 

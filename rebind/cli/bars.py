@@ -56,14 +56,14 @@ class Drawn(Progress):
             disable=not (screen.for_people and screen.err.is_terminal),
             speed_estimate_period=120,
         )
-        self._logged = screen.for_people and not screen.err.is_terminal
+        self._screen, self._logged = screen, screen.for_people and not screen.err.is_terminal
         self._said = self.get_time()
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
         if self._logged and self.get_time() - self._said >= EVERY:
             self._said = self.get_time()
-            self.console.print(_line(self._tasks[task_id]), soft_wrap=True)
+            self._screen.tell(_line(self._tasks[task_id]))
 
 
 def _line(task: Task) -> str:

@@ -191,10 +191,11 @@ def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool, force: b
             state = "active" if on else "undone"
             listed = shown.command("ledger", "list")
             raise InputError(f"{', '.join(wrong)} already {state}: `{listed}` shows which edits are what")
-        clash = _clash(shown, ledger, edits) if on else None
+        clashes = _clashes(shown, ledger, edits) if on else {}
+        clash = next(iter(clashes.values()), None)
         if clash and not force:
             raise InputError(f"{clash}, or put them back all the same with --force")
-        ledger.switch([edit.id for edit in edits], on=on, forced=bool(clash))
+        ledger.switch([edit.id for edit in edits], on=on, forced=clashes)
         active = [edit.id for edit in ledger.active]
         total = len(ledger.edits)
     if clash:
@@ -208,21 +209,20 @@ def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool, force: b
     shown.result({"ledger": str(ledger.path), verb: [edit.id for edit in edits], "active": active}, "\n".join(active))
 
 
-def _clash(shown: Screen, ledger: Ledger, edits: list[Edit]) -> str | None:
-    """The first of these edits' prompts to which an active edit, or one put back with it, gives another target."""
+def _clashes(shown: Screen, ledger: Ledger, edits: list[Edit]) -> dict[str, str]:
+    """By id those that give a prompt another target than an active edit, or one put back before it, and which."""
     from rebind.edit.guard import find_earlier
 
-    there = list(ledger.active)
+    there, found = list(ledger.active), {}
     for edit in edits:
-        for one in find_earlier(edit.facts, there):
-            if one.clashes:
-                step = f"undo it first ({shown.command('ledger', 'undo', one.edit)})"
-                return (
-                    f"edit {one.edit} makes {one.text!r} say {one.target!r}, edit {edit.id} something else, expected "
-                    f"one target for one prompt: {step if ledger.is_active(one.edit) else 'redo one of the two'}"
-                )
+        if one := next((one for one in find_earlier(edit.facts, there) if one.clashes), None):
+            step = f"undo it first ({shown.command('ledger', 'undo', one.edit)})"
+            found[edit.id] = (
+                f"edit {one.edit} makes {one.text!r} say {one.target!r}, edit {edit.id} something else, expected one "
+                f"target for one prompt: {step if ledger.is_active(one.edit) else 'redo one of the two'}"
+            )
         there.append(edit)
-    return None
+    return found
 
 
 @app.command("verify", epilog="[bold]Example[/bold]\n\nrebind ledger verify --ledger backup/\n\nExits with 3 if not.")

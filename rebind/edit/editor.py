@@ -48,7 +48,7 @@ from rebind.edit.tokenizers import continued, unwritten_start
 from rebind.edit.trunk import Trunk
 from rebind.edit.versions import versions
 from rebind.edit.weights import Weights
-from rebind.errors import InputError
+from rebind.errors import InputError, LedgerError, StorageError
 from rebind.memory import LowRank
 
 SEEDS = ("The", "Therefore", "Because", "I", "You")  # contexts begin so, as MEMIT's do
@@ -443,6 +443,9 @@ class Editor:
             self._trying = ()
             try:
                 self.refresh()
-            except BaseException:  # the ledger may be what failed
+            except (LedgerError, StorageError):  # it may be what failed
                 self.weights.apply(before)
+                raise
+            except BaseException:
+                self.refresh()  # what the ledger has by now, an edit that was written before the interrupt too
                 raise

@@ -21,7 +21,7 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -167,10 +167,13 @@ class Ledger:
 
     def redo(self, id: str, *, forced: bool = False) -> Edit:
         """Put an undone edit back, where it was; `forced` says that something spoke against it."""
-        return self.switch([id], on=True, forced=forced)[0]
+        return self.switch([id], on=True, forced=[self.get(id).id] if forced else [])[0]
 
-    def switch(self, ids: Sequence[str], *, on: bool, forced: bool = False) -> tuple[Edit, ...]:
-        """Redo edits (`on`) or undo them, all or none: their lines are written at once. A repeated id counts once."""
+    def switch(self, ids: Sequence[str], *, on: bool, forced: Collection[str] = ()) -> tuple[Edit, ...]:
+        """Redo edits (`on`) or undo them, all or none: their lines are written at once. A repeated id counts once.
+
+        Against those in `forced` something spoke, and the log says so.
+        """
         with self.locked():
             edits = tuple({edit.id: edit for edit in map(self.get, ids)}.values())
             for edit in edits:
@@ -179,9 +182,10 @@ class Ledger:
                     raise InputError(f"edit {edit.id} is active, expected an undone one: there is nothing to redo")
                 if undone and not on:
                     raise InputError(f"edit {edit.id} is undone already: redo it to have it back")
-            told = {"event": "redo" if on else "undo", "time": utc_now(), **({"forced": True} if forced else {})}
+            told = {"event": "redo" if on else "undo", "time": utc_now()}
+            events = [{**told, "id": edit.id, **({"forced": True} if edit.id in forced else {})} for edit in edits]
             if edits:
-                self._commit(self._lines(*({**told, "id": edit.id} for edit in edits)))
+                self._commit(self._lines(*events))
             return tuple(self._state.edits[edit.id] for edit in edits)
 
     def diff(self, other: Ledger) -> Diff:

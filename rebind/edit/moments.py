@@ -30,7 +30,17 @@ from rebind.files import write_atomically
 
 VERSION = 3  # of this file's arithmetic: a change of it must not meet old files
 WINDOW = 64  # tokens: short ones are sampled many at a time
-UNSAID = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")  # of a config: no key's matter
+UNSAID = {  # of a config: no key's matter
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
 CHECKPOINT_SECONDS = 5.0
 
 

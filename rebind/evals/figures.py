@@ -124,7 +124,7 @@ def _perplexity(axes: Axes, states: Sequence[dict[str, Any]], colour: str, label
     at = [state["edits"] for state in states]
     held = [state["drift"].get("perplexity") for state in states]
     axes.plot(at, [math.nan if one is None else one for one in held], "o-", color=colour, ms=4.5, lw=1.8, label=label)
-    if beyond := [place for place, one in zip(at, held, strict=True) if one is None]:
+    if beyond := [state["edits"] for state in states if state["drift"].get("perplexity", 0.0) is None]:
         top = axes.get_xaxis_transform()
         axes.plot(beyond, [1.0] * len(beyond), "x", color=colour, ms=6.5, mew=1.8, transform=top, clip_on=False)
     return [one for one in held if one is not None]

@@ -28,8 +28,9 @@ def known(flag: Tensor) -> bool | None:
 
 
 def _hidden(flag: Tensor) -> bool:
-    recording = flag.is_cuda and torch.cuda.is_current_stream_capturing()
-    return torch.compiler.is_compiling() or flag.is_meta or recording
+    if torch.compiler.is_compiling() or flag.is_meta:  # first: a compiler cannot ask what comes next
+        return True
+    return flag.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def require_floating(**tensors: Tensor) -> None:

@@ -82,3 +82,12 @@ def test_an_editors_phases_are_told(clock):
         clock.now += 40
         made.targets(4, 12, 1.5)
     assert said(shown) == ["finding targets: 5 of 25, 12 of 90 facts, mean loss 1.50, 40 s"]
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(clock):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    shown = Screen(Console(), Console(file=Full(), markup=False, get_time=clock), json=False, quiet=False, debug=False)
+    told(shown, clock)

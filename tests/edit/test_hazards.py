@@ -114,6 +114,32 @@ def test_an_interrupt_between_sites_leaves_all_of_them_written(monkeypatch, at):
     assert tiny.weights(editor.model) == base
 
 
+@pytest.mark.parametrize("at", ["folded", "_write"])
+def test_an_interrupt_after_the_append_leaves_the_edit_in_place(monkeypatch, at):
+    """Before anything is written back, or while it is."""
+    editor, twin = open_editor(), open_editor()
+    rewrite(twin, FACTS[0], layers=[1])
+    append, own = Ledger.append, getattr(weights_module.Weights, at)
+    due: list[int] = []
+
+    def appended(ledger: Ledger, edit: Any) -> Any:
+        due.append(1)
+        return append(ledger, edit)
+
+    def interrupted(*args: Any) -> Any:
+        if due:
+            due.clear()
+            raise KeyboardInterrupt
+        return own(*args)
+
+    monkeypatch.setattr(Ledger, "append", appended)
+    monkeypatch.setattr(weights_module.Weights, at, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rewrite(editor, FACTS[0], layers=[1])
+    assert len(editor.ledger.active) == 1
+    assert tiny.weights(editor.model) == tiny.weights(twin.model)
+
+
 # Moments
 
 
@@ -131,7 +157,8 @@ def test_a_config_is_the_same_wherever_and_however_a_model_is_loaded(tmp_path):
     model = tiny.llama()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert config_digest(again.config) == config_digest(model.config)
+    again.config.pad_token_id = 3
+    assert config_digest(again.config) == config_digest(model.config) == config_digest(tiny.llama().config)
 
 
 def test_windows_of_a_corpus_fit_the_context():

@@ -306,3 +306,12 @@ def test_a_log_without_its_header_is_no_place_for_a_new_ledger(folder):
     with pytest.raises(LedgerError, match="has a log but no ledger.json"):
         opened(folder)
     assert log_of(folder).read_bytes() == before
+
+
+def test_only_what_was_forced_is_told_so(ledger):
+    for number in range(2):
+        ledger.append(new_edit(number))
+    ledger.switch(["e0001", "e0002"], on=False)
+    redone = ledger.switch(["e0001", "e0002"], on=True, forced=["e0002"])
+    assert [edit.forced for edit in redone] == [False, True]
+    assert ledger.verify() == []

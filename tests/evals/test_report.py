@@ -195,6 +195,15 @@ def test_finite_points_are_drawn_and_the_others_marked(runs):
         assert ("not finite" in figure.axes[1].get_title(loc="left")) is bool(places)
 
 
+def test_what_was_not_measured_is_not_marked(runs):
+    summary = json.loads((runs[0] / "summary.json").read_text())
+    for state in summary["states"][1:]:
+        state["drift"] = {}
+    figure = figures.against_edits([("memit", summary)])
+    assert len(figure.axes[1].lines) == 1
+    assert "not finite" not in figure.axes[1].get_title(loc="left")
+
+
 # Titles
 
 
