@@ -110,7 +110,8 @@ def edit(
         bars = Bars(shown)
         with bars.drawn():
             editor = open_editor(wanted, bars, new_ledger=not plan, planned=plan)
-            listed = askable(shown, editor, listed, skip_bad, plan=plan)
+            file = Path(facts) if target is None else None
+            listed = askable(shown, editor, listed, file, skip_bad, plan=plan)
             settings = editor.settings(method, facts=len(listed), layers=picked, lam=lam)[1]
             targets = replace(settings.targets, **changes)
             bars.steps, bars.facts = targets.steps, len(listed)

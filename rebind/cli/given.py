@@ -1,9 +1,9 @@
-"""What `rebind edit` is given: facts, places and numbers, checked before minutes are spent on them."""
+"""What a verb is given: facts, places and numbers, checked before minutes are spent on them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,9 @@ def search_changes(method: str, **given: float | None) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def askable(shown: Screen, editor: Editor, facts: list[Fact], skip_bad: bool, *, plan: bool) -> list[Fact]:
+def askable(
+    shown: Screen, editor: Editor, facts: list[Fact], file: Path | None, skip_bad: bool, *, plan: bool
+) -> list[Fact]:
     """Those that the model can be asked before and after: the others raise, or are left out and told."""
 
     def check(some: list[Fact]) -> None:
@@ -90,19 +92,39 @@ def askable(shown: Screen, editor: Editor, facts: list[Fact], skip_bad: bool, *,
     with suppress(InputError):  # found out for all at once, and told one by one
         check(facts)
         return facts
+    return good_ones(shown, facts, lambda fact: check([fact]), file, skip_bad)
+
+
+def good_ones(
+    shown: Screen, facts: list[Fact], check: Callable[[Fact], None], file: Path | None, skip_bad: bool
+) -> list[Fact]:
+    """Facts that pass a check; the others raise, with the record of their file named, or are left out and told."""
     kept = []
-    for number, fact in enumerate(facts, start=1):
+    for index, fact in enumerate(facts):
         try:
-            check([fact])
+            check(fact)
             kept.append(fact)
         except InputError as problem:
-            told = f"{problem}" if len(facts) == 1 else f"fact {number} of {len(facts)}: {problem}"
+            told = str(problem) if file is None else _named(problem, file, index)
             if not skip_bad:
                 raise InputError(told) from None
             shown.complain("skipped", told)
     if not kept:
-        raise InputError(f"none of {len(facts)} facts is left, expected at least one: shorten their prompts")
+        raise InputError(f"no fact is left of {len(facts)}, expected at least one: shorten their prompts")
     return kept
+
+
+def _named(problem: InputError, file: Path, index: int) -> str:
+    """What is wrong with a fact, with the record that it was read from in front."""
+    from rebind.edit.reading import described, fact_of, raw_records
+
+    for where, record in raw_records(file):
+        with suppress(InputError, RecursionError):
+            fact_of(record)
+            if not index:
+                return described(problem, where, record)
+            index -= 1
+    return str(problem)  # the file has changed meanwhile
 
 
 def _require_short(editor: Editor, facts: Sequence[Fact]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +10,7 @@ import typer
 
 from rebind.cli import options
 from rebind.cli.bars import Bars
+from rebind.cli.given import good_ones
 from rebind.cli.heat import heatmap
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, counted, screen, strict_json
@@ -86,7 +87,7 @@ def trace(
             wanted = Wanted(model, ledger, device, dtype, corpus=corpus, moment_tokens=moment_tokens)
             editor = open_editor(wanted, bars, base_only=base)
             if facts is not None:
-                listed = _short(shown, editor, listed, facts, skip_bad)
+                listed = good_ones(shown, listed, partial(_require_short, editor), facts, skip_bad)
             found, left_out = _traced(editor, listed, settings, bars, one=facts is None, own=own)
         made: Trace | Average = found[0] if facts is None else _averaged(found, left_out)
         document = {
@@ -139,23 +140,6 @@ def _read(
     return list(found)
 
 
-def _short(shown: Screen, editor: Any, facts: list[Fact], file: Path, skip_bad: bool) -> list[Fact]:
-    """Those that the model can be asked, before the first is traced: the others raise, or are left out and told."""
-    kept = []
-    for index, fact in enumerate(facts):
-        try:
-            _require_short(editor, fact)
-            kept.append(fact)
-        except InputError as problem:
-            told = _named(problem, file, index)
-            if not skip_bad:
-                raise InputError(told) from None
-            shown.complain("skipped", told)
-    if not kept:
-        raise InputError(f"none of {counted(len(facts), 'fact')} is left, expected at least one: shorten their prompts")
-    return kept
-
-
 def _require_short(editor: Any, fact: Fact) -> None:
     from rebind.edit.encoding import encode
     from rebind.edit.facts import Fact
@@ -163,19 +147,6 @@ def _require_short(editor: Any, fact: Fact) -> None:
     for target in filter(None, (fact.target, fact.old)):
         asked = Fact(fact.prompt, fact.subject, target)
         encode(asked, editor.tokenizer, editor.loaded.start, limit=editor.trunk.context)
-
-
-def _named(problem: InputError, file: Path, index: int) -> str:
-    """What is wrong with a fact, with the record that it was read from in front."""
-    from rebind.edit.reading import described, fact_of, raw_records
-
-    for where, record in raw_records(file):
-        with suppress(InputError, RecursionError):
-            fact_of(record)
-            if not index:
-                return described(problem, where, record)
-            index -= 1
-    return str(problem)  # the file has changed meanwhile
 
 
 def _settings(kind: str, draws: int | None, noise: float | None, window: int | None, seed: int) -> TraceSettings:

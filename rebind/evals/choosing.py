@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from rebind.edit.editor import Editor
@@ -77,11 +78,9 @@ def _fitting(editor: Editor, records: Sequence[Record], skip_bad: bool) -> tuple
                 facts, editor.tokenizer, model.start, chat=editor.chat, context=context, limit=model.trunk.context
             )
 
-    try:
+    with suppress(InputError):  # else one of them: find out which
         check(records)
         return list(range(len(records))), []
-    except InputError:
-        pass  # one of them: find out which
     kept, reasons = [], []
     for index, record in enumerate(records):
         try:

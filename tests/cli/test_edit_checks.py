@@ -66,12 +66,12 @@ def test_what_is_too_long_is_named_or_left_out(rebind, model, tmp_path, field):
     bad |= {"prompt": LONG + "{France} is"} if field == "prompt" else {"neighbours": [LONG]}
     file.write_text("\n".join(map(json.dumps, [good, bad])))
     refused = rebind("edit", str(file), "--model", model, *FAST, code=2)
-    assert "fact 2 of 2: " in refused.err
+    assert "error: line 2 of facts.jsonl: " in refused.err
     done = rebind("edit", str(file), "--model", model, "--skip-bad", *FAST, json=True)
-    assert "skipped: fact 2 of 2: " in done.err
+    assert "skipped: line 2 of facts.jsonl: " in done.err
     assert [fact["prompt"] for fact in done.document["facts"]] == ["I saw {}"]
     file.write_text(json.dumps(bad))
-    assert "none of 1 facts is left" in rebind("edit", str(file), "--model", model, "--skip-bad", *FAST, code=2).err
+    assert "no fact is left of 1" in rebind("edit", str(file), "--model", model, "--skip-bad", *FAST, code=2).err
 
 
 def test_a_prompt_that_fits_alone_and_not_behind_a_context_is_left_out(rebind, model, tmp_path):

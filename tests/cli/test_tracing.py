@@ -169,7 +169,7 @@ def test_a_record_longer_than_the_context_is_named_before_the_first_is_traced(
     ended = rebind(*words, code=2).err
     assert ended.startswith("error: line 2 of facts.jsonl (id x): fact 'The capital of France is")
     file.write_text(json.dumps(records[2]))
-    assert "none of 1 fact is left" in rebind(*words, "--skip-bad", code=2).err
+    assert "no fact is left of 1" in rebind(*words, "--skip-bad", code=2).err
 
 
 @pytest.mark.parametrize("words", [("trace", BRACES, "--draws", "1"), ("lens", PROMPT[0])])
