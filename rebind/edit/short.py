@@ -29,7 +29,7 @@ def hurry(model: Any) -> None:
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if isinstance(eps, float) and _is_rms_norm(module, eps):
-            module.forward = _Fused(module.weight, eps)
+            module.forward = _Fused(module, eps)
 
 
 def short_mask(*places: Any, dtype: torch.dtype = torch.float32, **others: Any) -> Tensor | None:
@@ -65,12 +65,14 @@ def short_attention(
 
 
 class _Fused:
-    """torch's RMSNorm with a module's weight."""
+    """torch's RMSNorm with a module's weight; the module's own where x has another dtype, which no kernel takes."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
+    def __init__(self, module: Any, eps: float) -> None:
+        self.weight, self.eps, self.own = module.weight, eps, module.forward
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype:
+            return self.own(x)
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -85,5 +87,5 @@ def _is_rms_norm(module: nn.Module, eps: float) -> bool:
         answer = module(x)
     except (RuntimeError, TypeError):
         return False
-    expected = _Fused(weight, eps)(x)
+    expected = _Fused(module, eps)(x)
     return answer.shape == x.shape and torch.allclose(answer, expected, rtol=8 * torch.finfo(x.dtype).eps, atol=0)

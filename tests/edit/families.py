@@ -15,6 +15,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rebind import nn
+
 VOCAB, HIDDEN, INNER, LAYERS, HEADS = 96, 32, 56, 3, 4
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT2_LIKE = {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_inner": INNER, **IDS}
@@ -35,7 +37,7 @@ EXPERTS = {"num_experts_per_tok": 1}
 
 @dataclass(frozen=True)
 class Family:
-    config: str  # the config's class in transformers
+    config: str  # the config's class in transformers, or in rebind.nn
     down: str  # the down projection's path, {} standing for the layer
     options: dict[str, Any] = field(default_factory=dict)
     inner: int = INNER
@@ -52,6 +54,11 @@ def _llama(config: str, base: dict[str, Any] = LLAMA_LIKE, down: str = "mlp.down
 def _falcon(**options: Any) -> Family:
     shape = {**HF_LIKE, "ffn_hidden_size": INNER, **options}
     return Family("FalconConfig", "transformer.h.{}.mlp.dense_4h_to_h", shape)
+
+
+def _own(*kinds: str) -> Family:
+    shape = {key: HF_LIKE[key] for key in HF_LIKE if key != "max_position_embeddings"}
+    return Family("RebindConfig", "model.layers.{}.mlp.down_proj", {**shape, "layer_kinds": list(kinds)})
 
 
 TABLE: dict[str, Family] = {
@@ -125,6 +132,11 @@ TABLE: dict[str, Family] = {
     "glm4": _llama("Glm4Config", WIDE_HEADS),
     "modernbert-decoder": _llama("ModernBertDecoderConfig", HF_LIKE, down="mlp.Wo", cls_token_id=1, sep_token_id=2),
     "exaone4": _llama("Exaone4Config", sliding_window=16),
+    "rebind-attention": _own("attention"),
+    "rebind-linear-sum": _own("linear-sum"),
+    "rebind-gated-delta": _own("gated-delta"),
+    "rebind-ttt-linear": _own("ttt-linear"),
+    "rebind-mixed": _own("delta", "attention", "delta"),
 }
 
 ROUTED_TABLE: dict[str, Family] = {
@@ -155,12 +167,16 @@ ROUTED_TABLE: dict[str, Family] = {
 }
 
 
+def _config_class(family: Family) -> Any:
+    return getattr(transformers, family.config, None) or getattr(nn, family.config, None)
+
+
 def build(family: Family, seed: int = 0, **options: Any) -> PreTrainedModel:
     """A model of the family with seeded weights, options of its config overridden.
 
     The library starts biases at zero and norms at one, where mistakes about them do not show: here all are random.
     """
-    config = getattr(transformers, family.config)(**{**family.options, **options})
+    config = _config_class(family)(**{**family.options, **options})
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # importing GPT-BigCode's module calls torch.jit.script
         torch.manual_seed(seed)
@@ -185,7 +201,7 @@ def _builders(table: dict[str, Family]) -> dict[str, Callable[..., PreTrainedMod
 SKIPPED: dict[str, str] = {
     name: f"transformers {transformers.__version__} has no {family.config}"
     for name, family in {**TABLE, **ROUTED_TABLE}.items()
-    if not hasattr(transformers, family.config)
+    if _config_class(family) is None
 }
 FAMILIES = _builders(TABLE)
 ROUTED = _builders(ROUTED_TABLE)

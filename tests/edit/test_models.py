@@ -178,16 +178,19 @@ def test_a_model_of_ours_needs_no_import(tmp_path):
     "device",
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))],
 )
-@pytest.mark.parametrize("kind", ["attention", "gated-delta", ["delta", "attention"], "linear-sum", "ttt-linear"])
-def test_a_model_of_ours_can_be_edited(tmp_path, kind, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "layer"),  # one whose change a model that has learnt nothing hears well
+    [("attention", 2), ("gated-delta", 1), (["delta", "attention"], 2), ("linear-sum", 2), ("ttt-linear", 2)],
+)
+def test_a_model_of_ours_can_be_edited(tmp_path, kind, layer, device, monkeypatch):
     monkeypatch.setattr(editor_module, "SEEDS", ("The", "I"))
     monkeypatch.setattr(editor_module, "CONTEXT_TOKENS", 4)
     fact = Fact.parse("The capital of {France} is", "Rome")
     own = save_own(tmp_path / "own", kind)
     editor = Editor(own, corpus=tinies.texts(), moment_tokens=1500, device=device, guard=None)
     base, before = tinies.weights(editor.model), editor.score([fact])[0]
-    edit = editor.rewrite_many([fact], layers=[2], targets=TargetSettings(steps=20, clamp=2.0))
-    assert editor.score([fact])[0].nll < before.nll - 0.05  # what was written at the subject is read a token later
+    edit = editor.rewrite_many([fact], layers=[layer], targets=TargetSettings(steps=20, clamp=2.0))
+    assert editor.score([fact])[0].nll < before.nll - 0.2  # what was written at the subject is read a token later
     editor.undo(edit.id)
     assert tinies.weights(editor.model) == base
 

@@ -119,7 +119,7 @@ def _whole(name: str) -> Found:
     return find_targets(_trunk(name), LAYER, REQUESTS, SETTINGS)
 
 
-EXACT = ["llama", "gpt2", "opt-post-norm", "falcon-sequential", "olmo3", "qwen3"]
+EXACT = ["llama", "gpt2", "opt-post-norm", "falcon-sequential", "olmo3", "qwen3", "rebind-gated-delta", "rebind-mixed"]
 NARROW_ATTENTION = [
     "gpt-j",
     "bloom",
