@@ -41,6 +41,10 @@ class NumericalWarning(UserWarning):
     """An answer was found, but only after a rescue; the message says which and how large."""
 
 
+class FactWarning(UserWarning):
+    """Facts can be written together, but not all of them as they ask."""
+
+
 class LedgerWarning(UserWarning):
     """A ledger was read, but not all that its files hold; or it holds something of what is asked for already."""
 

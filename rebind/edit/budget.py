@@ -15,7 +15,8 @@ from rebind.errors import RebindError
 CPU_TOKENS = 2_048
 GPU_TOKENS = 131_072  # beyond this, padding to the longest of a group costs more than running another group
 PAST = 1 / 6  # what a token of a cached prefix takes, beside one that is run with gradients
-SHARE = 0.6  # of the free memory that a batch may plan for
+SHARE = 0.6  # of the memory beside the weights that a batch may plan for
+LEFT = 0.9  # and of what is free now, where others use the GPU too
 FLOATS_A_LAYER = 24  # kept by the backward pass for each token and layer, in units of the hidden size
 T = TypeVar("T")
 
@@ -29,20 +30,23 @@ class OutOfMemory(RebindError, MemoryError):  # noqa: N818 - named like Python's
 
 
 def tokens_that_fit(trunk: Trunk) -> int:
-    """Tokens a batch with gradients may hold: from the GPU's free memory, or a fixed number on a CPU.
+    """Tokens a batch with gradients may hold: from the GPU's memory, or a fixed number on a CPU.
 
-    A token costs its activations in every layer, and logits over the vocabulary at perhaps half of the places.
+    A token costs its activations in every layer, and logits over the vocabulary at perhaps half of the places. On a
+    GPU of one's own the number is the same from run to run, and with it the groups that facts are searched in.
     """
     device = trunk.device
     if device.type != "cuda":
         return CPU_TOKENS
-    free, _ = torch.cuda.mem_get_info(device)
+    free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own reserve
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in trunk.model.parameters())
+    room = min(SHARE * (total - weights), LEFT * free)
     table = trunk.model.get_input_embeddings().weight
     width = trunk.model.config.get_text_config().hidden_size
     activations = len(trunk.blocks) * width * table.element_size() * FLOATS_A_LAYER
     logits = 3 * 4 * table.shape[0]  # float32: themselves, their softmax, their gradient
-    return max(1, min(GPU_TOKENS, int(SHARE * free / (activations + logits))))
+    return max(1, min(GPU_TOKENS, int(room / (activations + logits))))
 
 
 def in_portions(

@@ -28,7 +28,16 @@ from rebind.edit.edits import Edit, tensors_of
 from rebind.edit.encoding import encode_many
 from rebind.edit.facts import Fact, conflicts
 from rebind.edit.fingerprint import fingerprint
-from rebind.edit.guard import Earlier, Failure, Guard, admit, enforce, find_earlier, require_finite_targets
+from rebind.edit.guard import (
+    Earlier,
+    Failure,
+    Guard,
+    admit,
+    enforce,
+    find_earlier,
+    mention_rivals,
+    require_finite_targets,
+)
 from rebind.edit.kept import KeptTargets
 from rebind.edit.layers import chosen_layers
 from rebind.edit.ledger import Ledger
@@ -147,7 +156,7 @@ class Editor:
         self.progress.phase("writing")
         with self._tried(edit):
             after = self.score(listed)
-            told, failed = self._checked(after, force=force)
+            told, failed = self._checked(after, exact=chosen.exact, force=force)
             scores = {"before": [asdict(s) for s in before], "after": [asdict(s) for s in after], **told}
             with self.ledger.locked():
                 late = self._clashes(listed)  # what another process wrote in the meantime too
@@ -260,6 +269,7 @@ class Editor:
     ) -> Plan:
         """Layers, cost and conflicts of an edit, before any of it is done."""
         listed = list(read_facts(facts))
+        mention_rivals(listed)
         chosen, settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
         encoded = encode_many(listed, self.tokenizer, self.loaded.start, chat=self.chat, limit=self._limit())
         sites = [self.sites[layer] for layer in settings.layers]
@@ -344,6 +354,7 @@ class Editor:
         clashes = conflicts(listed)
         if clashes:
             raise InputError(f"{clashes[0]}: keep one of them")
+        mention_rivals(listed)
         return listed
 
     def _limit(self) -> int | None:
@@ -383,6 +394,7 @@ class Editor:
                 "layers": list(settings.layers),
                 "lam": lam,
                 "targets": asdict(settings.targets),
+                "search": self.searched_in,
                 "moments": self._origin(),
                 "seed": self.seed,
                 "chat": self.chat,
@@ -395,6 +407,11 @@ class Editor:
     def requests(self, facts: Sequence[Fact]) -> list[Request]:
         """Every fact behind every context, the bare prompt first: what a search for targets is asked."""
         return requests_of(facts, self.loaded, self.contexts, chat=self.chat, limit=self._limit())
+
+    @property
+    def searched_in(self) -> str:
+        """The dtype in which targets are searched for."""
+        return str(self._search.dtype).removeprefix("torch.")
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -420,13 +437,15 @@ class Editor:
         """What the moments are made from, as an edit's settings say it."""
         return {"corpus": self.corpus.digest, "tokens": self.moment_tokens}
 
-    def _checked(self, after: Sequence[FactScore], *, force: bool) -> tuple[dict[str, JSON], list[Failure]]:
+    def _checked(
+        self, after: Sequence[FactScore], *, exact: bool, force: bool
+    ) -> tuple[dict[str, JSON], list[Failure]]:
         """What to keep of the guard's findings, and the checks that failed; raises for those that may not."""
         if self.guard is None:
             return {}, []
         self.progress.phase("checks")
         drift = self.drift()
-        failed = self.guard.check(after, drift)
+        failed = self.guard.check(after, drift, exact=exact)
         enforce(failed, force=force)
         told: JSON = {"bounds": asdict(self.guard), "failed": [one.to_json() for one in failed]}
         return {"drift": drift.to_json(), "guard": told}, failed

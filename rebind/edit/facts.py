@@ -258,6 +258,19 @@ def conflicts(facts: Sequence[Fact]) -> list[Conflict]:
     return [group for group in groups if len(set(group.targets)) > 1]
 
 
+def rivals(facts: Sequence[Fact]) -> list[Conflict]:
+    """Facts of different prompts and targets that read alike up to the end of the subject, where they are written.
+
+    They have one key between them: what a matrix gives for it is a compromise of what each asks for.
+    """
+    groups = _grouped(facts, [fact.parts[0] + fact.subject for fact in facts])
+    return [
+        group
+        for group in groups
+        if len(set(group.targets)) > 1 and len({comparable(facts[index].text) for index in group.indices}) > 1
+    ]
+
+
 def duplicates(facts: Sequence[Fact]) -> list[Conflict]:
     """Facts that are there more than once: the very same prompt and target."""
     return _grouped(facts, [(fact.text, fact.target) for fact in facts])

@@ -8,7 +8,7 @@ Checked on the model with the edit in it, before the ledger hears of it:
 - *said*: the facts come out as the model's first choice.
 
 Growth and drift are those of all active edits together: it is the model that must stay whole. And before any work:
-a prompt that an active edit already gives another target is refused.
+a prompt that an active edit already gives another target is refused, and facts of one edit that share a key are named.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from rebind.edit.drift import Drift
 from rebind.edit.edits import Edit
-from rebind.edit.facts import Fact, comparable
+from rebind.edit.facts import Fact, comparable, rivals
 from rebind.edit.log import JSON
 from rebind.edit.scores import FactScore
 from rebind.edit.wording import percent
-from rebind.errors import GuardError, InputError, LedgerWarning
+from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,11 @@ class Guard:
     growth: float = 1.5  # most ‖W' − W‖ / ‖W‖ of a site
     said: float = 0.5  # least share of the facts whose whole target comes first; above 0, a lone fact must
 
-    def check(self, scores: Sequence[FactScore], drift: Drift) -> list[Failure]:
-        """The checks that fail, worst news first. A model that answers NaN fails that one alone."""
+    def check(self, scores: Sequence[FactScore], drift: Drift, *, exact: bool = False) -> list[Failure]:
+        """The checks that fail, worst news first. A model that answers NaN fails that one alone.
+
+        What to try depends on the method: one that is `exact` has no λ, and writes to one layer.
+        """
         numbers = [drift.kl, drift.growth, *(score.nll for score in scores)]
         if wrong := [number for number in numbers if not math.isfinite(number)]:
             says = f"{len(wrong)} of {len(numbers)} of the edited model's answers are NaN or infinite, expected numbers"
@@ -80,15 +83,15 @@ class Guard:
                 f"the next token on unrelated prompts moved by {drift.kl:.2f} nats (most after {drift.prompt!r}), "
                 f"allowed {self.drift:g}"
             )
-            failures.append(Failure("drift", drift.kl, self.drift, says, "write fewer facts, raise λ, or undo an edit"))
+            failures.append(Failure("drift", drift.kl, self.drift, says, _less(len(scores), exact, "undo an edit")))
         if drift.growth > self.growth:
             says = f"{drift.site} moved by {drift.growth:.2f} of its own size, allowed {self.growth:g}"
-            step = "write fewer facts, raise λ, or spread over more layers"
+            step = _less(len(scores), exact, "choose another layer" if exact else "spread over more layers")
             failures.append(Failure("growth", drift.growth, self.growth, says, step))
         said = sum(score.exact for score in scores) / len(scores)
         least = 1.0 if len(scores) == 1 and self.said > 0 else self.said
         if said < least:
-            failures.append(Failure("said", said, least, _unsaid(scores, least), _more(scores)))
+            failures.append(Failure("said", said, least, _unsaid(scores, least), _more(len(scores), exact)))
         return failures
 
 
@@ -104,10 +107,20 @@ def _unsaid(scores: Sequence[FactScore], least: float) -> str:
     return f"{said} of {len(scores)} facts are said, expected {math.ceil(least * len(scores))}"
 
 
-def _more(scores: Sequence[FactScore]) -> str:
-    if len(scores) == 1:
-        return "raise the steps or the clamp, lower λ, choose other layers, or word the prompt otherwise"
-    return "write fewer facts at once, raise the steps, lower λ, or use alphaedit"
+def _less(facts: int, exact: bool, last: str) -> str:
+    """What to try where an edit does too much."""
+    fewer = "write fewer facts at once" if facts > 1 else "lower the clamp"
+    weigh = "use memit, which weighs them against what the model knew" if exact else "raise λ"
+    return f"{fewer}, {weigh}, or {last}"
+
+
+def _more(facts: int, exact: bool) -> str:
+    """What to try where it does too little."""
+    if facts == 1:
+        weigh = "choose another layer, use memit" if exact else "lower λ, choose other layers"
+        return f"raise the steps, change the clamp, {weigh}, or word the prompt otherwise"
+    weigh = "or use memit" if exact else "lower λ, or use alphaedit"
+    return f"write fewer facts at once, raise the steps, {weigh}"
 
 
 def require_finite_targets(targets: Tensor) -> None:
@@ -124,6 +137,27 @@ def enforce(failures: Sequence[Failure], *, force: bool) -> None:
         others = "".join(f"; also {one.check}: {one.says}" for one in failures[1:])
         override = "" if failures[0].check == "finite" else "; or force it (force=True, --force)"
         raise GuardError(f"not written, {failures[0]}{override}{others}", tuple(one.check for one in failures))
+
+
+# Facts that are in each other's way
+
+
+def mention_rivals(facts: Sequence[Fact]) -> None:
+    """Warn of facts of one edit that share a key and ask for different values."""
+    found = rivals(facts)
+    if not found:
+        return
+    first = facts[found[0].indices[0]]
+    second = next(facts[index] for index in found[0].indices if facts[index].target != first.target)
+    count = sum(len(group.indices) for group in found)
+    others = f" (of {count} such facts)" if count > 2 else ""
+    warnings.warn(
+        f"{first.text!r} → {first.target!r} and {second.text!r} → {second.target!r}{others} are the same up to the end "
+        f"of the subject, where facts are written: they share a key, and a compromise of the two will be written; keep "
+        f"one of them, or word one so that other text comes before the subject",
+        FactWarning,
+        stacklevel=4,
+    )
 
 
 # What the ledger already holds

@@ -18,7 +18,7 @@ from rebind.edit.targets import Found
 from rebind.edit.trunk import Trunk
 from rebind.precision import tensor_float
 
-BYTES = 8  # free, for every parameter, before a copy of two bytes each is made
+ROOM = 12  # bytes of a GPU for every parameter: the model's four, the copy's two, and some to search in
 
 
 class Search:
@@ -37,16 +37,24 @@ class Search:
         on_step: Callable[[int, int, float], None],
     ) -> Found:
         quick = self._quick()
+        model = f"{self.fingerprint} in {self.dtype}"  # targets found in another dtype are others
         with tensor_float(True) if quick is None else nullcontext():
-            return resume_targets(
-                self.trunk, layer, requests, settings, self.fingerprint, kept, quick=quick, on_step=on_step
-            )
+            return resume_targets(self.trunk, layer, requests, settings, model, kept, quick=quick, on_step=on_step)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is searched in. A GPU's size decides, and not what is free on it today: results can be repeated."""
+        own = self.trunk.dtype
+        if own != torch.float32 or not can_be_recorded(self.trunk):
+            return own
+        size = sum(parameter.numel() for parameter in self.trunk.model.parameters())
+        return torch.bfloat16 if torch.cuda.mem_get_info(self.trunk.device)[1] > ROOM * size else own
 
     def _quick(self) -> Trunk | None:
-        """The model in bfloat16, where searching on it pays and there is room for it."""
-        if self._narrow is None and can_be_recorded(self.trunk) and self.trunk.dtype == torch.float32:
-            size = sum(parameter.numel() for parameter in self.trunk.model.parameters())
-            if torch.cuda.mem_get_info(self.trunk.device)[0] > BYTES * size:
-                self._narrow = self.trunk.narrowed(torch.bfloat16)
-                hurry(self._narrow.model)
+        """The model in the dtype to search in, if it has another."""
+        if self.dtype == self.trunk.dtype:
+            return None
+        if self._narrow is None:
+            self._narrow = self.trunk.narrowed(self.dtype)
+            hurry(self._narrow.model)
         return self._narrow

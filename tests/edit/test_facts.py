@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rebind.edit.facts import Fact, conflicts, duplicates
+from rebind.edit.facts import Fact, conflicts, duplicates, rivals
 from rebind.errors import InputError
 
 FRANCE = "The capital of {France} is"
@@ -138,3 +138,17 @@ def test_facts_that_agree_do_not_conflict():
     facts = [Fact.parse(FRANCE, "Rome"), Fact.parse(FRANCE.upper(), "Rome"), Fact.parse("{Caf\u00e9} is", "a")]
     assert conflicts(facts) == duplicates(facts) == []
     assert len(conflicts([*facts, Fact.parse("{Cafe\u0301} is", "b")])) == 1
+
+
+def test_rivals_share_a_key_and_want_different_targets():
+    facts = [
+        Fact.parse("{Tom} went to the", "zoo"),
+        Fact.parse("{Ann} went to the", "zoo"),
+        Fact.parse("{Tom} likes to eat a", "cake"),
+        Fact.parse("Everybody knows {Tom} was born in", "Rome"),  # other text before it: another key
+        Fact.parse("{Ann} ran to the", "zoo"),  # the same target
+    ]
+    (found,) = rivals(facts)
+    assert found.indices == (0, 2)
+    assert found.targets == ("zoo", "cake")
+    assert rivals([facts[0], Fact.parse("{Tom} went to the", "shop")]) == [], "one prompt: a conflict, told as such"

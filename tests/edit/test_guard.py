@@ -18,7 +18,7 @@ from rebind.edit.ledger import Ledger
 from rebind.edit.scores import FactScore
 from rebind.edit.search import Search
 from rebind.edit.targets import TargetSettings
-from rebind.errors import GuardError, InputError, LedgerWarning
+from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
 from tests.edit import tiny
 
 FACT = Fact.parse("The capital of {France} is", "Rome")
@@ -77,7 +77,18 @@ def test_an_edit_that_passes_tells_its_drift():
 @pytest.mark.parametrize(
     ("guard", "facts", "check", "says"),
     [
-        (replace(OPEN, drift=1e-6), [FACT], "drift", r"moved by .* nats .*, allowed 1e-06.*fewer facts"),
+        (
+            replace(OPEN, drift=1e-6),
+            [FACT],
+            "drift",
+            r"moved by .* nats .*, allowed 1e-06: lower the clamp, raise λ, or undo",
+        ),
+        (
+            replace(OPEN, drift=1e-6),
+            [FACT, OTHERS[0]],
+            "drift",
+            r"moved by .* nats .*, allowed 1e-06: write fewer facts",
+        ),
         (replace(OPEN, growth=1e-6), [FACT], "growth", r"down_proj moved by .* of its own size, allowed 1e-06.*λ"),
         (
             replace(OPEN, said=0.1),
@@ -256,3 +267,34 @@ def test_a_redo_that_was_forced_is_told_so(tmp_path):
     editor.undo(first.id)
     editor.undo("e0002")
     assert not editor.redo("e0002", force=True).forced, "nothing spoke against it"
+
+
+@pytest.mark.parametrize("guard", [OPEN, None])
+def test_facts_that_share_a_key_are_named_before_any_work(monkeypatch, guard):
+    """By an edit and by its plan."""
+    editor = open_editor(guard)
+    facts = [FACT, Fact.parse("The capital of {France} lies in", "Spain"), *OTHERS]
+    monkeypatch.setattr(Search, "find", lambda *_, **__: pytest.fail("searched"))
+    for work in (editor.rewrite_many, editor.plan):
+        with pytest.raises(FactWarning, match="'Rome' and 'The capital of France lies in' → 'Spain'.*share a key"):
+            work(facts)
+
+
+@pytest.mark.parametrize("scores", [[UNSAID], [UNSAID, SAID, UNSAID]])
+def test_what_to_try_is_what_the_method_takes(scores):
+    """rome and emmet refuse λ, and several layers."""
+    guard, drift = Guard(drift=0.1, growth=0.2), Drift(0.5, 0.6, "x", 0.7, "site")
+    steps = {exact: [one.step for one in guard.check(scores, drift, exact=exact)] for exact in (False, True)}
+    assert len(steps[False]) == len(steps[True]) == 3
+    assert all("λ" in step for step in steps[False])
+    assert not any("λ" in step or "layers" in step for step in steps[True])
+    assert all("memit" in step for step in steps[True])
+    fewer = [step for step in (*steps[False], *steps[True]) if "fewer facts" in step]
+    assert bool(fewer) == (len(scores) > 1)
+
+
+@pytest.mark.parametrize(("method", "step"), [("rome", "use memit"), ("memit", "raise λ")])
+def test_the_editor_says_which_method_it_is(method, step):
+    editor = open_editor(replace(OPEN, drift=1e-6))
+    with pytest.raises(GuardError, match=f"lower the clamp, {step}"):
+        editor.rewrite_many([FACT], method=method, targets=TargetSettings(steps=12, clamp=20.0))

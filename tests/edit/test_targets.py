@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from rebind.edit import kept as kept_module
-from rebind.edit.budget import CPU_TOKENS, PAST, MemoryWarning, OutOfMemory, in_portions, tokens_that_fit
+from rebind.edit import search as search_module
+from rebind.edit.budget import CPU_TOKENS, GPU_TOKENS, PAST, MemoryWarning, OutOfMemory, in_portions, tokens_that_fit
 from rebind.edit.kept import KeptTargets, resume_targets
 from rebind.edit.objective import can_be_recorded
+from rebind.edit.search import Search
 from rebind.edit.sites import find_sites, module_at
 from rebind.edit.targets import Found, Prompt, Request, TargetSettings, find_targets
 from rebind.edit.trunk import Trunk
@@ -318,6 +320,38 @@ def test_a_gpus_budget_follows_its_free_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (14 << 20, 80 << 30))
     assert abs(tokens_that_fit(trunk) - 2 * one) <= 1
     assert 1 < one < CPU_TOKENS
+
+
+def test_a_gpu_of_ones_own_has_the_same_budget_from_run_to_run(monkeypatch):
+    """Simulated: what is free changes a little, what there is does not."""
+    trunk = _trunk("llama")
+    monkeypatch.setattr(Trunk, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+    found = set()
+    for free in (40 << 20, 39 << 20, 35 << 20):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 40 << 20))
+        found.add(tokens_that_fit(trunk))
+    assert len(found) == 1
+    assert 1 < found.pop() < GPU_TOKENS
+
+
+@pytest.mark.parametrize(("gib", "dtype"), [(80, torch.bfloat16), (1e-6, torch.float32)])
+def test_the_size_of_a_gpu_decides_what_is_searched_in(monkeypatch, gib, dtype):
+    """Simulated: nothing free, which does not matter; and targets kept from one dtype do not serve the other."""
+    model = FAMILIES["llama"](seed=2)
+    trunk = Trunk(model, [module_at(model, site.block) for site in find_sites(model)])
+    search = Search(trunk, "model")
+    assert search.dtype == torch.float32
+    monkeypatch.setattr(search_module, "can_be_recorded", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, int(gib * 2**30)))
+    assert search.dtype == dtype
+    asked = []
+    monkeypatch.setattr(search_module, "resume_targets", lambda *given, **named: asked.append((given, named)))
+    search.find(LAYER, REQUESTS, SETTINGS, KeptTargets(None), lambda *_: None)
+    ((given, named),) = asked
+    assert str(dtype) in given[4]
+    assert (named["quick"] is None) == (dtype == torch.float32)
 
 
 def test_portions_hold_every_item_once_in_order():
