@@ -12,18 +12,20 @@ these rows are for time and memory, of scores they have ES and EA. A row whose e
 to benchmarks/results/editing.json, after every row.
 
 Of the phases, *keys* are the subjects' keys and states at the edited layers, *checks* the facts' scores before and
-after. With --repeats an edit is made and undone so many times and the last one told: the first loads kernels.
+after, and with --guard its measurements; an edit that it would refuse is made all the same, and the row says why it
+would. On a GPU targets are searched for on a copy of the model in bfloat16; with --search every row is measured
+for each of the dtypes given, on any device. With --repeats an edit is made and undone so many times and the last one
+told: the first loads kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,20 +35,18 @@ from unittest.mock import patch
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
+from benchmarks.clock import Clock, peak_gib, told_apart
 from benchmarks.made import made_facts
 from benchmarks.methods.shared import SEVERAL_FIRST, beginning, impossible, known_records, mean, whole
 from benchmarks.report import RESULTS
 from rebind.bench.machine import machine
 from rebind.cli.options import parse_layers
-from rebind.edit import spread
-from rebind.edit.editor import Editor, Progress
+from rebind.edit.editor import GUARD, Editor, Progress
 from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact
 from rebind.edit.methods import METHODS, Method
-from rebind.edit.scores import FactScore
-from rebind.edit.subjects import Subjects
+from rebind.edit.search import Search
 from rebind.errors import GuardError, NumericalError
 from rebind.evals.answers import Asking, answer_all
 from rebind.evals.answers import Row as Answer
@@ -56,6 +56,7 @@ from rebind.evals.records import Record, Records, read_records, without_conflict
 from rebind.evals.scores import summarise
 from rebind.files import write_atomically
 
+DTYPES = ("float32", "bfloat16")
 SCORES = ("ES", "PS", "NS", "S", "EA", "PA")
 PHASES = ("contexts", "moments", "targets", "keys", "solve", "writing", "checks")
 FAILURES = (GuardError, NumericalError, torch.linalg.LinAlgError)
@@ -79,6 +80,8 @@ class Result:
     drift: float | None = None  # nats
     growth: float | None = None
     memory_gib: float | None = None  # peak: of the GPU, or of the process on a CPU
+    search: str = ""  # the dtype that targets were searched for in
+    refused: tuple[str, ...] = ()  # the guard's checks that failed, and were overridden
     why: str = ""  # nothing was measured
 
 
@@ -95,56 +98,6 @@ class Choices:
         several = self.layers is not None and len(self.layers) > 1
         layers = None if several and not method.several_layers else self.layers
         return replace(self, layers=layers, lam=None if method.exact else self.lam)
-
-
-class Clock(Progress):
-    """Adds up seconds by phase."""
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "spent", {})
-        object.__setattr__(self, "_now", (None, 0.0))
-        super().__init__(phase=self.enter)
-
-    def enter(self, name: str | None) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now, (before, begin) = time.perf_counter(), self._now  # type: ignore[attr-defined]
-        if before is not None:
-            self.spent[before] = self.spent.get(before, 0.0) + now - begin  # type: ignore[attr-defined]
-        object.__setattr__(self, "_now", (name, now))
-
-    @contextmanager
-    def aside(self, name: str) -> Iterator[None]:
-        """Inside, another phase; the one before goes on after."""
-        before = self._now[0]  # type: ignore[attr-defined]
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.enter(before)
-
-
-@contextmanager
-def told_apart(editor: Editor, clock: Clock) -> Iterator[None]:
-    """The editor counts keys to the solve, and the facts' scores to what goes on; here they are phases."""
-
-    class Timed(Subjects):
-        def keys(self, layer: int, module: nn.Module) -> Tensor:
-            with clock.aside("keys"):
-                return super().keys(layer, module)
-
-        def states(self, layer: int) -> Tensor:
-            with clock.aside("keys"):
-                return super().states(layer)
-
-    own = editor.score
-
-    def score(facts: Sequence[Fact]) -> list[FactScore]:
-        with clock.aside("checks"):
-            return own(facts)
-
-    with patch.object(spread, "Subjects", Timed), patch.object(editor, "score", score):
-        yield
 
 
 def ask(editor: Editor, records: Sequence[Record]) -> list[Answer]:
@@ -180,16 +133,18 @@ def write(editor: Editor, facts: Sequence[Fact], method: str, chosen: Choices) -
     search = search if chosen.steps is None else replace(search, steps=chosen.steps)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    editor.progress = clock
+    editor.progress = clock.progress
     begin = time.perf_counter()
     try:
         with told_apart(editor, clock):
-            edit = editor.rewrite_many(list(facts), method=method, layers=chosen.layers, lam=chosen.lam, targets=search)
+            edit = editor.rewrite_many(
+                list(facts), method=method, layers=chosen.layers, lam=chosen.lam, targets=search, force=True
+            )
         clock.enter(None)
     finally:
         editor.progress = Progress()
-    seconds = time.perf_counter() - begin - clock.spent.get("moments", 0.0)  # type: ignore[attr-defined]
-    return edit, Cost(seconds, dict(clock.spent), peak_gib(editor))  # type: ignore[attr-defined]
+    seconds = time.perf_counter() - begin - clock.spent.get("moments", 0.0)
+    return edit, Cost(seconds, clock.spent, peak_gib(editor))
 
 
 @contextmanager
@@ -221,9 +176,16 @@ def edited(
             layers=tuple(settings["layers"]),
             lam=None if METHODS[method].exact else float(settings["lam"]),
             memory_gib=cost.memory_gib,
+            search=settings["search"],
+            refused=failed_checks(edit),
             **whole(held),
         )
         return row, ask(editor, records)
+
+
+def failed_checks(edit: Edit) -> tuple[str, ...]:
+    told: Any = edit.scores.get("guard", {})
+    return tuple(one["check"] for one in told.get("failed", ()))
 
 
 def run(held: Held, records: Sequence[Record], method: str, chosen: Choices, *, repeats: int = 1) -> Result:
@@ -262,30 +224,24 @@ def attempted(empty: Result, measure: Callable[[], Result], why: str = "") -> Re
     return replace(empty, why=why)
 
 
-def peak_gib(editor: Editor) -> float:
-    """Of the GPU since it was last reset, or of this process since it began."""
-    if editor.trunk.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
-
-
 def show(rows: Sequence[Result]) -> None:
     """Two tables: what became of the facts and of the model, and where the time went."""
     notes = [f"{_name(row)} at {row.facts:,}: {row.why}" for row in rows if row.why]
+    notes += [f"{_name(row)} at {row.facts:,} fails {', '.join(row.refused)}" for row in rows if row.refused]
     if any(row.made for row in rows):
         notes.append("made: neighbours of records are facts too, for time and memory; ES and EA alone are given")
     quality = _table("editing", ("method", "facts", *SCORES, "perplexity", "drift", "growth"), "; ".join(notes))
-    cost = _table("seconds", ("method", "facts", "layers", "λ", "all", "facts/s", *PHASES, "peak GiB"))
+    cost = _table("seconds", ("method", "facts", "layers", "λ", "search", "all", "facts/s", *PHASES, "peak GiB"))
     for row in rows:
         shares = (_told(row.scores[score], ".3f") for score in SCORES)
         rest = _told(row.perplexity, ".2f"), _told(row.drift, ".4f"), _told(row.growth, ".3f")
         quality.add_row(_name(row), str(row.facts), *shares, *rest)
         if row.seconds is not None:
             spent = (_told(row.phases.get(phase), ".2f") for phase in PHASES)
-            where, lam = ",".join(map(str, row.layers)), _told(row.lam, ".0f")
+            how = ",".join(map(str, row.layers)), _told(row.lam, ".0f"), row.search
             took = _told(row.seconds, ".2f"), _told(row.facts_a_second, ".3g")
-            cost.add_row(_name(row), str(row.facts), where, lam, *took, *spent, _told(row.memory_gib, ".1f"))
-    console = Console(width=150)
+            cost.add_row(_name(row), str(row.facts), *how, *took, *spent, _told(row.memory_gib, ".1f"))
+    console = Console(width=160)
     console.print(quality)
     if cost.row_count:
         console.print(cost)
@@ -324,6 +280,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=50_000, help="of held text, 50,000 at most")
     parser.add_argument("--made", type=int, nargs="*", default=[], help="also so many facts, of neighbours too")
     parser.add_argument("--alone", type=int, default=0, help="also ROME on so many facts, one at a time")
+    parser.add_argument("--guard", action="store_true", help="check each edit as an editor does by default")
+    parser.add_argument("--search", nargs="+", choices=DTYPES, default=[None], help="in; default: the device's")
     parser.add_argument("--repeats", type=int, default=1, help="edits a row, of which the last is told; default: 1")
     parser.add_argument("--out", type=Path, default=RESULTS / "editing.json")
     return parser.parse_args(arguments)
@@ -343,7 +301,7 @@ class Bench:
     def open(cls, options: argparse.Namespace) -> Bench:
         everything = without_conflicts(read_records(options.facts, limit=options.read, skip_bad=True), skip_bad=True)
         made = {n: [bare(record) for record in made_facts(everything, n)] for n in options.made}
-        editor = Editor(options.model, device=options.device, seed=options.seed, guard=None)
+        editor = Editor(options.model, device=options.device, seed=options.seed, guard=GUARD if options.guard else None)
         text = beginning(editor.tokenizer, options.text.read_text(encoding="utf-8"), options.tokens)
         chosen = Choices(options.layers, options.lam, options.steps)
         return cls(Held(editor, text), known_records(editor, everything), made, chosen, options.repeats)
@@ -376,9 +334,15 @@ class Bench:
         return attempted(Result("rome, one at a time", len(records)), measure)
 
     def rows(self, options: argparse.Namespace) -> Iterator[Result]:
-        """All that is asked for, those of made facts last."""
-        methods = list(dict.fromkeys(options.methods))
+        """All that is asked for, the unedited model first."""
         yield self.before(min(options.n, default=100))
+        for search in options.search:
+            with searched_in(search):
+                yield from self.edits(options)
+
+    def edits(self, options: argparse.Namespace) -> Iterator[Result]:
+        """Of each method, those of made facts last."""
+        methods = list(dict.fromkeys(options.methods))
         self.warm_up([*methods, *(["rome"] if options.alone and "rome" not in methods else [])])
         yield from (self.row(method, n) for method in methods for n in options.n)
         if options.alone:
@@ -394,6 +358,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         store(rows, options, bench.held.editor.loaded.name)
         show([row])
     show(rows)
+
+
+@contextmanager
+def searched_in(name: str | None) -> Iterator[None]:
+    """Searches in a dtype of this name; as the device has it without one."""
+    with nullcontext() if name is None else patch.object(Search, "dtype", getattr(torch, name)):
+        yield
 
 
 def store(rows: Sequence[Result], options: argparse.Namespace, model: str) -> None:

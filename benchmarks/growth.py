@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks.editing import Clock, peak_gib, told_apart
+from benchmarks.clock import Clock, peak_gib, told_apart
 from benchmarks.report import RESULTS
 from rebind.bench.machine import machine
 from rebind.edit.editor import Editor, Progress
@@ -168,7 +168,7 @@ def edit(editor: Editor, facts: list[Fact], steps: int) -> tuple[float, dict[str
     """Write and undo: the seconds of the edit, in all and by phase."""
     search = replace(editor.settings("memit")[1].targets, steps=steps, enough=0.0)
     clock = Clock()
-    editor.progress = clock
+    editor.progress = clock.progress
     clock.enter("writing")  # the edits before are taken out of the weights
     begin = time.perf_counter()
     with told_apart(editor, clock):
@@ -177,7 +177,7 @@ def edit(editor: Editor, facts: list[Fact], steps: int) -> tuple[float, dict[str
     seconds = time.perf_counter() - begin
     editor.progress = Progress()
     editor.undo(made.id)
-    spent: dict[str, float] = dict(clock.spent)  # type: ignore[attr-defined]
+    spent = dict(clock.spent)
     # Contexts and moments are there already: what is left of their phases is turning facts into tokens.
     return seconds, {"encoding": sum(spent.pop(name, 0.0) for name in ONCE), **spent}
 
@@ -202,7 +202,7 @@ def grown(
     clock.enter("moments")
     learn(editor, layers, tokens)
     clock.enter(None)
-    once: dict[str, float] = dict(clock.spent)  # type: ignore[attr-defined]
+    once = clock.spent
     edit(editor, invented(1), 2)  # kernels are loaded, and what the base says to the canaries is there
     for n in numbers:
         if editor.trunk.device.type == "cuda":

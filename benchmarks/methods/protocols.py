@@ -57,7 +57,7 @@ def batch(bench: Bench, name: str, n: int) -> Row:
             growth=mean(one["growth"] for one in wholes),
             layers=tuple(settings["layers"]),
             lam=float(settings["lam"]),
-            phases=dict(clock.spent),  # type: ignore[attr-defined]
+            phases=dict(clock.spent),
             searched=bench.memory.targets.searched,
             memory_gib=peak_gib(editor),
         )

@@ -30,6 +30,10 @@ class Targets:
         self._places: dict[tuple[int, TargetSettings], dict[Request, int]] = {}
         self._found: dict[tuple[int, TargetSettings], Found] = {}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.search.dtype
+
     def plan(self, layer: int, settings: TargetSettings, requests: Iterable[Request]) -> None:
         """These will be asked for: they are found with the first that is."""
         self._planned.setdefault((layer, settings), {}).update(dict.fromkeys(requests))

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 
 import torch
 
-from benchmarks.editing import Clock, peak_gib
+from benchmarks.clock import Clock, peak_gib
 from benchmarks.made import made_facts
 from benchmarks.methods.remembered import Memory
 from benchmarks.methods.shared import beginning, whole
@@ -168,7 +168,7 @@ class Bench:
         if self.editor.trunk.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         clock, self.memory.targets.searched = Clock(), 0
-        self.editor.progress = clock
+        self.editor.progress = clock.progress
         try:
             yield clock
         finally:
@@ -181,7 +181,7 @@ class Bench:
             row,
             scores=self.scores(self.ask(records)),
             **whole(self.held),
-            phases={} if clock is None else dict(clock.spent),  # type: ignore[attr-defined]
+            phases={} if clock is None else dict(clock.spent),
             searched=self.memory.targets.searched,
             memory_gib=peak_gib(self.editor),
         )

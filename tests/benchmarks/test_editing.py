@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from benchmarks import editing
-from benchmarks.editing import Bench, Choices, Clock, bare, one_at_a_time, run, scores, told_apart, write, written
-from rebind.edit.editor import Editor
+from benchmarks.clock import Clock, told_apart
+from benchmarks.editing import Bench, Choices, bare, one_at_a_time, run, scores, write, written
+from rebind.edit.editor import Editor, Progress
 from rebind.edit.facts import Fact
 from rebind.edit.methods import METHODS, get_method
+from rebind.edit.search import Search
 from rebind.errors import InputError, NumericalError
 from rebind.evals.answers import Asking, answer_all
 from rebind.evals.asking import Model, text_nll
@@ -58,7 +60,7 @@ def test_a_phase_aside_returns_to_the_one_before(editor):
     clock.enter("solve")
     with told_apart(editor, clock):
         editor.score(facts())
-        assert clock._now[0] == "solve"
+        assert clock.phase == "solve"
     assert set(clock.spent) == {"solve", "checks"}
     assert "score" not in vars(editor)
 
@@ -160,7 +162,7 @@ def test_what_is_not_asked_has_no_score_and_nothing_said_scores_zero(held):
 
 def test_nothing_is_asked_while_an_edit_is_timed(held, monkeypatch):
     def ask(editor, some):
-        assert not isinstance(editor.progress, Clock)
+        assert editor.progress == Progress()
         return own(editor, some)
 
     own = editing.ask
@@ -214,7 +216,7 @@ def test_an_edit_that_fails_says_why_and_mistakes_are_raised(held, monkeypatch):
     opened.warm_up(["emmet"])
     assert opened.row("emmet", 2).why == "the moment is singular"
     assert tiny.weights(held.editor.model) == before
-    assert not isinstance(held.editor.progress, Clock)
+    assert held.editor.progress == Progress()
     assert not opened.row("rome", 2).why
     with pytest.raises(InputError, match="layers are"):
         replace(opened, chosen=Choices((99,))).row("memit", 2)
@@ -263,6 +265,25 @@ def test_the_command_tells_every_phase_of_every_method(tmp_path, capsys):
     told = (tmp_path / "out.json").read_text()
     assert str(tmp_path) not in told, "where files lie is of this machine"
     assert {"facts": "facts.jsonl", "text": "text.txt", "model": "model"}.items() <= json.loads(told)["options"].items()
+
+
+def test_the_guard_is_timed_and_what_it_refuses_is_told(tmp_path, capsys):
+    given = half_swapped(facts()), "--n", "2", "--methods", "memit", "--steps", "1"
+    (_, without), (_, checked) = (rows_of(tmp_path, *given, *more) for more in ((), ("--guard",)))
+    assert without["refused"] == []
+    assert checked["refused"] == ["said"], "a step of search says nothing"
+    assert checked["ES"] == without["ES"]
+    assert "memit at 2 fails said" in capsys.readouterr().out
+
+
+def test_each_dtype_to_search_in_has_its_rows(tmp_path):
+    dtypes, own = ["bfloat16", "float32"], Search.dtype
+    rows = rows_of(
+        tmp_path, half_swapped(facts()), "--n", "1", "--methods", "memit", "--steps", "25", "--search", *dtypes
+    )
+    assert [row["search"] for row in rows] == ["", *dtypes]
+    assert rows[1]["drift"] != rows[2]["drift"], "the same search twice"
+    assert Search.dtype is own
 
 
 def test_layers_and_lam_go_to_the_methods_that_take_them(tmp_path):
