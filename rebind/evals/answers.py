@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rebind.edit.facts import Fact
 from rebind.errors import InputError
 from rebind.evals.asking import Model, Told, ask, generate
 from rebind.evals.records import Record
@@ -39,11 +40,9 @@ def answer_all(model: Model, records: Sequence[Record], asking: Asking, *, seed:
         prompts = [prompt for record in records for prompt in _free(record)]
         said = iter(generate(model, prompts, asking.free_tokens))
         for record, row in zip(records, rows, strict=True):
-            row["free"] = {
-                "prompt": next(said),
-                "paraphrases": [next(said) for _ in record.paraphrases],
-                "consequences": [next(said) for _ in record.consequences],
-            }
+            for fact, part in zip(record.facts, by_fact(row), strict=True):
+                part["free"] = {"prompt": next(said), "paraphrases": [next(said) for _ in fact.paraphrases]}
+            row["free"]["consequences"] = [next(said) for _ in record.consequences]
     if asking.texts:
         begun = [record.beginnings[: asking.texts] for record in records]
         prompts = [prompt for some in begun for prompt in some]
@@ -53,26 +52,32 @@ def answer_all(model: Model, records: Sequence[Record], asking: Asking, *, seed:
     return rows
 
 
+def by_fact(row: Row) -> list[Row]:
+    """What was said to each fact of a record: the first fact's in the row itself, the others' under `also`."""
+    return [row, *row.get("also", ())]
+
+
 def questions(record: Record) -> list[tuple[str, str]]:
     """Every prompt of a record with a target: what must fit into the model's context."""
     return [*_pairs(record), *((prompt, ".") for prompt in record.beginnings)]
 
 
 def _free(record: Record) -> Iterator[str]:
-    yield record.fact.text
-    yield from record.paraphrases
+    for fact in record.facts:
+        yield from (fact.text, *fact.paraphrases)
     yield from (question.prompt for question in record.consequences)
 
 
-def _targets(record: Record) -> tuple[str, ...]:
+def _targets(fact: Fact) -> tuple[str, ...]:
     """The new target, and the true one where it is known."""
-    return (record.fact.target,) if record.fact.old is None else (record.fact.target, record.fact.old)
+    return (fact.target,) if fact.old is None else (fact.target, fact.old)
 
 
 def _pairs(record: Record) -> Iterator[tuple[str, str]]:
     """What is asked, in the order `_taken` takes it."""
-    for prompt in (record.fact.text, *record.paraphrases):
-        yield from ((prompt, target) for target in _targets(record))
+    for fact in record.facts:
+        for prompt in (fact.text, *fact.paraphrases):
+            yield from ((prompt, target) for target in _targets(fact))
     for question in record.neighbours:
         yield from ((question.prompt, target) for target in (record.fact.target, *question.answers[:1]))
     for question in record.consequences:
@@ -83,13 +88,17 @@ def _taken(record: Record, told: Iterator[Told]) -> Row:
     def take(names: Sequence[str]) -> Row:
         return {name: _rounded(next(told)) for name in names}
 
-    targets = ("new", "true")[: len(_targets(record))]
-    return {
-        "prompt": take(targets),
-        "paraphrases": [take(targets) for _ in record.paraphrases],
+    def of_fact(fact: Fact) -> Row:
+        targets = ("new", "true")[: len(_targets(fact))]
+        return {"prompt": take(targets), "paraphrases": [take(targets) for _ in fact.paraphrases]}
+
+    first, *also = [of_fact(fact) for fact in record.facts]
+    row = {
+        **first,
         "neighbours": [take(("new", "true")[: 1 + bool(one.answers)]) for one in record.neighbours],
         "consequences": [[_rounded(next(told)) for _ in one.answers] for one in record.consequences],
     }
+    return row | ({"also": also} if also else {})
 
 
 def _rounded(told: Told) -> Row:

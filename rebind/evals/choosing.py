@@ -45,12 +45,13 @@ def usable(
 
 
 def known(editor: Editor, records: Records) -> Records:
-    """Records whose true target the model as it stands prefers to the new one."""
-    with_true = [index for index, record in enumerate(records) if record.fact.old is not None]
-    facts = [records[index].fact for index in with_true]
-    told = ask(Model.of(editor), [(fact.text, str(target)) for fact in facts for target in (fact.target, fact.old)])
-    pairs = zip(with_true, told[::2], told[1::2], strict=True)
-    kept = [index for index, new, true in pairs if true.nll < new.nll]
+    """Records whose true targets the model as it stands prefers to the new ones."""
+    with_true = [index for index, record in enumerate(records) if all(fact.old is not None for fact in record.facts)]
+    asked = [(index, fact) for index in with_true for fact in records[index].facts]
+    told = ask(Model.of(editor), [(fact.text, str(target)) for _, fact in asked for target in (fact.target, fact.old)])
+    pairs = zip(asked, told[::2], told[1::2], strict=True)
+    unknown = {index for (index, _), new, true in pairs if not true.nll < new.nll}
+    kept = [index for index in with_true if index not in unknown]
     if not with_true and len(records):
         raise InputError(
             f"none of {len(records)} records has a true target, expected some that the model may know: leave out "

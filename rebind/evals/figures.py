@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from rebind.evals.answers import by_fact
 from rebind.evals.scores import SHARES
 from rebind.evals.store import Row
 from rebind.files import write_atomically
@@ -26,6 +27,7 @@ NAMES = {
     "kept": "neighbours' first token kept",
 }
 INK, SOFT, FAINT = "#1f2937", "#6b7280", "#e5e7eb"
+LEAST_ROWS = 4  # that there is room for: a lower figure cannot hold its title and legend
 
 
 def draw(out: Path, summary: dict[str, Any], rows: Sequence[Row]) -> list[Path]:
@@ -46,7 +48,7 @@ def scores(summary: dict[str, Any]) -> Figure:
     """The shares before and after, with intervals."""
     first, last = summary["states"][0]["scores"], summary["states"][-1]["scores"]
     names = [name for name in SHARES if name in last]
-    figure, axes = _figure(7.2, 1.2 + 0.36 * len(names))
+    figure, axes = _figure(7.2, 1.2 + 0.36 * max(len(names), LEAST_ROWS))
     _rows(axes, names)
     for place, name in enumerate(names):
         now, before = last[name], first.get(name)
@@ -66,7 +68,8 @@ def scores(summary: dict[str, Any]) -> Figure:
 def side_by_side(runs: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
     """The last scores of several runs."""
     names = [name for name in SHARES if any(name in run["states"][-1]["scores"] for _, run in runs)]
-    figure, axes = _figure(7.2, 1.3 + (0.26 + 0.14 * len(runs)) * len(names))
+    least = 1.9 + 0.2 * len(runs)  # inches: a title, a row, and a legend that may need a line for each run
+    figure, axes = _figure(7.2, max(1.3 + (0.26 + 0.14 * len(runs)) * len(names), least))
     _rows(axes, names)
     for number, (label, run) in enumerate(runs):
         colour = COLOURS[number % len(COLOURS)]
@@ -142,6 +145,7 @@ def nll(summary: dict[str, Any], rows: Sequence[Row]) -> Figure:
     last = summary["states"][-1]["edits"]
     base = {row["record"]: row for row in rows if row["edits"] == 0}
     pairs = [(base[row["record"]], row) for row in rows if row["edits"] == last]
+    facts = [both for before, after in pairs for both in zip(by_fact(before), by_fact(after), strict=True)]
     series = [
         (
             "true target, neighbours: should stay",
@@ -151,12 +155,12 @@ def nll(summary: dict[str, Any], rows: Sequence[Row]) -> Figure:
         (
             "new target, paraphrases: should fall",
             "#60a5fa",
-            [p for one in pairs for p in _points(one, "paraphrases", "new")],
+            [p for one in facts for p in _points(one, "paraphrases", "new")],
         ),
         (
             "new target, prompt: should fall",
             "#1d4ed8",
-            [(b["prompt"]["new"]["nll"], a["prompt"]["new"]["nll"]) for b, a in pairs],
+            [(b["prompt"]["new"]["nll"], a["prompt"]["new"]["nll"]) for b, a in facts],
         ),
     ]
     figure, axes = _figure(5.6, 5.9)

@@ -27,7 +27,10 @@ HUB = "hf:"
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and what should follow it, in any of several wordings."""
+    """A prompt and what should follow it, in any of several wordings.
+
+    Answers are stripped as a fact's targets are, so that they compare; the prompt stays as it was given.
+    """
 
     prompt: str
     answer: str | None  # None where only a change of the answer can be seen
@@ -37,6 +40,9 @@ class Question:
         require_text("a question's prompt", self.prompt)
         for answer in (*self.answers[:1], *self.aliases):
             require_text(f"the answer to {self.prompt!r}", answer)
+        if self.answer is not None:
+            object.__setattr__(self, "answer", self.answer.strip())
+        object.__setattr__(self, "aliases", tuple(alias.strip() for alias in self.aliases))
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -49,7 +55,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Record:
-    """A fact with its new target and its true one (`fact.target`, `fact.old`), and what to ask about it."""
+    """A fact with its new target and its true one (`fact.target`, `fact.old`), and what to ask about it.
+
+    Of several facts each is asked by its own prompt and paraphrases; neighbours go with the first.
+    """
 
     fact: Fact
     id: str
@@ -300,17 +309,22 @@ def _mquake(raw: Mapping[str, Any], number: str) -> Record:
     if not rewrites:
         raise InputError("requested_rewrite is empty, expected the facts to write: fill it in")
     case = _id(raw, "case_id") or number
-    facts = [fact_of({"requested_rewrite": rewrite}) for rewrite in rewrites]
-    asked = [rewrite["question"] for rewrite in rewrites[:1] if rewrite.get("question")]
+    facts = [_rewritten(rewrite) for rewrite in rewrites]
     answer, aliases = get(raw, "new_answer", kind), tuple(_list(raw, "new_answer_alias"))
     require_text("new_answer", answer)
     questions = _listed("questions", get(raw, "questions", kind))
     return Record(
-        replace(facts[0], paraphrases=tuple(asked), tags=(f"mquake/{case}",)),
+        replace(facts[0], tags=(f"mquake/{case}",)),
         f"mquake/{case}",
         also=tuple(facts[1:]),
         consequences=tuple(Question(prompt, answer, aliases) for prompt in questions),
     )
+
+
+def _rewritten(rewrite: Any) -> Fact:
+    """One fact of a case; its question is a paraphrase of its prompt."""
+    fact = fact_of({"requested_rewrite": rewrite})
+    return replace(fact, paraphrases=(rewrite["question"],)) if rewrite.get("question") else fact
 
 
 def _portability(given: Any) -> list[Question]:

@@ -182,6 +182,7 @@ class _Run:
     def config(self) -> dict[str, Any]:
         editor, trial = self.editor, self.trial
         device = editor.trunk.device
+        facts = len(self._facts(range(len(self.records))))
         return {
             "format": FORMAT,
             "model": {
@@ -196,6 +197,8 @@ class _Run:
                 "name": self.records.name,
                 "digest": self.records.digest,
                 "records": len(self.records),
+                # Where records have several. A run that lacks this asked of each the first only: another run than this.
+                **({"facts": facts} if facts > len(self.records) else {}),
                 "skipped": list(self.records.skipped),
             },
             "method": trial.method,
@@ -215,7 +218,12 @@ class _Run:
         batches = {batch for stage in self.trial.protocol.stages(len(self.records)) for batch in stage.batches}
         sizes = sorted({len(self._facts(batch)) for batch in batches})
         settings = [self._settings(size) for size in sizes][-1]
-        return {"layers": list(settings.layers), "lam": settings.lam, "targets": asdict(settings.targets)}
+        return {
+            "layers": list(settings.layers),
+            "lam": settings.lam,
+            "targets": asdict(settings.targets),
+            "search": self.editor.searched_in,
+        }
 
     def _facts(self, batch: range) -> list[Fact]:
         return [fact for index in batch for fact in self.records[index].facts]

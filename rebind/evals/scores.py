@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from rebind.edit.facts import Fact
 from rebind.evals import metrics
-from rebind.evals.answers import Row
-from rebind.evals.metrics import efficacy_score as efficacy
-from rebind.evals.metrics import neighbourhood_score as staying
+from rebind.evals.answers import Row, by_fact
 from rebind.evals.records import Record
 
 
@@ -23,9 +22,6 @@ class Asked:
     base: Row
     idf: Mapping[str, float]  # of words in the references
 
-    def pairs(self, rows: Sequence[Row]) -> list[metrics.Pair]:
-        return [(row["new"]["nll"], row["true"]["nll"]) for row in rows if "true" in row]
-
     @property
     def neighbours(self) -> list[Row]:
         """Those whose right answer is the fact's true target: the ones that CounterFact compares on."""
@@ -33,10 +29,6 @@ class Asked:
         return [
             row for question, row in asked if question.answer is not None and question.answer == self.record.fact.old
         ]
-
-    @property
-    def instead(self) -> list[str]:
-        return [] if self.record.fact.old is None else [self.record.fact.old]
 
 
 @dataclass(frozen=True)
@@ -48,6 +40,28 @@ class Score:
     of: Callable[[Asked], float | None]
 
 
+def _each(of: Callable[[Fact, Row], float | None]) -> Callable[[Asked], float | None]:
+    """From a score of a fact to that of a record: the mean over those of its facts that have it."""
+
+    def of_record(asked: Asked) -> float | None:
+        found = [of(fact, row) for fact, row in zip(asked.record.facts, by_fact(asked.row), strict=True)]
+        return _mean(fmean, [value for value in found if value is not None])
+
+    return of_record
+
+
+def _prompt(of: Callable[[Sequence[Row]], float | None]) -> Callable[[Asked], float | None]:
+    return _each(lambda _, row: of([row["prompt"]]))
+
+
+def _paraphrases(of: Callable[[Sequence[Row]], float | None]) -> Callable[[Asked], float | None]:
+    return _each(lambda _, row: of(row["paraphrases"]))
+
+
+def _pairs(rows: Sequence[Row]) -> list[metrics.Pair]:
+    return [(row["new"]["nll"], row["true"]["nll"]) for row in rows if "true" in row]
+
+
 def _counts(rows: Sequence[Row], name: str) -> list[tuple[int, int]]:
     return [(row[name]["right"], row[name]["tokens"]) for row in rows if name in row]
 
@@ -56,13 +70,29 @@ def _mean(metric: Callable[[Any], float], items: Sequence[Any]) -> float | None:
     return metric(items) if items else None
 
 
+def _likelier(rows: Sequence[Row]) -> float | None:
+    return _mean(metrics.efficacy_score, _pairs(rows))
+
+
+def _staying(rows: Sequence[Row]) -> float | None:
+    return _mean(metrics.neighbourhood_score, _pairs(rows))
+
+
+def _margin(rows: Sequence[Row]) -> float | None:
+    return _mean(metrics.magnitude, _pairs(rows))
+
+
+def _exact(rows: Sequence[Row]) -> float | None:
+    return _mean(metrics.accuracy, _counts(rows, "new"))
+
+
+def _tokens(rows: Sequence[Row], name: str = "new") -> float | None:
+    return _mean(metrics.token_accuracy, _counts(rows, name))
+
+
 def _kept(asked: Asked) -> float | None:
     before, after = ([row["new"]["first"] for row in side["neighbours"]] for side in (asked.base, asked.row))
     return metrics.kept(before, after) if after else None
-
-
-def _tokens(rows: Sequence[Row], name: str) -> float | None:
-    return _mean(metrics.token_accuracy, _counts(rows, name))
 
 
 def _portability(asked: Asked) -> float | None:
@@ -70,10 +100,11 @@ def _portability(asked: Asked) -> float | None:
     return _mean(metrics.portability, [[(t["right"], t["tokens"]) for t in told] for told in answered])
 
 
-def _free(asked: Asked, where: str) -> float | None:
-    said = asked.row.get("free", {}).get(where, [])
+def _free(fact: Fact, row: Row, where: str) -> float | None:
+    said = row.get("free", {}).get(where, [])
     texts = [said] if isinstance(said, str) else said
-    return _mean(fmean, [metrics.free_decoding(text, [asked.record.fact.target], asked.instead) for text in texts])
+    instead = [] if fact.old is None else [fact.old]
+    return _mean(fmean, [metrics.free_decoding(text, [fact.target], instead) for text in texts])
 
 
 def _free_consequences(asked: Asked) -> float | None:
@@ -97,32 +128,26 @@ def _negative(value: float | None) -> float | None:
 SCORES = {
     score.name: score
     for score in (
-        Score("ES", "new target likelier than the true one", lambda a: _mean(efficacy, a.pairs([a.row["prompt"]]))),
-        Score("PS", "the same, on paraphrases", lambda a: _mean(efficacy, a.pairs(a.row["paraphrases"]))),
-        Score("NS", "true target still likelier, on neighbours", lambda a: _mean(staying, a.pairs(a.neighbours))),
-        Score("EA", "every target token first", lambda a: _mean(metrics.accuracy, _counts([a.row["prompt"]], "new"))),
-        Score(
-            "PA", "the same, on paraphrases", lambda a: _mean(metrics.accuracy, _counts(a.row["paraphrases"], "new"))
-        ),
-        Score("free", "greedy decoding says the target", lambda a: _free(a, "prompt")),
-        Score("free_paraphrases", "the same, on paraphrases", lambda a: _free(a, "paraphrases")),
+        Score("ES", "new target likelier than the true one", _prompt(_likelier)),
+        Score("PS", "the same, on paraphrases", _paraphrases(_likelier)),
+        Score("NS", "true target still likelier, on neighbours", lambda a: _staying(a.neighbours)),
+        Score("EA", "every target token first", _prompt(_exact)),
+        Score("PA", "the same, on paraphrases", _paraphrases(_exact)),
+        Score("free", "greedy decoding says the target", _each(lambda fact, row: _free(fact, row, "prompt"))),
+        Score("free_paraphrases", "the same, on paraphrases", _each(lambda fact, row: _free(fact, row, "paraphrases"))),
         Score("portability", "share of tokens first, on consequences", _portability),
         Score("free_consequences", "greedy decoding says the consequence", _free_consequences),
         Score("kept", "neighbours' first token as before", _kept),
-        Score("tokens", "share of tokens first: zsRE's efficacy", lambda a: _tokens([a.row["prompt"]], "new")),
-        Score("tokens_paraphrases", "the same, on paraphrases", lambda a: _tokens(a.row["paraphrases"], "new")),
+        Score("tokens", "share of tokens first: zsRE's efficacy", _prompt(_tokens)),
+        Score("tokens_paraphrases", "the same, on paraphrases", _paraphrases(_tokens)),
         Score(
             "tokens_neighbours",
             "of neighbours' answers: its specificity",
             lambda a: _tokens(a.row["neighbours"], "true"),
         ),
-        Score("EM", "p(new) − p(true)", lambda a: _mean(metrics.magnitude, a.pairs([a.row["prompt"]]))),
-        Score("PM", "the same, on paraphrases", lambda a: _mean(metrics.magnitude, a.pairs(a.row["paraphrases"]))),
-        Score(
-            "NM",
-            "p(true) − p(new), on neighbours",
-            lambda a: _negative(_mean(metrics.magnitude, a.pairs(a.neighbours))),
-        ),
+        Score("EM", "p(new) − p(true)", _prompt(_margin)),
+        Score("PM", "the same, on paraphrases", _paraphrases(_margin)),
+        Score("NM", "p(true) − p(new), on neighbours", lambda a: _negative(_margin(a.neighbours))),
         Score("GE", "fluency: entropy of longer texts", lambda a: _mean(metrics.fluency, a.row.get("texts", []))),
         Score("RS", "consistency: cosine with reference texts", _consistency),
     )

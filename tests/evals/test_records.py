@@ -107,6 +107,15 @@ def test_counterfact_flat():
     assert only({**FLAT, "locality_ground_truth": ["Norway", "Noreg"]}).neighbours[0].answer == "Norway"
 
 
+def test_blanks_round_an_answer_are_no_part_of_it():
+    """As with a fact's targets; a prompt stays as it was given, as a fact's does."""
+    assert only({**FLAT, "locality_ground_truth": " Bergen"}).neighbours[0].answer == only(FLAT).fact.old
+    assert Question(" Bergen lies in ", " Norway\n", (" Norge",)) == Question(" Bergen lies in ", "Norway", ("Norge",))
+    assert Question(" Bergen lies in ", None).prompt == " Bergen lies in "
+    groups = {"Reasoning": [{"prompt": "Grieg's country is", "ground_truth": [[" Norway", "Noreg "]]}]}
+    assert only({**FLAT, "portability": groups}).consequences[0].answers == ("Norway", "Noreg")
+
+
 def test_zsre():
     record = only(ZSRE)
     assert (record.fact.text, record.fact.target, record.fact.old) == (
@@ -127,6 +136,10 @@ def test_mquake_writes_several_facts_and_asks_across_them():
     record = only(MQUAKE)
     assert [fact.target for fact in record.facts] == ["Knut Hamsun", "Rome"]
     assert record.paraphrases == ("Who wrote Peer Gynt?",)
+    assert [fact.paraphrases for fact in record.facts] == [
+        ("Who wrote Peer Gynt?",),
+        ("Where was Knut Hamsun born?",),
+    ], "each fact with its own question"
     assert record.consequences[1] == Question("In which city was Peer Gynt's author born?", "Rome", ("Roma",))
     assert record.id == "mquake/11"
 

@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from matplotlib.text import Text
 from rebind.errors import InputError
 from rebind.evals import drift as drift_module
 from rebind.evals import figures, report
+from rebind.evals.scores import SCORES
 
 from .test_run import quick, run  # noqa: F401 - a fixture
 
@@ -231,3 +233,49 @@ def test_titles_stay_within_the_picture(runs, model, data):
             assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
         for (one, box), (other, beside) in itertools.combinations(boxes.items(), 2):
             assert not box.overlaps(beside), (one, other)
+
+
+# Few scores
+
+
+def with_scores(summary: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The summary of a run whose records have these scores and no others."""
+    one = {"value": 0.9, "low": 0.8, "high": 1.0, "records": 3}
+    states = [{**state, "scores": dict.fromkeys(names, one)} for state in summary["states"]]
+    return summary | {"states": states}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["free_consequences"], ["EA", "free"], ["EA", "free", "tokens", "free_consequences"], ["S", *SCORES]],
+    ids=len,
+)
+@pytest.mark.parametrize("model", LONG)
+@pytest.mark.filterwarnings("error")  # matplotlib warns when a layout does not fit
+def test_a_figure_holds_however_few_scores_it_has(runs, names, model):
+    summary = with_scores(json.loads((runs[0] / "summary.json").read_text()) | {"model": model}, names)
+    two = [("memit", summary), ("rome", summary)]
+    many = [(f"somewhere-{place}/alphaedit-sequential-1000-3f2a91c{place}", summary) for place in range(10)]
+    for figure in (figures.scores(summary), figures.side_by_side(two), figures.side_by_side(many)):
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        (axes,), (legend,) = figure.axes, figure.legends
+        title = next(text for text in figure.findobj(Text) if text.get_text() == axes.get_title(loc="left"))
+        below = axes.get_tightbbox(renderer, bbox_extra_artists=[axes.xaxis, axes.yaxis])
+        for box in (title.get_window_extent(renderer), below, legend.get_window_extent(renderer)):
+            assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1
+            assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1
+        assert legend.get_window_extent(renderer).y1 <= below.y0, "the legend is below the axis and its numbers"
+        assert axes.get_window_extent(renderer).height >= 0.4 * figure.dpi, "there is room for what is drawn"
+
+
+def test_every_fact_of_a_record_is_a_point(runs):
+    summary = json.loads((runs[0] / "summary.json").read_text())
+    rows = [json.loads(line) for line in (runs[0] / "records.jsonl").read_text().splitlines()]
+    told = [len(some.get_offsets()) for some in figures.nll(summary, rows).axes[0].collections]
+    for row in rows:
+        row["also"] = [{"prompt": row["prompt"], "paraphrases": row["paraphrases"]}]
+    neighbours, paraphrases, prompts = told
+    again = [len(some.get_offsets()) for some in figures.nll(summary, rows).axes[0].collections]
+    assert again == [neighbours, 2 * paraphrases, 2 * prompts]

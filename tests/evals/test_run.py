@@ -299,6 +299,7 @@ def test_a_run_of_other_layers_is_not_gone_on_with(tmp_path, monkeypatch):
     """The choice that `rebind layers` leaves on the machine may change between a kill and the same command again."""
     result = run(tmp_path / "out", "sequential", raw=RAW[:1], steps=3)
     used = result.config["used"]
+    assert used["search"] == "float32"
     assert used["layers"] == lines(tmp_path / "out", "edits.jsonl")[0]["layers"]
     assert used["targets"] == lines(tmp_path / "out", "edits.jsonl")[0]["targets"]
     assert used["targets"]["steps"] == 3

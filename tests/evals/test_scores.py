@@ -105,6 +105,62 @@ def test_a_bare_fact_has_only_what_it_can_have():
     assert inverse_document_frequencies([]) == {}
 
 
+@pytest.mark.parametrize("answer", ["Paris", " Paris", "Paris\n"])
+def test_a_neighbours_answer_is_the_true_target_whatever_blanks_are_round_it(answer):
+    flat = {"subject": "France", "target_new": "New Rome", "ground_truth": "Paris", "locality_prompt": "Paris 1"}
+    records = read_records([{"prompt": "The capital of France is", **flat, "locality_ground_truth": answer}])
+    row = {**ROW, "neighbours": ROW["neighbours"][:1], "consequences": []}
+    row["free"] = {**ROW["free"], "consequences": []}
+    base = {**BASE, "neighbours": BASE["neighbours"][:1], "consequences": []}
+    found = scores_of(records, [row], [base])
+    assert (found["NS"], found["NM"]) == ([1.0], [0.25])
+
+
+# Several facts a record
+
+ALSO = {"prompt": "{Rome} lies in", "target": "Spain", "old": "Italy", "paraphrases": ["three"]}
+SAID_ALSO = {
+    "prompt": {"new": told(QUARTER, 1, 2), "true": told(HALF)},
+    "paraphrases": [{"new": told(HALF, 1, 1), "true": told(QUARTER)}],
+    "free": {"prompt": " Italy", "paraphrases": [" Spain"]},
+}
+OVER_BOTH = {
+    "ES": (1.0 + 0.0) / 2,
+    "PS": (0.5 + 1.0) / 2,  # a fact's paraphrases first, then the facts
+    "EA": (1.0 + 0.0) / 2,
+    "PA": (0.5 + 1.0) / 2,
+    "free": (1.0 + 0.0) / 2,
+    "free_paraphrases": (0.5 + 1.0) / 2,
+    "tokens": (1.0 + 0.5) / 2,
+    "tokens_paraphrases": (0.75 + 1.0) / 2,
+    "EM": (0.25 - 0.25) / 2,
+    "PM": (0.0 + 0.25) / 2,
+}
+
+
+def test_what_is_written_is_measured_over_all_facts_of_a_record():
+    records = read_records([{**RECORD, "also": [ALSO]}])
+    found = {name: one for name, (one,) in scores_of(records, [{**ROW, "also": [SAID_ALSO]}], [BASE]).items()}
+    for name, expected in {**EXPECTED, **OVER_BOTH}.items():
+        assert found[name] == pytest.approx(expected), name
+
+
+def test_a_fact_without_a_score_takes_no_part_in_its_mean():
+    bare = {"prompt": "{Oslo} is in", "target": "Italy"}
+    said = {"prompt": {"new": told(1.0, 0, 1)}, "paraphrases": [], "free": {"prompt": " x", "paraphrases": []}}
+    records = read_records([{**RECORD, "also": [bare]}])
+    found = {name: one for name, (one,) in scores_of(records, [{**ROW, "also": [said]}], [BASE]).items()}
+    assert (found["EA"], found["tokens"], found["free"]) == (0.5, 0.5, 0.5)
+    assert (found["ES"], found["PS"], found["PA"]) == (EXPECTED["ES"], EXPECTED["PS"], EXPECTED["PA"])
+
+
+def test_intervals_draw_records_and_not_facts():
+    records = read_records([{**RECORD, "also": [ALSO]}] * 3)
+    row = {**ROW, "also": [SAID_ALSO]}
+    found = summarise(records, [row] * 3, [BASE] * 3, rounds=20)["ES"]
+    assert found == {"value": 0.5, "low": 0.5, "high": 0.5, "records": 3}, "facts would have made it vary"
+
+
 class HandMade:
     """A trunk whose logits are written down: a row for each place that is asked."""
 
