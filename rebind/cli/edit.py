@@ -15,7 +15,7 @@ import typer
 from rebind.cli import options
 from rebind.cli.answers import Probe, answer, probe
 from rebind.cli.bars import Bars
-from rebind.cli.given import askable, probes, read, require_room, search_changes
+from rebind.cli.given import PROBED, askable, probes, read, require_room, search_changes
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.places import find_ledger
 from rebind.cli.screen import Screen, counted, screen
@@ -85,7 +85,7 @@ def edit(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Save the edited model here, in the model's own format.")
     ] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out records that cannot be read.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out records that cannot be used.")] = False,
     model: options.Model = options.DEFAULT_MODEL,
     ledger: options.LedgerFolder = None,
     chat: options.Chat = False,
@@ -100,7 +100,7 @@ def edit(
     """Write facts into a model, and show what it says before and after."""
     with screen(as_json, quiet, debug, options.typed(model, ledger), skips=True) as shown:
         picked = options.parse_layers(layers)
-        listed = read(shown, facts, target, subject, paraphrase, neighbour, skip_bad)
+        given = read(shown, facts, target, subject, paraphrase, neighbour, skip_bad)
         if out is not None and not plan:
             require_room(out)
         changes = search_changes(method, steps=steps, rate=rate, clamp=clamp, decay=decay)
@@ -110,8 +110,8 @@ def edit(
         bars = Bars(shown)
         with bars.drawn():
             editor = open_editor(wanted, bars, new_ledger=not plan, planned=plan)
-            file = Path(facts) if target is None else None
-            listed = askable(shown, editor, listed, file, skip_bad, plan=plan)
+            given = askable(shown, editor, given, skip_bad, plan=plan)
+            listed = list(given.facts)
             settings = editor.settings(method, facts=len(listed), layers=picked, lam=lam)[1]
             targets = replace(settings.targets, **changes)
             bars.steps, bars.facts = targets.steps, len(listed)
@@ -126,9 +126,11 @@ def edit(
                 if out is not None:
                     bars.phase("saving")
                     editor.save(out)
+        given.tell_skipped(shown)
         if plan:
-            _show_plan(shown, made)
+            _show_plan(shown, made, given.skipped)
         else:
+            report |= {"skipped": given.skipped}
             report |= {"seconds": bars.seconds, "saved": None if out is None else str(out), "source": settings.source}
             report |= {"which": _which(editor, model, ledger), "better": f"rebind layers{options.typed(model)}"}
             asking = options.typed(device=device, dtype=dtype, chat=chat, corpus=corpus, moment_tokens=moment_tokens)
@@ -155,7 +157,7 @@ def _measure(editor: Editor, done: Edit, bars: Bars) -> dict[str, Any]:
     with editor.lifted():
         before = [answer(editor, fact.text).says for fact in first]
     after = [answer(editor, fact.text).says for fact in first]
-    paraphrases, neighbours = probes(done.facts)
+    paraphrases, neighbours = probes(done.facts, PROBED)
     return {
         "says": list(zip(before, after, strict=True)),
         "paraphrases": probe(editor, paraphrases),
@@ -210,6 +212,7 @@ def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any], ask
             ],
             "paraphrases": [one.to_json() for one in report["paraphrases"]],
             "neighbours": [one.to_json() for one in report["neighbours"]],
+            "skipped": report["skipped"],
             "seconds": spent,
             "saved": report["saved"],
         },
@@ -268,7 +271,7 @@ def _show_probes(shown: Screen, done: Edit, paraphrases: list[Probe], neighbours
         shown.show(f"{kept} of {len(neighbours)} neighbours answer as before")
 
 
-def _show_plan(shown: Screen, plan: Plan) -> None:
+def _show_plan(shown: Screen, plan: Plan, skipped: int) -> None:
     moments = "cached" if plan.moments_cached else f"to be computed from {plan.moment_tokens:,} tokens"
     shown.show(
         pairs(
@@ -291,7 +294,7 @@ def _show_plan(shown: Screen, plan: Plan) -> None:
     if any(one.clashes for one in plan.earlier):
         shown.hint("one prompt has one target: undo those edits first, or write over them with --force")
     shown.hint("nothing was done: leave out --plan to edit")
-    shown.result({"plan": asdict(plan)}, f"{plan.seconds:.1f}")
+    shown.result({"plan": asdict(plan), "skipped": skipped}, f"{plan.seconds:.1f}")
 
 
 def _weighs(method: str) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from rebind.edit.facts import Fact
 
 PROBED = 400  # paraphrases, and neighbours, that are asked
+LONGEST = 60  # letters of a prompt or a target that a message repeats
+
+
+@dataclass(frozen=True)
+class Given:
+    """The facts a verb is given, what to call the record of each, and how many records were left out."""
+
+    facts: tuple[Fact, ...] = ()
+    names: tuple[str, ...] = ()  # as "line 3 of facts.jsonl (id x)"; empty where a fact was typed
+    skipped: int = 0
+
+    def tell_skipped(self, shown: Screen) -> None:
+        """One line of how many were left out, if any were."""
+        if self.skipped:
+            shown.show(f"skipped {self.skipped:,} of {self.skipped + len(self.facts):,} records")
 
 
 def read(
@@ -28,10 +43,9 @@ def read(
     paraphrases: list[str] | None,
     neighbours: list[str] | None,
     skip_bad: bool,
-) -> list[Fact]:
+) -> Given:
     """The facts, checked before minutes are spent on a model."""
-    from rebind.edit.facts import Fact, conflicts
-    from rebind.edit.reading import read_facts
+    from rebind.edit.facts import Fact
 
     if target is not None:
         if subject is None and "{" not in facts and is_file(facts):
@@ -40,7 +54,7 @@ def read(
                 f"leave out {target!r}"
             )
         fact = Fact.parse(facts, target, subject=subject, paraphrases=paraphrases or (), neighbours=neighbours or ())
-        return [fact]
+        return Given((fact,), ("",))
     if not is_file(facts) and ("{" in facts or " " in facts.strip()):
         raise InputError(
             f"got the prompt {facts!r} and no target, expected both: "
@@ -51,14 +65,20 @@ def read(
             "got a file and --subject, --paraphrase or --neighbour, expected these with one prompt and its target: "
             "put them into the file"
         )
-    found = read_facts(facts, skip_bad=skip_bad)
+    given = read_file(shown, facts, skip_bad)
+    return given if skip_bad else without_conflicts(shown, given, skip_bad)  # `askable` leaves out other records first
+
+
+def read_file(shown: Screen, file: str | Path, skip_bad: bool, *, limit: int | None = None) -> Given:
+    """The facts of a file, at most `limit`; records that cannot be read raise, or are left out and told."""
+    from rebind.edit.reading import read_facts
+
+    found = read_facts(file, limit=limit, skip_bad=skip_bad)
     for reason in found.skipped:
         shown.complain("skipped", reason)
     if not found:
-        raise InputError(f"{facts} holds no facts, expected at least one: one JSON object a line will do")
-    if clashes := conflicts(found):
-        raise InputError(f"{clashes[0]} ask for different targets after one prompt, expected one: keep one of them")
-    return list(found)
+        raise InputError(f"{file} holds no facts, expected at least one: one JSON object a line will do")
+    return Given(found.facts, found.names, len(found.skipped))
 
 
 def require_room(out: Path) -> None:
@@ -79,61 +99,80 @@ def search_changes(method: str, **given: float | None) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def askable(
-    shown: Screen, editor: Editor, facts: list[Fact], file: Path | None, skip_bad: bool, *, plan: bool
-) -> list[Fact]:
+def askable(shown: Screen, editor: Editor, given: Given, skip_bad: bool, *, plan: bool) -> Given:
     """Those that the model can be asked before and after: the others raise, or are left out and told."""
+    most = None if skip_bad else PROBED  # with others left out, any of the prompts may be among those asked
 
-    def check(some: list[Fact]) -> None:
-        _require_short(editor, some)
+    def check(some: Sequence[Fact]) -> None:
+        _require_short(editor, some, most)
         if skip_bad and not plan:
             editor.requests(some)  # behind contexts as well, which are sampled first
 
-    with suppress(InputError):  # found out for all at once, and told one by one
-        check(facts)
-        return facts
-    return good_ones(shown, facts, lambda fact: check([fact]), file, skip_bad)
+    try:
+        check(given.facts)
+    except InputError:  # found out for all at once, and told one by one
+        given = good_ones(shown, given, lambda fact: check([fact]), skip_bad)
+    return without_conflicts(shown, given, skip_bad)
 
 
-def good_ones(
-    shown: Screen, facts: list[Fact], check: Callable[[Fact], None], file: Path | None, skip_bad: bool
-) -> list[Fact]:
-    """Facts that pass a check; the others raise, with the record of their file named, or are left out and told."""
-    kept = []
-    for index, fact in enumerate(facts):
-        try:
-            check(fact)
-            kept.append(fact)
-        except InputError as problem:
-            told = str(problem) if file is None else _named(problem, file, index)
-            if not skip_bad:
-                raise InputError(told) from None
-            shown.complain("skipped", told)
-    if not kept:
-        raise InputError(f"no fact is left of {len(facts)}, expected at least one: shorten their prompts")
-    return kept
+def good_ones(shown: Screen, given: Given, check: Callable[[Fact], None], skip_bad: bool) -> Given:
+    """Facts that pass a check; the others raise, with their record named, or are left out and told."""
+
+    def failing() -> Iterator[tuple[int, str]]:
+        for index, fact in enumerate(given.facts):
+            try:
+                check(fact)
+            except InputError as problem:
+                yield index, str(problem)
+
+    return _left_out(shown, given, failing(), skip_bad)
 
 
-def _named(problem: InputError, file: Path, index: int) -> str:
-    """What is wrong with a fact, with the record that it was read from in front."""
-    from rebind.edit.reading import described, fact_of, raw_records
+def without_conflicts(shown: Screen, given: Given, skip_bad: bool) -> Given:
+    """Facts that can be written together: of those with one prompt and different targets the first, as in an eval."""
+    from rebind.edit.facts import conflicts
 
-    for where, record in raw_records(file):
-        with suppress(InputError, RecursionError):
-            fact_of(record)
-            if not index:
-                return described(problem, where, record)
-            index -= 1
-    return str(problem)  # the file has changed meanwhile
+    advice = "keep one of them" if skip_bad else "keep one of them, or skip bad records"
+    later = {}
+    for clash in conflicts(given.facts):
+        wanted, first = clash.targets[0], given.names[clash.indices[0]]
+        for index, target in zip(clash.indices, clash.targets, strict=True):
+            if target != wanted:
+                later[index] = (
+                    f"{shortened(clash.text)!r} → {shortened(wanted)} / {shortened(target)} (the first is that of "
+                    f"{first}), expected one target for one prompt: {advice}"
+                )
+    return _left_out(shown, given, sorted(later.items()), skip_bad)
 
 
-def _require_short(editor: Editor, facts: Sequence[Fact]) -> None:
+def _left_out(shown: Screen, given: Given, bad: Iterable[tuple[int, str]], skip_bad: bool) -> Given:
+    """The facts but for those that something is wrong with, each told with the name of its record."""
+    gone = set()
+    for index, problem in bad:
+        name = given.names[index]
+        told = f"{name}: {problem}" if name else problem
+        if not skip_bad:
+            raise InputError(told)
+        shown.complain("skipped", told)
+        gone.add(index)
+    skipped = given.skipped + len(gone)
+    if len(gone) == len(given.facts):
+        raise InputError(f"no fact is left of {skipped}, expected at least one: repair one of them")
+    kept = [index for index in range(len(given.facts)) if index not in gone]
+    return Given(tuple(given.facts[index] for index in kept), tuple(given.names[index] for index in kept), skipped)
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _require_short(editor: Editor, facts: Sequence[Fact], most: int | None) -> None:
     """Ask before the work whether the model can be asked afterwards."""
     from rebind.edit.encoding import encode_many
 
     start, limit = editor.loaded.start, editor.trunk.context
     encode_many(facts, editor.tokenizer, start, chat=editor.chat, limit=limit)
-    for kind, prompts in zip(("paraphrase", "neighbour"), probes(facts), strict=True):
+    for kind, prompts in zip(("paraphrase", "neighbour"), probes(facts, most), strict=True):
         asked = [as_fact(text, target) for _, text, target in prompts]
         try:
             encode_many(asked, editor.tokenizer, start, chat=editor.chat, limit=limit)
@@ -141,9 +180,9 @@ def _require_short(editor: Editor, facts: Sequence[Fact]) -> None:
             raise InputError(f"a {kind} cannot be asked: {problem}") from None
 
 
-def probes(facts: Sequence[Fact]) -> tuple[list[tuple[int, str, str]], list[tuple[int, str, str]]]:
-    """The paraphrases and the neighbours that are asked, each with its fact's number and target."""
+def probes(facts: Sequence[Fact], most: int | None) -> tuple[list[tuple[int, str, str]], list[tuple[int, str, str]]]:
+    """The paraphrases and the neighbours, at most so many of either, each with its fact's number and target."""
     numbered = list(enumerate(facts))
     paraphrases = [(index, text, fact.target) for index, fact in numbered for text in fact.paraphrases]
     neighbours = [(index, text, fact.target) for index, fact in numbered for text in fact.neighbours]
-    return paraphrases[:PROBED], neighbours[:PROBED]
+    return paraphrases[:most], neighbours[:most]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,15 +10,19 @@ import typer
 from rich.text import Text
 
 from rebind.cli import options
+from rebind.cli.answers import as_fact
 from rebind.cli.bars import Bars
+from rebind.cli.given import Given, good_ones, read_file, shortened, without_conflicts
 from rebind.cli.heat import heatmap
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, screen
 from rebind.cli.tables import seconds, table
 from rebind.edit.wording import percent
+from rebind.errors import InputError
 
 if TYPE_CHECKING:
-    from rebind.edit.held import Held
+    from rebind.edit.editor import Editor
+    from rebind.edit.facts import Fact
     from rebind.edit.layers import Choice
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -34,6 +39,7 @@ def layers(
         Path | None, typer.Option(metavar="FILE", help="Facts to try, with their true answers. Default: our own.")
     ] = None,
     most: Annotated[int, typer.Option(metavar="N", min=3, help="At most so many facts are tried.")] = 8,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out records that cannot be used.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure anew, whatever the cache holds.")] = False,
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = None,
@@ -45,32 +51,55 @@ def layers(
     debug: options.Debug = False,
 ) -> None:
     """Choose the layers to edit: a small trace, then a trial edit on each candidate."""
-    with screen(as_json, quiet, debug) as shown:
-        held = _held(facts)
+    with screen(as_json, quiet, debug, skips=True) as shown:
+        given = Given() if facts is None else _read(shown, facts, skip_bad)
         bars = Bars(shown)
         with bars.drawn():
             wanted = Wanted(model, None, device, dtype, corpus=corpus, moment_tokens=moment_tokens)
             editor = open_editor(wanted, bars, base_only=True)
-            from rebind.edit.layers import cached_choice, choice_path, choose_layers
+            from rebind.edit.held import HELD
+            from rebind.edit.layers import cached_choice, choice_path, choose_layers, held_from
 
+            if facts is not None:
+                bars.phase("contexts")
+                given = good_ones(shown, given, partial(_require_short, editor), skip_bad)
+                given = without_conflicts(shown, given, skip_bad)
+            held = HELD if facts is None else held_from(given.facts)
             made = None if again or facts is not None else cached_choice(editor.fingerprint)
             cached = made is not None
             if made is None:
                 made = choose_layers(editor, held, most=most, told=bars.count)
+        given.tell_skipped(shown)
         _show(shown, made, cached=cached)
         spent = sum(bars.seconds.values())
         path = choice_path(editor.fingerprint)
         shown.hint(f"{'from' if cached else f'measured in {seconds(spent)}, kept in'} {path}")
         picked = ",".join(map(str, made.layers))
-        shown.result(made.to_json() | {"cached": cached, "path": str(path), "seconds": bars.seconds}, picked)
+        more = {"skipped": given.skipped, "cached": cached, "path": str(path), "seconds": bars.seconds}
+        shown.result(made.to_json() | more, picked)
 
 
-def _held(facts: Path | None) -> tuple[Held, ...]:
-    from rebind.edit.held import HELD
-    from rebind.edit.layers import held_from
-    from rebind.edit.reading import read_facts
+def _read(shown: Screen, facts: Path, skip_bad: bool) -> Given:
+    """The facts, checked before minutes are spent on a model."""
+    given = good_ones(shown, read_file(shown, facts, skip_bad), _require_old, skip_bad)
+    return given if skip_bad else without_conflicts(shown, given, skip_bad)  # else what is too long goes first
 
-    return HELD if facts is None else tuple(held_from(list(read_facts(str(facts)))))
+
+def _require_old(fact: Fact) -> None:
+    if fact.old is None:
+        raise InputError(
+            f"fact {shortened(fact.text)!r} has no old answer, expected what is true now beside what to write: add old"
+        )
+
+
+def _require_short(editor: Editor, fact: Fact) -> None:
+    """Ask before the trials whether everything they ask fits into the model's context."""
+    from rebind.edit.encoding import encode_many
+
+    prompts = (fact.text, *fact.paraphrases, *fact.neighbours)
+    asked = [as_fact(text, answer) for text in prompts for answer in (fact.target, str(fact.old))]
+    encode_many(asked, editor.tokenizer, editor.loaded.start, limit=editor.trunk.context)
+    editor.requests([fact])  # behind contexts as well
 
 
 def _show(shown: Screen, made: Choice, *, cached: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 
 from rebind.cli import options
 from rebind.cli.bars import Bars
-from rebind.cli.given import good_ones
+from rebind.cli.given import Given, good_ones, read_file
 from rebind.cli.heat import heatmap
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import Screen, counted, screen, strict_json
@@ -77,7 +78,7 @@ def trace(
 ) -> None:
     """Corrupt the subject, restore one state at a time, and see which brings the answer back."""
     with screen(as_json, quiet, debug, skips=True) as shown:
-        listed = _read(shown, prompt, subject, target, facts, limit, skip_bad)
+        given = _read(shown, prompt, subject, target, facts, limit, skip_bad)
         settings = _settings(kind, draws, noise, window, seed)
         own = predicted if facts is not None else target is None
         if out is not None:
@@ -87,16 +88,18 @@ def trace(
             wanted = Wanted(model, ledger, device, dtype, corpus=corpus, moment_tokens=moment_tokens)
             editor = open_editor(wanted, bars, base_only=base)
             if facts is not None:
-                listed = good_ones(shown, listed, partial(_require_short, editor), facts, skip_bad)
-            found, left_out = _traced(editor, listed, settings, bars, one=facts is None, own=own)
+                given = good_ones(shown, given, partial(_require_short, editor), skip_bad)
+            found, left_out = _traced(editor, given.facts, settings, bars, one=facts is None, own=own)
         made: Trace | Average = found[0] if facts is None else _averaged(found, left_out)
         document = {
             "model": editor.loaded.name,
             "fingerprint": editor.fingerprint,
             "active": [edit.id for edit in editor.ledger.active],
             "left_out": left_out,
+            "skipped": given.skipped,
             **made.to_json(),
         }
+        given.tell_skipped(shown)
         _show(shown, made, found[0].window)
         spent = sum(one.seconds for one in found)
         edited = f", edits {', '.join(document['active'])} in place" if document["active"] else ""
@@ -119,9 +122,8 @@ def _read(
     facts: Path | None,
     limit: int | None,
     skip_bad: bool,
-) -> list[Fact]:
+) -> Given:
     from rebind.edit.facts import Fact
-    from rebind.edit.reading import read_facts
 
     if (prompt is None) == (facts is None):
         got = "both" if prompt else "neither"
@@ -129,15 +131,10 @@ def _read(
     if target is not None:
         require_text("--target", target)
     if prompt is not None:
-        return [Fact.parse(prompt, target or ".", subject=subject)]
+        return Given((Fact.parse(prompt, target or ".", subject=subject),), ("",))
     if subject is not None or target is not None:
         raise InputError("got --facts with --subject or --target, expected these with a prompt: leave them out")
-    found = read_facts(str(facts), limit=limit, skip_bad=skip_bad)
-    for reason in found.skipped:
-        shown.complain("skipped", reason)
-    if not found:
-        raise InputError(f"{facts} holds no facts, expected at least one: one JSON object a line will do")
-    return list(found)
+    return read_file(shown, str(facts), skip_bad, limit=limit)
 
 
 def _require_short(editor: Any, fact: Fact) -> None:
@@ -160,7 +157,7 @@ def _settings(kind: str, draws: int | None, noise: float | None, window: int | N
 
 
 def _traced(
-    editor: Any, listed: list[Fact], settings: TraceSettings, bars: Bars, *, one: bool, own: bool
+    editor: Any, listed: Sequence[Fact], settings: TraceSettings, bars: Bars, *, one: bool, own: bool
 ) -> tuple[list[Trace], int]:
     """The traces, and how many facts were left out because the model does not know them."""
     from rebind.edit.tracing import Tracer

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
@@ -22,6 +22,7 @@ class Facts(Sequence[Fact]):
 
     facts: tuple[Fact, ...]
     skipped: tuple[str, ...] = ()
+    names: tuple[str, ...] = field(default=(), compare=False)  # of each fact's record: "line 3 of facts.jsonl (id x)"
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -48,17 +49,19 @@ def read_facts(
         raise InputError(f"limit is {limit}, expected 0 or more: leave it out to read everything")
     facts: list[Fact] = []
     skipped: list[str] = []
+    names: list[str] = []
     for where, record in raw_records(source):
         if limit is not None and len(facts) >= limit:
             break
         try:
             facts.append(fact_of(record))
+            names.append(where + _case_name(record))
         except (InputError, RecursionError) as problem:
             message = described(problem, where, record)
             if not skip_bad:
                 raise InputError(message) from None
             skipped.append(message)
-    return Facts(tuple(facts), tuple(skipped))
+    return Facts(tuple(facts), tuple(skipped), tuple(names))
 
 
 def raw_records(source: object) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM
 
 import rebind as package
@@ -331,11 +332,18 @@ def test_bad_records_can_be_skipped(rebind, model, tmp_path):
     assert skipped.err.startswith("skipped: line 2")
 
 
-@pytest.mark.parametrize(("verb", "step"), [("trace", "give --skip-bad"), ("layers", "leave the record out")])
-def test_what_a_file_lacks_is_told_in_the_words_of_the_command_line(rebind, tmp_path, verb, step):
+@pytest.mark.parametrize(("skips", "step"), [(True, "give --skip-bad"), (False, "leave the record out")])
+def test_only_verbs_that_skip_records_offer_to(capsys, skips, step):
+    with pytest.raises(typer.Exit), screen(False, False, False, skips=skips):
+        raise InputError("no 'target': add it, or skip bad records")
+    assert capsys.readouterr().err == f"error: no 'target': add it, or {step}\n"
+
+
+@pytest.mark.parametrize("verb", ["trace", "layers"])
+def test_what_a_file_lacks_is_told_in_the_words_of_the_command_line(rebind, tmp_path, verb):
     file = tmp_path / "facts.jsonl"
     file.write_text('{"prompt": "The {answer} is"}')
-    assert rebind(verb, "--facts", str(file), code=2).err.endswith(f": add it, or {step}\n")
+    assert rebind(verb, "--facts", str(file), code=2).err.endswith(": add it, or give --skip-bad\n")
     file.write_text('{"prompt": "The answer is", "target": "x"}')
     assert rebind(verb, "--facts", str(file), code=2).err.endswith(", or name it as subject\n"), "as a field of it"
     file.write_text('{"prompt": "The {answer} is", "target": "x", "neighbours": "It\'s né"}')

@@ -9,10 +9,14 @@ import shutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rebind.edit.editor import Editor
 from tests.cli.conftest import FAST
 
 FACT = ("The answer is {France}", "Rome")
 LONG = "The capital of France is Paris. " * 60
+ROME = {"prompt": "The answer is {France}", "target": "Rome"}
+BONN = {"prompt": "the answer  is {France}", "target": "Bonn", "id": "z"}
+BROKEN = {"prompt": "no subject", "target": "x"}
 
 
 @pytest.fixture
@@ -86,6 +90,73 @@ def test_a_prompt_that_fits_alone_and_not_behind_a_context_is_left_out(rebind, m
     assert len(done.document["facts"]) == 1
     shutil.rmtree(tmp_path / "ledgers")
     assert rebind("edit", str(file), "--model", model, *FAST, code=2).err.startswith("error: ")
+
+
+@pytest.fixture
+def facts(tmp_path):
+    """Write records into a file, one a line."""
+
+    def write(*records):
+        file = tmp_path / "facts.jsonl"
+        file.write_text("\n".join(map(json.dumps, records)))
+        return str(file)
+
+    return write
+
+
+def test_two_targets_for_one_prompt_are_named_before_a_model_is_loaded(rebind, model, facts, monkeypatch):
+    monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
+    refused = rebind("edit", facts(ROME, ROME, BONN), "--model", model, code=2).err
+    assert refused == (
+        "error: line 3 of facts.jsonl (id z): 'The answer is France' → Rome / Bonn (the first is that of line 1 of "
+        "facts.jsonl), expected one target for one prompt: keep one of them, or give --skip-bad\n"
+    )
+
+
+def test_of_two_targets_for_one_prompt_the_first_is_kept(rebind, model, facts):
+    file = facts(BROKEN, ROME, BONN, ROME)
+    planned = rebind("edit", file, "--model", model, "--skip-bad", "--plan", json=True)
+    assert [line.split(": ")[:2] for line in planned.err.splitlines()] == [
+        ["skipped", "line 1 of facts.jsonl"],
+        ["skipped", "line 3 of facts.jsonl (id z)"],
+    ]
+    assert "Rome / Bonn (the first is that of line 2 of facts.jsonl)" in planned.err
+    assert "conflict" not in rebind("edit", file, "--model", model, "--skip-bad", "--plan").out
+    assert planned.document["plan"]["facts"] == 2, "the same fact twice is no conflict"
+    done = rebind("edit", facts(ROME, BONN), "--model", model, "--skip-bad", *FAST, json=True)
+    assert [fact["target"] for fact in done.document["facts"]] == ["Rome"]
+
+
+@pytest.mark.parametrize("field", ["target", "paraphrases"])
+def test_a_record_that_is_left_out_is_in_nobodys_way(rebind, model, facts, field):
+    long = BONN | {field: LONG if field == "target" else [LONG]}
+    done = rebind("edit", facts(long, ROME), "--model", model, "--skip-bad", *FAST, json=True)
+    assert [fact["target"] for fact in done.document["facts"]] == ["Rome"]
+    assert done.err.startswith("skipped: line 1 of facts.jsonl (id z): ")
+    assert done.err.count("\n") == 1
+    refused = rebind("edit", facts(long, ROME), "--model", model, code=2).err
+    assert "(the first is that of line 1 of facts.jsonl (id z))" in refused
+    assert len(refused) < 400, "a long target is not told in full"
+
+
+@pytest.mark.parametrize("last", [(*FAST,), ("--plan",)], ids=["edit", "plan"])
+def test_what_was_left_out_is_counted(rebind, model, facts, last):
+    words = ("edit", facts(ROME, BROKEN, BONN, {"prompt": LONG + "{Italy}", "target": "x"}), "--model", model)
+    assert rebind(*words, "--skip-bad", *last, json=True).document["skipped"] == 3
+    assert "skipped 3 of 4 records\n" in rebind(*words, "--skip-bad", *last).out
+    whole = ("edit", facts(ROME), "--model", model, "--skip-bad", *last)
+    assert rebind(*whole, json=True).document["skipped"] == 0
+    assert "skipped" not in rebind(*whole).out
+
+
+def test_a_prompt_that_moves_up_among_those_asked_was_checked(rebind, model, facts, monkeypatch):
+    for module in ("given", "edit"):
+        monkeypatch.setattr(f"rebind.cli.{module}.PROBED", 2)
+    other = {"prompt": "I saw {Italy}", "target": "Paris", "neighbours": [LONG]}
+    near = {"neighbours": ["I saw"]}
+    file = facts(ROME | near, BONN | near, other)
+    done = rebind("edit", file, "--model", model, "--skip-bad", *FAST, json=True)
+    assert [fact["target"] for fact in done.document["facts"]] == ["Rome"]
 
 
 @pytest.mark.parametrize("option", ["--lam", "--rate", "--clamp"])

@@ -69,7 +69,10 @@ def test_averages_over_facts(rebind, model, tmp_path):
     assert (everything["facts"], everything["left_out"]) == (2, 0)
     assert len(everything["effects"]["mlp"]) == len(everything["places"]) == 6
     assert (out / "trace.png").exists()
-    assert "mean of 2 facts" in rebind(*words, "--predicted").out
+    assert everything["skipped"] == 0
+    shown = rebind(*words, "--predicted").out
+    assert "mean of 2 facts" in shown
+    assert "skipped" not in shown
     file.write_text(json.dumps(facts[1]))
     assert "--predicted" in rebind(*words, code=2).err
 
@@ -159,6 +162,8 @@ def test_a_record_longer_than_the_context_is_named_before_the_first_is_traced(
     words = ("trace", "--facts", str(file), "--model", model, "--kind", "mlp", "--draws", "1", "--predicted")
     made = rebind(*words, "--skip-bad", json=True)
     assert made.document["facts"] == 2
+    assert (made.document["skipped"], made.document["left_out"]) == (2, 0)
+    assert "skipped 2 of 4 records\n" in rebind(*words, "--skip-bad").out
     assert [line.split(": ")[:2] for line in made.err.splitlines()] == [
         ["skipped", "line 2 of facts.jsonl"],
         ["skipped", "line 3 of facts.jsonl (id x)"],
@@ -170,6 +175,49 @@ def test_a_record_longer_than_the_context_is_named_before_the_first_is_traced(
     assert ended.startswith("error: line 2 of facts.jsonl (id x): fact 'The capital of France is")
     file.write_text(json.dumps(records[2]))
     assert "no fact is left of 1" in rebind(*words, "--skip-bad", code=2).err
+
+
+def of(country: str, **more: object) -> dict[str, object]:
+    return {"prompt": f"The capital of {{{country}}} is", "target": "Rome", "old": "Paris"} | more
+
+
+LONG = "The capital of France is Paris. " * 60
+BAD = {  # what cannot be tried, and what is said of it
+    "no old": (of("Spain", id="x", old=None), "has no old answer"),
+    "prompt": (of("Spain", id="x", prompt=LONG + "{Spain}"), "the model takes 128"),
+    "old": (of("Spain", id="x", old=LONG), "the model takes 128"),
+    "paraphrase": (of("Spain", id="x", paraphrases=[LONG]), "the model takes 128"),
+    "neighbour": (of("Spain", id="x", neighbours=[LONG]), "the model takes 128"),
+    "conflict": (of("France", id="x", target="Bonn"), "Rome / Bonn (the first is that of line 1 of facts.jsonl)"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_record_that_cannot_be_tried_is_named(rebind, model, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("rebind.edit.layers._known", lambda editor, one: pytest.fail("too late"))
+    if kind in ("no old", "conflict"):
+        monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
+    file = tmp_path / "facts.jsonl"
+    file.write_text("\n".join(json.dumps(one) for one in (of("France"), BAD[kind][0])))
+    ended = rebind("layers", "--facts", str(file), "--model", model, code=2).err
+    assert ended.startswith("error: line 2 of facts.jsonl (id x): ")
+    assert BAD[kind][1] in ended
+    assert len(ended) < 400, "no long text is told in full"
+
+
+def test_layers_are_chosen_without_bad_records(rebind, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("rebind.edit.layers._known", lambda editor, one: True)
+    file = tmp_path / "facts.jsonl"
+    good = [of(country) for country in ("France", "Italy", "Japan")]
+    file.write_text("\n".join(json.dumps(one) for one in (*good, *(one for one, _ in BAD.values()))))
+    words = ("layers", "--facts", str(file), "--model", model, "--moment-tokens", "128", "--skip-bad")
+    chosen = rebind(*words, json=True)
+    assert (chosen.document["asked"], chosen.document["skipped"]) == (3, 6)
+    told = sorted(line.partition(" (id x): ")[0] for line in chosen.err.splitlines() if "skipped: " in line)
+    assert told == [f"skipped: line {number} of facts.jsonl" for number in range(4, 10)]
+    assert "skipped 6 of 9 records\n" in rebind(*words).out
+    file.write_text(json.dumps(BAD["no old"][0]))
+    assert "no fact is left of 1" in rebind(*words, code=2).err
 
 
 @pytest.mark.parametrize("words", [("trace", BRACES, "--draws", "1"), ("lens", PROMPT[0])])
