@@ -110,7 +110,7 @@ def _show(shown: Screen, made: Choice, *, cached: bool) -> None:
     tried = sorted(made.candidates, key=lambda one: one.layers)
     for row in tried:
         best = row.layers == made.layers
-        parts = (percent(one) for one in (row.efficacy, row.paraphrase, row.neighbour))
+        parts = ("" if one is None else percent(one) for one in (row.efficacy, row.paraphrase, row.neighbour))
         cells = (
             _span(row.layers),
             f"{row.effect:.3f}",
@@ -122,7 +122,9 @@ def _show(shown: Screen, made: Choice, *, cached: bool) -> None:
         drawn.add_row(*(Text(cell, style="bold green" if best else "") for cell in cells))
     shown.show(drawn)
     shown.hint(f"why these: {'; '.join(f'{_span(row.layers)} {row.why}' for row in tried)}")
-    shown.hint("score: harmonic mean of efficacy, paraphrase and neighbour, less the drift (nats on unrelated prompts)")
+    unasked = [name for name in ("paraphrase", "neighbour") if any(getattr(row, name) is None for row in tried)]
+    without = f" (no fact has a {' or a '.join(unasked)})" if unasked else ""
+    shown.hint(f"score: harmonic mean of efficacy, paraphrase and neighbour{without}, less the drift in nats")
 
 
 def _span(layers: tuple[int, ...]) -> str:

@@ -44,15 +44,15 @@ class Candidate:
     why: str  # what proposed it
     effect: float  # the trace's: mean indirect effect of the MLPs at the subject's last token, at the window's middle
     efficacy: float  # the new answer against the true one, after the prompt
-    paraphrase: float  # the same, after another wording
-    neighbour: float  # the true answer against the new one, about other subjects
+    paraphrase: float | None  # the same, after another wording; None where no fact has one
+    neighbour: float | None  # the true answer against the new one, about other subjects; None where none is named
     drift: float  # nats on unrelated prompts
 
     @property
     def score(self) -> float:
-        """The harmonic mean of the three, less the drift."""
-        parts = (self.efficacy, self.paraphrase, self.neighbour)
-        return 3 / sum(1 / max(part, 1e-9) for part in parts) - self.drift
+        """The harmonic mean of those of the three that were asked, less the drift."""
+        parts = [part for part in (self.efficacy, self.paraphrase, self.neighbour) if part is not None]
+        return len(parts) / sum(1 / max(part, 1e-9) for part in parts) - self.drift
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"score": self.score}
@@ -220,13 +220,13 @@ def _learn_old_keys(editor: Editor, windows: Iterable[tuple[int, ...]]) -> None:
 def _tried(editor: Editor, layers: tuple[int, ...], why: str, effect: float, held: Sequence[Held]) -> Candidate:
     edit = editor.rewrite_many([one.fact for one in held], layers=layers)
     try:
-        pairs = [
-            [(one.fact.text, one.fact.target, str(one.fact.old)) for one in held],
+        prompts = [(one.fact.text, one.fact.target, str(one.fact.old)) for one in held]
+        others = [
             [(text, one.fact.target, str(one.fact.old)) for one in held for text in one.fact.paraphrases],
             [(text, true, one.fact.target) for one in held for text, true in one.neighbours if true != one.fact.target],
         ]
-        efficacy, paraphrase, neighbour = (_preferred(editor, asked) for asked in pairs)
-        return Candidate(layers, why, effect, efficacy, paraphrase, neighbour, editor.drift().kl)
+        paraphrase, neighbour = (_preferred(editor, asked) if asked else None for asked in others)
+        return Candidate(layers, why, effect, _preferred(editor, prompts), paraphrase, neighbour, editor.drift().kl)
     finally:
         editor.undo(edit.id)
 
@@ -237,8 +237,6 @@ def _preferred(editor: Editor, asked: Sequence[tuple[str, str, str]]) -> float:
     ES, PS and NS count whether NLL(first) < NLL(second); a handful of facts would give them a handful of values. The
     sigmoid of the difference says how clearly, too.
     """
-    if not asked:
-        return 1.0
     facts = [Fact("{}", prompt, answer) for prompt, *answers in asked for answer in answers]
     scores = editor.score(facts)
     gaps = [second.nll - first.nll for first, second in zip(scores[::2], scores[1::2], strict=True)]

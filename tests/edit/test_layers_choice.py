@@ -100,6 +100,20 @@ def test_the_score_weighs_all_four():
     assert Candidate(**{**even.__dict__, "efficacy": 0.0}).score < 1e-6
 
 
+def test_what_was_not_asked_does_not_count():
+    alone = Candidate((1,), "", 0.0, 0.4, None, None, 0.1)
+    assert alone.score == pytest.approx(0.3)
+    assert Candidate((1,), "", 0.0, 0.4, 0.4, None, 0.1).score == pytest.approx(0.3)
+
+
+def test_facts_without_paraphrases_and_neighbours_have_no_scores_of_them(editor, monkeypatch):
+    monkeypatch.setattr(module, "_known", lambda editor, one: True)
+    held = held_from([Fact.parse(prompt, "Rome", old="Paris") for prompt in PROMPTS])
+    made = choose_layers(editor, held)
+    assert {(one.paraphrase, one.neighbour) for one in made.candidates} == {(None, None)}
+    assert cached_choice(editor.fingerprint) == made, "as it was stored"
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 0}', "null", "\x00"])
 def test_a_cache_that_cannot_be_read_is_no_cache(damage):
     path = choice_path("f" * 64)
