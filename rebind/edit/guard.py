@@ -54,13 +54,13 @@ class Guard:
 
     | edit | drift | growth | said | perplexity |
     | --- | --- | --- | --- | --- |
-    | rome, one fact | .003 | .19 | | 26.9 |
+    | rome, one fact | .003 | .21 | 1.00 | 26.8 |
     | memit, 100 facts | .03 | .30 | .99 | 27.4 |
-    | memit, 1,000 facts | .17 | .84 | .65 | 31.9 |
-    | alphaedit, 1,000 facts | .47 | 1.15 | .75 | 36.4 |
-    | emmet, 300 facts | .55 | 2.03 | .76 | 48.8 |
-    | memit, 600 facts, λ = 1 | 1.96 | 1.95 | .51 | 115 |
-    | emmet, 1,000 facts | 4.86 | 6.24 | .14 | 895 |
+    | memit, 1,000 facts | .18 | .69 | .55 | 29.3 |
+    | alphaedit, 1,000 facts | .41 | 1.04 | .66 | 33.9 |
+    | rome, 600 facts | .87 | 2.61 | .20 | 50.1 |
+    | rome, 1,000 facts | 1.67 | 3.14 | .10 | 70.0 |
+    | emmet, 600 facts | 4.15 | 4.93 | .06 | 282 |
     """
 
     drift: float = 1.0  # nats: most mean KL(base ‖ edited) on the canaries
