@@ -138,8 +138,8 @@ def _unguarded(editor: Editor) -> Iterator[None]:
 
 def _claim(out: Path, config: dict[str, Any]) -> None:
     """Make the folder this run's, or see that it is."""
-    if (out / CONFIG).exists():
-        found = read_json(out / CONFIG)
+    found = _config_at(out)
+    if found is not None:
         if found != config:
             names = ", ".join(_differences(found, config))
             raise InputError(
@@ -149,6 +149,14 @@ def _claim(out: Path, config: dict[str, Any]) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is there already and holds no evaluation: name another --out")
     write_json(out / CONFIG, config)
+
+
+def _config_at(out: Path) -> dict[str, Any] | None:
+    """That of the evaluation in a folder; a model's, or another program's, is none."""
+    if not (out / CONFIG).exists():
+        return None
+    found = read_json(out / CONFIG)
+    return found if isinstance(found, dict) and str(found.get("format", "")).startswith("rebind-eval") else None
 
 
 def _differences(one: Any, other: Any, prefix: str = "") -> list[str]:

@@ -293,6 +293,11 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path):
     (tmp_path / "full" / "thesis.tex").write_text("x")
     with pytest.raises(InputError, match="holds no evaluation"):
         run(tmp_path / "full")
+    for config in ({"model_type": "llama"}, []):  # a model's, another program's
+        (tmp_path / "full" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(InputError, match="holds no evaluation"):
+            run(tmp_path / "full")
+    assert json.loads((tmp_path / "full" / "config.json").read_text()) == []
 
 
 def test_a_run_of_other_layers_is_not_gone_on_with(tmp_path, monkeypatch):
