@@ -12,6 +12,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from rebind.edit.changes import require_changes, require_fitting
+from rebind.edit.folders import add_to_list
 from rebind.edit.sites import memory_of, module_at, write_memory
 from rebind.errors import InputError, NumericalError
 from rebind.files import write_atomically
@@ -50,6 +51,7 @@ def save_delta(
         for part, tensor in (("left", change.left), ("right", change.right))
     }
     write_atomically(file, save(tensors, told))
+    add_to_list(file)
     return file
 
 

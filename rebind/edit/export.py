@@ -33,7 +33,7 @@ from rebind.memory.low_rank import LowRank
 def save_model(model: Any, tokenizer: Any, folder: str | Path, card: str, *, overwrite: bool = False) -> Path:
     """The model as it stands, with its tokenizer and `card` as README.md, in its own format.
 
-    `overwrite` replaces a model that lies there, with everything in its folder; never the one it was loaded from.
+    `overwrite` replaces what an earlier export wrote there, and nothing else; never the model it was loaded from.
     """
     folder = Path(folder).expanduser()
     origin = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -91,11 +91,11 @@ def export_peft(
     Args:
         model: the edited model or its base; only looked at, for the kind of its modules.
         changes: from `changes`.
-        folder: a new or empty one; `overwrite` replaces an adapter that lies there.
+        folder: a new or empty one, or with `overwrite` that of an earlier export.
         rank: keep this many directions of each change at most. None keeps all.
         base_name: what the adapter's config calls the base model: a Hub id or a path.
         card: README.md, where one is wanted.
-        overwrite: replace an adapter, with everything in its folder.
+        overwrite: replace what an earlier export wrote there, and nothing else.
     """
     require_changes(changes)
     if rank is not None and rank < 1:

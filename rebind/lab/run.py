@@ -121,17 +121,18 @@ def default_folder(experiment: Experiment[C], config: C, device: torch.device) -
 def _open(folder: Path, described: dict[str, Any]) -> bool:
     """Make the folder, or see that what it holds is this very run. Whether it was made."""
     path = folder / CONFIG
+    foreign = InputError(f"{folder} is there already and holds no lab run: name another --out")
     if not path.exists():
         if folder.exists() and (not folder.is_dir() or _others(folder)):
-            raise InputError(
-                f"{folder} holds something else, expected a new folder or one of this run: name another --out"
-            )
+            raise foreign
         write_json(path, described)
         return True
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise InputError(f"{path} cannot be read ({problem}), expected a run's settings: name another --out") from None
+    if not (isinstance(found, dict) and {"experiment", "settings"} <= found.keys()):
+        raise foreign
     if found != described:
         names = ", ".join(_differences(found, described))
         raise InputError(f"{folder} holds a run that differs in {names}, expected this one: name another --out")

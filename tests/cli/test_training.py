@@ -41,3 +41,25 @@ def test_a_file_in_the_place_of_a_run(rebind, tmp_path, place):
     (tmp_path / "file").touch()
     ended = rebind("train", "--data", corpus(tmp_path), "--out", str(tmp_path / place), *FAST, code=2)
     assert ended.err == f"error: {tmp_path / 'file'} is a file, expected a folder: choose another folder\n"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": '{"architectures": ["LlamaForCausalLM"]}', "model.safetensors": "weights"},
+        {"config.json": '{"format": "rebind-eval-1", "data": {}, "model": {}, "method": "memit"}'},
+        {"config.json": "no JSON"},
+        {"config.json": "[1]"},
+        {"thesis.tex": "years"},
+        {"checkpoints/step-5/weights.pt": "another program's"},
+    ],
+)
+def test_a_folder_of_something_else_stays_as_it_is(rebind, tmp_path, files):
+    for name, text in files.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(text)
+    ended = rebind("train", "--data", corpus(tmp_path), "--out", str(tmp_path / "run"), *FAST, code=2)
+    assert ended.err == f"error: {tmp_path / 'run'} is there already and holds no training run: name another --out\n"
+    there = {path.relative_to(tmp_path / "run").as_posix(): path for path in (tmp_path / "run").rglob("*")}
+    assert {name: path.read_text() for name, path in there.items() if path.is_file()} == files
+    assert not (tmp_path / "cache").exists(), "no work was done"

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rebind.edit.export import Exported, export_peft, save_model
+from rebind.edit.folders import LIST
 from rebind.edit.sites import memory_of, module_at
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.memory.low_rank import LowRank
@@ -30,7 +31,7 @@ def test_peft_gives_the_edited_models_logits(kind, tmp_path):
     assert done == Exported((tmp_path / "adapter").resolve(), dict(zip(case.sites, (2, 5), strict=True)), done.errors)
     assert all(error < 1e-6 for error in done.errors.values())
     assert left_in(tmp_path) == ["adapter"]
-    assert left_in(tmp_path / "adapter") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert left_in(tmp_path / "adapter") == [LIST, "adapter_config.json", "adapter_model.safetensors"]
 
     base = case.build()
     unedited = base(tokens()).logits

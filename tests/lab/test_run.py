@@ -169,9 +169,18 @@ class TestWhatIsThereStays:
     def test_a_foreign_folder_is_refused(self, tmp_path):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("years of work")
-        with pytest.raises(InputError, match="holds something else"):
+        with pytest.raises(InputError, match="out is there already and holds no lab run: name another --out"):
             run(made(), Small(), tmp_path / "out")
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+    @pytest.mark.parametrize("found", [{"architectures": ["LlamaForCausalLM"], "vocab_size": 9}, {"settings": {}}, [1]])
+    def test_another_programs_config_is_no_run(self, tmp_path, found):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "config.json").write_text(json.dumps(found))
+        with pytest.raises(InputError) as caught:
+            run(made(), Small(), tmp_path / "out")
+        assert str(caught.value) == f"{tmp_path / 'out'} is there already and holds no lab run: name another --out"
+        assert json.loads((tmp_path / "out" / "config.json").read_text()) == found
 
     def test_half_written_settings_are_no_something_else(self, tmp_path):
         (tmp_path / "out").mkdir()

@@ -441,6 +441,14 @@ def test_one_run_a_folder(tmp_path):
     assert seen == list(range(1, 13))
 
 
+def test_what_a_kill_left_before_the_config_was_there_is_gone_on_with(tmp_path):
+    for name in ("tokens", ".a1b2c3d4.tmp"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    for name in (".lock", ".config.json.0a1b2c3d4e5f.tmp"):
+        (tmp_path / "run" / name).touch()
+    assert train(config(corpus(tmp_path)), tmp_path / "run").summary["steps"] == 12
+
+
 def test_a_log_that_lost_lines_is_refused(tmp_path):
     run = config(corpus(tmp_path))
     killed(run, tmp_path / "run", 6)

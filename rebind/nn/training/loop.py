@@ -20,17 +20,17 @@ from rebind.nn.cache import RebindCache
 from rebind.nn.training import carry, checkpoint, sharding
 from rebind.nn.training.board import Board, require_tensorboard
 from rebind.nn.training.build import build_model, build_optimizer, rows_a_piece
-from rebind.nn.training.config import TrainConfig, differences
+from rebind.nn.training.config import TrainConfig
 from rebind.nn.training.data import Corpus, Segments, prepare
 from rebind.nn.training.evaluate import Perplexity, carried, sliding
 from rebind.nn.training.figure import draw_curve
+from rebind.nn.training.folder import CONFIG, TOKENS, require_new_or_run, require_same
 from rebind.nn.training.log import Log, Row
 from rebind.nn.training.processes import Processes, alone, processes
 from rebind.nn.training.updates import Updates
 
-CHECKPOINTS, CONFIG, LOG, TIMES, RESULT, CURVE, BOARD = (
+CHECKPOINTS, LOG, TIMES, RESULT, CURVE, BOARD = (
     "checkpoints",
-    "config.json",
     "log.jsonl",
     "times.jsonl",
     "result.json",
@@ -76,11 +76,12 @@ def train(
     Args:
         config: The run. A folder that has a checkpoint takes only the config it was begun with, but for what
             `rebind.nn.training.config.MAY_CHANGE` names.
-        out: Gets config.json, log.jsonl, times.jsonl, checkpoints, and at the end result.json and curve.png.
+        out: New, or a run's. Gets config.json, log.jsonl, times.jsonl, checkpoints; at the end result.json, curve.png.
         cache: Where tokens are kept. None: in `out`.
         progress: Whom to tell.
     """
     folder, told = Path(out), progress or Progress()
+    require_new_or_run(folder)
     if config.tensorboard:
         require_tensorboard()
     with processes(config.device) as group, alone(folder, group), _own_random(group), sharding.quiet():
@@ -88,9 +89,9 @@ def train(
             checkpoint.tidy(folder / CHECKPOINTS)
         found = group.after_the_first(lambda: checkpoint.latest(folder / CHECKPOINTS))
         if found is not None:
-            _require_same(folder, config, found.place.step)
+            require_same(folder, config, found.place.step)
         told.phase("tokens")
-        corpus = group.after_the_first(lambda: prepare(config.data, cache or folder / "tokens"))
+        corpus = group.after_the_first(lambda: prepare(config.data, cache or folder / TOKENS))
         run = Run(config, folder, group, corpus, found, told)
         try:
             run.go()
@@ -367,23 +368,6 @@ class Run:
 def _own_random(group: Processes) -> AbstractContextManager[None]:
     """Seeds of a run are not those of whoever calls it."""
     return torch.random.fork_rng(devices=[group.device] if group.device.type == "cuda" else [])
-
-
-def _require_same(folder: Path, config: TrainConfig, step: int) -> None:
-    path = folder / CONFIG
-    try:
-        begun = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise InputError(f"{path} cannot be read ({problem}), expected a run's config: train elsewhere") from None
-    now = json.loads(json.dumps(config.to_json()))
-    if changed := differences(begun, now):
-        finished = step == begun.get("steps")
-        why = ", and steps decides the rate of every step, which falls to the last" if "steps" in changed else ""
-        told = "; ".join(f"{name} is {new!r}, was {old!r}" for name, (old, new) in changed.items())
-        raise InputError(
-            f"{folder} has a {'finished ' if finished else ''}run of another config ({told}){why}: "
-            f"{'' if finished else 'use the one it was begun with to go on, or '}train into another folder"
-        )
 
 
 def _last_validation(log: Log) -> float | None:
