@@ -11,7 +11,7 @@ import typer
 from rebind.cli import options
 from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
-from rebind.cli.places import find_ledger
+from rebind.cli.places import choose_ledger, ledgers_folder, require_some_ledger
 from rebind.cli.screen import FAILED, Screen, counted, screen
 from rebind.cli.tables import answers_table, begun, change, drift_rows, pairs, seconds, table
 from rebind.edit.wording import percent
@@ -37,9 +37,9 @@ LISTED = 20
 DATED = 72  # columns of a screen that has room for when an edit was made
 
 
-def _open(model: str, folder: Path | None) -> Ledger:
-    """The ledger alone: no model is loaded."""
-    where = find_ledger(model, folder)
+def _open(model: str, folder: Path | None, again: str, *, changing: bool = False) -> Ledger:
+    """The ledger alone: no model is loaded. `again` is the command, for a message that says how to go on."""
+    where = choose_ledger(model, folder, again=again, changing=changing)
     from rebind.edit.ledger import Ledger
 
     return Ledger.open(where)
@@ -69,7 +69,7 @@ def list_(
 ) -> None:
     """List all edits, undone ones too; with --quiet the ids of those that are active."""
     with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
-        opened = _open(model, ledger)
+        opened = _open(model, ledger, shown.command("ledger", "list"))
         rows = [_summary(opened, edit) for edit in opened.edits]
         dated = ("made (UTC)",) if shown.out.width >= DATED else ()
         made = table("edit", "", *dated, "method", "facts", "first", right=("facts",))
@@ -109,7 +109,7 @@ def show(
 ) -> None:
     """Show one edit: its facts, scores, settings and versions."""
     with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
-        opened = _open(model, ledger)
+        opened = _open(model, ledger, shown.command("ledger", "show", id))
         edit = opened.get(id)
         scores: Any = edit.scores
         made = answers_table("fact")
@@ -162,7 +162,8 @@ def undo(
 ) -> None:
     """Take edits out of the weights; they stay in the ledger and can be had back."""
     with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
-        _switch(shown, _open(model, ledger), ids, on=False)
+        again = shown.command("ledger", "undo", *ids)
+        _switch(shown, _open(model, ledger, again, changing=True), ids, on=False)
 
 
 @app.command("redo", epilog="[bold]Example[/bold]\n\nrebind ledger redo e0001")
@@ -179,7 +180,8 @@ def redo(
 ) -> None:
     """Put undone edits back, each in its old place."""
     with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
-        _switch(shown, _open(model, ledger), ids, on=True, force=force)
+        again = shown.command("ledger", "redo", *ids, more=" --force" if force else "")
+        _switch(shown, _open(model, ledger, again, changing=True), ids, on=True, force=force)
 
 
 def _switch(shown: Screen, ledger: Ledger, ids: list[str], *, on: bool, force: bool = False) -> None:
@@ -225,7 +227,13 @@ def _clashes(shown: Screen, ledger: Ledger, edits: list[Edit]) -> dict[str, str]
     return found
 
 
-@app.command("verify", epilog="[bold]Example[/bold]\n\nrebind ledger verify --ledger backup/\n\nExits with 3 if not.")
+@app.command(
+    "verify",
+    epilog="[bold]Example[/bold]\n\nrebind ledger verify --ledger backup/\n\nExits with 3 if not.\n\n"
+    "Seen is any change to the header, the log or an edit's tensors, and whatever was lost before the log's last line. "
+    "Not seen are undo and redo lines cut off whole at the log's end (edits are then as they were before), an edit "
+    "cut off there together with its tensors, and a ledger written anew with digests that fit: compare it with a copy.",
+)
 def verify(
     model: options.Model = options.DEFAULT_MODEL,
     ledger: options.LedgerFolder = None,
@@ -235,7 +243,7 @@ def verify(
 ) -> None:
     """Check that nothing in a ledger was altered, damaged or lost."""
     with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
-        where = find_ledger(model, ledger)
+        where = choose_ledger(model, ledger, again=shown.command("ledger", "verify"))
         from rebind.edit.verify import verify_folder
 
         problems = verify_folder(where)
@@ -390,8 +398,14 @@ def _scored(editor: Editor, edit: Edit) -> list[FactScore]:
 
 def _edited(wanted: Wanted, bars: Bars) -> Editor:
     """A fresh model with its ledger in place, which has something to give."""
-    find_ledger(wanted.model, wanted.ledger)  # before the model is loaded
+    if wanted.ledger is None:
+        require_some_ledger(wanted.model)  # before the model is loaded
     editor = open_editor(wanted, bars)
+    if editor.ledger.path is None:
+        raise InputError(
+            f"no ledger of {wanted.model} as it is loaded here in {ledgers_folder()}, expected one: `rebind edit` "
+            f"makes one, --model, --dtype or --ledger names another"
+        )
     if not editor.ledger.active:
         raise InputError("the ledger has no active edits, expected at least one: write a fact first, or redo an edit")
     return editor

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rebind.cli.bars import Bars
-from rebind.cli.options import DEFAULT_MODEL, parse_dtype
-from rebind.cli.places import HEADER, default_ledger, ledgers_folder
+from rebind.cli.options import DEFAULT_MODEL, parse_dtype, typed
+from rebind.cli.places import HEADER, Kept, ledger_of, ledgers_at, ledgers_folder, place_of
 from rebind.edit.cache import cache_folder
 from rebind.edit.log import read_header
+from rebind.errors import LedgerWarning
 from rebind.files import is_file, require_writable
 
 if TYPE_CHECKING:
@@ -68,15 +71,37 @@ def open_editor(
     )
     if base_only:
         return editor
-    name = editor.loaded.name
-    folder = (wanted.ledger or default_ledger(name, editor.fingerprint)).expanduser()
+    name, kind = editor.loaded.name, str(editor.model.dtype).removeprefix("torch.")
+    folder = (wanted.ledger or ledger_of(name, editor.fingerprint)).expanduser()
+    if wanted.ledger is None:
+        _mention_others(wanted.model, folder, kind)
     if not new_ledger and not (folder / HEADER).exists():
         return editor
-    ledger = Ledger.open(folder, editor.fingerprint, model_name=name)
+    ledger = Ledger.open(folder, editor.fingerprint, model_name=name, place=place_of(wanted.model), dtype=kind)
     if wanted.corpus is None:
         _take_samples(editor, ledger, wanted.moment_tokens)
     editor.use(ledger)
     return editor
+
+
+def _mention_others(model: str, own: Path, dtype: str) -> None:
+    """Say that there are edits to what lay in the model's place, where these weights have none."""
+    if Kept(own).has_edits:
+        return
+    for kept in ledgers_at(model):
+        if kept.folder == own or not kept.active:
+            continue
+        made = kept.header.get("dtype", dtype)
+        if made != dtype:
+            told = f"the model in {dtype} has no edits, those in {made} are in {kept.folder}: --dtype {made} has them"
+        else:
+            shown = f"rebind ledger list{typed(model)} -l {shlex.quote(str(kept.folder))}"
+            told = (
+                f"the weights of {model} are not those that {kept.folder} was made for ({kept.described}), whose edits "
+                f"are not in them: `{shown}` shows these, to be written again"
+            )
+        warnings.warn(told, LedgerWarning, stacklevel=2)
+        return
 
 
 def _require_ledger(named: Path | None, *, new: bool, planned: bool) -> None:

@@ -332,7 +332,8 @@ class Editor:
     def _open(self, folder: str | Path | None) -> Ledger:
         if folder is None:
             return Ledger.in_memory(self.fingerprint, self.loaded.name)
-        return Ledger.open(Path(folder), self.fingerprint, model_name=self.loaded.name)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return Ledger.open(Path(folder), self.fingerprint, model_name=self.loaded.name, dtype=dtype)
 
     def _own(self, ledger: Ledger) -> Ledger:
         if ledger.model != self.fingerprint:

@@ -2,7 +2,7 @@
 
 A ledger is a folder:
 
-    ledger.json               whose edits these are: format, model fingerprint and name, time
+    ledger.json               whose edits these are: format, model fingerprint and name, time, place and dtype
     log.jsonl                 what happened, one event a line, only ever appended to
     edits/e0001.safetensors   keys, values, gains and targets of an edit
     work/                     results of unfinished runs
@@ -72,21 +72,27 @@ class Ledger:
         self._warned = False
 
     @classmethod
-    def open(cls, path: str | Path, model: str | None = None, *, model_name: str = "", timeout: float = 60.0) -> Ledger:
+    def open(
+        cls,
+        path: str | Path,
+        model: str | None = None,
+        *,
+        model_name: str = "",
+        place: str = "",
+        dtype: str = "",
+        timeout: float = 60.0,
+    ) -> Ledger:
         """The ledger in a folder, made there if it has none, for the model with this fingerprint.
 
-        Without a model an existing ledger is opened, to be looked at or to learn whose it is.
+        Without a model an existing ledger is opened, to be looked at or to learn whose it is. A new one writes down
+        the model's name, its place (a folder, a file or a Hub id) and its dtype, such as "bfloat16".
         """
         path = Path(path).expanduser()
         if not (path / HEADER).exists() and model is not None:
-            _create(path, new_header(model, model_name), timeout)
+            _create(path, new_header(model, model_name, place=place, dtype=dtype), timeout)
         header = read_header(path)
         if model is not None and header["model"] != model:
-            raise InputError(
-                f"ledger {path} was made for {header['model_name'] or 'a model'} ({short(header['model'])}), this "
-                f"model is {model_name or 'another'} ({short(model)}): load the model it was made for, or name "
-                f"another folder to begin a new ledger"
-            )
+            raise _of_another(path, header, model, model_name, dtype)
         ledger = cls(header, path, timeout)
         ledger._refresh()
         return ledger
@@ -317,6 +323,19 @@ class Ledger:
             return True
         except StorageError:  # read-only: nobody writes here
             return False
+
+
+def _of_another(path: Path, header: Mapping[str, Any], model: str, name: str, dtype: str) -> InputError:
+    """That a ledger is of another model, or of this one in another dtype."""
+    made, step = header.get("dtype", ""), "load the model it was made for"
+    recast = made and dtype and made != dtype and header["model_name"] == name
+    if recast:
+        step = f"load it in {made} (--dtype {made})"
+    theirs, ours = (f" in {known}" if recast else "" for known in (made, dtype))
+    return InputError(
+        f"ledger {path} was made for {header['model_name'] or 'a model'}{theirs} ({short(header['model'])}), this "
+        f"model is {name or 'another'}{ours} ({short(model)}): {step}, or name another folder to begin a new ledger"
+    )
 
 
 def _create(path: Path, header: dict[str, Any], timeout: float) -> None:

@@ -1,7 +1,8 @@
 """What is wrong with a ledger: everything in it read afresh, every digest computed again.
 
 A ledger that is opened stops at the first thing that does not fit. Here reading goes on, so that all of the damage
-is told at once.
+is told at once. What cannot be seen: lines of undo and redo cut off whole at the log's end, an edit cut off there
+together with its tensors, and a ledger written anew with digests that fit. The folder is then one that might have been.
 """
 
 from __future__ import annotations

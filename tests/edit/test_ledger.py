@@ -262,6 +262,42 @@ def test_a_ledger_refuses_another_model(folder):
     assert ids(looked_at.edits) == ["e0001"]
 
 
+def test_a_ledger_knows_the_place_and_the_dtype_of_its_model(folder):
+    def half(model, **known):
+        return Ledger.open(folder, model, model_name="tiny", **known)
+
+    half(MODEL, place="/models/tiny", dtype="bfloat16").append(new_edit(1))
+    header = json.loads((folder / "ledger.json").read_text())
+    assert (header["place"], header["dtype"]) == ("/models/tiny", "bfloat16")
+    assert ids(half(MODEL, place="/elsewhere", dtype="bfloat16").edits) == ["e0001"], "the weights say whose it is"
+    told = (
+        r"made for tiny in bfloat16 \(aaaaaaaaaaaa…\), this model is tiny in float32 \(bbbbbbbbbbbb…\): load it in bf"
+    )
+    with pytest.raises(InputError, match=told):
+        half(OTHER, dtype="float32")
+    for unexplained in ({}, {"dtype": "bfloat16"}):
+        with pytest.raises(InputError, match="load the model it was made for"):
+            half(OTHER, **unexplained)
+    with pytest.raises(InputError, match="load the model it was made for"):
+        Ledger.open(folder, OTHER, model_name="big", dtype="float32")
+
+
+def test_a_ledger_of_an_earlier_version_goes_on(folder):
+    """Its header has neither place nor dtype, and stays as it is."""
+    opened(folder).append(new_edit(1))
+    before = (folder / "ledger.json").read_bytes()
+    assert set(json.loads(before)) == {"format", "model", "model_name", "created", "digest"}
+    ledger = Ledger.open(folder, MODEL, model_name="tiny", place="/models/tiny", dtype="float32")
+    ledger.append(new_edit(2))
+    assert ids(opened(folder).edits) == ["e0001", "e0002"]
+    assert ledger.verify() == []
+    assert (folder / "ledger.json").read_bytes() == before
+    with pytest.raises(
+        InputError, match=r"made for tiny \(aaaaaaaaaaaa…\), this model is tiny \(bbbbbbbbbbbb…\): load the"
+    ):
+        Ledger.open(folder, OTHER, model_name="tiny", dtype="float32")
+
+
 def test_a_folder_without_a_ledger(tmp_path):
     with pytest.raises(LedgerError, match="no ledger in"):
         Ledger.open(tmp_path / "none")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 import torch
 
 from rebind.edit.edits import Edit, fold
+from rebind.edit.ledger import Ledger
 from rebind.edit.verify import verify_folder
 from rebind.errors import LedgerError
-from tests.edit.ledgers import log_of, opened, snapshot, weights
+from tests.edit.ledgers import MODEL, log_of, opened, snapshot, weights
 from tests.edit.writes import D_K, D_V, SITES, new_edit
 from tests.support import Draw
 
@@ -46,6 +48,15 @@ def test_tampering_with_any_file_is_found(folder):
         count += 1
     assert count > 150
     assert verify_folder(folder) == []
+
+
+@pytest.mark.parametrize(("name", "lie"), [("place", "/other/tiny"), ("dtype", "float32")])
+def test_a_header_that_lies_of_its_model_is_found(folder, name, lie):
+    Ledger.open(folder, MODEL, model_name="tiny", place="/models/tiny", dtype="bfloat16").append(new_edit(1))
+    assert verify_folder(folder) == []
+    file = folder / "ledger.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: lie}))
+    assert "ledger.json was altered" in verify_folder(folder)[0]
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2), (1, 2), (0, 0, 1, 2)])

@@ -344,7 +344,7 @@ def test_settings_are_those_for_the_facts_of_the_largest_batch(name, facts, tmp_
 def test_two_runs_do_not_share_a_folder(tmp_path):
     (tmp_path / "out" / "work").mkdir(parents=True)
     with Lock(tmp_path / "out" / "work" / "lock").held(0):
-        (tmp_path / "out" / "config.json").write_text("{}")
+        (tmp_path / "out" / "config.json").write_text(json.dumps({"format": run_module.FORMAT}))
         with pytest.raises(InputError, match="differs"):
             run(tmp_path / "out")
         (tmp_path / "out" / "config.json").write_bytes(contents(run(tmp_path / "other").folder)["config.json"])
