@@ -38,7 +38,7 @@ def layers(
     facts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Facts to try, with their true answers. Default: our own.")
     ] = None,
-    most: Annotated[int, typer.Option(metavar="N", min=3, help="At most so many facts are tried.")] = 8,
+    most: Annotated[int, typer.Option(metavar="N", min=3, help="At most so many facts are tried, 3 or more.")] = 8,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out records that cannot be used.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure anew, whatever the cache holds.")] = False,
     model: options.Model = options.DEFAULT_MODEL,

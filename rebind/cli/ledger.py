@@ -109,6 +109,8 @@ def show(
 ) -> None:
     """Show one edit: its facts, scores, settings and versions."""
     with screen(as_json, quiet, debug, options.typed(model, ledger)) as shown:
+        from rebind.edit.methods import METHODS
+
         opened = _open(model, ledger, shown.command("ledger", "show", id))
         edit = opened.get(id)
         scores: Any = edit.scores
@@ -125,6 +127,8 @@ def show(
         if len(edit.facts) > LISTED:
             shown.hint(f"… and {counted(len(edit.facts) - LISTED, 'more fact')}; --json has them all")
         settings: Any = edit.settings
+        method = METHODS.get(edit.method)
+        unsaid = {"chat", "lam"} if method is not None and method.exact else {"chat"}  # λ has no say in it
         shown.show(
             pairs(
                 [
@@ -133,7 +137,7 @@ def show(
                     ("method", f"{edit.method} (forced)" if edit.forced else edit.method),
                     *drift_rows(scores),
                     *([("asked", "in the chat template")] if settings.get("chat") else []),
-                    *[(name, _plain(value)) for name, value in settings.items() if name != "chat"],
+                    *[(name, _plain(value)) for name, value in settings.items() if name not in unsaid],
                     ("sites", ", ".join(edit.sites)),
                     ("versions", _plain(edit.versions)),
                 ]

@@ -208,7 +208,7 @@ def _title(made: Trace | Average) -> str:
 
     odds = f"{percent(made.clean)}, {percent(made.corrupted)} corrupted"
     if isinstance(made, Trace):
-        return f"{made.question.text} → {made.answer.strip()} ({odds})"
+        return f"{made.question.text} → {made.answer.strip() or repr(made.answer)} ({odds})"
     return f"mean of {made.facts} fact{'s' * (made.facts > 1)} ({odds})"
 
 

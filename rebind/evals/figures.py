@@ -106,7 +106,7 @@ def against_edits(runs: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
     held_name = "perplexity of held text" + (", ×: not finite" if len(right.lines) > len(runs) else "")
     for axes, name in ((left, "score" if alone else "S"), (right, held_name)):
         _plain(axes)
-        axes.set_xlabel("facts written")
+        axes.set_xlabel("records written")
         axes.set_xlim(-0.03 * most, 1.03 * most)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_title(name, loc="left", fontsize=10.5, color=INK)

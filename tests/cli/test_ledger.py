@@ -179,3 +179,11 @@ def test_a_narrow_list_breaks_no_word_of_an_edits_state(rebind, edited, monkeypa
     assert " e0001   active, forced   memit " in shown
     assert {"The", "answer", "is", "France", "→", "Rome"} <= set(shown.split())
     assert max(map(len, shown.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(("method", "told"), [("memit", True), ("rome", False)])
+def test_a_lambda_is_shown_where_it_has_a_say(rebind, model, method, told):
+    rebind("edit", "The capital of {France} is", "Rome", "--model", model, "--method", method, *FAST)
+    shown = rebind("ledger", "show", "e0001", "--model", model).out
+    assert ("lam " in shown) == told
+    assert "search" in shown
