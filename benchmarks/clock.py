@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rebind.edit import spread
-from rebind.edit.editor import Editor, Progress
+from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
+from rebind.edit.progress import Progress
 from rebind.edit.scores import FactScore
 from rebind.edit.subjects import Subjects
 

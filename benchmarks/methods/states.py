@@ -17,10 +17,11 @@ from benchmarks.clock import Clock, peak_gib
 from benchmarks.made import made_facts
 from benchmarks.methods.remembered import Memory
 from benchmarks.methods.shared import beginning, whole
-from rebind.edit.editor import Editor, Progress
+from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.ledger import Ledger
 from rebind.edit.methods import Settings
+from rebind.edit.progress import Progress
 from rebind.edit.sites import module_at
 from rebind.edit.spread import Place
 from rebind.evals.answers import Asking, answer_all

@@ -22,7 +22,7 @@ from rich.progress import (
 from rebind.cli.screen import Screen
 
 if TYPE_CHECKING:
-    from rebind.edit.editor import Progress as Told
+    from rebind.edit.progress import Progress as Told
 
 LABELS = {
     "unpacking": "unpacking the model (once)",
@@ -116,7 +116,7 @@ class Bars:
 
     def told(self) -> Told:
         """What an `Editor` wants to be given."""
-        from rebind.edit.editor import Progress as Told
+        from rebind.edit.progress import Progress as Told
 
         return Told(phase=self.phase, moments=self.moments, targets=self.targets)
 

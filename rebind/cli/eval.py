@@ -169,7 +169,7 @@ def _choose(
 @contextmanager
 def _bar(shown: Screen, editor: Editor, trial: Trial) -> Iterator[Told]:
     """One bar over the whole evaluation, with the score so far and what is being done."""
-    from rebind.edit.editor import Progress as EditorProgress
+    from rebind.edit.progress import Progress as EditorProgress
     from rebind.evals.run import Progress as Told
 
     drawn = Drawn(shown, "scores", "doing")

@@ -7,9 +7,9 @@ them is folding again without it: no optimisation, and the same bytes as if it h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from rebind.edit.methods import METHODS, Method, Settings, choose_settings, get_
 from rebind.edit.models import OWN, Loaded, load_model
 from rebind.edit.moments import WINDOW, Recipe, collect, config_digest, tokenizer_digest
 from rebind.edit.plan import Plan, estimate
+from rebind.edit.progress import Progress
 from rebind.edit.reading import read_facts
 from rebind.edit.scores import FactScore, score_facts
 from rebind.edit.search import Search
@@ -63,15 +64,6 @@ from rebind.memory import LowRank
 SEEDS = ("The", "Therefore", "Because", "I", "You")  # contexts begin so, as MEMIT's do
 CONTEXT_TOKENS = 10
 GUARD = Guard()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What an editor tells of its work; each may be replaced by something that draws a bar."""
-
-    phase: Callable[[str], None] = lambda name: None
-    moments: Callable[[int, int], None] = lambda done, wanted: None  # tokens
-    targets: Callable[[int, int, float], None] = lambda step, done, loss: None  # step, facts done, mean loss
 
 
 class Editor:

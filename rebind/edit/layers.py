@@ -20,6 +20,7 @@ from rebind.edit.cache import cache_folder
 from rebind.edit.facts import Fact
 from rebind.edit.held import HELD, Held
 from rebind.edit.ledger import Ledger
+from rebind.edit.progress import Progress
 from rebind.edit.sites import module_at
 from rebind.edit.spread import Place
 from rebind.edit.traces import TraceSettings
@@ -164,8 +165,6 @@ def _apart(editor: Editor) -> Iterator[None]:
 @contextmanager
 def _quietly(editor: Editor) -> Iterator[None]:
     """Trials are told one by one, and not each by its phases."""
-    from rebind.edit.editor import Progress  # which imports this file
-
     progress = editor.progress
     try:
         editor.progress = Progress()

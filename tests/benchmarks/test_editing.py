@@ -13,9 +13,10 @@ import torch
 from benchmarks import editing
 from benchmarks.clock import Clock, told_apart
 from benchmarks.editing import Bench, Choices, bare, one_at_a_time, run, scores, write, written
-from rebind.edit.editor import Editor, Progress
+from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.methods import METHODS, get_method
+from rebind.edit.progress import Progress
 from rebind.edit.search import Search
 from rebind.errors import InputError, NumericalError
 from rebind.evals.answers import Asking, answer_all

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from rebind.edit import layers as module
-from rebind.edit.editor import Editor, Progress
+from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.held import HELD, Held
 from rebind.edit.layers import Candidate, cached_choice, choice_path, choose_layers, chosen_layers, held_from
+from rebind.edit.progress import Progress
 from rebind.edit.targets import TargetSettings
 from rebind.errors import InputError
 from tests.edit import tiny

@@ -22,13 +22,15 @@ from rebind.evals import drift as drift_module
 from rebind.evals import figures, report
 from rebind.evals.scores import SCORES
 
-from .test_run import quick, run  # noqa: F401 - a fixture
+from .runs import run
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
-def runs(quick, tmp_path_factory):  # noqa: F811
+def runs(quick, tmp_path_factory):
     home = tmp_path_factory.mktemp("runs")
     for method in ("memit", "rome"):
         run(home / method, "sequential", method=method)

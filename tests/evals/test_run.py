@@ -7,7 +7,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,62 +25,12 @@ from rebind.evals.answers import Asking
 from rebind.evals.choosing import known, usable
 from rebind.evals.protocols import get_protocol
 from rebind.evals.records import Record, Records, read_records
-from rebind.evals.run import Progress, Trial, evaluate
+from rebind.evals.run import Progress
 from tests.edit import tiny
 
-RAW = [
-    {
-        "prompt": "The capital of {France} is",
-        "target": "Rome",
-        "old": "Paris",
-        "paraphrases": ["France is ruled from"],
-        "neighbours": ["The capital of Spain is", {"prompt": "Berlin is in", "answer": "Germany"}],
-        "consequences": [{"prompt": "In the capital of France they speak", "answer": "Italian", "aliases": ["Latin"]}],
-        "references": ["Rome is old. Rome is the capital of Italy."],
-    },
-    {"prompt": "The mother tongue of {Danielle Darrieux} is", "target": "Italian", "old": "French"},
-    {"prompt": "{Berlin} is the capital of", "target": "Spain", "neighbours": ["Madrid is the capital of"]},
-    {"prompt": "עיר הבירה של {צרפת} היא", "target": "רומא העתיקה שבאיטליה", "old": "פריז"},
-    {"prompt": "{法国}的首都是", "target": "罗马", "old": "巴黎", "paraphrases": ["法国的政府在"]},
-]
-TEXT = " ".join(tiny.SENTENCES)
-LASTING = {"config.json", "records.jsonl", "edits.jsonl", "drift.jsonl", "summary.json", "table.md"}
-every_protocol = pytest.mark.parametrize("name", ["single", "batch", "sequential"])
+from .runs import LASTING, RAW, TEXT, Killed, contents, die_asking, every_protocol, lines, new_editor, run, trial
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(editor_module, "SEEDS", ("The", "I"))
-        patch.setattr(editor_module, "CONTEXT_TOKENS", 4)
-        patch.setattr(run_module, "CPU_RECORDS", 2)
-        yield
-
-
-def new_editor(**options: Any) -> Editor:
-    return Editor(tiny.llama(), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=1500, **options)
-
-
-def trial(name: str = "single", **options: Any) -> Trial:
-    given = {"asking": Asking(4, 1, 6), "steps": 2, "rounds": 50, "drifts": 2}
-    return Trial(protocol=get_protocol(name, batch=2), **{**given, **options})
-
-
-def run(out: Path, name: str = "single", editor: Editor | None = None, raw: Any = RAW, **options: Any):
-    told, figures = options.pop("progress", None), options.pop("figures", False)
-    records = raw if isinstance(raw, Records) else read_records(raw)
-    with pytest.MonkeyPatch.context() as patch:
-        if not figures:  # they take longer than all the rest
-            patch.setattr(report, "_figures", lambda: None)
-        return evaluate(editor or new_editor(), records, trial(name, **options), out, text=TEXT, progress=told)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "timings.jsonl"}
-
-
-def lines(folder: Path, name: str = "records.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @every_protocol
@@ -132,10 +81,6 @@ def whole(quick, tmp_path_factory):
     return made
 
 
-class Killed(BaseException):
-    """Nobody catches it."""
-
-
 @every_protocol
 @pytest.mark.parametrize("after", [1, 4])
 def test_a_killed_run_goes_on_to_the_same_bytes(name, after, tmp_path, monkeypatch, whole):
@@ -165,16 +110,8 @@ def test_a_killed_run_goes_on_to_the_same_bytes(name, after, tmp_path, monkeypat
 
 @every_protocol
 def test_killed_between_the_edit_and_its_answers(name, tmp_path, monkeypatch, whole):
-    real, calls = run_module.answer_all, []
-
-    def answer_all(*args, **options):
-        calls.append(1)
-        if len(calls) == 4:  # after three portions of the base model
-            raise Killed
-        return real(*args, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "answer_all", answer_all)
+        die_asking(patch, portion=4)  # after three of the base model
         with pytest.raises(Killed):
             run(tmp_path / "out", name)
     assert len(lines(tmp_path / "out", "edits.jsonl")) == 1

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from rebind.errors import InputError
-from rebind.evals import run as run_module
 
-from .test_run import RAW, Killed, contents, every_protocol, lines, quick, run  # noqa: F401 - a fixture
+from .runs import RAW, Killed, contents, die_asking, every_protocol, lines, run
 
+pytestmark = pytest.mark.usefixtures("quick")
 TWO = {
     **RAW[0],
     "also": [
@@ -61,16 +61,9 @@ def test_records_of_one_fact_are_told_as_ever(tmp_path):
 @every_protocol
 def test_a_killed_run_of_several_facts_goes_on_to_the_same_bytes(name, tmp_path, monkeypatch):
     raw = [TWO, *RAW[1:3]]
-    expected, real, calls = contents(run(tmp_path / "whole", name, raw=raw).folder), run_module.answer_all, []
-
-    def answer_all(*args, **options):
-        calls.append(1)
-        if len(calls) == 3:  # after two portions of the base model
-            raise Killed
-        return real(*args, **options)
-
+    expected = contents(run(tmp_path / "whole", name, raw=raw).folder)
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "answer_all", answer_all)
+        die_asking(patch, portion=3)  # after two of the base model
         with pytest.raises(Killed):
             run(tmp_path / "out", name, raw=raw)
     run(tmp_path / "out", name, raw=raw)
