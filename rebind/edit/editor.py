@@ -148,7 +148,7 @@ class Editor:
         self.progress.phase("writing")
         with self._tried(edit):
             after = self.score(listed)
-            told, failed = self._checked(after, exact=chosen.exact, force=force)
+            told, failed = self._checked(after, chosen, force=force)
             scores = {"before": [asdict(s) for s in before], "after": [asdict(s) for s in after], **told}
             with self.ledger.locked():
                 late = self._clashes(listed)  # what another process wrote in the meantime too
@@ -431,14 +431,14 @@ class Editor:
         return {"corpus": self.corpus.digest, "tokens": self.moment_tokens}
 
     def _checked(
-        self, after: Sequence[FactScore], *, exact: bool, force: bool
+        self, after: Sequence[FactScore], method: Method, *, force: bool
     ) -> tuple[dict[str, JSON], list[Failure]]:
         """What to keep of the guard's findings, and the checks that failed; raises for those that may not."""
         if self.guard is None:
             return {}, []
         self.progress.phase("checks")
         drift = self.drift()
-        failed = self.guard.check(after, drift, exact=exact)
+        failed = self.guard.check(after, drift, method)
         enforce(failed, force=force)
         told: JSON = {"bounds": asdict(self.guard), "failed": [one.to_json() for one in failed]}
         return {"drift": drift.to_json(), "guard": told}, failed

@@ -24,6 +24,7 @@ from rebind.edit.drift import Drift
 from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact, comparable, rivals
 from rebind.edit.log import JSON
+from rebind.edit.methods import Method
 from rebind.edit.scores import FactScore
 from rebind.edit.wording import percent
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
@@ -67,11 +68,12 @@ class Guard:
     growth: float = 1.5  # most ‖W' − W‖ / ‖W‖ of a site
     said: float = 0.5  # least share of the facts whose whole target comes first; above 0, a lone fact must
 
-    def check(self, scores: Sequence[FactScore], drift: Drift, *, exact: bool = False) -> list[Failure]:
+    def check(self, scores: Sequence[FactScore], drift: Drift, method: Method | None = None) -> list[Failure]:
         """The checks that fail, worst news first. A model that answers NaN fails that one alone.
 
-        What to try depends on the method: one that is `exact` has no λ, and writes to one layer.
+        What to try depends on the method: one that meets its facts exactly has no λ, and writes to one layer.
         """
+        exact = method is not None and method.exact
         numbers = [drift.kl, drift.growth, *(score.nll for score in scores)]
         if wrong := [number for number in numbers if not math.isfinite(number)]:
             says = f"{len(wrong)} of {len(numbers)} of the edited model's answers are NaN or infinite, expected numbers"
@@ -91,7 +93,7 @@ class Guard:
         said = sum(score.exact for score in scores) / len(scores)
         least = 1.0 if len(scores) == 1 and self.said > 0 else self.said
         if said < least:
-            failures.append(Failure("said", said, least, _unsaid(scores, least), _more(len(scores), exact)))
+            failures.append(Failure("said", said, least, _unsaid(scores, least), _more(len(scores), method)))
         return failures
 
 
@@ -114,13 +116,15 @@ def _less(facts: int, exact: bool, last: str) -> str:
     return f"{fewer}, {weigh}, or {last}"
 
 
-def _more(facts: int, exact: bool) -> str:
+def _more(facts: int, method: Method | None) -> str:
     """What to try where it does too little."""
+    exact = method is not None and method.exact
     if facts == 1:
         weigh = "choose another layer, use memit" if exact else "lower λ, choose other layers"
         return f"raise the steps, change the clamp, {weigh}, or word the prompt otherwise"
-    weigh = "or use memit" if exact else "lower λ, or use alphaedit"
-    return f"write fewer facts at once, raise the steps, {weigh}"
+    another = "" if method is not None and method.name == "alphaedit" else " or use alphaedit"
+    better = "use memit" if exact else f"lower λ{another}"
+    return f"write fewer facts at once, raise the steps, or {better}"
 
 
 def require_finite_targets(targets: Tensor) -> None:

@@ -54,7 +54,7 @@ class Search:
         """The model in the dtype to search in, if it has another."""
         if self.dtype == self.trunk.dtype:
             return None
-        if self._narrow is None:
+        if self._narrow is None or self._narrow.dtype != self.dtype:
             self._narrow = self.trunk.narrowed(self.dtype)
             hurry(self._narrow.model)
         return self._narrow

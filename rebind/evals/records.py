@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
-from rebind.edit.facts import Fact, conflicts, get, require_text
+from rebind.edit.facts import Fact, comparable, get, require_text
 from rebind.edit.reading import described, fact_of, raw_records
 from rebind.errors import InputError
 
@@ -178,21 +178,28 @@ def read_records(
 
 def without_conflicts(records: Records, *, skip_bad: bool) -> Records:
     """Records that can be written together: of those that ask for different targets after one prompt, the first."""
-    owners = [index for index, record in enumerate(records) for _ in record.facts]
-    later: dict[int, str] = {}
-    for clash in conflicts([fact for record in records for fact in record.facts]):
-        first, wanted = owners[clash.indices[0]], clash.targets[0]
-        for place, target in zip(clash.indices, clash.targets, strict=True):
-            if target == wanted:
-                continue
-            message = (
-                f"record {records[owners[place]].id} asks for {target!r} after {clash.text!r}, record "
-                f"{records[first].id} for {wanted!r}, expected one target: keep one of them"
-            )
-            if not skip_bad:
-                raise InputError(f"{message}, or skip bad records")
-            later[owners[place]] = message
-    return records.keep([index for index in range(len(records)) if index not in later], later.values())
+    wanted: dict[str, tuple[Record, Fact]] = {}  # by prompt, of the records kept
+    kept: list[int] = []
+    reasons: list[str] = []
+    for index, record in enumerate(records):
+        own: dict[str, tuple[Record, Fact]] = {}
+        for fact in record.facts:
+            prompt = comparable(fact.text)
+            first, other = wanted.get(prompt) or own.setdefault(prompt, (record, fact))
+            if other.target != fact.target:
+                break
+        else:
+            wanted |= own
+            kept.append(index)
+            continue
+        message = (
+            f"record {record.id} asks for {fact.target!r} after {other.text!r}, record {first.id} for "
+            f"{other.target!r}, expected one target: keep one of them"
+        )
+        if not skip_bad:
+            raise InputError(f"{message}, or skip bad records")
+        reasons.append(message)
+    return records.keep(kept, reasons)
 
 
 def _name(source: object) -> str:

@@ -146,7 +146,7 @@ def _claim(out: Path, config: dict[str, Any]) -> None:
                 f"{out} holds a run that differs in {names}, expected the same run to go on with: name another --out"
             )
         return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or not all(path.match(".*.tmp") for path in out.iterdir())):
         raise InputError(f"{out} is there already and holds no evaluation: name another --out")
     write_json(out / CONFIG, config)
 

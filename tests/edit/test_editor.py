@@ -411,7 +411,7 @@ def test_what_another_process_wrote_meanwhile_is_seen(tmp_path, monkeypatch):
         return solve(*args)
 
     monkeypatch.setattr(ours, "_solve", slowly)
-    monkeypatch.setattr(ours, "_checked", lambda scores, exact, force: ({}, []))
+    monkeypatch.setattr(ours, "_checked", lambda scores, method, force: ({}, []))
     with pytest.raises(InputError, match="edit e0001 already makes"):
         rewrite(ours, replace(FACTS[0], target="Berlin"))
     assert [edit.id for edit in Ledger.open(tmp_path / "ledger").active] == ["e0001"]

@@ -15,6 +15,7 @@ from rebind.edit.edits import Edit
 from rebind.edit.facts import Fact
 from rebind.edit.guard import Guard, enforce, find_earlier
 from rebind.edit.ledger import Ledger
+from rebind.edit.methods import METHODS
 from rebind.edit.scores import FactScore
 from rebind.edit.search import Search
 from rebind.edit.targets import TargetSettings
@@ -284,12 +285,16 @@ def test_facts_that_share_a_key_are_named_before_any_work(monkeypatch, guard):
 def test_what_to_try_is_what_the_method_takes(scores):
     """rome and emmet refuse λ, and several layers."""
     guard, drift = Guard(drift=0.1, growth=0.2), Drift(0.5, 0.6, "x", 0.7, "site")
-    steps = {exact: [one.step for one in guard.check(scores, drift, exact=exact)] for exact in (False, True)}
-    assert len(steps[False]) == len(steps[True]) == 3
-    assert all("λ" in step for step in steps[False])
-    assert not any("λ" in step or "layers" in step for step in steps[True])
-    assert all("memit" in step for step in steps[True])
-    fewer = [step for step in (*steps[False], *steps[True]) if "fewer facts" in step]
+    steps = {name: [one.step for one in guard.check(scores, drift, METHODS[name])] for name in METHODS}
+    for name, told in steps.items():
+        assert len(told) == 3
+        assert not any(f"use {name}" in step for step in told), "which did not do"
+        if METHODS[name].exact:
+            assert not any("λ" in step or "layers" in step for step in told)
+            assert all("memit" in step for step in told)
+        else:
+            assert all("λ" in step for step in told)
+    fewer = [step for told in steps.values() for step in told if "fewer facts" in step]
     assert bool(fewer) == (len(scores) > 1)
 
 

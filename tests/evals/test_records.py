@@ -332,6 +332,16 @@ def test_contradictions_are_found_before_any_work():
     assert len(kept.skipped) == 1
 
 
+def test_a_record_that_is_left_out_is_in_nobodys_way():
+    one = {"id": "a", "prompt": "{Oslo} is", "target": "old"}
+    two = {"id": "b", "prompt": "{Oslo} is", "target": "new", "also": [{"prompt": "{Bergen} is", "target": "wet"}]}
+    three = {"id": "c", "prompt": "{Bergen} is", "target": "dry"}
+    assert [record.id for record in without_conflicts(read_records([one, two, three]), skip_bad=True)] == ["a", "c"]
+    itself = {"id": "d", "prompt": "{Oslo} is", "target": "old", "also": [{"prompt": "{Oslo} is", "target": "new"}]}
+    with pytest.raises(InputError, match="record d asks for 'new' after 'Oslo is', record d for 'old'"):
+        without_conflicts(read_records([itself]), skip_bad=False)
+
+
 # The Hub
 
 

@@ -289,6 +289,12 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
             run(tmp_path / "out")
 
 
+def test_a_kill_before_there_is_a_config_ends_no_folder(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".config.json.0a1b2c3d4e5f.tmp").touch()
+    assert run(tmp_path / "out", raw=RAW[:1]).folder == tmp_path / "out"
+
+
 def test_a_damaged_file_is_named(tmp_path):
     run(tmp_path / "out", raw=RAW[:1])
     file = tmp_path / "out" / "records.jsonl"
