@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -95,6 +96,15 @@ def _open_to_readers(folder: Path) -> None:
 def _temporary(path: Path) -> Path:
     """A name beside the target, on the same file system, that no other writer has."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
+def without_temporary(name: str) -> str:
+    """The name that a temporary file was to have; another as it is.
+
+    >>> without_temporary("d/.a.json.0123456789ab.tmp"), without_temporary(".mine.tmp")
+    ('d/a.json', '.mine.tmp')
+    """
+    return re.sub(r"(^|/)\.([^/]+)\.[0-9a-f]{12}\.tmp$", r"\1\2", name)
 
 
 def _rename_unless_there(temporary: Path, path: Path) -> None:

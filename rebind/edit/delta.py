@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from rebind.edit.changes import require_changes, require_fitting
-from rebind.edit.folders import add_to_list
+from rebind.edit.listing import add_to_list
 from rebind.edit.sites import memory_of, module_at, write_memory
 from rebind.errors import InputError, NumericalError
 from rebind.files import write_atomically
@@ -50,8 +50,9 @@ def save_delta(
         for site, change in changes.items()
         for part, tensor in (("left", change.left), ("right", change.right))
     }
-    write_atomically(file, save(tensors, told))
-    add_to_list(file)
+    data = save(tensors, told)
+    add_to_list(file, data)
+    write_atomically(file, data)
     return file
 
 

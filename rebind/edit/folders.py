@@ -1,52 +1,34 @@
 """Folders that replace an older one of their kind, and nothing else: filled beside it, then put in its place.
 
-Each has a list of its files. A folder without one is of an earlier version if its card is ours, or somebody else's;
-and a file that is not on the list is somebody else's too. Neither is ever replaced.
-
-`rebind.files` writes folders that are new, and keeps one that is there.
+A folder that no export wrote, or with a file that none did (`listing`), is never replaced. `rebind.files` writes
+folders that are new, and keeps one that is there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
+from rebind.edit.listing import other_files, own_files, write_list
 from rebind.errors import InputError, StorageError
-from rebind.files import remove_stale, write_atomically, write_folder_atomically
+from rebind.files import remove_stale, write_folder_atomically
 
-LIST = ".rebind-export"  # the other files of the folder, a line each
-CARD, CARD_LINES = "README.md", ("\n- rebind\n", "\n- Fingerprint of the base: `")
-NUMBER = "[0-9]" * 5
-BESIDES = (CARD, "delta.safetensors")
-EARLIER = {  # what exports without a list wrote, by their mark
-    "adapter_config.json": ("adapter_config.json", "adapter_model.safetensors", *BESIDES),
-    "config.json": (
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        f"model-{NUMBER}-of-{NUMBER}.safetensors",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "additional_chat_templates/*.jinja",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        *BESIDES,
-    ),
-}
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
+
+ATTEMPTS = 5  # at putting a folder in a place where others put theirs
 
 
 def write_folder(path: Path, fill: Callable[[Path], None], mark: str, overwrite: bool) -> Path:
@@ -54,16 +36,17 @@ def write_folder(path: Path, fill: Callable[[Path], None], mark: str, overwrite:
 
     def fill_and_list(target: Path) -> None:
         fill(target)
-        (target / LIST).write_bytes(_lines(_files(target)))
+        write_list(target)
 
     path = path.resolve()
     require_free(path, mark, overwrite)
-    remove_stale(path.parent, f".{path.name}.*.new", f"..{path.name}.*.new.*.tmp")
+    name = glob.escape(path.name)
+    remove_stale(path.parent, f".{name}.*.new", f"..{name}.*.new.*.tmp")
     staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
     try:
         write_folder_atomically(staged, fill_and_list)
-        require_free(path, mark, overwrite)  # saving takes minutes: somebody may have come first
-        _swap(staged, path)
+        with _alone(path):
+            _swap(staged, path, mark, overwrite)
     except (OSError, SafetensorError) as problem:
         number = getattr(problem, "errno", None)
         error = StorageError(
@@ -78,58 +61,43 @@ def write_folder(path: Path, fill: Callable[[Path], None], mark: str, overwrite:
 
 
 def require_free(path: Path, mark: str, overwrite: bool) -> None:
-    """`mark` is a file that all of the kind that would replace it have."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    """`mark` is a file that all of the kind that would replace it have.
+
+    What an export that was killed had moved aside is put back first.
+    """
+    with _alone(path):
+        _require_free(path, mark, overwrite)
+
+
+def _require_free(path: Path, mark: str, overwrite: bool) -> None:
+    left = [] if path.exists() else _aside(path, "old")
+    if len(left) == 1:
+        with contextlib.suppress(OSError):
+            left[0].rename(path)
+    _require_replaceable(path, mark, overwrite, path)
+
+
+def _require_replaceable(folder: Path, mark: str, overwrite: bool, path: Path) -> None:
+    """`path` is what the folder is called, wherever it is now."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if not path.is_dir() or not (path / mark).is_file():
-        raise _not_replaced(path)
+    if not folder.is_dir() or not (folder / mark).is_file():
+        raise _not_replaced(folder, path)
     if not overwrite:
         raise InputError(f"{path} is not empty, expected a new or empty folder: choose another, or pass overwrite=True")
-    own = _own(path, mark)
+    own = own_files(folder, mark)
     if mark not in own:
-        raise _not_replaced(path)
-    if others := [name for name in _files(path) if name not in own]:
+        raise _not_replaced(folder, path)
+    if others := other_files(folder, own):
         raise InputError(
             f"{path} holds {_named(others)} besides an earlier export and is not replaced, expected only what an "
             f"export wrote: move {'it' if len(others) == 1 else 'them'} elsewhere, or choose another name"
         )
 
 
-def add_to_list(file: Path) -> None:
-    """A file that is put into an export afterwards belongs to it, and is replaced with it."""
-    path = file.parent
-    if (path / LIST).is_file():
-        write_atomically(path / LIST, _lines({*_listed(path), file.name}))
-
-
-def _not_replaced(path: Path) -> InputError:
-    kind = "holds other things" if path.is_dir() else "is a file"
+def _not_replaced(folder: Path, path: Path) -> InputError:
+    kind = "holds other things" if folder.is_dir() else "is a file"
     return InputError(f"{path} {kind} and is not replaced, expected a new or empty folder: choose another name")
-
-
-def _own(path: Path, mark: str) -> set[str]:
-    """The files of a folder that an export wrote; none, if no export wrote it."""
-    if (path / LIST).is_file():
-        return {LIST, *_listed(path)}
-    card = path / CARD
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    if not all(line in text for line in CARD_LINES):
-        return set()
-    return {name for name in _files(path) if any(fnmatchcase(name, known) for known in EARLIER[mark])}
-
-
-def _files(path: Path) -> list[str]:
-    """All files in it and below, links too."""
-    found = (file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
-    return sorted(file.relative_to(path).as_posix() for file in found)
-
-
-def _listed(path: Path) -> list[str]:
-    return (path / LIST).read_text(encoding="utf-8", errors="replace").splitlines()
-
-
-def _lines(names: Collection[str]) -> bytes:
-    return "".join(f"{name}\n" for name in sorted(names)).encode()
 
 
 def _named(names: list[str]) -> str:
@@ -142,15 +110,59 @@ def _named(names: list[str]) -> str:
     return " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
 
 
-def _swap(staged: Path, path: Path) -> None:
-    if not path.exists():
-        staged.rename(path)
-        return
-    retired = staged.with_suffix(".old")
-    path.rename(retired)
-    try:
-        staged.rename(path)
-    except BaseException:
-        retired.rename(path)
-        raise
-    shutil.rmtree(retired, ignore_errors=True)
+def _swap(staged: Path, path: Path, mark: str, overwrite: bool) -> None:
+    """Put a folder in the place of what may be replaced; where another export is faster, in the place of that one.
+
+    Others are kept away by a lock, but not on all file systems, nor are other programs.
+    """
+    for _ in range(ATTEMPTS):
+        _require_free(path, mark, overwrite)  # saving takes minutes: somebody may have come first
+        retired = path.with_name(f".{path.name}.{secrets.token_hex(6)}.old")
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(retired)
+        try:
+            _require_replaceable(retired, mark, overwrite, path)  # what was put into it until now would go with it
+            staged.rename(path)
+        except BaseException as problem:
+            if not path.exists():
+                if retired.exists():
+                    retired.rename(path)
+                raise
+            if isinstance(problem, InputError) and retired.exists():
+                raise InputError(
+                    f"{problem}; another export is there now, and what was there is in {retired}"
+                ) from None
+            if not isinstance(problem, (InputError, OSError)):
+                raise
+        else:
+            _discard_retired(path, mark)
+            return
+    raise InputError(f"{path} is replaced by others again and again, expected one export at a time: try again later")
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let no other export look at a folder while one replaces it: lock the folder that it lies in, if that can be."""
+    with contextlib.ExitStack() as locked:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                handle = os.open(path.parent, os.O_RDONLY)
+                locked.callback(os.close, handle)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _discard_retired(path: Path, mark: str) -> None:
+    """Remove what exports have moved aside, this one or a killed one, if it holds nothing else."""
+    for retired in _aside(path, "old"):
+        with contextlib.suppress(InputError, OSError):
+            _require_replaceable(retired, mark, True, path)
+            retired.rename(retired.with_suffix(".gone"))  # half of it could not be told from somebody else's
+    for gone in _aside(path, "gone"):
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _aside(path: Path, kind: str) -> list[Path]:
+    """What exports to this path have moved aside: "old" if it may have to come back, "gone" if not."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.{kind}")
+    return [folder for folder in path.parent.glob(f".*.{kind}") if name.fullmatch(folder.name)]

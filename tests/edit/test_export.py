@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rebind.edit.export import Exported, export_peft, save_model
-from rebind.edit.folders import LIST
+from rebind.edit.listing import LIST
 from rebind.edit.sites import memory_of, module_at
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.memory.low_rank import LowRank
