@@ -319,17 +319,29 @@ def _require_places(peft: Path | None, delta: Path | None, whole: Path | None, m
     for place, mark in ((peft, "adapter_config.json"), (whole, "config.json")):
         if place is not None:
             _require_free(place, mark, model, overwrite)
-    if peft is not None and whole is not None and peft.expanduser().resolve() == whole.expanduser().resolve():
-        raise InputError(f"--peft and --model-out are both {peft}, expected a folder each: name another place")
+    if peft is not None and whole is not None:
+        _require_apart(peft, whole)
     if delta is not None:
         from rebind.edit.delta import delta_file
 
         file = delta_file(delta)
         require_writable(file.parent, "name another place")
-        if file.is_dir():
+        folders = [folder.expanduser().resolve() for folder in (peft, whole) if folder is not None]
+        if file.is_dir() or any(file.resolve() in (folder, *folder.parents) for folder in folders):
             raise InputError(f"{file} is a folder, expected a file: choose another name")
         if file.exists() and not overwrite:
             raise InputError(f"{file} is there already, expected a new name: choose another, or give --overwrite")
+
+
+def _require_apart(peft: Path, whole: Path) -> None:
+    """Neither folder may lie in the other, which could then not be put into its place, nor be replaced."""
+    adapter, model = (folder.expanduser().resolve() for folder in (peft, whole))
+    if adapter == model:
+        raise InputError(f"--peft and --model-out are both {peft}, expected a folder each: name another place")
+    if adapter in model.parents or model in adapter.parents:
+        raise InputError(
+            f"--peft {peft} and --model-out {whole} lie one in the other, expected folders apart: name another place"
+        )
 
 
 def _require_free(folder: Path, mark: str, model: str, overwrite: bool) -> None:

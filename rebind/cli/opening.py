@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rebind.cli.bars import Bars
 from rebind.cli.options import DEFAULT_MODEL, parse_dtype, typed
-from rebind.cli.places import HEADER, Kept, ledger_of, ledgers_at, ledgers_folder, place_of
+from rebind.cli.places import HEADER, Kept, ledger_of, ledgers_at, ledgers_folder, place_of, require_readable, stamp_of
 from rebind.edit.cache import cache_folder
 from rebind.edit.log import read_header
 from rebind.errors import LedgerWarning
@@ -72,12 +72,13 @@ def open_editor(
     if base_only:
         return editor
     name, kind = editor.loaded.name, str(editor.model.dtype).removeprefix("torch.")
-    folder = (wanted.ledger or ledger_of(name, editor.fingerprint)).expanduser()
+    place = place_of(wanted.model)
+    folder = (wanted.ledger or ledger_of(name, editor.fingerprint, place)).expanduser()
     if wanted.ledger is None:
         _mention_others(wanted.model, folder, kind)
     if not new_ledger and not (folder / HEADER).exists():
         return editor
-    ledger = Ledger.open(folder, editor.fingerprint, model_name=name, place=place_of(wanted.model), dtype=kind)
+    ledger = Ledger.open(folder, editor.fingerprint, model_name=name, place=place, dtype=kind, stamp=stamp_of(place))
     if wanted.corpus is None:
         _take_samples(editor, ledger, wanted.moment_tokens)
     editor.use(ledger)
@@ -89,16 +90,17 @@ def _mention_others(model: str, own: Path, dtype: str) -> None:
     if Kept(own).has_edits:
         return
     for kept in ledgers_at(model):
-        if kept.folder == own or not kept.active:
+        if kept.folder.name[-8:] == own.name[-8:] or not kept.active:  # of these weights: it ends in their fingerprint
             continue
-        made = kept.header.get("dtype", dtype)
-        if made != dtype:
+        made = kept.header.get("dtype")
+        if made not in (dtype, None):
             told = f"the model in {dtype} has no edits, those in {made} are in {kept.folder}: --dtype {made} has them"
         else:
             shown = f"rebind ledger list{typed(model)} -l {shlex.quote(str(kept.folder))}"
+            recast = "" if made else ", or it was loaded in another dtype"  # earlier versions did not say in which
             told = (
-                f"the weights of {model} are not those that {kept.folder} was made for ({kept.described}), whose edits "
-                f"are not in them: `{shown}` shows these, to be written again"
+                f"the weights of {model} are not those that {kept.folder} was made for{recast} ({kept.described}), "
+                f"whose edits are not in them: `{shown}` shows these, to be written again"
             )
         warnings.warn(told, LedgerWarning, stacklevel=2)
         return
@@ -109,7 +111,9 @@ def _require_ledger(named: Path | None, *, new: bool, planned: bool) -> None:
     if new:
         step = "name another with --ledger" if named else "name another with REBIND_LEDGERS, or a ledger with --ledger"
         require_writable(named or ledgers_folder(), step)
-    if named is not None and not ((new or planned) and _is_free(named.expanduser())):
+    if named is None:
+        require_readable()
+    elif not ((new or planned) and _is_free(named.expanduser())):
         read_header(named.expanduser())  # says what is wrong with it
 
 

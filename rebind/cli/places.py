@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from rebind.cli.options import DEFAULT_MODEL
-from rebind.edit.log import read_header
+from rebind.edit.log import digest_of, read_header
 from rebind.errors import InputError, LedgerError, LedgerWarning
 
 HEADER, LOG = "ledger.json", "log.jsonl"  # what makes a folder a ledger, and where its edits are
 LISTED = 5
+SAMPLES, SAMPLED = 16, 4096  # looks into a file of weights, and bytes a look
 
 
 def data_folder() -> Path:
@@ -62,22 +64,36 @@ class Kept:
 
     @property
     def gone(self) -> bool:
-        """Whether its model is no longer where it lay: it was moved, renamed or removed."""
-        return self.place is not None and Path(self.place).is_absolute() and not _is_there(Path(self.place))
+        """Whether its model is no longer where it lay: it was moved, renamed, removed or replaced."""
+        if self.place is None or not Path(self.place).is_absolute():
+            return False
+        return not _is_there(Path(self.place)) or self.replaced
+
+    @property
+    def replaced(self) -> bool:
+        """Whether other weights lie where its model lay. Earlier versions kept no stamp to tell by."""
+        made, now = self.header.get("stamp"), stamp_of(self.place or "")
+        return bool(made and now and made != now)
 
     @property
     def has_edits(self) -> bool:
-        log = self.folder / LOG
-        return log.exists() and log.stat().st_size > 0
+        try:
+            return (self.folder / LOG).stat().st_size > 0
+        except OSError:  # opening it, or verifying it, says what is wrong
+            return False
 
     @property
     def active(self) -> int:
         """How many edits are active, as far as the log can be read; no tensors are."""
+        try:
+            lines = (self.folder / LOG).read_bytes().splitlines()
+        except OSError:
+            return 0
         count = 0
-        for line in (self.folder / LOG).read_bytes().splitlines() if self.has_edits else []:
+        for line in lines:
             try:
                 count += {"edit": 1, "redo": 1, "undo": -1}[json.loads(line)["event"]]
-            except (ValueError, KeyError, TypeError):  # opening it, or verifying it, says what is wrong
+            except (ValueError, KeyError, TypeError):
                 continue
         return count
 
@@ -93,34 +109,88 @@ class Kept:
 
 
 def place_of(model: str) -> str:
-    """What a model is known by without its weights: an absolute path, or a Hub id."""
+    """What a model is known by without its weights: an absolute path, be it there or not, or a Hub id."""
     path = Path(model).expanduser()
-    return str(path.resolve()) if model != DEFAULT_MODEL and _is_there(path) else model
+    if model == DEFAULT_MODEL or not (path.is_absolute() or _is_there(path)):
+        return model
+    return os.path.realpath(path)  # Path.resolve refuses links that go round in a circle
+
+
+def stamp_of(place: str) -> str:
+    """What tells the weights in a place from others put there: their files' names, sizes and samples of their bytes.
+
+    Nothing for a Hub id and the default model, and where nothing is there or it may not be looked at.
+    """
+    path = Path(place)
+    try:
+        if not path.is_absolute() or not path.exists():
+            return ""
+        files = _weights(path) if path.is_dir() else [path]
+        return digest_of([[str(file.relative_to(path.parent)), *_sample(file)] for file in files])
+    except OSError:
+        return ""
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The weights in a model's folder, or in all checkpoints of a training, and the configurations beside them."""
+    found = sorted(file for file in folder.iterdir() if file.match("model*.safetensors"))
+    found = found or sorted(folder.glob("checkpoints/*/model*.safetensors"))
+    configs = sorted({file.with_name("config.json") for file in found})
+    return [*found, *(file for file in configs if file.exists())]
+
+
+def _sample(file: Path) -> tuple[int, str]:
+    """A file's size and the digest of parts of it, evenly spread: all of it, where it is small."""
+    size, digest = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as opened:
+        for part in range(SAMPLES):
+            opened.seek(size * part // SAMPLES)
+            digest.update(opened.read(SAMPLED))
+    return size, digest.hexdigest()
 
 
 def ledgers_at(model: str) -> list[Kept]:
-    """The default ledgers made for what lay in a model's place, whatever its weights were."""
-    here = place_of(model)
-    return [kept for kept in _named(model) if kept.place == here]
+    """The default ledgers made for what lay in a model's place, whatever its name and its weights were."""
+    return _at(place_of(model), _kept())
 
 
-def ledger_of(model_name: str, fingerprint: str) -> Path:
-    """The default ledger of a loaded model, be it there or not: after it was renamed the one it had before."""
-    default = default_ledger(model_name, fingerprint)
-    if (default / HEADER).exists():
-        return default
-    same = [kept for kept in _kept(f"*-{fingerprint[:8]}") if kept.header.get("model") == fingerprint]
+def ledger_of(model_name: str, fingerprint: str, place: str) -> Path:
+    """The default ledger of a loaded model, be it there or not: after it was moved or renamed the one it had before."""
+    default, every = default_ledger(model_name, fingerprint), _kept()
+    same = [kept for kept in every if kept.header.get("model") == fingerprint]
+    own = [kept for kept in every if kept.folder == default]
+    found = _rivals(_at(place, same)) or own or [kept for kept in same if kept.gone and kept.has_edits]
+    if any(kept.folder == default for kept in found):
+        found = own
+    if len(found) == 1:
+        _mention_adopted(found[0], place)
+        return found[0].folder
+    if found:
+        _warn(
+            f"{len(found)} ledgers have edits to these weights, and none of them is used, as any may be that of "
+            f"{place}: name it with --ledger, {_choices(found, '')}"
+        )
     for kept in same:
-        if kept.gone:
-            return kept.folder
         if kept.place is None and kept.active:
-            warnings.warn(
+            _warn(
                 f"an earlier rebind made {kept.folder} for these weights by the name {kept.header['model_name']}: if "
-                f"the model was renamed since, -l {shlex.quote(str(kept.folder))} has its edits",
-                LedgerWarning,
-                stacklevel=2,
+                f"the model was renamed since, -l {shlex.quote(str(kept.folder))} has its edits"
             )
     return default
+
+
+def _mention_adopted(kept: Kept, place: str) -> None:
+    """Say that edits are used in another place than they were made in: it may be a fresh copy, meant to have none."""
+    if kept.place in (place, None) or not kept.has_edits:
+        return
+    _warn(
+        f"the edits in {kept.folder} were made to the same weights in {kept.place} and are used for {place}: "
+        f"`-l {shlex.quote(str(kept.folder))}` says that it is meant, `rebind edit -l NEW` starts afresh"
+    )
+
+
+def _warn(told: str) -> None:
+    warnings.warn(told, LedgerWarning, stacklevel=3)
 
 
 # From a model's name to its ledger, without its weights
@@ -130,7 +200,7 @@ def find_ledger(model: str, ledger: Path | None) -> Path:
     """The ledger that was named, or the one that a model's name alone tells apart from all others."""
     if ledger is not None:
         return ledger.expanduser()
-    found = _rivals(_named(model))
+    found = _rivals(_named(model, _kept()))
     if len(found) > 1:
         names = ", ".join(kept.folder.name for kept in found)
         raise InputError(
@@ -148,8 +218,8 @@ def choose_ledger(model: str, ledger: Path | None, *, again: str = "", changing:
     """
     if ledger is not None:
         return ledger.expanduser()
-    here = place_of(model)
-    found = _rivals([kept for kept in _named(model) if kept.place in (here, None)])
+    here, every = place_of(model), _kept()
+    found = _rivals([*_at(here, every), *(kept for kept in _named(model, every) if kept.place is None)])
     if not found:
         raise _no_ledger(model, again)
     if len(found) > 1:
@@ -164,19 +234,31 @@ def choose_ledger(model: str, ledger: Path | None, *, again: str = "", changing:
                 f"{unknown}: it may be another one named {_slug(_name_of(model))}, and nothing was changed; if it is "
                 f"{here}, say so: {_step(one, again)}"
             )
-        warnings.warn(f"{unknown}: it was found by the model's name alone", LedgerWarning, stacklevel=2)
+        _warn(f"{unknown}: it was found by the model's name alone")
+    if changing and one.replaced:
+        raise InputError(
+            f"the weights in {here} are not those that {one.folder} was made for, and nothing was changed: if its "
+            f"edits are meant all the same, say so: {_step(one, again)}"
+        )
     return one.folder
+
+
+def require_readable() -> None:
+    """Ask before a model is loaded whether its default ledger can be looked for."""
+    _kept()
 
 
 def require_some_ledger(model: str) -> None:
     """Ask before a model is loaded whether there is a ledger that could be its."""
-    if not (_named(model) or any(kept.gone for kept in _kept("*"))):
+    here, every = place_of(model), _kept()
+    if not (_at(here, every) or _named(model, every) or any(kept.gone for kept in every)):
         raise _no_ledger(model)
 
 
 def _no_ledger(model: str, again: str = "") -> InputError:
     """That a model has no ledger, and which may be its all the same: it may have been moved, renamed or copied."""
-    every, named = _kept("*"), _named(model)
+    every = _kept()
+    named = _named(model, every)
     near = [kept for kept in every if kept.place and (kept.gone or kept in named)]
     others = [kept.folder.name for kept in every]
     known = f" (there are {', '.join(others[:LISTED])})" if others and not near else ""
@@ -195,17 +277,33 @@ def _step(kept: Kept, again: str) -> str:
     return f"`{f'{again} -l {shlex.quote(str(kept.folder))}'.strip()}`"
 
 
-def _named(model: str) -> list[Kept]:
-    """The default ledgers of all models with this one's name."""
-    return _kept(f"{_glob_safe(_slug(_name_of(model)))}-????????")
+def _at(place: str, every: Sequence[Kept]) -> list[Kept]:
+    """Those made for a model in this place; a copy of a ledger by another name is none."""
+    return [kept for kept in every if kept.place == place and kept.folder.name.endswith(f"-{kept.header['model'][:8]}")]
+
+
+def _named(model: str, every: Sequence[Kept]) -> list[Kept]:
+    """Those of all models with this one's name."""
+    return [kept for kept in every if kept.folder.name[:-8] == f"{_slug(_name_of(model))}-"]
 
 
 def _rivals(found: list[Kept]) -> list[Kept]:
     return [kept for kept in found if kept.has_edits] or found  # one that was begun for nothing is no rival
 
 
-def _kept(pattern: str) -> list[Kept]:
-    return [Kept(file.parent, _header(file.parent)) for file in sorted(ledgers_folder().glob(f"{pattern}/{HEADER}"))]
+def _kept() -> list[Kept]:
+    """All ledgers in the folder of the default ones, by name."""
+    root = ledgers_folder()
+    try:
+        folders = sorted(root.iterdir())  # glob takes a folder that may not be read for an empty one
+    except FileNotFoundError:
+        return []
+    except OSError as problem:
+        raise LedgerError(
+            f"cannot read {root} ({problem.strerror or problem}), expected the folder that ledgers are in: get read "
+            f"access to it, name another with REBIND_LEDGERS, or a ledger with --ledger"
+        ) from None
+    return [Kept(folder, _header(folder)) for folder in folders if _is_there(folder / HEADER)]
 
 
 def _header(folder: Path) -> dict[str, Any]:
@@ -239,7 +337,3 @@ def _is_there(path: Path) -> bool:
         return path.exists()
     except OSError as problem:  # what may not be looked at is there; a name too long for a file is none
         return problem.errno == errno.EACCES
-
-
-def _glob_safe(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)

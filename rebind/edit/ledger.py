@@ -2,7 +2,7 @@
 
 A ledger is a folder:
 
-    ledger.json               whose edits these are: format, model fingerprint and name, time, place and dtype
+    ledger.json               whose edits these are: format, model fingerprint and name, time, place, dtype, stamp
     log.jsonl                 what happened, one event a line, only ever appended to
     edits/e0001.safetensors   keys, values, gains and targets of an edit
     work/                     results of unfinished runs
@@ -80,16 +80,18 @@ class Ledger:
         model_name: str = "",
         place: str = "",
         dtype: str = "",
+        stamp: str = "",
         timeout: float = 60.0,
     ) -> Ledger:
         """The ledger in a folder, made there if it has none, for the model with this fingerprint.
 
         Without a model an existing ledger is opened, to be looked at or to learn whose it is. A new one writes down
-        the model's name, its place (a folder, a file or a Hub id) and its dtype, such as "bfloat16".
+        the model's name, its place (a folder, a file or a Hub id), its dtype, such as "bfloat16", and a stamp: a
+        digest that changes when other weights are put into that place.
         """
         path = Path(path).expanduser()
         if not (path / HEADER).exists() and model is not None:
-            _create(path, new_header(model, model_name, place=place, dtype=dtype), timeout)
+            _create(path, new_header(model, model_name, place=place, dtype=dtype, stamp=stamp), timeout)
         header = read_header(path)
         if model is not None and header["model"] != model:
             raise _of_another(path, header, model, model_name, dtype)

@@ -74,12 +74,13 @@ def append_lines(log: Path, offset: int, lines: bytes) -> None:
         raise storage_error(log, problem) from problem
 
 
-def new_header(model: str, model_name: str, *, place: str = "", dtype: str = "") -> dict[str, Any]:
-    """Whose edits these are; `place` (where the model lay) and `dtype` only where they are known.
+def new_header(model: str, model_name: str, *, place: str = "", dtype: str = "", stamp: str = "") -> dict[str, Any]:
+    """Whose edits these are; `place` (where the model lay), `dtype` and `stamp` only where they are known.
 
-    Ledgers of earlier versions have neither, and those versions read a header that has them.
+    The stamp tells other weights in that place without reading them whole. Ledgers of earlier versions have none of
+    the three, and those versions read a header that has them.
     """
-    known = {name: value for name, value in (("place", place), ("dtype", dtype)) if value}
+    known = {name: value for name, value in (("place", place), ("dtype", dtype), ("stamp", stamp)) if value}
     header = {"format": FORMAT, "model": model, "model_name": model_name, "created": utc_now(), **known}
     return {**header, "digest": digest_of(header)}
 

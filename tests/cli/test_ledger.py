@@ -145,6 +145,9 @@ def test_an_export_is_written_whole_or_not_at_all(rebind, edited, tmp_path, monk
         (("--peft", new, "--model-out", other, "--overwrite"), "holds other things and is not replaced"),
         (("--peft", new, "--model-out", edited[1], "--overwrite"), "holds the base model, expected another folder"),
         (("--peft", new, "--model-out", new), "are both"),
+        (("--peft", new / "adapter", "--model-out", new), "lie one in the other, expected folders apart"),
+        (("--peft", new, "--model-out", new / "whole", "--overwrite"), "lie one in the other"),
+        (("--peft", new.with_suffix(".safetensors"), "--delta", new.with_suffix(".safetensors")), "is a folder, expec"),
         (("--peft", new, "--delta", folder, "--overwrite"), "is a folder, expected a file"),
     ):
         assert says in rebind("ledger", "export", *edited, *map(str, words), code=2).err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import shutil
@@ -9,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rebind.cli.places import ledgers_folder
+from rebind.cli import places
+from rebind.cli.places import Kept, ledgers_folder
 from rebind.edit.editor import Editor
+from rebind.edit.ledger import Ledger
 from rebind.edit.log import digest_of
+from rebind.errors import LedgerWarning
 from tests.edit import tiny
+from tests.edit.writes import new_edit
 
 from .conftest import FAST
 
@@ -47,7 +52,7 @@ def active(rebind, folder: Path) -> list[str]:
 
 
 def as_earlier(folder: Path) -> None:
-    """Make a ledger without edits what an earlier version made: its header had neither place nor dtype."""
+    """Make a ledger without edits what an earlier version made: its header had no place, dtype or stamp."""
     header = json.loads((folder / "ledger.json").read_bytes())
     old = {name: header[name] for name in ("format", "model", "model_name", "created")}
     (folder / "ledger.json").write_text(json.dumps({**old, "digest": digest_of(old)}))
@@ -234,3 +239,216 @@ def test_verify_says_what_it_cannot_see(rebind, ours):
     assert rebind("ledger", "verify", "--model", ours, json=True).document["sound"], "the undo is gone, and not missed"
     help = " ".join(rebind("ledger", "verify", "--help").out.split())
     assert "Not seen are undo and redo lines cut off whole at the log's end" in help
+
+
+# Ledgers of models that are no longer where they lay
+
+
+@pytest.mark.parametrize("name", ["model", "fresh"])
+def test_a_fresh_copy_of_a_removed_model_is_told_whose_edits_it_has(rebind, ours, tmp_path, name):
+    base = shutil.copytree(ours, tmp_path / "base")
+    folder = edit(rebind, ours)
+    shutil.rmtree(ours)
+    copy = str(shutil.copytree(base, tmp_path / "copies" / name))
+    asked = rebind("ask", QUESTION, "--model", copy, json=True)
+    assert asked.document["active"] == ["e0001"]
+    told = f"warning: the edits in {folder} were made to the same weights in {ours} and are used for {copy}: "
+    assert asked.err.startswith(told)
+    assert asked.err.count("\n") == 1
+    assert "`rebind edit -l NEW`" in asked.err
+    meant = rebind("ask", QUESTION, "--model", copy, "-l", str(folder), json=True)
+    assert (meant.document["active"], meant.err) == (["e0001"], "")
+    new = tmp_path / "new"
+    assert edit(rebind, copy, "-l", str(new)) == new
+    assert active(rebind, new) == active(rebind, folder) == ["e0001"]
+
+
+def kept(name: str, place: str, *, edits: int = 1, model: str = "a" * 64, **more: str) -> Path:
+    """A default ledger made by hand."""
+    folder = ledgers_folder() / f"{name}-{model[:8]}"
+    ledger = Ledger.open(folder, model, model_name=name, place=place, **more)
+    for number in range(edits):
+        ledger.append(new_edit(number))
+    return folder
+
+
+def test_of_ledgers_of_lost_models_one_with_edits_is_taken(tmp_path):
+    kept("a", str(tmp_path / "a"), edits=0)
+    full = kept("b", str(tmp_path / "b"))
+    with pytest.warns(LedgerWarning, match=f"the edits in {full} were made to the same weights in {tmp_path / 'b'}"):
+        assert places.ledger_of("new", "a" * 64, str(tmp_path / "new")) == full
+
+
+def test_of_several_ledgers_of_lost_models_none_is_taken(tmp_path):
+    kept("a", str(tmp_path / "a"), edits=0)
+    full = [kept(name, str(tmp_path / name)) for name in "bc"]
+    with pytest.warns(LedgerWarning) as told:
+        assert places.ledger_of("new", "a" * 64, str(tmp_path / "new")) == ledgers_folder() / "new-aaaaaaaa"
+    (text,) = [str(one.message) for one in told]
+    assert text.startswith("2 ledgers have edits to these weights, and none of them is used")
+    for folder, name in zip(full, "bc", strict=True):
+        assert f"`-l {folder}` (of {tmp_path / name}, 1 active edit, made " in text
+
+
+def test_one_begun_for_nothing_is_nobodys(tmp_path, recwarn):
+    kept("a", str(tmp_path / "a"), edits=0)
+    assert places.ledger_of("new", "a" * 64, str(tmp_path / "new")) == ledgers_folder() / "new-aaaaaaaa"
+    assert not recwarn.list
+
+
+# Places that other weights were put into
+
+
+def test_edits_of_other_weights_in_the_same_place_are_not_changed(rebind, ours, tmp_path):
+    folder = edit(rebind, ours)
+    moved = str(shutil.move(ours, tmp_path / "model-v1"))
+    saved(Path(ours), seed=1)  # with files of the same names and sizes
+    for verb in ("undo", "redo"):
+        refused = rebind("ledger", verb, "e0001", "--model", ours, code=2).err
+        assert f"the weights in {ours} are not those that {folder} was made for, and nothing was changed" in refused
+        assert suggested(refused) == [["ledger", verb, "e0001", "-m", ours, "-l", str(folder)]]
+    assert active(rebind, folder) == ["e0001"]
+    assert rebind("ledger", "list", "--model", ours, "--quiet").out == "e0001\n", "it may be looked at"
+    asked = rebind("ask", QUESTION, "--model", moved, json=True)
+    assert asked.document["active"] == ["e0001"], "the weights have not gone, they were moved"
+    assert f"in {ours} and are used for {moved}" in asked.err
+    rebind("ledger", "undo", "e0001", "-m", ours, "-l", str(folder))
+    assert active(rebind, folder) == []
+
+
+def test_weights_that_were_put_back_are_the_same(rebind, ours, tmp_path):
+    """As are those that a change was exported beside: times and other files have no say."""
+    folder = edit(rebind, ours)
+    copy = shutil.copytree(ours, tmp_path / "copy", copy_function=shutil.copyfile)
+    shutil.rmtree(ours)
+    shutil.move(copy, ours)
+    rebind("ledger", "export", "--model", ours, "--delta", ours)
+    assert (Path(ours) / "delta.safetensors").exists()
+    rebind("ledger", "undo", "e0001", "--model", ours)
+    assert active(rebind, folder) == []
+
+
+def test_a_stamp_tells_weights_apart(tmp_path):
+    def stamp() -> str:
+        return places.stamp_of(str(tmp_path / "model"))
+
+    assert stamp() == places.stamp_of("some/model") == places.stamp_of("smollm2") == ""
+    saved(tmp_path / "model")
+    seen = {stamp()}
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text() + " ")
+    seen.add(stamp())
+    weights = tmp_path / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) * 5 // 16] ^= 1
+    weights.write_bytes(data)
+    seen.add(stamp())
+    weights.rename(weights.with_name("model-00001-of-00001.safetensors"))
+    seen.add(stamp())
+    shutil.rmtree(tmp_path / "model")
+    for step in ("1", "2"):  # as a training goes on
+        saved(tmp_path / "model" / "checkpoints" / step)
+        seen.add(stamp())
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "model").write_bytes(b"GGUF")
+    seen.add(stamp())
+    (tmp_path / "model").write_bytes(b"GGUf")
+    seen.add(stamp())
+    assert len(seen) == 8
+
+
+def test_a_place_that_may_not_be_looked_at_has_no_other_weights(ours, monkeypatch):
+    ledger = Kept(kept("model", ours, stamp="0" * 64), {"place": ours, "stamp": "0" * 64})
+    assert ledger.replaced
+    assert ledger.gone
+    monkeypatch.setattr(Path, "iterdir", denied)
+    assert not ledger.replaced
+    assert not ledger.gone
+
+
+def test_a_ledger_without_a_stamp_is_known_by_its_place_alone(rebind, ours):
+    folder = kept("model", ours)
+    rebind("ledger", "undo", "e0001", "--model", ours)
+    assert active(rebind, folder) == []
+    one = Kept(folder, json.loads((folder / "ledger.json").read_bytes()))
+    assert not one.gone
+    shutil.rmtree(ours)
+    assert one.gone
+
+
+# Places by another name
+
+
+def test_a_ledger_is_found_by_its_place_whatever_its_name(rebind, tmp_path, recwarn):
+    real, link = tmp_path / "real.gguf", tmp_path / "link.gguf"
+    real.write_bytes(b"GGUF")
+    link.symlink_to(real)
+    folder = kept("real", str(real))
+    shutil.copytree(folder, folder.with_name(folder.name + ".bak"))  # a copy of a ledger is no rival
+    for model in (real, link):
+        assert rebind("ledger", "list", "--model", str(model), "--quiet").out == "e0001\n"
+        assert places.ledger_of(model.stem, "a" * 64, places.place_of(str(model))) == folder
+        assert [one.folder for one in places.ledgers_at(str(model))] == [folder]
+        places.require_some_ledger(str(model))
+    assert not recwarn.list
+    rebind("ledger", "undo", "e0001", "--model", str(link))
+    assert active(rebind, folder) == []
+
+
+def test_a_ledger_of_a_removed_folder_is_found_by_where_it_was(rebind, ours):
+    folder = edit(rebind, ours)
+    shutil.rmtree(ours)
+    assert rebind("ledger", "list", "--model", ours, "--quiet").out == "e0001\n"
+    rebind("ledger", "undo", "e0001", "--model", f"{ours}/../model/")
+    assert active(rebind, folder) == []
+    ended = rebind("ledger", "list", "--model", f"{ours}-2", code=2).err
+    assert f"no ledger of {ours}-2 in " in ended
+    assert f"(of {ours}, float32, 0 active edits, made " in ended
+
+
+# Ledgers that may not be read
+
+
+def denied(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.parametrize("words", [("ledger", "list"), ("ledger", "undo", "e0001"), ("ask", QUESTION)])
+def test_a_folder_of_ledgers_that_may_not_be_read_is_told(rebind, ours, words, monkeypatch):
+    edit(rebind, ours)
+    monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
+    original = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: denied() if path == ledgers_folder() else original(path))
+    ended = rebind(*words, "--model", ours, code=3).err
+    assert ended.startswith(f"error: cannot read {ledgers_folder()} (Permission denied), expected the folder that")
+    assert ended.count("\n") == 1
+    assert "REBIND_LEDGERS" in ended
+
+
+def test_another_ledger_that_may_not_be_read_is_no_hindrance(rebind, ours, theirs, monkeypatch):
+    folder = edit(rebind, ours)
+    closed = edit(rebind, theirs)
+    shutil.rmtree(theirs)
+    for name in ("stat", "read_bytes"):
+        original = getattr(Path, name)
+
+        def guarded(path, *given, original=original, **named):
+            return denied() if path == closed / "log.jsonl" else original(path, *given, **named)
+
+        monkeypatch.setattr(Path, name, guarded)
+    one = Kept(closed)
+    assert (one.has_edits, one.active) == (False, 0)
+    ended = rebind("ledger", "list", "--model", f"{ours}-2", code=2).err
+    assert f"(of {theirs}, float32, 0 active edits, made " in ended
+    assert rebind("ledger", "list", "--model", ours, "--quiet").out == "e0001\n"
+    assert active(rebind, folder) == ["e0001"]
+
+
+def test_where_a_ledger_does_not_say_its_dtype_it_may_be_another(rebind, ours):
+    before = kept("model", ours, model="b" * 64)
+    asked = rebind("ask", QUESTION, "--model", ours, json=True).err
+    assert f"are not those that {before} was made for, or it was loaded in another dtype (of {ours}, 1 act" in asked
+    other = kept("model", ours, model="c" * 64, dtype="float32")
+    shutil.rmtree(before)
+    asked = rebind("ask", QUESTION, "--model", ours, json=True).err
+    assert f"are not those that {other} was made for (of {ours}, float32, 1 act" in asked

@@ -282,12 +282,19 @@ def test_a_ledger_knows_the_place_and_the_dtype_of_its_model(folder):
         Ledger.open(folder, OTHER, model_name="big", dtype="float32")
 
 
+def test_a_header_keeps_what_is_known_of_the_weights(folder):
+    known = {"place": "/models/tiny", "dtype": "float32", "stamp": "0123"}
+    ledger = Ledger.open(folder, MODEL, model_name="tiny", **known)
+    assert json.loads((folder / "ledger.json").read_bytes()).items() >= known.items()
+    assert ledger.verify() == []
+
+
 def test_a_ledger_of_an_earlier_version_goes_on(folder):
-    """Its header has neither place nor dtype, and stays as it is."""
+    """Its header has no place, dtype or stamp, and stays as it is."""
     opened(folder).append(new_edit(1))
     before = (folder / "ledger.json").read_bytes()
     assert set(json.loads(before)) == {"format", "model", "model_name", "created", "digest"}
-    ledger = Ledger.open(folder, MODEL, model_name="tiny", place="/models/tiny", dtype="float32")
+    ledger = Ledger.open(folder, MODEL, model_name="tiny", place="/models/tiny", dtype="float32", stamp="01")
     ledger.append(new_edit(2))
     assert ids(opened(folder).edits) == ["e0001", "e0002"]
     assert ledger.verify() == []
