@@ -20,9 +20,10 @@ import typer
 from rich.text import Text
 
 from rebind.cli import options
-from rebind.cli.places import HEADER, ledgers_folder
+from rebind.cli.places import ledgers_folder
 from rebind.cli.screen import FAILED, screen
 from rebind.cli.tables import seconds, size
+from rebind.cli.whose import HEADER
 from rebind.errors import RebindError
 from rebind.files import require_writable
 

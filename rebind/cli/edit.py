@@ -17,9 +17,9 @@ from rebind.cli.answers import Probe, answer, probe
 from rebind.cli.bars import Bars
 from rebind.cli.given import PROBED, askable, probes, read, require_room, search_changes
 from rebind.cli.opening import Wanted, open_editor
-from rebind.cli.places import find_ledger
 from rebind.cli.screen import Screen, counted, screen
 from rebind.cli.tables import answers_table, begun, change, drift_rows, pairs, seconds, size, spoken, table
+from rebind.cli.whose import find_ledger
 from rebind.edit.wording import percent
 from rebind.errors import InputError, RebindError
 

@@ -11,9 +11,10 @@ import typer
 from rebind.cli import options
 from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
-from rebind.cli.places import choose_ledger, ledgers_folder, require_some_ledger
+from rebind.cli.places import ledgers_folder
 from rebind.cli.screen import FAILED, Screen, counted, screen
 from rebind.cli.tables import answers_table, begun, change, drift_rows, pairs, seconds, table
+from rebind.cli.whose import choose_ledger, require_some_ledger
 from rebind.edit.wording import percent
 from rebind.errors import InputError
 from rebind.files import require_writable, require_writable_beside

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rebind.cli.bars import Bars
 from rebind.cli.options import DEFAULT_MODEL, parse_dtype, typed
-from rebind.cli.places import HEADER, Kept, ledger_of, ledgers_at, ledgers_folder, place_of, require_readable, stamp_of
+from rebind.cli.places import ledgers_folder, place_of, stamp_of
+from rebind.cli.whose import HEADER, Kept, ledger_of, ledgers_at, require_readable
 from rebind.edit.cache import cache_folder
 from rebind.edit.log import read_header
 from rebind.errors import LedgerWarning

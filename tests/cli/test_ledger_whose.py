@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rebind.cli import places
-from rebind.cli.places import Kept, ledgers_folder
+from rebind.cli import whose
+from rebind.cli.places import ledgers_folder, place_of, stamp_of
+from rebind.cli.whose import Kept
 from rebind.edit.editor import Editor
 from rebind.edit.ledger import Ledger
 from rebind.edit.log import digest_of
@@ -276,14 +277,14 @@ def test_of_ledgers_of_lost_models_one_with_edits_is_taken(tmp_path):
     kept("a", str(tmp_path / "a"), edits=0)
     full = kept("b", str(tmp_path / "b"))
     with pytest.warns(LedgerWarning, match=f"the edits in {full} were made to the same weights in {tmp_path / 'b'}"):
-        assert places.ledger_of("new", "a" * 64, str(tmp_path / "new")) == full
+        assert whose.ledger_of("new", "a" * 64, str(tmp_path / "new")) == full
 
 
 def test_of_several_ledgers_of_lost_models_none_is_taken(tmp_path):
     kept("a", str(tmp_path / "a"), edits=0)
     full = [kept(name, str(tmp_path / name)) for name in "bc"]
     with pytest.warns(LedgerWarning) as told:
-        assert places.ledger_of("new", "a" * 64, str(tmp_path / "new")) == ledgers_folder() / "new-aaaaaaaa"
+        assert whose.ledger_of("new", "a" * 64, str(tmp_path / "new")) == ledgers_folder() / "new-aaaaaaaa"
     (text,) = [str(one.message) for one in told]
     assert text.startswith("2 ledgers have edits to these weights, and none of them is used")
     for folder, name in zip(full, "bc", strict=True):
@@ -292,7 +293,7 @@ def test_of_several_ledgers_of_lost_models_none_is_taken(tmp_path):
 
 def test_one_begun_for_nothing_is_nobodys(tmp_path, recwarn):
     kept("a", str(tmp_path / "a"), edits=0)
-    assert places.ledger_of("new", "a" * 64, str(tmp_path / "new")) == ledgers_folder() / "new-aaaaaaaa"
+    assert whose.ledger_of("new", "a" * 64, str(tmp_path / "new")) == ledgers_folder() / "new-aaaaaaaa"
     assert not recwarn.list
 
 
@@ -330,9 +331,9 @@ def test_weights_that_were_put_back_are_the_same(rebind, ours, tmp_path):
 
 def test_a_stamp_tells_weights_apart(tmp_path):
     def stamp() -> str:
-        return places.stamp_of(str(tmp_path / "model"))
+        return stamp_of(str(tmp_path / "model"))
 
-    assert stamp() == places.stamp_of("some/model") == places.stamp_of("smollm2") == ""
+    assert stamp() == stamp_of("some/model") == stamp_of("smollm2") == ""
     saved(tmp_path / "model")
     seen = {stamp()}
     config = tmp_path / "model" / "config.json"
@@ -387,9 +388,9 @@ def test_a_ledger_is_found_by_its_place_whatever_its_name(rebind, tmp_path, recw
     shutil.copytree(folder, folder.with_name(folder.name + ".bak"))  # a copy of a ledger is no rival
     for model in (real, link):
         assert rebind("ledger", "list", "--model", str(model), "--quiet").out == "e0001\n"
-        assert places.ledger_of(model.stem, "a" * 64, places.place_of(str(model))) == folder
-        assert [one.folder for one in places.ledgers_at(str(model))] == [folder]
-        places.require_some_ledger(str(model))
+        assert whose.ledger_of(model.stem, "a" * 64, place_of(str(model))) == folder
+        assert [one.folder for one in whose.ledgers_at(str(model))] == [folder]
+        whose.require_some_ledger(str(model))
     assert not recwarn.list
     rebind("ledger", "undo", "e0001", "--model", str(link))
     assert active(rebind, folder) == []
