@@ -16,7 +16,7 @@ import typer
 from transformers import AutoModelForCausalLM
 
 import rebind as package
-from rebind.cli import options, places
+from rebind.cli import options, places, whose
 from rebind.cli.bars import Bars
 from rebind.cli.opening import Wanted, open_editor
 from rebind.cli.screen import exit_code, screen
@@ -480,10 +480,10 @@ def test_two_models_of_one_name_are_not_mixed_up(tmp_path):
         (tmp_path / "ledgers" / name).mkdir(parents=True)
         (tmp_path / "ledgers" / name / "ledger.json").write_text("{}")
     with pytest.raises(InputError, match="2 models named tiny .*--ledger"):
-        places.find_ledger("tiny", None)
-    assert places.find_ledger("tiny-chat", None).name == "tiny-chat-22222222"
+        whose.find_ledger("tiny", None)
+    assert whose.find_ledger("tiny-chat", None).name == "tiny-chat-22222222"
     with pytest.raises(InputError, match="there are tiny-00000000"):
-        places.find_ledger("smollm2", None)
+        whose.find_ledger("smollm2", None)
 
 
 def test_without_typer_it_says_what_to_install():
