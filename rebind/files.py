@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import os
 import re
 import secrets
@@ -10,11 +12,13 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from rebind.errors import InputError, StorageError
 
+BLOCK = 4096  # bytes that a sample of a file takes
 STALE_AFTER = 24 * 3600  # seconds: a temporary this old belongs to a process that was killed
 OF_ANOTHER_KIND = (IsADirectoryError, NotADirectoryError, FileExistsError)
 
@@ -105,6 +109,15 @@ def without_temporary(name: str) -> str:
     ('d/a.json', '.mine.tmp')
     """
     return re.sub(r"(^|/)\.([^/]+)\.[0-9a-f]{12}\.tmp$", r"\1\2", name)
+
+
+def sampled(opened: BinaryIO | io.FileIO, starts: Iterable[int]) -> str:
+    """The sha256 of the blocks of an open file that begin there: to read all of a large one takes long."""
+    digest = hashlib.sha256()
+    for start in starts:
+        opened.seek(start)
+        digest.update(opened.read(BLOCK))
+    return digest.hexdigest()
 
 
 def _rename_unless_there(temporary: Path, path: Path) -> None:

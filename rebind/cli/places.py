@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import sys
@@ -11,8 +10,9 @@ from pathlib import Path
 
 from rebind.cli.options import DEFAULT_MODEL
 from rebind.edit.log import digest_of
+from rebind.files import sampled
 
-SAMPLES, SAMPLED = 16, 4096  # looks into a file of weights, and bytes a look
+SAMPLES = 16  # looks into a file of weights
 
 
 def data_folder() -> Path:
@@ -78,12 +78,9 @@ def _weights(folder: Path) -> list[Path]:
 
 def _sample(file: Path) -> tuple[int, str]:
     """A file's size and the digest of parts of it, evenly spread: all of it, where it is small."""
-    size, digest = file.stat().st_size, hashlib.sha256()
+    size = file.stat().st_size
     with file.open("rb") as opened:
-        for part in range(SAMPLES):
-            opened.seek(size * part // SAMPLES)
-            digest.update(opened.read(SAMPLED))
-    return size, digest.hexdigest()
+        return size, sampled(opened, (size * part // SAMPLES for part in range(SAMPLES)))
 
 
 def name_of(model: str) -> str:

@@ -6,7 +6,6 @@ list, or has changed since, is somebody else's too.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -15,10 +14,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO
 
-from rebind.files import is_file, without_temporary, write_atomically
+from rebind.files import BLOCK, is_file, sampled, without_temporary, write_atomically
 
 LIST = ".rebind-export"  # the other files of the folder by name, each with its seals; by name alone in earlier versions
-BLOCK, STEP, WHOLE = 2**12, 2**20, 2**24  # bytes: of a file of more than WHOLE a seal reads a block in each step
+STEP, WHOLE = 2**20, 2**24  # bytes: of a file of more than WHOLE a seal reads a block in each step
 CARD, CARD_LINES = "README.md", ("\n- rebind\n", "\n- Fingerprint of the base: `")
 NUMBER = "[0-9]" * 5
 BESIDES = (CARD, "delta.safetensors")
@@ -133,8 +132,5 @@ def _seal(opened: BinaryIO | io.FileIO) -> str:
     To read all of it would make an export markedly slower; a file's time changes when it is copied.
     """
     size = opened.seek(0, os.SEEK_END)
-    digest = hashlib.sha256()
-    for start in (*range(0, size, BLOCK if size <= WHOLE else STEP), max(0, size - BLOCK)):
-        opened.seek(start)
-        digest.update(opened.read(BLOCK))
-    return f"{size} {digest.hexdigest()}"
+    starts = (*range(0, size, BLOCK if size <= WHOLE else STEP), max(0, size - BLOCK))
+    return f"{size} {sampled(opened, starts)}"

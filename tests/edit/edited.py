@@ -8,8 +8,10 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from rebind.edit.card import model_card
 from rebind.edit.changes import changes
 from rebind.edit.edits import Edit, fold
+from rebind.edit.export import export_peft, save_model
 from rebind.edit.facts import Fact
 from rebind.edit.sites import find_sites, memory_of, module_at, write_memory
 from tests.edit.families import FAMILIES, tokens
@@ -69,3 +71,19 @@ def word_tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(vocab, unk_token="<unk>")), unk_token="<unk>"
     )
+
+
+def saved_as(kind, case, folder, name="first"):
+    """An export of either kind, again into the same folder."""
+    card = model_card(case.edits, name, "0" * 64, library="peft" if kind == "adapter" else "transformers")
+    if kind == "adapter":
+        export_peft(case.model, case.changes, folder, base_name=name, card=card, overwrite=True)
+    else:
+        save_model(case.model, word_tokenizer(), folder, card, overwrite=True)
+
+
+def put(folder, files):
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
