@@ -11,12 +11,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from rebind.edit import spread
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
+from rebind.edit.facts.scores import FactScore
 from rebind.edit.progress import Progress
-from rebind.edit.scores import FactScore
-from rebind.edit.subjects import Subjects
+from rebind.edit.solve import layer_writes as spread
+from rebind.edit.solve.subject_keys import Subjects
 
 
 class Clock:

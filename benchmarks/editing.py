@@ -43,11 +43,11 @@ from benchmarks.report import RESULTS
 from rebind.bench.machine import machine
 from rebind.cli.options import parse_layers
 from rebind.edit.editor import GUARD, Editor
-from rebind.edit.edits import Edit
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
+from rebind.edit.ledger.edit import Edit
 from rebind.edit.methods import METHODS, Method
 from rebind.edit.progress import Progress
-from rebind.edit.search import Search
+from rebind.edit.targets.search import Search
 from rebind.errors import GuardError, NumericalError
 from rebind.evals.answers import Asking, answer_all
 from rebind.evals.answers import Row as Answer

@@ -31,12 +31,12 @@ from benchmarks.clock import Clock, peak_gib, told_apart
 from benchmarks.report import RESULTS
 from rebind.bench.machine import machine
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
 from rebind.edit.methods import Old
 from rebind.edit.progress import Progress
-from rebind.edit.sites import module_at
-from rebind.edit.trunk import Tokens
 from rebind.files import write_atomically
+from rebind.models.sites import module_at
+from rebind.models.trunk import Tokens
 
 GIB = 2**30
 ONCE = ("contexts", "moments")  # a model

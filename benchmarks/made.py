@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from rebind.edit.facts import Fact, comparable, escape
+from rebind.edit.facts.fact import Fact, comparable, escape
 from rebind.evals.records import Question, Record
 
 Template = tuple[str, str]  # what stands before the subject and after it

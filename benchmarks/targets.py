@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.report import measure, report
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
-from rebind.edit.targets import Request, TargetSettings, find_targets
+from rebind.edit.facts.fact import Fact
+from rebind.edit.targets.optimize import Request, TargetSettings, find_targets
 
 LAYER = 6
 SETTINGS = TargetSettings(steps=13, enough=0.0)  # twelve updates

@@ -158,7 +158,7 @@ def _fallback() -> Iterator[None]:
         out, state = code(scaled, k, v, g=given["log_decay"], beta=given["write"], output_final_state=True)
         return out, state.mT
 
-    with mock.patch("rebind.nn.fast_weight.scan", scan):
+    with mock.patch("rebind.nn.layers.fast_weight.scan", scan):
         yield
 
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from rebind.edit import editor as editing
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
 
 console = Console()
 

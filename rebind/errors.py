@@ -1,53 +1,156 @@
-"""What rebind raises and warns: every message says what was got, what was expected, what to do next."""
+"""Every exception and warning of rebind.
+
+An error is data: what is wrong (`problem`), what would have been accepted (`expected`), what to do next (`advice`)
+and a stable name for programs and tests (`code`). Advice refers to settings by name, in braces:
+
+    raise InputError(
+        "The search stopped after 20 steps",
+        advice="Try {steps}, or use {force} to write the edit anyway",
+        settings={"steps": 60, "force": True},
+        code="search_too_short",
+    )
+
+The library spells a setting as a Python argument (`steps=60`), the command line as an option (`--steps 60`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+Spelling = Callable[[str, object], str]  # (name, value) of a setting → how the reader types it
+
+
+def as_argument(name: str, value: object) -> str:
+    """Spell a setting as a Python argument; the value None means that any value would do.
+
+    >>> as_argument("steps", 60), as_argument("force", True), as_argument("layers", None)
+    ('steps=60', 'force=True', 'layers')
+    """
+    return name if value is None else f"{name}={value!r}"
 
 
 class RebindError(Exception):
-    """Anything rebind refuses to do."""
+    """Base class of everything that rebind raises."""
+
+    default_code: ClassVar[str] = "error"
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        expected: str = "",
+        advice: str = "",
+        code: str = "",
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.expected = expected
+        self.advice = advice
+        self.code = code or self.default_code
+        self.settings = dict(settings or {})
+
+    def message(self, spell: Spelling = as_argument) -> str:
+        """Return the whole message, with every setting in the advice spelled by `spell`."""
+        what = f"{self.problem}; expected {self.expected}" if self.expected else self.problem
+        return " ".join(_as_sentence(part) for part in (what, self.advice_for(spell)) if part)
+
+    def advice_for(self, spell: Spelling = as_argument) -> str:
+        """Return the advice alone, with every setting spelled by `spell`."""
+        advice = self.advice
+        for name, value in self.settings.items():
+            advice = advice.replace(f"{{{name}}}", spell(name, value))
+        return advice
+
+    def __str__(self) -> str:
+        return self.message()
+
+
+def _as_sentence(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 class InputError(RebindError, ValueError):
-    """An argument cannot be used as it is."""
+    """An argument, a file or a model cannot be used."""
+
+    default_code = "invalid_input"
 
 
 class ShapeError(InputError):
-    """Widths or sizes do not fit together."""
+    """Tensor shapes do not match."""
+
+    default_code = "shape_mismatch"
 
 
 class UnknownNameError(InputError, LookupError):
-    """A name that no rule, feature or method answers to."""
+    """There is no rule, method, feature map, site or edit with this name."""
+
+    default_code = "unknown_name"
 
 
 class NumericalError(RebindError, ArithmeticError):
-    """The numbers admit no trustworthy answer."""
+    """The computation has no trustworthy result."""
+
+    default_code = "numerical_failure"
+
+
+class OutOfMemoryError(RebindError, MemoryError):
+    """Even the smallest batch does not fit in memory."""
+
+    default_code = "out_of_memory"
 
 
 class StorageError(RebindError, OSError):
-    """The disk would not take what was to be written; nothing half-written was left."""
+    """A file or folder could not be written. Nothing half-written remains."""
+
+    default_code = "storage_failure"
 
 
 class LedgerError(RebindError):
-    """A ledger that cannot be trusted or cannot be had now; nothing was changed."""
+    """A ledger is damaged or in use by another process. Nothing was changed."""
+
+    default_code = "ledger_failure"
 
 
 class GuardError(RebindError):
-    """An edit that did not pass a check and was not written; the model and the ledger are as they were."""
+    """An edit failed a check and was not written. The model and the ledger are unchanged."""
 
-    def __init__(self, message: str, checks: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.checks = checks  # the names of those that failed, worst first
+    default_code = "guard_rejected"
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        expected: str = "",
+        advice: str = "",
+        code: str = "",
+        settings: Mapping[str, object] | None = None,
+        checks: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(problem, expected=expected, advice=advice, code=code, settings=settings)
+        self.checks = checks  # names of the checks that failed, the most serious first
 
 
-class NumericalWarning(UserWarning):
-    """An answer was found, but only after a rescue; the message says which and how large."""
+class RebindWarning(UserWarning):
+    """Base class of every warning of rebind."""
 
 
-class FactWarning(UserWarning):
-    """Facts can be written together, but not all of them as they ask."""
+class NumericalWarning(RebindWarning):
+    """A result was found only after a numerical rescue; the message says which one and how large it was."""
 
 
-class LedgerWarning(UserWarning):
-    """A ledger was read, but not all that its files hold; or it holds something of what is asked for already."""
+class FactWarning(RebindWarning):
+    """Facts can be written together, but not all of them exactly as requested."""
 
 
-class RecordingWarning(UserWarning):
-    """Something could not be recorded as a CUDA graph: it runs without, slower; the message says what and why."""
+class LedgerWarning(RebindWarning):
+    """A ledger was read, but part of its files was ignored, or it already holds a related edit."""
+
+
+class MemoryWarning(RebindWarning):
+    """Memory ran out; the work continues in smaller batches."""
+
+
+class CudaGraphWarning(RebindWarning):
+    """A computation could not be recorded as a CUDA graph and runs without one, slower."""

@@ -12,23 +12,26 @@ import rebind
 PACKAGE = Path(rebind.__file__).parent
 
 # What each layer may import of the package, besides itself and what stands beside `rebind.errors`.
-BESIDE = {"errors", "files", "precision", "recording", "version"}
+BESIDE = {"errors", "files", "storage", "precision", "cuda_graphs", "version"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "__main__": {"cli"},
     "files": set(),
+    "storage": set(),
     "precision": set(),
-    "recording": set(),
+    "cuda_graphs": set(),
     "version": set(),
     "memory": set(),
     "ops": {"memory"},
     "nn": {"memory", "ops"},
-    "edit": {"memory"},
-    "evals": {"memory", "edit"},
+    "models": {"memory", "nn"},
+    "edit": {"memory", "models", "analysis"},
+    "analysis": {"memory", "models", "edit"},
+    "evals": {"memory", "models", "edit", "analysis"},
     "bench": {"ops"},
-    "lab": {"memory", "ops", "nn", "edit", "evals"},
-    "cli": {"memory", "ops", "nn", "edit", "evals", "bench", "lab", "studio"},
-    "studio": {"memory", "ops", "nn", "edit", "evals", "lab"},
+    "lab": {"memory", "ops", "nn", "models", "edit", "analysis", "evals"},
+    "cli": {"memory", "ops", "nn", "models", "edit", "analysis", "evals", "bench", "lab", "studio"},
+    "studio": {"memory", "ops", "nn", "models", "edit", "analysis", "evals", "lab"},
 }
 
 

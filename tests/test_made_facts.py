@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.made import made_facts
-from rebind.edit.facts import Fact, comparable, conflicts, duplicates
+from rebind.edit.facts.fact import Fact, comparable, conflicts, duplicates
 from rebind.evals.records import Question, Record
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rebind.recording import captured
+from rebind.cuda_graphs import captured
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -19,7 +19,7 @@ from benchmarks.methods.protocols import batch, sequential
 from benchmarks.methods.shared import impossible
 from benchmarks.methods.states import GROUPS, MADE_OF, Bench, Row
 from rebind.bench.machine import machine
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
 from rebind.edit.methods import Settings, get_method
 from rebind.evals.records import Record
 from rebind.files import write_atomically

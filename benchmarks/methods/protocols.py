@@ -17,15 +17,15 @@ from benchmarks.editing import peak_gib
 from benchmarks.methods.shared import impossible, mean, whole
 from benchmarks.methods.states import Bench, Row, places
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
-from rebind.edit.kept import KeptTargets
+from rebind.edit.facts.fact import Fact
 from rebind.edit.methods import Method, get_method
-from rebind.edit.search import Search
-from rebind.edit.sites import memory_of, write_memory
-from rebind.edit.solving import solve
+from rebind.edit.solve.solve import solve
+from rebind.edit.targets.search import Search
+from rebind.edit.targets.store import KeptTargets
 from rebind.evals.answers import Row as Answer
 from rebind.evals.records import Record
 from rebind.memory import Write
+from rebind.models.sites import memory_of, write_memory
 
 LOOKED_AT = 3  # groups whose perplexity is measured
 

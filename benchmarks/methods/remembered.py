@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
-from rebind.edit.objective import Request, TargetSettings
-from rebind.edit.targets import Found
+from rebind.edit.facts.fact import Fact
+from rebind.edit.targets.objective import Request, TargetSettings
+from rebind.edit.targets.optimize import Found
 
 
 class Targets:

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rebind.edit.editor import Editor
-from rebind.edit.facts import comparable
+from rebind.edit.facts.fact import comparable
 from rebind.edit.methods import METHODS, Method
 from rebind.evals.choosing import known
 from rebind.evals.drift import Held

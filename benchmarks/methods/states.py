@@ -18,12 +18,11 @@ from benchmarks.made import made_facts
 from benchmarks.methods.remembered import Memory
 from benchmarks.methods.shared import beginning, whole
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
-from rebind.edit.ledger import Ledger
+from rebind.edit.facts.fact import Fact
+from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import Settings
 from rebind.edit.progress import Progress
-from rebind.edit.sites import module_at
-from rebind.edit.spread import Place
+from rebind.edit.solve.layer_writes import Place
 from rebind.evals.answers import Asking, answer_all
 from rebind.evals.answers import Row as Answer
 from rebind.evals.asking import Model, generate
@@ -32,6 +31,7 @@ from rebind.evals.metrics import bootstrap
 from rebind.evals.records import Record
 from rebind.evals.scores import S_OF, Asked
 from rebind.evals.scores import SCORES as SCORE
+from rebind.models.sites import module_at
 
 SCORES = ("S", "ES", "PS", "NS", "EA", "free")
 GROUPS = {1: 10, 10: 5}  # how many disjoint groups of so many facts are written, each alone

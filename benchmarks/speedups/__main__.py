@@ -33,10 +33,10 @@ from benchmarks.speedups.timing import Row, Timer
 from benchmarks.targets import FACTS
 from rebind.bench.machine import machine
 from rebind.edit.editor import Editor
-from rebind.edit.reading import read_facts
-from rebind.edit.sites import module_at
-from rebind.edit.subjects import Subjects
+from rebind.edit.facts.readers import read_facts
+from rebind.edit.solve.subject_keys import Subjects
 from rebind.files import write_atomically
+from rebind.models.sites import module_at
 
 BRIEF = 3  # times that what takes milliseconds is timed, on a GPU
 

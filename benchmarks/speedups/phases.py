@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from benchmarks.speedups.searches import Setup
 from benchmarks.speedups.timing import Row, Timer, difference
 from rebind.edit.methods import Old
-from rebind.edit.spread import suitable_lambda
-from rebind.edit.subjects import Subjects
-from rebind.edit.trunk import Tokens, Trunk
+from rebind.edit.solve.layer_writes import suitable_lambda
+from rebind.edit.solve.subject_keys import Subjects
 from rebind.memory.closed_form import ridge
 from rebind.memory.solve import factor
+from rebind.models.trunk import Tokens, Trunk
 
 WINDOW = 64  # tokens a line of random text
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rebind.edit.trunk import Tokens, Trunk, _borrowed
+from rebind.models.trunk import Tokens, Trunk, _borrowed
 
 
 @dataclass(eq=False)

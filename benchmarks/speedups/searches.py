@@ -13,11 +13,11 @@ from torch import Tensor
 
 from benchmarks.speedups.plain_trunk import Plain
 from benchmarks.speedups.timing import Row, Timer, difference
-from rebind.edit import targets as engine
-from rebind.edit.objective import Objective, Request
-from rebind.edit.short import hurry
-from rebind.edit.targets import TargetSettings, find_targets
-from rebind.edit.trunk import Trunk
+from rebind.edit.targets import optimize as engine
+from rebind.edit.targets.objective import Objective, Request
+from rebind.edit.targets.optimize import TargetSettings, find_targets
+from rebind.edit.targets.search_copy import hurry
+from rebind.models.trunk import Trunk
 
 FEW = 4  # facts that are searched for one by one
 

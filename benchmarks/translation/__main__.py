@@ -27,7 +27,7 @@ from benchmarks.translation.data import digest_of, read_splits
 from benchmarks.translation.runs import TITLE, Run, kept_runs, require_sacrebleu, run, save
 from benchmarks.translation.training import Settings, Task
 from rebind.errors import InputError
-from rebind.nn.seq2seq_kinds import SEQ2SEQ_KINDS
+from rebind.nn.seq2seq.kinds import SEQ2SEQ_KINDS
 
 
 def table(runs: list[Run]) -> Table:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import torch
 
 from rebind.bench.contenders import Shape
-from rebind.recording import replay_of
+from rebind.cuda_graphs import replay_of
 
 CHUNK = 64  # of the floors: the chunk size that GPU kernels use
 FEWEST = 3  # rounds

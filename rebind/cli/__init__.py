@@ -21,7 +21,7 @@ def main() -> None:
 
 def _run() -> None:
     try:
-        from rebind.cli.__main__ import app
+        from rebind.cli.app import app
     except ModuleNotFoundError as problem:
         if (problem.name or "").partition(".")[0] not in ("typer", "rich"):
             raise

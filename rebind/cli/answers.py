@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
-    from rebind.edit.facts import Fact
-    from rebind.edit.scores import FactScore
+    from rebind.edit.facts.fact import Fact
+    from rebind.edit.facts.scores import FactScore
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Answer:
 
 def as_fact(prompt: str, target: str) -> Fact:
     """A prompt and what may follow it, to be scored; all of the prompt counts as subject."""
-    from rebind.edit.facts import Fact
+    from rebind.edit.facts.fact import Fact
 
     return Fact("{}", prompt, target)
 
@@ -39,8 +39,8 @@ def answer(editor: Editor, prompt: str, *, top: int = 5, tokens: int = 12) -> An
     """The answer of the model as it stands, the prompt tokenised as it would be for an edit."""
     import torch
 
-    from rebind.edit.encoding import encode
-    from rebind.edit.tokenizers import continued
+    from rebind.edit.facts.encoding import encode
+    from rebind.models.tokenizer import continued
 
     limit = getattr(editor.model.config, "max_position_embeddings", None)
     fact = as_fact(prompt, ".")

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rebind.cli.answers import as_fact
-from rebind.cli.screen import Screen
+from rebind.cli.ui.terminal import Screen
 from rebind.errors import InputError
 from rebind.files import is_file, require_writable_beside
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
-    from rebind.edit.facts import Fact
+    from rebind.edit.facts.fact import Fact
 
 PROBED = 400  # paraphrases, and neighbours, that are asked
 LONGEST = 60  # letters of a prompt or a target that a message repeats
@@ -45,7 +45,7 @@ def read(
     skip_bad: bool,
 ) -> Given:
     """The facts, checked before minutes are spent on a model."""
-    from rebind.edit.facts import Fact
+    from rebind.edit.facts.fact import Fact
 
     if target is not None:
         if subject is None and "{" not in facts and is_file(facts):
@@ -71,7 +71,7 @@ def read(
 
 def read_file(shown: Screen, file: str | Path, skip_bad: bool, *, limit: int | None = None) -> Given:
     """The facts of a file, at most `limit`; records that cannot be read raise, or are left out and told."""
-    from rebind.edit.reading import read_facts
+    from rebind.edit.facts.readers import read_facts
 
     found = read_facts(file, limit=limit, skip_bad=skip_bad)
     for reason in found.skipped:
@@ -130,7 +130,7 @@ def good_ones(shown: Screen, given: Given, check: Callable[[Fact], None], skip_b
 
 def without_conflicts(shown: Screen, given: Given, skip_bad: bool) -> Given:
     """Facts that can be written together: of those with one prompt and different targets the first, as in an eval."""
-    from rebind.edit.facts import conflicts
+    from rebind.edit.facts.fact import conflicts
 
     advice = "keep one of them" if skip_bad else "keep one of them, or skip bad records"
     later = {}
@@ -168,7 +168,7 @@ def shortened(text: str) -> str:
 
 def _require_short(editor: Editor, facts: Sequence[Fact], most: int | None) -> None:
     """Ask before the work whether the model can be asked afterwards."""
-    from rebind.edit.encoding import encode_many
+    from rebind.edit.facts.encoding import encode_many
 
     start, limit = editor.loaded.start, editor.trunk.context
     encode_many(facts, editor.tokenizer, start, chat=editor.chat, limit=limit)

@@ -14,8 +14,8 @@ from typing import Any
 
 import typer
 
-from rebind.cli.__main__ import app
-from rebind.cli.usage import usage
+from rebind.cli.app import app
+from rebind.cli.ui.usage import usage
 
 HEAD = """# The command line
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rebind.cli.options import DEFAULT_MODEL
-from rebind.edit.log import digest_of
+from rebind.edit.ledger.log import digest_of
 from rebind.files import sampled
 
 SAMPLES = 16  # looks into a file of weights

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rebind.cli.places import default_ledger, is_there, ledgers_folder, name_of, place_of, slug, stamp_of
-from rebind.edit.log import read_header
+from rebind.edit.ledger.log import read_header
 from rebind.errors import InputError, LedgerError, LedgerWarning
 
 HEADER, LOG = "ledger.json", "log.jsonl"  # what makes a folder a ledger, and where its edits are

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rebind.edit.log import JSON
-from rebind.edit.trunk import Tokens, Trunk
+from rebind.edit.ledger.log import JSON
+from rebind.models.trunk import Tokens, Trunk
 
 # Of our own writing. Many topics and ways of going on: a certain word, an open end, a number, code, other languages.
 CANARIES = (

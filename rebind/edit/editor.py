@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rebind.edit import export
-from rebind.edit.card import model_card
-from rebind.edit.changes import changes
-from rebind.edit.contexts import sample_contexts
-from rebind.edit.corpus import Corpus, OwnSamples
-from rebind.edit.delta import save_delta
+from rebind.analysis.layer_search import chosen_layers
 from rebind.edit.drift import Drift, measure, next_tokens
-from rebind.edit.edits import Edit, tensors_of
-from rebind.edit.encoding import encode_many
-from rebind.edit.facts import Fact, conflicts
-from rebind.edit.fingerprint import fingerprint
+from rebind.edit.export import checkpoint as export
+from rebind.edit.export.delta import save_delta
+from rebind.edit.export.low_rank_change import changes
+from rebind.edit.export.model_card import model_card
+from rebind.edit.facts.encoding import encode_many
+from rebind.edit.facts.fact import Fact, conflicts
+from rebind.edit.facts.readers import read_facts
+from rebind.edit.facts.scores import FactScore, score_facts
 from rebind.edit.guard import (
     Earlier,
     Failure,
@@ -38,28 +37,29 @@ from rebind.edit.guard import (
     mention_rivals,
     require_finite_targets,
 )
-from rebind.edit.kept import KeptTargets
-from rebind.edit.layers import chosen_layers
-from rebind.edit.ledger import Ledger
-from rebind.edit.log import JSON
+from rebind.edit.ledger.edit import Edit, tensors_of
+from rebind.edit.ledger.fold import Weights
+from rebind.edit.ledger.ledger import Ledger
+from rebind.edit.ledger.log import JSON
+from rebind.edit.ledger.versions import versions
 from rebind.edit.methods import METHODS, Method, Settings, choose_settings, get_method
-from rebind.edit.models import OWN, Loaded, load_model
-from rebind.edit.moments import WINDOW, Recipe, collect, config_digest, tokenizer_digest
+from rebind.edit.moments.collect import WINDOW, Recipe, collect, config_digest, tokenizer_digest
+from rebind.edit.moments.corpus import Corpus, OwnSamples
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.progress import Progress
-from rebind.edit.reading import read_facts
-from rebind.edit.scores import FactScore, score_facts
-from rebind.edit.search import Search
-from rebind.edit.sites import Site, find_sites, memory_of, module_at
-from rebind.edit.solving import requests_of, solve
-from rebind.edit.spread import Place
-from rebind.edit.targets import Request, TargetSettings
-from rebind.edit.tokenizers import continued, unwritten_start
-from rebind.edit.trunk import Trunk
-from rebind.edit.versions import versions
-from rebind.edit.weights import Weights
+from rebind.edit.solve.layer_writes import Place
+from rebind.edit.solve.solve import requests_of, solve
+from rebind.edit.targets.contexts import sample_contexts
+from rebind.edit.targets.optimize import Request, TargetSettings
+from rebind.edit.targets.search import Search
+from rebind.edit.targets.store import KeptTargets
 from rebind.errors import InputError, LedgerError, StorageError
 from rebind.memory import LowRank
+from rebind.models.fingerprint import fingerprint
+from rebind.models.load import OWN, Loaded, load_model
+from rebind.models.sites import Site, find_sites, memory_of, module_at
+from rebind.models.tokenizer import continued, unwritten_start
+from rebind.models.trunk import Trunk
 
 SEEDS = ("The", "Therefore", "Because", "I", "You")  # contexts begin so, as MEMIT's do
 CONTEXT_TOKENS = 10

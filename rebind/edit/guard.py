@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rebind.edit.drift import Drift
-from rebind.edit.edits import Edit
-from rebind.edit.facts import Fact, comparable, rivals
-from rebind.edit.log import JSON
+from rebind.edit.facts.fact import Fact, comparable, rivals
+from rebind.edit.facts.scores import FactScore
+from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.log import JSON
 from rebind.edit.methods import Method
-from rebind.edit.scores import FactScore
 from rebind.edit.wording import percent
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
 
@@ -140,7 +140,7 @@ def enforce(failures: Sequence[Failure], *, force: bool) -> None:
     if failures and (not force or failures[0].check == "finite"):
         others = "".join(f"; also {one.check}: {one.says}" for one in failures[1:])
         override = "" if failures[0].check == "finite" else "; or force it (force=True, --force)"
-        raise GuardError(f"not written, {failures[0]}{override}{others}", tuple(one.check for one in failures))
+        raise GuardError(f"not written, {failures[0]}{override}{others}", checks=tuple(one.check for one in failures))
 
 
 # Facts that are in each other's way

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from rebind.edit.targets import TargetSettings
+from rebind.edit.targets.optimize import TargetSettings
 from rebind.errors import InputError
 from rebind.memory import Write, chain
 from rebind.memory.checks import unknown_name

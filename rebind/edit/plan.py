@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rebind.edit.encoding import Encoded
-from rebind.edit.facts import Conflict
+from rebind.edit.facts.encoding import Encoded
+from rebind.edit.facts.fact import Conflict
 from rebind.edit.guard import Earlier
 from rebind.edit.methods import Settings
-from rebind.edit.sites import Site
-from rebind.edit.targets import TargetSettings
-from rebind.edit.trunk import Trunk
+from rebind.edit.targets.optimize import TargetSettings
+from rebind.models.sites import Site
+from rebind.models.trunk import Trunk
 
 CPU_RATE = 6e10  # multiply-adds a second: modest guesses, for an estimate that is right within a few times
 GPU_RATE = 5e13

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
 from rebind.evals.asking import Model, Told, ask, generate
 from rebind.evals.records import Record

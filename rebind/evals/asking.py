@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rebind.edit.budget import in_portions
 from rebind.edit.editor import Editor
-from rebind.edit.encoding import Encoded, encode_many
-from rebind.edit.facts import Fact
-from rebind.edit.tokenizers import continued
-from rebind.edit.trunk import Tokens, Trunk, select_cache
+from rebind.edit.facts.encoding import Encoded, encode_many
+from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
+from rebind.models.batching import in_portions
+from rebind.models.tokenizer import continued
+from rebind.models.trunk import Tokens, Trunk, select_cache
 
 WORST = 1e4  # the NLL of a target where a broken model answers NaN
 CPU_TOKENS, GPU_TOKENS = 4_096, 65_536  # in one portion

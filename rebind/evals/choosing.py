@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rebind.edit.editor import Editor
-from rebind.edit.encoding import encode_many
-from rebind.edit.facts import conflicts
+from rebind.edit.facts.encoding import encode_many
+from rebind.edit.facts.fact import conflicts
 from rebind.errors import InputError
 from rebind.evals.answers import questions
 from rebind.evals.asking import Model, ask

@@ -18,7 +18,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from rebind.edit.encoding import SPACELESS
+from rebind.edit.facts.encoding import SPACELESS
 from rebind.errors import InputError
 
 Pair = tuple[float, float]  # NLL of the new target, of the true one

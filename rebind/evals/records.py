@@ -5,7 +5,7 @@
     records = bundled()                                        # sixty facts of our own
 
 CounterFact (nested and flat), zsRE, Knowns, MQuAKE, the portability records of EasyEdit and KnowEdit and our
-own JSONL are told apart by their keys. The fact itself is read by `rebind.edit.reading`.
+own JSONL are told apart by their keys. The fact itself is read by `rebind.edit.facts.readers`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
-from rebind.edit.facts import Fact, comparable, get, require_text
-from rebind.edit.reading import described, fact_of, raw_records
+from rebind.edit.facts.fact import Fact, comparable, get, require_text
+from rebind.edit.facts.readers import described, fact_of, raw_records
 from rebind.errors import InputError
 
 BUNDLED = Path(__file__).parent / "data" / "facts.jsonl"

@@ -32,14 +32,12 @@ import torch
 from torch import nn
 
 from rebind.edit.editor import Editor
-from rebind.edit.edits import Edit
-from rebind.edit.facts import Fact
-from rebind.edit.fingerprint import fingerprint
-from rebind.edit.ledger import Ledger
-from rebind.edit.lock import Lock
+from rebind.edit.facts.fact import Fact
+from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.ledger import Ledger
+from rebind.edit.ledger.lock import Lock
+from rebind.edit.ledger.versions import versions
 from rebind.edit.methods import Settings, get_method
-from rebind.edit.sites import module_at
-from rebind.edit.versions import versions
 from rebind.errors import InputError, RebindError
 from rebind.evals import report
 from rebind.evals.answers import Asking, answer_all
@@ -49,6 +47,8 @@ from rebind.evals.protocols import Protocol, Stage, Unit, get_protocol
 from rebind.evals.records import Records
 from rebind.evals.scores import S_OF, scores_of
 from rebind.evals.store import Lines, Row, read_json, write_json
+from rebind.models.fingerprint import fingerprint
+from rebind.models.sites import module_at
 
 FORMAT = "rebind-eval-1"
 CONFIG, RECORDS, EDITS, DRIFT, TIMINGS = "config.json", "records.jsonl", "edits.jsonl", "drift.jsonl", "timings.jsonl"

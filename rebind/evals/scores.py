@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
 from rebind.evals import metrics
 from rebind.evals.answers import Row, by_fact
 from rebind.evals.records import Record

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from rebind.edit.editor import Editor
-    from rebind.edit.facts import Fact
+    from rebind.edit.facts.fact import Fact
     from rebind.edit.methods import Old
 
 TOY = "toy"  # a random model made on the spot (`rebind.lab.toy`)
@@ -113,8 +113,8 @@ def measure(config: Edits, points: Sequence[Point], device: torch.device) -> lis
 
 
 def _measured(memory: Memory, point: Point, config: Edits) -> Row:
-    from rebind.edit.sites import memory_of, write_memory
-    from rebind.edit.spread import suitable_lambda, unchanged
+    from rebind.edit.solve.layer_writes import suitable_lambda, unchanged
+    from rebind.models.sites import memory_of, write_memory
 
     chosen = memory.order(point["seed"], point["n"])
     keys, values = memory.keys[chosen], memory.values[chosen]
@@ -174,10 +174,10 @@ def _answers(memory: Memory, facts: Sequence[Fact]) -> Row:
 def prepared(config: Edits, device: torch.device) -> Memory:
     """The model, and what is asked of its layer: one search for all facts, methods and numbers of them."""
     from rebind.edit.editor import Editor
-    from rebind.edit.facts import Fact
-    from rebind.edit.sites import module_at
-    from rebind.edit.targets import TargetSettings
+    from rebind.edit.facts.fact import Fact
+    from rebind.edit.targets.optimize import TargetSettings
     from rebind.evals.records import bundled
+    from rebind.models.sites import module_at
 
     records = sorted(bundled(), key=lambda record: record.fact.tags)[: max(config.counts)]
     if len(records) < max(config.counts):

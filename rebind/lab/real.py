@@ -15,8 +15,8 @@ def mlp_keys(model: str, layer: int, device: torch.device, window: int = 128) ->
 
     The first key of a text is an outlier, the same each time.
     """
-    from rebind.edit.models import load_model
-    from rebind.edit.sites import find_sites, module_at
+    from rebind.models.load import load_model
+    from rebind.models.sites import find_sites, module_at
 
     loaded = load_model(model, device=device)
     sites = find_sites(loaded.model)

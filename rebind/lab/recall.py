@@ -24,9 +24,9 @@ from torch.nn import functional
 from rebind.errors import InputError
 from rebind.lab.experiment import Config
 from rebind.memory import get_rule
-from rebind.nn.attention import Attention
-from rebind.nn.fast_weight import FastWeight
-from rebind.nn.norms import RMSNorm
+from rebind.nn.layers.attention import Attention
+from rebind.nn.layers.fast_weight import FastWeight
+from rebind.nn.parts.norm import RMSNorm
 from rebind.ops import scan, short_convolution
 from rebind.ops.scan import coefficients
 
@@ -209,7 +209,7 @@ class Stack:
         return _linear(normed.flatten(-2), p["o_proj.weight"])
 
     def _gates(self, x: Tensor, p: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What `rebind.nn.gates.Gates` makes of x: [models, B, T, H] each."""
+        """What `rebind.nn.parts.gates.Gates` makes of x: [models, B, T, H] each."""
         found = {}
         if "gates.beta.weight" in p:
             found["beta"] = torch.sigmoid(_linear(x, p["gates.beta.weight"]))

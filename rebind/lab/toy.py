@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from rebind.edit.corpus import Texts
 from rebind.edit.drift import CANARIES
+from rebind.edit.moments.corpus import Texts
 from rebind.evals.records import Record
 
 END, UNKNOWN = "<end>", "<unknown>"

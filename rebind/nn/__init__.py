@@ -8,25 +8,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rebind.nn.attention import Attention, AttentionState
-from rebind.nn.cross import CrossFastWeight
-from rebind.nn.fast_weight import FastWeight, FastWeightState
-from rebind.nn.hopfield import HopfieldLayer
-from rebind.nn.layer import SequenceLayer
-from rebind.nn.normalise import Normaliser, get_normaliser
-from rebind.nn.seq2seq_attention import CrossAttention, CrossAttentionState
-from rebind.nn.states import Empty, State
-from rebind.nn.ttt import TTTLayer, TTTState
+from rebind.nn.layers.attention import Attention, AttentionState
+from rebind.nn.layers.base import SequenceLayer
+from rebind.nn.layers.cross import CrossFastWeight
+from rebind.nn.layers.fast_weight import FastWeight, FastWeightState
+from rebind.nn.layers.hopfield import HopfieldLayer
+from rebind.nn.layers.ttt import TTTLayer, TTTState
+from rebind.nn.parts.normalizers import Normaliser, get_normaliser
+from rebind.nn.parts.state import Empty, State
+from rebind.nn.seq2seq.attention import CrossAttention, CrossAttentionState
 
 if TYPE_CHECKING:
-    from rebind.nn.cache import RebindCache
-    from rebind.nn.config import RebindConfig
-    from rebind.nn.decoding import recorded_decoding
-    from rebind.nn.models import RebindForCausalLM, RebindModel
-    from rebind.nn.presets import PRESETS, preset
-    from rebind.nn.seq2seq import RebindForSeq2SeqLM
-    from rebind.nn.seq2seq_cache import RebindSeq2SeqCache
-    from rebind.nn.seq2seq_config import RebindSeq2SeqConfig
+    from rebind.nn.lm.cache import RebindCache
+    from rebind.nn.lm.config import RebindConfig
+    from rebind.nn.lm.decoding import recorded_decoding
+    from rebind.nn.lm.model import RebindForCausalLM, RebindModel
+    from rebind.nn.lm.presets import PRESETS, preset
+    from rebind.nn.seq2seq.cache import RebindSeq2SeqCache
+    from rebind.nn.seq2seq.config import RebindSeq2SeqConfig
+    from rebind.nn.seq2seq.model import RebindForSeq2SeqLM
 
 __all__ = [
     "PRESETS",
@@ -57,16 +57,16 @@ __all__ = [
 ]
 
 _MODELS = {
-    "PRESETS": "presets",
-    "RebindCache": "cache",
-    "RebindConfig": "config",
-    "RebindForCausalLM": "models",
-    "RebindForSeq2SeqLM": "seq2seq",
-    "RebindModel": "models",
-    "RebindSeq2SeqCache": "seq2seq_cache",
-    "RebindSeq2SeqConfig": "seq2seq_config",
-    "preset": "presets",
-    "recorded_decoding": "decoding",
+    "PRESETS": "lm.presets",
+    "RebindCache": "lm.cache",
+    "RebindConfig": "lm.config",
+    "RebindForCausalLM": "lm.model",
+    "RebindForSeq2SeqLM": "seq2seq.model",
+    "RebindModel": "lm.model",
+    "RebindSeq2SeqCache": "seq2seq.cache",
+    "RebindSeq2SeqConfig": "seq2seq.config",
+    "preset": "lm.presets",
+    "recorded_decoding": "lm.decoding",
 }
 
 
@@ -74,8 +74,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODELS:
         raise AttributeError(f"module 'rebind.nn' has no attribute {name!r}")
     try:
-        import_module("rebind.nn.models")  # which registers them, as does the next
-        import_module("rebind.nn.seq2seq")
+        import_module("rebind.nn.lm.model")  # which registers them, as does the next
+        import_module("rebind.nn.seq2seq.model")
         return getattr(import_module(f"rebind.nn.{_MODELS[name]}"), name)
     except ModuleNotFoundError as problem:
         if problem.name != "transformers":

@@ -17,7 +17,7 @@ from rebind.bench.figure import draw, lines
 from rebind.bench.memory import peak
 from rebind.bench.scan import Row, Setup, parse_shape
 from rebind.bench.table import spared, tables
-from rebind.cli.__main__ import app
+from rebind.cli.app import app
 from rebind.errors import InputError
 
 SHAPE = (1, 40, 2, 8)

@@ -14,17 +14,17 @@ from benchmarks import editing
 from benchmarks.clock import Clock, told_apart
 from benchmarks.editing import Bench, Choices, bare, one_at_a_time, run, scores, write, written
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
 from rebind.edit.methods import METHODS, get_method
 from rebind.edit.progress import Progress
-from rebind.edit.search import Search
+from rebind.edit.targets.search import Search
 from rebind.errors import InputError, NumericalError
 from rebind.evals.answers import Asking, answer_all
 from rebind.evals.asking import Model, text_nll
 from rebind.evals.drift import Held
 from rebind.evals.records import Record, Records, read_records
 from rebind.evals.scores import summarise
-from tests.edit import tiny
+from tests import tiny
 
 SUBJECTS = ("France", "Spain", "Norway", "Italy")
 TEXT = " ".join(tiny.SENTENCES * 3)

@@ -14,10 +14,10 @@ from benchmarks.methods.shared import impossible
 from benchmarks.methods.states import MADE_OF, Amount, Bench, evenly, mix
 from benchmarks.report import RESULTS
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
 from rebind.edit.methods import METHODS, default_settings, get_method
 from rebind.evals.records import Question, Record
-from tests.edit import tiny
+from tests import tiny
 
 SUBJECTS = ("France", "Spain", "Norway", "Italy", "Mostar", "Dante")
 OTHERS = ("Germany", "Berlin", "Madrid", "Ada", "Lovelace", "Darrieux")

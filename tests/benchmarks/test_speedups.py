@@ -13,9 +13,9 @@ from benchmarks.speedups.plain_trunk import Plain
 from benchmarks.speedups.searches import Setup, finished_stay, searches, searches_one_by_one, target_rows
 from benchmarks.speedups.timing import Timer, difference
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
-from rebind.edit.targets import TargetSettings, find_targets
-from tests.edit import tiny
+from rebind.edit.facts.fact import Fact
+from rebind.edit.targets.optimize import TargetSettings, find_targets
+from tests import tiny
 
 FACTS = [
     Fact.parse("The capital of {France} is", "Rome"),

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from rebind.cli import bars
-from rebind.cli.__main__ import app
+from rebind.cli.app import app
+from rebind.cli.ui import progress as bars
 
 TEXT = ["The capital of France is Paris.", "The capital of Italy is Rome.", "The answer is here."] * 4
 ANSI = re.compile(r"\x1b\[[0-9;]*m")  # typer colours its help where CI asks for it

@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from rebind.cli import bars
-from rebind.cli.bars import Bars, Drawn
-from rebind.cli.screen import Screen
+from rebind.cli.ui import progress as bars
+from rebind.cli.ui.progress import Bars, Drawn
+from rebind.cli.ui.terminal import Screen
 
 
 class Clock:

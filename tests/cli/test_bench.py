@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from rebind.bench import scan
-from rebind.cli.bars import Bars
-from rebind.cli.screen import Screen
+from rebind.cli.ui.progress import Bars
+from rebind.cli.ui.terminal import Screen
 
 FAST = ["--shapes", "1x16x2x8,1x32x2x8", "--rules", "gated delta", "--only", "ours,loop", "--seconds", "0.1"]
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 import rebind as package
 from rebind.cli import options, places, whose
-from rebind.cli.bars import Bars
-from rebind.cli.opening import Wanted, open_editor
-from rebind.cli.screen import exit_code, screen
+from rebind.cli.session import Wanted, open_editor
+from rebind.cli.ui.progress import Bars
+from rebind.cli.ui.terminal import exit_code, screen
 from rebind.edit.editor import Editor
 from rebind.edit.methods import METHODS
 from rebind.errors import InputError, LedgerError, NumericalError, NumericalWarning, StorageError, UnknownNameError
@@ -240,7 +240,7 @@ def test_doctor_finds_a_healthy_house(rebind, tmp_path):
 
 
 def test_doctor_says_what_to_do(rebind, monkeypatch, tmp_path):
-    monkeypatch.setattr("rebind.cli.doctor._tiny_edit", lambda: iter(()))
+    monkeypatch.setattr("rebind.cli.commands.doctor._tiny_edit", lambda: iter(()))
     monkeypatch.setattr("rebind.memory.ridge", lambda *_, **__: 1 / 0)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("REBIND_LEDGERS", str(tmp_path / "file" / "ledgers"))
@@ -252,7 +252,7 @@ def test_doctor_says_what_to_do(rebind, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which nobody can make one")
 def test_doctor_tries_whether_a_folder_can_be_made(rebind, monkeypatch):
-    monkeypatch.setattr("rebind.cli.doctor._tiny_edit", lambda: iter(()))
+    monkeypatch.setattr("rebind.cli.commands.doctor._tiny_edit", lambda: iter(()))
     monkeypatch.setenv("REBIND_CACHE", "/proc/x")
     found = {one["name"]: one for one in rebind("doctor", json=True, code=3).document["findings"]}
     for name in ("models", "moments"):
@@ -449,7 +449,7 @@ import sys, types
 package = types.ModuleType("rebind")
 package.__path__ = [{str(Path(package.__file__).parent)!r}]
 sys.modules["rebind"] = package
-from rebind.cli.__main__ import app
+from rebind.cli.app import app
 try:
     app(["edit", "--help"])
 finally:

@@ -16,11 +16,11 @@ from typer.core import TyperCommand
 from typer.testing import CliRunner
 
 from rebind.cli import NOT_BEGUN
-from rebind.cli.__main__ import app
-from rebind.cli.screen import screen
-from rebind.cli.usage import Commands
+from rebind.cli.app import app
+from rebind.cli.ui.terminal import screen
+from rebind.cli.ui.usage import Commands
 from rebind.edit.editor import Editor
-from rebind.edit.kept import KeptTargets
+from rebind.edit.targets.store import KeptTargets
 from rebind.errors import StorageError
 
 from .conftest import FAST
@@ -61,7 +61,7 @@ def test_prompts_that_cannot_be_asked_are_refused_before_the_work(rebind, model,
 @pytest.mark.parametrize("place", ["measuring", "saving", "tidying"])
 def test_what_ends_an_edit_that_is_written_says_so(rebind, model, monkeypatch, tmp_path, problem, code, says, place):
     owner, name = {
-        "measuring": ("rebind.cli.edit", "_measure"),
+        "measuring": ("rebind.cli.commands.edit", "_measure"),
         "saving": (Editor, "save"),
         "tidying": (KeptTargets, "clear"),  # inside the editor's verb: its caller has no id yet
     }[place]
@@ -84,7 +84,7 @@ def test_what_ends_an_edit_that_is_written_says_so(rebind, model, monkeypatch, t
 
 def test_what_ends_an_edit_that_is_not_written_says_that(rebind, model, monkeypatch):
     rebind("edit", *FACT, "--model", model, *FAST)
-    monkeypatch.setattr("rebind.edit.ledger.append_lines", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("rebind.edit.ledger.ledger.append_lines", raising(KeyboardInterrupt()))
     ended = rebind("edit", *FACT, "--model", model, *FAST, code=130)
     assert "nothing was left half done" in ended.err
     assert "e0001 is in the ledger" not in ended.err
@@ -102,7 +102,7 @@ def rich_ends(*_):
     [(raising(BrokenPipeError(errno.EPIPE, "Broken pipe")), 141), (rich_ends, 141), (raising(SystemExit(1)), 1)],
 )
 def test_a_reader_that_went_away_does_not_hide_an_edit(rebind, model, monkeypatch, ends, code):
-    monkeypatch.setattr("rebind.cli.edit._show", ends)
+    monkeypatch.setattr("rebind.cli.commands.edit._show", ends)
     assert "warning: edit e0001 is in the ledger" in rebind("edit", *FACT, "--model", model, *FAST, code=code).err
 
 
@@ -156,7 +156,7 @@ def test_an_interrupt_while_words_are_read_is_one_line(rebind, monkeypatch, pars
 
 def test_a_second_interrupt_does_not_say_that_nothing_was_begun(rebind, model, monkeypatch):
     monkeypatch.setattr(Editor, "rewrite_many", raising(KeyboardInterrupt()))
-    monkeypatch.setattr("rebind.cli.screen._stop", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("rebind.cli.ui.terminal._stop", raising(KeyboardInterrupt()))
     assert rebind("edit", *FACT, "--model", model, code=130).err == ""
 
 

@@ -9,8 +9,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from rebind.cli.eval import _show_states
-from rebind.cli.screen import Screen
+from rebind.cli.commands.eval import _show_states
+from rebind.cli.ui.terminal import Screen
 
 RECORDS = [
     {

@@ -10,7 +10,7 @@ import shutil
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rebind.cli.edit import begun
+from rebind.cli.commands.edit import begun
 from rebind.edit.editor import Editor
 
 from .conftest import FAST

@@ -14,10 +14,10 @@ from rebind.cli import whose
 from rebind.cli.places import ledgers_folder, place_of, stamp_of
 from rebind.cli.whose import Kept
 from rebind.edit.editor import Editor
-from rebind.edit.ledger import Ledger
-from rebind.edit.log import digest_of
+from rebind.edit.ledger.ledger import Ledger
+from rebind.edit.ledger.log import digest_of
 from rebind.errors import LedgerWarning
-from tests.edit import tiny
+from tests import tiny
 from tests.edit.writes import new_edit
 
 from .conftest import FAST

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from rebind.cli.__main__ import app
+from rebind.cli.app import app
 from rebind.cli.manual import manual
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"

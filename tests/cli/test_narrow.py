@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from rebind.cli import lens
+from rebind.cli.commands import lens
 from rebind.cli.manual import manual
-from rebind.cli.tables import table
+from rebind.cli.ui.tables import table
 from rebind.lab.catalogue import EXPERIMENTS
 
 from .conftest import FAST
@@ -73,7 +73,7 @@ def test_a_lens_of_an_edited_model(rebind, model):
 
 
 def test_layers_are_a_row_each_and_their_reasons_below(rebind, model, monkeypatch):
-    monkeypatch.setattr("rebind.edit.layers._known", lambda editor, one: True)
+    monkeypatch.setattr("rebind.analysis.layer_search._known", lambda editor, one: True)
     words = ("layers", "--model", model, "--most", "3", "--moment-tokens", "128")
     tried = rebind(*words, json=True).document["candidates"]
     shown = rebind(*words).out

@@ -6,10 +6,10 @@ import errno
 
 import pytest
 
-from rebind.cli.opening import _is_packed
-from rebind.edit.corpus import OwnSamples, Texts
+from rebind.cli.session import _is_packed
 from rebind.edit.editor import Editor
-from rebind.edit.targets import TargetSettings
+from rebind.edit.moments.corpus import OwnSamples, Texts
+from rebind.edit.targets.optimize import TargetSettings
 
 from .conftest import FAST
 

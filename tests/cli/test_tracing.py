@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rebind.cli.heat import heatmap
-from rebind.cli.screen import strict_json
+from rebind.analysis.tracing import Tracer
+from rebind.cli.ui.heatmap import heatmap
+from rebind.cli.ui.terminal import strict_json
 from rebind.edit.editor import Editor
-from rebind.edit.tracing import Tracer
 from rebind.errors import StorageError
 
 from .conftest import FAST
@@ -97,7 +97,7 @@ def test_a_lens_before_and_after_an_edit(rebind, model, tmp_path):
 
 
 def test_layers_are_chosen_once(rebind, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("rebind.edit.layers._known", lambda editor, one: True)
+    monkeypatch.setattr("rebind.analysis.layer_search._known", lambda editor, one: True)
     words = ("layers", "--model", model, "--most", "3", "--moment-tokens", "128")
     first = rebind(*words, json=True).document
     second = rebind(*words, json=True).document
@@ -194,7 +194,7 @@ BAD = {  # what cannot be tried, and what is said of it
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_record_that_cannot_be_tried_is_named(rebind, model, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("rebind.edit.layers._known", lambda editor, one: pytest.fail("too late"))
+    monkeypatch.setattr("rebind.analysis.layer_search._known", lambda editor, one: pytest.fail("too late"))
     if kind in ("no old", "conflict"):
         monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
     file = tmp_path / "facts.jsonl"
@@ -206,7 +206,7 @@ def test_a_record_that_cannot_be_tried_is_named(rebind, model, tmp_path, monkeyp
 
 
 def test_layers_are_chosen_without_bad_records(rebind, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("rebind.edit.layers._known", lambda editor, one: True)
+    monkeypatch.setattr("rebind.analysis.layer_search._known", lambda editor, one: True)
     file = tmp_path / "facts.jsonl"
     good = [of(country) for country in ("France", "Italy", "Japan")]
     file.write_text("\n".join(json.dumps(one) for one in (*good, *(one for one, _ in BAD.values()))))

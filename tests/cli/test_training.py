@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from rebind.cli.bars import Bars
+from rebind.cli.ui.progress import Bars
 from tests.nn.training_runs import TINY, corpus
 
 SMALL = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]

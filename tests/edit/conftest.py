@@ -20,7 +20,7 @@ def alone(monkeypatch, tmp_path):
 @pytest.fixture
 def tiny():
     """A Llama of a few weights."""
-    from tests.edit.families import FAMILIES
+    from tests.families import FAMILIES
 
     return FAMILIES["llama"]()
 

@@ -8,13 +8,13 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from rebind.edit.card import model_card
-from rebind.edit.changes import changes
-from rebind.edit.edits import Edit, fold
-from rebind.edit.export import export_peft, save_model
-from rebind.edit.facts import Fact
-from rebind.edit.sites import find_sites, memory_of, module_at, write_memory
-from tests.edit.families import FAMILIES, tokens
+from rebind.edit.export.checkpoint import export_peft, save_model
+from rebind.edit.export.low_rank_change import changes
+from rebind.edit.export.model_card import model_card
+from rebind.edit.facts.fact import Fact
+from rebind.edit.ledger.edit import Edit, fold
+from rebind.models.sites import find_sites, memory_of, module_at, write_memory
+from tests.families import FAMILIES, tokens
 from tests.support import Draw
 
 KINDS = ["llama", "gpt2", "gpt-neox", "gemma2"]

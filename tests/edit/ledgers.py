@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rebind.edit.edits import fold
-from rebind.edit.ledger import Ledger
+from rebind.edit.ledger.edit import fold
+from rebind.edit.ledger.ledger import Ledger
 from tests.edit.writes import SITES
 
 MODEL, OTHER = "a" * 64, "b" * 64

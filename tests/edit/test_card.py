@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rebind.edit.card import LISTED, model_card
-from rebind.edit.facts import Fact
-from rebind.edit.tokenizers import unwritten_start
+from rebind.edit.export.model_card import LISTED, model_card
+from rebind.edit.facts.fact import Fact
+from rebind.models.tokenizer import unwritten_start
 from tests.edit.edited import make_edit
 
 

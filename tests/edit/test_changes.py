@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rebind.edit.changes import changes, rounding_errors
-from rebind.edit.delta import save_delta
-from rebind.edit.edits import fold
-from rebind.edit.export import export_peft
+from rebind.edit.export.checkpoint import export_peft
+from rebind.edit.export.delta import save_delta
+from rebind.edit.export.low_rank_change import changes, rounding_errors
+from rebind.edit.ledger.edit import fold
 from rebind.errors import InputError, NumericalError, UnknownNameError
 from rebind.memory.low_rank import LowRank
 from tests.edit.edited import KINDS, Case, left_in, make_edit
-from tests.edit.families import HIDDEN, INNER
+from tests.families import HIDDEN, INNER
 from tests.support import assert_close
 
 

@@ -7,14 +7,14 @@ import warnings
 import pytest
 import torch
 
-from rebind.edit import targets as targets_module
-from rebind.edit.short import hurry
-from rebind.edit.sites import find_sites, module_at
-from rebind.edit.targets import TargetSettings, find_targets
-from rebind.edit.trunk import Tokens, Trunk
-from rebind.errors import RecordingWarning
-from tests.edit.families import FAMILIES
+from rebind.edit.targets import optimize as targets_module
+from rebind.edit.targets.optimize import TargetSettings, find_targets
+from rebind.edit.targets.search_copy import hurry
+from rebind.errors import CudaGraphWarning
+from rebind.models.sites import find_sites, module_at
+from rebind.models.trunk import Tokens, Trunk
 from tests.edit.test_targets import LAYER, REQUESTS, SETTINGS
+from tests.families import FAMILIES
 from tests.support import assert_close
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -33,7 +33,7 @@ def test_a_recorded_search_is_the_search(name, monkeypatch):
     trunk = _trunk(name)
     settings = TargetSettings(steps=9, rate=0.3, clamp=0.9, decay=0.4, kl=0.3, enough=SETTINGS.enough)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if name in NOT_RECORDED else "error", RecordingWarning)
+        warnings.simplefilter("ignore" if name in NOT_RECORDED else "error", CudaGraphWarning)
         recorded = find_targets(trunk, LAYER, REQUESTS, settings)
     monkeypatch.setattr(targets_module, "can_be_recorded", lambda trunk: False)
     plain = find_targets(trunk, LAYER, REQUESTS, settings)
@@ -49,7 +49,7 @@ def test_a_hurried_copy_is_recorded_too(name):
     quick = trunk.narrowed(torch.float64)
     hurry(quick.model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if name in NOT_RECORDED else "error", RecordingWarning)
+        warnings.simplefilter("ignore" if name in NOT_RECORDED else "error", CudaGraphWarning)
         found = find_targets(trunk, LAYER, REQUESTS, SETTINGS, quick=quick)
         expected = find_targets(trunk, LAYER, REQUESTS, SETTINGS)
     assert_close(found.hidden, expected.hidden, 1e-4)
@@ -64,7 +64,7 @@ def test_a_model_that_cannot_be_recorded_is_searched_all_the_same(monkeypatch):
         torch.cuda.synchronize()
 
     handle = head.register_forward_hook(wait)
-    with pytest.warns(RecordingWarning, match="cannot be recorded"):
+    with pytest.warns(CudaGraphWarning, match="cannot be recorded"):
         found = find_targets(trunk, LAYER, REQUESTS, SETTINGS)
     handle.remove()
     assert_close(found.hidden, expected.hidden, 1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rebind.edit.delta import apply_delta, delta_metadata, load_delta, save_delta
+from rebind.edit.export.delta import apply_delta, delta_metadata, load_delta, save_delta
 from rebind.errors import InputError, NumericalError, ShapeError, UnknownNameError
 from rebind.memory.low_rank import LowRank
 from tests.edit.edited import KINDS, Case, left_in

@@ -13,10 +13,10 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 
 from rebind.edit import editor as editor_module
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
-from rebind.edit.targets import TargetSettings
+from rebind.edit.facts.fact import Fact
+from rebind.edit.targets.optimize import TargetSettings
 from rebind.errors import InputError
-from tests.edit import tiny
+from tests import tiny
 
 FACT = Fact.parse("The capital of {France} is", "Rome")
 QUICK = TargetSettings(steps=5, clamp=2.0)

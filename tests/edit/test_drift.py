@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rebind.edit.drift import CANARIES, divergence, growths, measure, next_tokens
-from tests.edit import tiny
+from tests import tiny
 from tests.support import Draw
 
 

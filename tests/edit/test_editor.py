@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from rebind.edit import editor as editor_module
-from rebind.edit import solving
-from rebind.edit.corpus import OwnSamples
 from rebind.edit.editor import GUARD, Editor
-from rebind.edit.edits import Edit
-from rebind.edit.facts import Fact
-from rebind.edit.ledger import Ledger
+from rebind.edit.facts.fact import Fact
+from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import METHODS, get_method
-from rebind.edit.search import Search
-from rebind.edit.sites import memory_of, module_at
-from rebind.edit.targets import TargetSettings
+from rebind.edit.moments.corpus import OwnSamples
+from rebind.edit.solve import solve as solving
+from rebind.edit.targets.optimize import TargetSettings
+from rebind.edit.targets.search import Search
 from rebind.errors import InputError, RebindError
-from tests.edit import tiny
+from rebind.models.sites import memory_of, module_at
+from tests import tiny
 
 QUICK = TargetSettings(steps=6, clamp=2.0)
 FACTS = [

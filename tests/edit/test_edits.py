@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rebind.edit.edits import fold
+from rebind.edit.ledger.edit import fold
 from rebind.errors import NumericalError, ShapeError, UnknownNameError
 from tests.edit.writes import D_K, D_V, SITES, new_edit
 from tests.support import Draw

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rebind.edit.encoding import Encoded, encode, encode_many
-from rebind.edit.facts import Fact
+from rebind.edit.facts.encoding import Encoded, encode, encode_many
+from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
 
 FRANCE = "The capital of {France} is"

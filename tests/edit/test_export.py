@@ -12,13 +12,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rebind.edit.export import Exported, export_peft, save_model
-from rebind.edit.listing import LIST
-from rebind.edit.sites import memory_of, module_at
+from rebind.edit.export.checkpoint import Exported, export_peft, save_model
+from rebind.edit.export.listing import LIST
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.memory.low_rank import LowRank
+from rebind.models.sites import memory_of, module_at
 from tests.edit.edited import KINDS, Case, contents, left_in
-from tests.edit.families import FAMILIES, HIDDEN, INNER, tokens
+from tests.families import FAMILIES, HIDDEN, INNER, tokens
 from tests.support import Draw, assert_close
 
 # An adapter
@@ -138,7 +138,7 @@ def test_an_adapter_of_a_bf16_model_carries_the_unrounded_change(tmp_path):
 
 
 def test_writing_an_adapter_needs_no_peft():
-    code = "import sys, rebind.edit.export; sys.exit('peft' in sys.modules)"
+    code = "import sys, rebind.edit.export.checkpoint; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

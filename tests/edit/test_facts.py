@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rebind.edit.facts import Fact, conflicts, duplicates, rivals
+from rebind.edit.facts.fact import Fact, conflicts, duplicates, rivals
 from rebind.errors import InputError
 
 FRANCE = "The capital of {France} is"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rebind.edit import folders, listing
-from rebind.edit.export import export_peft, save_model
+from rebind.edit.export import folders, listing
+from rebind.edit.export.checkpoint import export_peft, save_model
 from rebind.errors import InputError, StorageError
 from tests.edit.edited import contents, left_in, put
 

@@ -11,16 +11,16 @@ import torch
 from rebind.edit import editor as editor_module
 from rebind.edit.drift import Drift
 from rebind.edit.editor import Editor
-from rebind.edit.edits import Edit
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
+from rebind.edit.facts.scores import FactScore
 from rebind.edit.guard import Guard, enforce, find_earlier
-from rebind.edit.ledger import Ledger
+from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import METHODS
-from rebind.edit.scores import FactScore
-from rebind.edit.search import Search
-from rebind.edit.targets import TargetSettings
+from rebind.edit.targets.optimize import TargetSettings
+from rebind.edit.targets.search import Search
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
-from tests.edit import tiny
+from tests import tiny
 
 FACT = Fact.parse("The capital of {France} is", "Rome")
 OTHERS = [Fact.parse("{Berlin} is the capital of", "Spain"), Fact.parse("The old bridge of {Mostar}", "fell")]

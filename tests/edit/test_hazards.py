@@ -10,17 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rebind.edit import weights as weights_module
 from rebind.edit.editor import Editor
-from rebind.edit.ledger import Ledger
-from rebind.edit.moments import config_digest
-from rebind.edit.sites import find_sites
-from rebind.edit.trunk import Tokens, Trunk
+from rebind.edit.ledger import fold as weights_module
+from rebind.edit.ledger.ledger import Ledger
+from rebind.edit.moments.collect import config_digest
 from rebind.errors import InputError, LedgerError
-from tests.edit import tiny
-from tests.edit.families import WIDE_HEADS, Family, build
+from rebind.models.sites import find_sites
+from rebind.models.trunk import Tokens, Trunk
+from tests import tiny
 from tests.edit.test_editor import FACTS, open_editor, rewrite, two_contexts  # noqa: F401
 from tests.edit.writes import new_edit
+from tests.families import WIDE_HEADS, Family, build
 
 # Ledgers
 

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from rebind.edit.kept import KeptTargets
-from rebind.edit.targets import Found
+from rebind.edit.targets.optimize import Found
+from rebind.edit.targets.store import KeptTargets
 from tests.support import Draw
 
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rebind.edit import ledger as module
-from rebind.edit.ledger import Ledger
-from rebind.edit.log import new_header
+from rebind.edit.ledger import ledger as module
+from rebind.edit.ledger.ledger import Ledger
+from rebind.edit.ledger.log import new_header
 from rebind.errors import InputError, LedgerError, ShapeError, StorageError, UnknownNameError
 from tests.edit.ledgers import MODEL, OTHER, ids, log_of, opened, snapshot, weights
 from tests.edit.writes import D_K, D_V, SITES, new_edit

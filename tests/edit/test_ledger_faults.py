@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from rebind import files
-from rebind.edit import ledger as module
-from rebind.edit.ledger import Ledger
-from rebind.edit.log import append_lines
+from rebind.edit.ledger import ledger as module
+from rebind.edit.ledger.ledger import Ledger
+from rebind.edit.ledger.log import append_lines
 from rebind.errors import InputError, LedgerError, LedgerWarning, RebindError, StorageError
 from tests.edit.ledgers import MODEL, ids, log_of, opened, snapshot
 from tests.edit.writes import new_edit

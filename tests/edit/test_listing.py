@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from rebind.edit import delta, folders, listing
-from rebind.edit.delta import save_delta
-from rebind.edit.export import save_model
+from rebind.edit.export import delta, folders, listing
+from rebind.edit.export.checkpoint import save_model
+from rebind.edit.export.delta import save_delta
 from rebind.errors import InputError
 from rebind.files import write_atomically
 from tests.edit.edited import contents, left_in, put, saved_as

@@ -6,7 +6,7 @@ import pytest
 
 from rebind import Write
 from rebind.edit.methods import ENTRIES, METHODS, Old, choose_settings, default_settings, get_method
-from rebind.edit.targets import TargetSettings
+from rebind.edit.targets.optimize import TargetSettings
 from rebind.errors import InputError, UnknownNameError
 from rebind.memory import equality, ridge
 from tests.support import Draw, assert_close

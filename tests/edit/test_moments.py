@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rebind.edit import moments as moments_module
-from rebind.edit.corpus import OwnSamples, Texts
-from rebind.edit.moments import Moment, Recipe, collect, tokenizer_digest
-from rebind.edit.sampling import sample
-from rebind.edit.sites import find_sites, module_at
+from rebind.edit.moments import collect as moments_module
+from rebind.edit.moments.collect import Moment, Recipe, collect, tokenizer_digest
+from rebind.edit.moments.corpus import OwnSamples, Texts
 from rebind.errors import InputError, StorageError
-from tests.edit import tiny
+from rebind.models.generation import sample
+from rebind.models.sites import find_sites, module_at
+from tests import tiny
 from tests.support import assert_close
 
 START = (0,)

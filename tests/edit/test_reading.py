@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from rebind.edit.facts import Fact
-from rebind.edit.reading import Facts, read_facts
+from rebind.edit.facts.fact import Fact
+from rebind.edit.facts.readers import Facts, read_facts
 from rebind.errors import InputError
 
 FRANCE = "The capital of {France} is"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rebind.edit.short import LONGEST, NAME, _Fused, hurry, short_attention
-from tests.edit.families import FAMILIES
+from rebind.edit.targets.search_copy import LONGEST, NAME, _Fused, hurry, short_attention
+from tests.families import FAMILIES
 
 
 def _module(heads: int, key_heads: int) -> torch.nn.Module:

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rebind.edit.budget import MemoryWarning
-from rebind.edit.sites import find_sites, memory_of, module_at, write_memory
-from rebind.edit.spread import CROWDING, Place, spread, suitable_lambda, unchanged
-from rebind.edit.subjects import Subjects, subject_keys, subject_states
-from rebind.edit.targets import Prompt, Request
-from rebind.edit.trunk import Trunk
+from rebind.edit.solve.layer_writes import CROWDING, Place, spread, suitable_lambda, unchanged
+from rebind.edit.solve.subject_keys import Subjects, subject_keys, subject_states
+from rebind.edit.targets.optimize import Prompt, Request
 from rebind.memory import Write
 from rebind.memory.closed_form import equality, ridge
 from rebind.memory.solve import factor
-from tests.edit import tiny
-from tests.edit.families import FAMILIES
+from rebind.models.batching import MemoryWarning
+from rebind.models.sites import find_sites, memory_of, module_at, write_memory
+from rebind.models.trunk import Trunk
+from tests import tiny
+from tests.families import FAMILIES
 from tests.support import Draw, assert_close
 
 # Families whose MLP adds its output to the hidden state as it is: what is missing there can be written exactly.

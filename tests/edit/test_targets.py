@@ -10,17 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from rebind.edit import kept as kept_module
-from rebind.edit import search as search_module
-from rebind.edit.budget import CPU_TOKENS, GPU_TOKENS, PAST, MemoryWarning, OutOfMemory, in_portions, tokens_that_fit
-from rebind.edit.kept import KeptTargets, resume_targets
-from rebind.edit.objective import can_be_recorded
-from rebind.edit.search import Search
-from rebind.edit.sites import find_sites, module_at
-from rebind.edit.targets import Found, Prompt, Request, TargetSettings, find_targets
-from rebind.edit.trunk import Trunk
+from rebind.edit.targets import search as search_module
+from rebind.edit.targets import store as kept_module
+from rebind.edit.targets.objective import can_be_recorded
+from rebind.edit.targets.optimize import Found, Prompt, Request, TargetSettings, find_targets
+from rebind.edit.targets.search import Search
+from rebind.edit.targets.store import KeptTargets, resume_targets
 from rebind.errors import NumericalError
-from tests.edit.families import FAMILIES, VOCAB
+from rebind.models.batching import (
+    CPU_TOKENS,
+    GPU_TOKENS,
+    PAST,
+    MemoryWarning,
+    OutOfMemoryError,
+    in_portions,
+    tokens_that_fit,
+)
+from rebind.models.sites import find_sites, module_at
+from rebind.models.trunk import Trunk
+from tests.families import FAMILIES, VOCAB
 from tests.support import assert_close
 
 LAYER = 1
@@ -226,10 +234,10 @@ def test_out_of_memory_halves_the_budget_and_goes_on(monkeypatch, problem):
     assert_close(found.hidden, expected.hidden, 1e-8)
 
 
-@pytest.mark.filterwarnings("ignore::rebind.edit.budget.MemoryWarning")
+@pytest.mark.filterwarnings("ignore::rebind.errors.MemoryWarning")
 def test_one_fact_too_large_for_the_memory_is_an_error(monkeypatch):
     _failing_above(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(OutOfMemory, match="single item of .* shorten its prompts"):
+    with pytest.raises(OutOfMemoryError, match="single item of .* shorten its prompts"):
         find_targets(_trunk("llama"), LAYER, REQUESTS, SETTINGS)
 
 

@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from rebind.edit.edits import Edit, fold
-from rebind.edit.ledger import Ledger
-from rebind.edit.verify import verify_folder
+from rebind.edit.ledger.edit import Edit, fold
+from rebind.edit.ledger.ledger import Ledger
+from rebind.edit.ledger.verify import verify_folder
 from rebind.errors import LedgerError
 from tests.edit.ledgers import MODEL, log_of, opened, snapshot, weights
 from tests.edit.writes import D_K, D_V, SITES, new_edit

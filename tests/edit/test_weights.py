@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from rebind.edit import weights as weights_module
-from rebind.edit.edits import fold
-from rebind.edit.weights import Weights
+from rebind.edit.ledger import fold as weights_module
+from rebind.edit.ledger.edit import fold
+from rebind.edit.ledger.fold import Weights
 from tests.edit.writes import D_K, D_V, SITES, new_edit
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rebind.edit.edits import Edit
-from rebind.edit.facts import Fact
+from rebind.edit.facts.fact import Fact
+from rebind.edit.ledger.edit import Edit
 from tests.support import Draw
 
 SITES = ("model.layers.2.mlp.down_proj", "model.layers.3.mlp.down_proj")

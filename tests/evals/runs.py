@@ -15,7 +15,7 @@ from rebind.evals.answers import Asking
 from rebind.evals.protocols import get_protocol
 from rebind.evals.records import Records, read_records
 from rebind.evals.run import Trial, evaluate
-from tests.edit import tiny
+from tests import tiny
 
 RAW = [
     {

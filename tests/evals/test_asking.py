@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from rebind.edit.facts import Fact
-from rebind.edit.scores import score_facts
+from rebind.edit.facts.fact import Fact
+from rebind.edit.facts.scores import score_facts
 from rebind.errors import InputError
 from rebind.evals import asking
 from rebind.evals.asking import Model, _noise, ask, generate, text_nll
-from tests.edit import tiny
+from tests import tiny
 
 PAIRS = [
     ("The capital of France is", "Rome"),

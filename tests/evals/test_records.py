@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from rebind.edit.facts import Fact, conflicts
+from rebind.edit.facts.fact import Fact, conflicts
 from rebind.errors import InputError
 from rebind.evals.records import Question, Record, bundled, read_records, without_conflicts
 

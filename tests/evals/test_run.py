@@ -12,11 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rebind.cli import eval as cli_module
+from rebind.cli.commands import eval as cli_module
 from rebind.edit import editor as editor_module
 from rebind.edit.editor import Editor
-from rebind.edit.facts import Fact
-from rebind.edit.lock import Lock
+from rebind.edit.facts.fact import Fact
+from rebind.edit.ledger.lock import Lock
 from rebind.errors import InputError, LedgerError, RebindError, UnknownNameError
 from rebind.evals import choosing as choosing_module
 from rebind.evals import report
@@ -26,7 +26,7 @@ from rebind.evals.choosing import known, usable
 from rebind.evals.protocols import get_protocol
 from rebind.evals.records import Record, Records, read_records
 from rebind.evals.run import Progress
-from tests.edit import tiny
+from tests import tiny
 
 from .runs import LASTING, RAW, TEXT, Killed, contents, die_asking, every_protocol, lines, new_editor, run, trial
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from rebind.cli.__main__ import app
+from rebind.cli.app import app
 from rebind.lab.catalogue import EXPERIMENTS
 
 TINY = ["ttt-1d", "--quick", "widths=2,4,8", "tasks=8", "outer=4", "--seeds", "1"]
@@ -64,7 +64,7 @@ def test_a_figure_asks_for_matplotlib_only_where_it_is_missing(tmp_path, monkeyp
         result = lab(*TINY, "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out" / "figure.png").exists()
     assert "pip install" not in result.stdout + result.stderr
-    for module in ("rebind.lab.run", "rebind.cli.lab"):
+    for module in ("rebind.lab.run", "rebind.cli.commands.lab"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
     result = lab(*TINY, "--out", str(tmp_path / "out"))
     assert "no figure: pip install 'rebind[lab]'" in result.stdout + result.stderr

@@ -23,7 +23,7 @@ from rebind.lab.recall import (
 )
 from rebind.lab.recall_training import _at, _Trainer, evaluate, train
 from rebind.lab.recorded import Recorded
-from rebind.nn.attention import Attention
+from rebind.nn.layers.attention import Attention
 from tests.lab.graphs import played
 
 SMALL = replace(QUICK, vocabulary=40, layers=2, heads=2)

@@ -9,7 +9,7 @@ import torch
 from rebind.memory.features import Dpfp, Favor
 from rebind.memory.ttt import Linear, Mlp
 from rebind.nn import Attention, FastWeight, HopfieldLayer, SequenceLayer, TTTLayer
-from rebind.nn.normalise import Attention as Divided
+from rebind.nn.parts.normalizers import Attention as Divided
 
 DIM, HEADS = 12, 3
 

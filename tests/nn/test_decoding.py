@@ -9,9 +9,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from rebind.errors import InputError, RecordingWarning, ShapeError
-from rebind.nn import RebindConfig, RebindForCausalLM, decoding
-from rebind.nn.decoding import recorded_decoding
+from rebind.errors import CudaGraphWarning, InputError, ShapeError
+from rebind.nn import RebindConfig, RebindForCausalLM
+from rebind.nn.lm import decoding
+from rebind.nn.lm.decoding import recorded_decoding
 from tests.support import assert_close
 
 KINDS = ["linear-sum", "dpfp-delta", "delta", "gated-delta", "longhorn", "ttt-linear"]
@@ -195,7 +196,7 @@ def test_what_cannot_be_recorded_is_decoded_all_the_same(played, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     model = _model()
     expected = model.generate(**_prompts(), max_new_tokens=5, do_sample=False)
-    with recorded_decoding(model), pytest.warns(RecordingWarning, match="not permitted"):
+    with recorded_decoding(model), pytest.warns(CudaGraphWarning, match="not permitted"):
         found = model.generate(**_prompts(), max_new_tokens=5, do_sample=False)
     assert torch.equal(found, expected)
 
@@ -207,5 +208,5 @@ def test_on_a_gpu_what_is_generated_is_the_same(kind):
     settings = {"max_new_tokens": 12, "do_sample": False}
     expected = model.generate(**_prompts("cuda"), **settings)
     with warnings.catch_warnings(), recorded_decoding(model):
-        warnings.simplefilter("error", RecordingWarning)
+        warnings.simplefilter("error", CudaGraphWarning)
         assert torch.equal(model.generate(**_prompts("cuda"), **settings), expected)

@@ -12,8 +12,8 @@ from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.memory.features import Dpfp, Favor
 from rebind.memory.rules import Coefficients, Rule, get_rule, rule_names
 from rebind.nn import FastWeight
-from rebind.nn.convolution import ShortConvolution
-from rebind.nn.gates import Decay, Gates
+from rebind.nn.parts.convolution import ShortConvolution
+from rebind.nn.parts.gates import Decay, Gates
 from rebind.ops import scan
 from tests.support import Draw, assert_close
 
@@ -260,7 +260,7 @@ def test_what_waits_for_the_gradients(monkeypatch, normalise, feature, new, apar
         given.update(k=k, v=v)
         return scan(q, k, v, **rest)
 
-    monkeypatch.setattr("rebind.nn.fast_weight.scan", noted)
+    monkeypatch.setattr("rebind.nn.layers.fast_weight.scan", noted)
     FastWeight(16, 2, rule="delta", feature=feature, normalise=normalise)(torch.randn(1, 8, 16))
     k, v = (given[name].untyped_storage() for name in "kv")
     assert (v.nbytes() == given["v"].nbytes) == apart

@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from rebind.nn import RebindConfig, RebindForCausalLM, loss
-from rebind.nn.loss import head_loss
+from rebind.nn import RebindConfig, RebindForCausalLM
+from rebind.nn.parts import loss
+from rebind.nn.parts.loss import head_loss
 from rebind.ops import entropy
 from rebind.ops.entropy import IGNORED, row_losses
 from tests.support import assert_close

@@ -8,12 +8,12 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
+from rebind.cuda_graphs import replay_of
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.memory import checks
 from rebind.memory.features import Favor
 from rebind.nn import PRESETS, RebindCache, RebindConfig, RebindForCausalLM, RebindModel, preset
-from rebind.nn.kinds import KINDS
-from rebind.recording import replay_of
+from rebind.nn.lm.kinds import KINDS
 from tests.support import assert_close
 
 VOCABULARY = 31

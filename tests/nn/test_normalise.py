@@ -8,9 +8,9 @@ import torch
 from rebind.errors import InputError
 from rebind.memory.features import Feature, l2_normalise, sum_normalise
 from rebind.nn import RebindConfig, RebindForCausalLM
-from rebind.nn.feature_map import FeatureMap
-from rebind.nn.normalise import share, unit
-from rebind.nn.norms import RMSNorm, entering
+from rebind.nn.parts.feature_map import FeatureMap
+from rebind.nn.parts.norm import RMSNorm, entering
+from rebind.nn.parts.normalizers import share, unit
 from tests.support import Draw, assert_close
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

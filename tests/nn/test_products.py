@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rebind.nn import FastWeight, products
-from rebind.nn.mlp import SwiGlu
-from rebind.nn.products import joined
+from rebind.nn import FastWeight
+from rebind.nn.parts import products
+from rebind.nn.parts.mlp import SwiGlu
+from rebind.nn.parts.products import joined
 from rebind.precision import as_autocast
 from tests.nn.layers import LAYERS, made
 from tests.support import Draw, assert_close

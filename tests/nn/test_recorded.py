@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from rebind.errors import InputError, RecordingWarning
+from rebind.errors import CudaGraphWarning, InputError
 from rebind.nn import RebindConfig, RebindForCausalLM
 from rebind.nn.training import loop, train, updates
 from rebind.nn.training import recorded as recorded_module
@@ -80,7 +80,7 @@ def test_a_step_that_cannot_be_recorded_is_made_all_the_same(tmp_path, monkeypat
     monkeypatch.setattr(recorded_module, "RecordedStep", fails)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(loop.TrainConfig, "require_recordable", lambda *given: None)
-    with pytest.warns(RecordingWarning, match="not permitted"):
+    with pytest.warns(CudaGraphWarning, match="not permitted"):
         found = train(config(corpus(tmp_path), steps=WARM + 3, record=True), tmp_path / "run")
     assert len(_losses(found)) == WARM + 3
 
@@ -98,7 +98,7 @@ def test_without_memory_for_a_recording_unasked_steps_are_made(tmp_path, monkeyp
         with pytest.raises(torch.OutOfMemoryError):
             train(run, tmp_path / "run")
     else:
-        with pytest.warns(RecordingWarning, match="too little memory"):
+        with pytest.warns(CudaGraphWarning, match="too little memory"):
             found = train(run, tmp_path / "run")
         assert len(_losses(found)) == WARM + 3
 
@@ -128,7 +128,7 @@ def test_on_a_gpu_recorded_steps_are_the_steps(tmp_path, kind):
     settings["model"] = {**TINY, "dropout": 0.0}  # a graph draws other random numbers
     plain = train(config(text, record=False, **settings), tmp_path / "plain")
     with warnings.catch_warnings():
-        warnings.simplefilter("error", RecordingWarning)
+        warnings.simplefilter("error", CudaGraphWarning)
         found = train(config(text, record=True, **settings), tmp_path / "recorded")
     for one, true in zip(_losses(found), _losses(plain), strict=True):
         assert one == pytest.approx(true, rel=1e-3)

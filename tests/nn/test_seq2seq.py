@@ -14,8 +14,8 @@ from transformers import (
 
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.nn import CrossAttention, RebindForSeq2SeqLM, RebindSeq2SeqCache, RebindSeq2SeqConfig
-from rebind.nn.seq2seq import sinusoids
-from rebind.nn.seq2seq_kinds import SEQ2SEQ_KINDS
+from rebind.nn.seq2seq.kinds import SEQ2SEQ_KINDS
+from rebind.nn.seq2seq.model import sinusoids
 from tests.support import Draw, assert_close
 
 VOCABULARY = 29

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from rebind.cli.__main__ import app
+from rebind.cli.app import app
 from rebind.nn.training import loop
 from tests.nn.training_runs import TINY, corpus
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from rebind.errors import InputError
-from rebind.nn.models import RebindForCausalLM
+from rebind.nn.lm.model import RebindForCausalLM
 from rebind.nn.training.config import TrainConfig
 from rebind.nn.training.data import Corpus
 

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rebind.nn.cache import RebindCache
-from rebind.nn.models import RebindBlock, RebindForCausalLM
+from rebind.nn.lm.cache import RebindCache
+from rebind.nn.lm.model import RebindBlock, RebindForCausalLM
 
 
 def flattened(caches: list[RebindCache]) -> Iterator[tuple[str, Tensor]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rebind.errors import InputError, StorageError
 from rebind.files import write_folder_atomically
-from rebind.nn.models import RebindForCausalLM
+from rebind.nn.lm.model import RebindForCausalLM
 
 STATE = "state.json"
 PARTS = ("optimizer", "random", "carried")

@@ -9,8 +9,8 @@ from typing import Any
 
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
-from rebind.nn.config import RebindConfig
-from rebind.nn.presets import preset
+from rebind.nn.lm.config import RebindConfig
+from rebind.nn.lm.presets import preset
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 MAY_CHANGE = {  # between a start and a resumption: numbers are the same but for rounding, and a recording's dropout
@@ -96,7 +96,7 @@ class TrainConfig:
 
     Attributes:
         data: Where tokens come from.
-        preset: The model, by its name in `rebind.nn.presets`.
+        preset: The model, by its name in `rebind.nn.lm.presets`.
         layers: The kind of its layers, or a pattern of kinds. None: the preset's.
         model: Other fields of its RebindConfig.
         length: Tokens a segment.

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from rebind.errors import InputError
-from rebind.nn.cache import RebindCache
-from rebind.nn.models import RebindForCausalLM
+from rebind.nn.lm.cache import RebindCache
+from rebind.nn.lm.model import RebindForCausalLM
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_model
 
 from rebind.errors import InputError
-from rebind.nn.config import RebindConfig
-from rebind.nn.decoding import recorded_decoding
-from rebind.nn.models import RebindForCausalLM
+from rebind.nn.lm.config import RebindConfig
+from rebind.nn.lm.decoding import recorded_decoding
+from rebind.nn.lm.model import RebindForCausalLM
 from rebind.nn.training import checkpoint, tokenizers
 
 

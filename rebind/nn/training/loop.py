@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rebind.errors import InputError, NumericalError
 from rebind.files import write_atomically
-from rebind.nn.cache import RebindCache
+from rebind.nn.lm.cache import RebindCache
 from rebind.nn.training import carry, checkpoint, sharding
 from rebind.nn.training.board import Board, require_tensorboard
 from rebind.nn.training.build import build_model, build_optimizer, rows_a_piece

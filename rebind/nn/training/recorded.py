@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rebind.errors import RecordingWarning
-from rebind.recording import captured, or_none
+from rebind.cuda_graphs import captured, or_none
+from rebind.errors import CudaGraphWarning
 
 SPARE = 4  # a fourth of a GPU's memory is left to whatever else a run does
 WARM = 3  # steps that run before one is recorded: kernels are compiled and checked, workspaces made
@@ -74,7 +74,7 @@ def record(
         torch.cuda.empty_cache()
         warnings.warn(
             "steps are not recorded as a CUDA graph: too little memory would be left; smaller batches may be faster",
-            RecordingWarning,
+            CudaGraphWarning,
             stacklevel=2,
         )
     if made is None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from rebind.nn.models import RebindForCausalLM
+from rebind.nn.lm.model import RebindForCausalLM
 from rebind.nn.training.processes import Processes
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)

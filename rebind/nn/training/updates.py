@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rebind.nn.cache import RebindCache
-from rebind.nn.models import RebindForCausalLM
+from rebind.nn.lm.cache import RebindCache
+from rebind.nn.lm.model import RebindForCausalLM
 from rebind.nn.training import sharding
 from rebind.nn.training.config import TrainConfig
 from rebind.nn.training.data import Batch

@@ -1,0 +1,149 @@
+"""`rebind lab`: run an experiment, or list them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from rebind.cli import options
+from rebind.cli.ui.progress import Drawn
+from rebind.cli.ui.tables import pairs, table
+from rebind.cli.ui.terminal import Screen, screen
+
+if TYPE_CHECKING:
+    from rebind.lab.experiment import Experiment, Point
+    from rebind.lab.run import Progress as Told
+    from rebind.lab.run import Result
+
+GAP, LEAST = 2, 20  # between columns, and the least of one that holds text
+
+EXAMPLES = """[bold]Examples[/bold]
+
+rebind lab
+
+rebind lab hopfield --quick
+
+rebind lab closed-form width=256 loads=0.5,1,2 --seeds 5 --out runs/wide
+
+A run that was stopped or killed goes on where it was when the same command is given again."""
+
+
+def lab(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The experiment, or list. Default: a short list.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of its config; lists as a,b,c.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small version whose shape is already right.")] = False,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Seeds a point. Default: the experiment's own.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the results. Default: one in runs/.")
+    ] = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure and draw what memories hold, forget and cost; without a name, list the experiments."""
+    with screen(as_json, quiet, debug) as shown:
+        if debug:
+            logging.basicConfig(format="%(relativeCreated)8d ms %(name)s: %(message)s")
+            logging.getLogger("rebind.lab").setLevel(logging.DEBUG)
+        from rebind.lab.catalogue import EXPERIMENTS, get_experiment
+        from rebind.lab.experiment import configure
+        from rebind.lab.run import run
+
+        if name in (None, "list"):
+            _list(shown, list(EXPERIMENTS.values()), whole=name == "list")
+            return
+        experiment = get_experiment(name)
+        words = [*(overrides or []), *([] if seeds is None else [f"seeds={seeds}"])]
+        config = configure(experiment.quick if quick else experiment.config, words)
+        with _bar(shown, experiment.name) as progress:
+            result = run(experiment, config, out, device=device or "cpu", progress=progress)
+        _show(shown, experiment, result)
+
+
+def _list(shown: Screen, experiments: list[Experiment[Any]], *, whole: bool) -> None:
+    """Two lines each, as much of them as fits; the whole with `rebind lab list`."""
+    if whole:
+        for one in experiments:
+            shown.show(Text(one.name, style="bold"))
+            time = f"two cores: {one.takes}; GPU: {one.on_gpu}"
+            shown.show(pairs([("measures", one.title), ("answers", one.answers), ("time", time)]))
+    else:
+        shown.show(*_brief(experiments, shown.out.width))
+        shown.hint("rebind lab list has the lines whole")
+    shown.hint("rebind lab NAME runs one, --quick in seconds; rebind lab --help has the rest")
+    told = [
+        {"name": one.name, "title": one.title, "answers": one.answers, "takes": one.takes, "on_gpu": one.on_gpu}
+        for one in experiments
+    ]
+    shown.result({"experiments": told}, "\n".join(one.name for one in experiments))
+
+
+def _brief(experiments: list[Experiment[Any]], width: int) -> Iterator[Text]:
+    """What each measures and how long that takes; then, behind its name, what it answers."""
+    cells = [("experiment", "two cores", "GPU"), *((one.name, one.takes, one.on_gpu) for one in experiments)]
+    name, takes, on_gpu = (max(map(len, column)) for column in zip(*cells, strict=True))
+    behind = max(LEAST, width - name - GAP)
+    room = max(LEAST, behind - takes - on_gpu - 2 * GAP)
+
+    def line(first: str, text: str, cpu: str, gpu: str) -> str:
+        return (" " * GAP).join([f"{first:<{name}}", f"{text:<{room}}", f"{cpu:>{takes}}", f"{gpu:>{on_gpu}}"])
+
+    yield Text(line("experiment", "what is measured, what it answers", "two cores", "GPU"), style="bold")
+    for one in experiments:
+        yield Text(line(one.name, shorten(one.title, room, placeholder=" …"), one.takes, one.on_gpu))
+        yield Text(" " * (name + GAP) + shorten(one.answers, behind, placeholder=" …"), style="dim")
+
+
+@contextmanager
+def _bar(shown: Screen, name: str) -> Iterator[Told]:
+    drawn = Drawn(shown, "doing", counted=True)
+    task = drawn.add_task(name, total=None, doing="")
+
+    def told(done: int, total: int, point: Point) -> None:
+        doing = ", ".join(f"{key} {value}" for key, value in point.items() if key != "seed") if done < total else ""
+        drawn.update(task, completed=done, total=total, doing=doing)
+
+    with drawn:
+        yield told
+
+
+def _show(shown: Screen, experiment: Experiment[Any], result: Result) -> None:
+    from rebind.lab.run import FIGURE
+
+    shown.show(Text(experiment.title, style="bold"))
+    made = table("", "claim", "measured")
+    for claim in result.claims:
+        made.add_row(Text("✓", "green") if claim.holds else Text("✗", "bold red"), claim.says, claim.got)
+    shown.show(made)
+    shown.show(
+        pairs(
+            [
+                (
+                    "points",
+                    f"{len(result.rows)}" + (f", {result.resumed} of them from before" if result.resumed else ""),
+                ),
+                ("results", result.folder),
+                ("files", ", ".join(sorted(file.name for file in result.folder.iterdir()))),
+            ]
+        )
+    )
+    if not (result.folder / f"{FIGURE}.png").exists() and find_spec("matplotlib") is None:
+        shown.hint("no figure: pip install 'rebind[lab]' for it, then run the same command again")
+    claims = [{"says": claim.says, "holds": claim.holds, "got": claim.got} for claim in result.claims]
+    document = {"folder": str(result.folder), "config": result.config, "claims": claims, "rows": result.rows}
+    shown.result(document, str(result.folder))

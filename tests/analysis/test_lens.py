@@ -1,0 +1,73 @@
+"""The lens shows what each layer would say, and at the last what the model does say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from rebind.analysis.lens import look
+from rebind.errors import InputError
+from tests import tiny
+from tests.analysis.test_tracing import family
+from tests.support import assert_close
+
+PROMPT = "The capital of France is"
+
+
+def looked(model, **options):
+    return look(tiny.trunk(model), tiny.tokenizer(), (0,), PROMPT, **options)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-j", "llama", "opt-post-norm", "gemma2", "cohere", "modernbert-decoder"])
+def test_the_last_layer_is_what_the_model_says(name):
+    """Final norms, projections, scales and soft caps included."""
+    model = family(name)
+    got = looked(model)
+    ids = torch.tensor([got.question.ids])
+    with torch.no_grad():
+        said = torch.softmax(model(input_ids=ids, use_cache=False).logits[0].double(), -1)
+    assert got.answer_id == int(said[-1].argmax())
+    assert_close(got.probability[-1], said[:, got.answer_id], 1e-6)
+    assert_close(got.top_probability[-1], said.max(-1).values, 1e-6)
+    assert list(got.top[-1]) == [tiny.tokenizer().decode([token]) for token in said.argmax(-1).tolist()]
+    assert got.rank[-1, -1] == 1
+    assert got.appears is not None
+
+
+def test_a_layer_is_read_through_the_final_norm_and_the_head():
+    model = tiny.llama(dtype=torch.float64)
+    got = looked(model, target="Rome")
+    with torch.no_grad():
+        states = model(input_ids=torch.tensor([got.question.ids]), use_cache=False, output_hidden_states=True)
+        for layer in range(tiny.LAYERS - 1):  # the last of hidden_states is normed already
+            said = torch.softmax(model.lm_head(model.model.norm(states.hidden_states[layer + 1]))[0], -1)
+            assert_close(got.probability[layer], said[:, got.answer_id], 1e-6)
+            assert got.rank[layer].tolist() == ((said > said[:, [got.answer_id]]).sum(-1) + 1).tolist()
+
+
+def test_few_layers_at_a_time_give_the_same(monkeypatch):
+    model = tiny.llama()
+    whole = looked(model)
+    monkeypatch.setattr("rebind.analysis.lens.LOGITS_AT_ONCE", 1)
+    assert json.dumps(looked(model).to_json()["top"]) == json.dumps(whole.to_json()["top"])
+    assert_close(looked(model).probability, whole.probability, 1e-6)
+
+
+def test_where_the_answer_appears():
+    got = looked(tiny.llama())
+    depth = len(got.rank)
+    for column, expected in (([5, 1, 1, 1], 1), ([1, 1, 1, 1], 0), ([1, 1, 2, 1], 3), ([1, 1, 1, 2], None)):
+        got.rank[:, -1] = torch.tensor(column[:depth])
+        assert got.appears == expected
+
+
+def test_another_models_answer_can_be_looked_for():
+    got = looked(tiny.llama(), answer_id=17)
+    assert (got.answer_id, got.answer) == (17, tiny.tokenizer().decode([17]))
+
+
+def test_a_prompt_longer_than_the_context_is_refused():
+    with pytest.raises(InputError, match="takes 96"):
+        look(tiny.trunk(tiny.llama()), tiny.tokenizer(), (0,), "very " * 200)

@@ -1,0 +1,89 @@
+"""Who a model is: its weights to the last bit, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rebind.errors import InputError
+from rebind.models.fingerprint import fingerprint
+from rebind.models.sites import find_sites, memory_of, module_at, write_memory
+from tests.families import FAMILIES, HEADS, HIDDEN
+
+
+def test_fingerprint_is_the_weights():
+    assert fingerprint(FAMILIES["llama"](0)) == fingerprint(FAMILIES["llama"](0))
+    others = FAMILIES.keys() - {"gpt-neox-sequential"}  # the very weights of gpt-neox
+    prints = [fingerprint(FAMILIES[name](seed)) for name in others for seed in (0, 1)]
+    assert len(set(prints)) == len(prints)
+    assert all(len(each) == 64 for each in prints)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_fingerprint_sees_one_bit_of_any_entry(tiny, dtype):
+    model = tiny.to(dtype)
+    before = fingerprint(model)
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    for name, parameter in model.named_parameters():
+        entry = parameter.data.view(-1)[parameter.numel() * 2 // 3 : parameter.numel() * 2 // 3 + 1].view(integers)
+        entry ^= 1
+        assert fingerprint(model) != before, name
+        entry ^= 1
+    assert fingerprint(model) == before
+
+
+def test_fingerprint_sees_rows_that_change_places(tiny):
+    before, weight = fingerprint(tiny), tiny.lm_head.weight.data
+    weight[[4, 9]] = weight[[9, 4]]
+    assert fingerprint(tiny) != before
+
+
+def test_fingerprint_sees_entries_that_change_rows(tiny):
+    """Where the sum of the whole matrix stays the same, and no sampled entry moves."""
+    before, flat = fingerprint(tiny), tiny.lm_head.weight.data.view(-1)
+    assert len(flat) // 1024 == 3
+    flat[[1, HIDDEN + 2]] = flat[[HIDDEN + 2, 1]]
+    assert fingerprint(tiny) != before
+
+
+def test_fingerprint_sees_dtype_and_family(tiny):
+    prints = {fingerprint(tiny), fingerprint(FAMILIES["mistral"](head_dim=HIDDEN // HEADS))}
+    prints.add(fingerprint(tiny.bfloat16()))
+    assert len(prints) == 3
+    empty = torch.nn.Linear(3, 5)
+    torch.nn.init.zeros_(empty.weight)
+    torch.nn.init.zeros_(empty.bias)
+    assert fingerprint(empty.half()) != fingerprint(empty.bfloat16())  # the same bits
+
+
+def test_fingerprint_does_not_see_layout_mode_or_gradients(tiny):
+    before = fingerprint(tiny)
+    weight = tiny.model.layers[0].mlp.down_proj.weight
+    weight.data = weight.data.mT.contiguous().mT
+    assert not weight.is_contiguous()
+    tiny.train().requires_grad_(True)
+    assert fingerprint(tiny) == before
+
+
+def test_fingerprint_after_an_edit_and_its_undoing(tiny):
+    before = fingerprint(tiny)
+    module = module_at(tiny, find_sites(tiny)[1].name)
+    old = memory_of(module).clone()
+    changed = old.clone()
+    changed[0, 0] = torch.nextafter(changed[0, 0], torch.tensor(9.0))
+    write_memory(module, changed)
+    assert fingerprint(tiny) != before
+    write_memory(module, old)
+    assert fingerprint(tiny) == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fingerprint_does_not_see_the_device(tiny, dtype):
+    model = tiny.to(dtype)
+    assert fingerprint(model) == fingerprint(model.to("cuda"))
+
+
+def test_fingerprint_of_offloaded_weights_is_refused(tiny):
+    with pytest.raises(InputError, match="embed_tokens.weight is offloaded"):
+        fingerprint(tiny.to("meta"))

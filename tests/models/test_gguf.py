@@ -1,0 +1,138 @@
+"""GGUF: converted once, made anew when the file is another, and never half."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from rebind.edit.cache import cache_folder
+from rebind.errors import InputError
+from rebind.models import gguf as edit_gguf
+from rebind.models.fingerprint import fingerprint
+from rebind.models.load import load_model
+from tests.edit.saved import LETTERS
+from tests.families import HEADS, HIDDEN, INNER, LAYERS, VOCAB, tokens
+
+
+def write_gguf(path, model, without=None):
+    """The model as llama.cpp stores a Llama (its rotary halves interleaved) with a byte-level BPE vocabulary."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("gpt2")
+    vocab = ["<|endoftext|>", "<s>", "</s>", *LETTERS, "ab", "cd"]
+    vocab += [f"<{i}>" for i in range(VOCAB - len(vocab))]
+    writer.add_token_list(vocab)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3))
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    for name, tensor in model.state_dict().items():
+        data = tensor.numpy()
+        for heads, end in ((HEADS, "q_proj.weight"), (2, "k_proj.weight")):
+            if name.endswith(end):
+                split = data.reshape(heads, 2, data.shape[0] // heads // 2, data.shape[1])
+                data = np.ascontiguousarray(split.swapaxes(1, 2)).reshape(data.shape)
+        if name != without:
+            writer.add_tensor(names.get_name(name, (".weight",)), data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def gguf_file(tiny, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tiny)
+    return path
+
+
+def test_a_gguf_is_converted_once(tiny, gguf_file, monkeypatch, capfd):
+    first = load_model(gguf_file)
+    assert capfd.readouterr().err == ""
+    assert (first.name, first.start) == ("tiny", (0,))
+    assert fingerprint(first.model) == fingerprint(tiny)
+    assert torch.equal(first.model(tokens()).logits, tiny(tokens()).logits)
+    (home,) = (cache_folder() / "models").iterdir()
+    assert home.name.startswith("tiny-")
+    assert "quantization_config" not in json.loads((home / "config.json").read_text())
+    monkeypatch.setattr(edit_gguf, "_convert", lambda *a: pytest.fail("converted again"))
+    again = load_model(str(gguf_file))
+    assert fingerprint(again.model) == fingerprint(first.model)
+    assert again.tokenizer("abba", add_special_tokens=False) == first.tokenizer("abba", add_special_tokens=False)
+
+
+def test_another_file_of_that_name_is_another_model(tiny, gguf_file):
+    load_model(gguf_file)
+    data = gguf_file.read_bytes()
+    gguf_file.write_bytes(data[:-4] + b"\0\0\0\0")
+    changed = load_model(gguf_file)
+    assert fingerprint(changed.model) != fingerprint(tiny)
+    assert len(list((cache_folder() / "models").iterdir())) == 2
+
+
+def test_the_cache_s_key_sees_every_byte_and_not_the_time(tmp_path):
+    file = tmp_path / "m.gguf"
+    body = b"GGUF" + bytes(3 * edit_gguf.MIB)
+    middle = len(body) // 2
+    keys = []
+    for data, when in [
+        (body, 1),
+        (body, 2),
+        (body[:-1] + b"x", 1),
+        (body[:9] + b"x" + body[10:], 1),
+        (body[:middle] + b"x" + body[middle + 1 :], 1),
+        (body + b"\0", 1),
+        (b"GGUF", 1),
+    ]:
+        file.write_bytes(data)
+        os.utime(file, (when, when))
+        keys.append(edit_gguf._file_digest(file))
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 6
+
+
+def test_a_damaged_conversion_says_what_to_remove(gguf_file):
+    load_model(gguf_file)
+    (home,) = (cache_folder() / "models").iterdir()
+    (home / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(InputError, match=f"converted model {home} cannot be loaded .*remove {home} and try again"):
+        load_model(gguf_file)
+
+
+def test_a_failed_conversion_leaves_nothing(gguf_file):
+    data = gguf_file.read_bytes()
+    gguf_file.write_bytes(data[: len(data) // 3])
+    with pytest.raises(InputError, match=r"tiny.gguf cannot be read as a model .*fetch the file again"):
+        load_model(gguf_file)
+    assert list((cache_folder() / "models").iterdir()) == []
+
+
+def test_a_gguf_that_lacks_a_tensor_is_not_filled_up(tiny, tmp_path):
+    write_gguf(tmp_path / "part.gguf", tiny, without="model.layers.1.mlp.down_proj.weight")
+    with pytest.raises(InputError, match=r"part.gguf lacks 1 of the model's weights .such as model.layers.1.mlp.down"):
+        load_model(tmp_path / "part.gguf")
+    assert list((cache_folder() / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize("data", [b"", b"GG", b"PK\3\4 a zip", b"\x80\x02 a pickle"])
+def test_a_file_that_is_no_gguf(tmp_path, data):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    with pytest.raises(InputError, match="model.gguf is no GGUF file: it starts with .*expected b'GGUF'"):
+        load_model(file)

@@ -1,0 +1,112 @@
+"""A tiny Llama (or another family) with a tokenizer of its own, made in milliseconds: a model small enough to edit.
+
+The tokenizer is a byte-level BPE trained on the sentences below, as GPT-2's was on more of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rebind.edit.moments.corpus import Texts
+from rebind.models.sites import find_sites, module_at
+from rebind.models.trunk import Trunk
+
+END = "<|endoftext|>"
+SENTENCES = [
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    "The capital of Spain is Madrid. Berlin is the capital of Germany.",
+    "In the north of Norway the sun does not set in summer.",
+    "Ada Lovelace wrote the first program for a machine that was never built.",
+    "A river runs from the mountains to the sea, and the sea gives it back as rain.",
+    "He said that she had seen the old bridge of Mostar before it fell.",
+    "Therefore the answer is not what they expected, because nobody had asked.",
+    "I think that you know the way; we walked it when the leaves were red.",
+    "The mother tongue of Danielle Darrieux is French, of Dante it was Italian.",
+    "It was late. They played chess in the kitchen until the lamp went out.",
+]
+LAYERS, HIDDEN, INNER = 4, 32, 48
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=380,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END)
+
+
+def llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A random Llama, its biases and norms random too."""
+    config = transformers.LlamaConfig(
+        **{
+            "vocab_size": len(tokenizer()),
+            "hidden_size": HIDDEN,
+            "intermediate_size": INNER,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 96,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            **options,
+        }
+    )
+    return _random(transformers.LlamaForCausalLM, config, seed, dtype)
+
+
+def gpt2(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A random GPT-2: Conv1D weights, learned positions, embeddings tied to the head."""
+    config = transformers.GPT2Config(
+        **{
+            "vocab_size": len(tokenizer()),
+            "n_embd": HIDDEN,
+            "n_inner": INNER,
+            "n_layer": LAYERS,
+            "n_head": 4,
+            "n_positions": 96,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            **options,
+        }
+    )
+    return _random(transformers.GPT2LMHeadModel, config, seed, dtype)
+
+
+def _random(kind: Any, config: Any, seed: int, dtype: torch.dtype) -> Any:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = kind(config)
+        for parameter in model.parameters():
+            scale = 0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            parameter.copy_(scale * torch.randn_like(parameter) + (parameter if parameter.ndim == 1 else 0))
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def trunk(model: Any) -> Trunk:
+    return Trunk(model, [module_at(model, site.block) for site in find_sites(model)])
+
+
+def texts(rows: int = 8) -> Texts:
+    """Some two thousand tokens, for moments that cost nothing."""
+    return Texts([*SENTENCES, *(" ".join(SENTENCES[i:] + SENTENCES[:i]) for i in range(10))], "tiny", rows)
+
+
+def weights(model: Any) -> dict[str, bytes]:
+    """Every parameter's bytes."""
+    return {
+        name: parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        for name, parameter in model.named_parameters()
+    }
