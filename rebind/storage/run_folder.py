@@ -1,0 +1,167 @@
+"""A folder that one run owns and can resume: an evaluation, a training or an experiment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from rebind.errors import InputError
+from rebind.storage.atomic import (
+    TEMPORARY,
+    make_folders,
+    path_inside,
+    read_json_object,
+    remove_temporaries,
+    to_json,
+    write_file,
+    write_json,
+)
+from rebind.storage.jsonl import JsonLines
+from rebind.storage.lock import lock
+
+RunKind: TypeAlias = Literal["evaluation", "training", "experiment"]
+
+CONFIG, LOCK = "config.json", ".lock"
+
+
+class RunFolder:
+    """The folder of an active run. Open one with `RunFolder.open`, in a `with` statement."""
+
+    def __init__(self, path: Path, config: dict[str, Any], resumed: bool) -> None:
+        self.path = path
+        self.config = config  # as stored: of a resumed run, the settings that it was started with
+        self.resumed = resumed
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        path: str | Path,
+        kind: RunKind,
+        config: Mapping[str, Any],
+        *,
+        ignore: Collection[str] = (),
+        overwrite: bool = False,
+    ) -> Iterator[RunFolder]:
+        """Start a run in a new or empty folder, or resume the run in it if its settings are the same.
+
+        Args:
+            path: the folder; created if it is missing, and removed again if the body fails before writing anything.
+            kind: what kind of run this is; a folder with a run of another kind is refused.
+            config: the settings, stored in config.json together with the kind.
+            ignore: dotted names of settings that may differ when the run is resumed, such as "versions.torch".
+            overwrite: start over where the settings differ; rows of the earlier run are removed.
+
+        Raises:
+            InputError: code "run_folder_differs" or "not_a_run_folder".
+            StorageError: code "locked" if another process uses the folder, or the reason why it cannot be written.
+        """
+        path = Path(path)
+        wanted: dict[str, Any] = json.loads(to_json(config))
+        is_new = not path.exists()
+        _stored_config(path, kind)  # a folder with other things in it does not even get a lock file
+        make_folders(path)
+        with lock(path / LOCK, timeout=0):
+            for folder, _, _ in os.walk(path):
+                remove_temporaries(folder)
+            stored = _stored_config(path, kind)
+            if stored is not None and (differences := _differences(stored, wanted, ignore)):
+                if not overwrite:
+                    raise _other_settings(path, differences)
+                stored = None
+            run = cls(path, stored or wanted, resumed=stored is not None)
+            try:
+                if not run.resumed:
+                    for rows in path.glob("*.jsonl"):
+                        rows.unlink()
+                    write_json(path / CONFIG, {"kind": kind, **wanted})
+                yield run
+            except BaseException:
+                if not run.resumed:
+                    _remove_if_bare(path, is_new)
+                raise
+
+    @staticmethod
+    def read_config(path: str | Path, kind: RunKind) -> dict[str, Any]:
+        """Return the settings of the run in a folder, for readers; they need no lock and no write access."""
+        path = Path(path)
+        stored = read_json_object(path / CONFIG)
+        if stored is None or stored.pop("kind", None) != kind:
+            raise _not_a_run_folder(path, kind)
+        return stored
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file or folder to write; symbolic links on the way are refused."""
+        return path_inside(self.path, name)
+
+    def rows(self, name: str) -> JsonLines:
+        """Return the rows in one of the folder's files, such as "records.jsonl"."""
+        return JsonLines(self.file(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write one of the folder's files atomically."""
+        write_file(self.file(name), data)
+
+
+def _stored_config(path: Path, kind: RunKind) -> dict[str, Any] | None:
+    """Return the settings of the run in a folder; None if a run can start there; raise if it holds other things."""
+    if not path.exists():
+        return None
+    if path.is_dir() and all(entry.name == LOCK or TEMPORARY.fullmatch(entry.name) for entry in path.iterdir()):
+        return None
+    return RunFolder.read_config(path, kind)
+
+
+def _not_a_run_folder(path: Path, kind: RunKind) -> InputError:
+    return InputError(
+        f"{path} holds no run of kind {kind!r}",
+        expected="a new folder, or the folder of such a run",
+        advice="Choose another folder for {out}",
+        settings={"out": None},
+        code="not_a_run_folder",
+    )
+
+
+def _other_settings(path: Path, differences: Mapping[str, tuple[Any, Any]]) -> InputError:
+    changes = ", ".join(f"{name} (was {_short(old)}, now {_short(new)})" for name, (old, new) in differences.items())
+    return InputError(
+        f"{path} holds a run with other settings: {changes}",
+        advice="Use the same settings to resume that run, or choose another folder for {out}",
+        settings={"out": None},
+        code="run_folder_differs",
+    )
+
+
+def _differences(
+    stored: Mapping[str, Any], config: Mapping[str, Any], ignore: Collection[str], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Return the old and the new value of every setting that differs, by dotted name."""
+    differences: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys([*stored, *config]):
+        name, old, new = f"{prefix}{key}", stored.get(key), config.get(key)
+        if name in ignore:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            differences |= _differences(old, new, ignore, f"{name}.")
+        elif old != new:
+            differences[name] = (old, new)
+    return differences
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 32 else f"{text[:31]}…"
+
+
+def _remove_if_bare(path: Path, is_new: bool) -> None:
+    """Remove the traces of a run that failed before it wrote anything."""
+    with suppress(OSError):
+        if {entry.name for entry in path.iterdir()} <= {CONFIG, LOCK}:
+            (path / CONFIG).unlink()
+            (path / LOCK).unlink(missing_ok=True)
+            if is_new:
+                path.rmdir()
