@@ -1,8 +1,10 @@
-"""Imports go down the layers only: memory < ops < nn; memory < edit < evals; lab, cli and studio on top."""
+"""The structure of the package: imports go down the layers, modules form no cycle, folders stay small."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,63 +12,125 @@ import pytest
 import rebind
 
 PACKAGE = Path(rebind.__file__).parent
+MOST_MODULES = 16  # in one folder, besides __init__.py
 
-# What each layer may import of the package, besides itself and what stands beside `rebind.errors`.
-BESIDE = {"errors", "files", "storage", "precision", "cuda_graphs", "version"}
+# What each layer may import of the package, besides itself. docs/architecture.md draws this.
+FOUNDATION = {"errors", "storage", "precision", "cuda_graphs", "version"}
+ALGEBRA = FOUNDATION | {"memory", "ops"}
+EDITING = ALGEBRA | {"nn", "models", "edit"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
-    "__main__": {"cli"},
-    "files": set(),
-    "storage": set(),
-    "precision": set(),
-    "cuda_graphs": set(),
     "version": set(),
-    "memory": set(),
-    "ops": {"memory"},
-    "nn": {"memory", "ops"},
-    "models": {"memory", "nn"},
-    "edit": {"memory", "models", "analysis"},
-    "analysis": {"memory", "models", "edit"},
-    "evals": {"memory", "models", "edit", "analysis"},
-    "bench": {"ops"},
-    "lab": {"memory", "ops", "nn", "models", "edit", "analysis", "evals"},
-    "cli": {"memory", "ops", "nn", "models", "edit", "analysis", "evals", "bench", "lab", "studio"},
-    "studio": {"memory", "ops", "nn", "models", "edit", "analysis", "evals", "lab"},
+    "precision": {"errors"},
+    "cuda_graphs": {"errors"},
+    "storage": {"errors"},
+    "memory": FOUNDATION,
+    "ops": FOUNDATION | {"memory"},
+    "bench": ALGEBRA,
+    "nn": ALGEBRA,
+    "models": ALGEBRA | {"nn"},
+    "edit": ALGEBRA | {"nn", "models"},
+    "analysis": EDITING,
+    "evals": EDITING | {"analysis"},
+    "lab": EDITING | {"analysis", "evals", "bench"},
+    "cli": EDITING | {"analysis", "evals", "bench", "lab"},
+    "__main__": {"cli"},
 }
 
 
-def layer_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    """Return the dotted name of a module, that of the package for an `__init__.py`."""
+    parts = ["rebind", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(source: str, module: str) -> set[str]:
-    """The rebind modules that a file imports, relative imports resolved against `module`."""
-    found = set()
+def imported_by(source: str, module: str, *, is_package: bool = False) -> set[str]:
+    """Return every rebind module that a source names: imports anywhere in it, and dotted names in strings."""
+    names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = module.split(".")[: -node.level] if node.level else []
-            name = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {name} if name != "rebind" else {f"rebind.{alias.name}" for alias in node.names}
-    return {name for name in found if name == "rebind" or name.startswith("rebind.")}
+            base = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
+            home = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {f"{home}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__", "files"):
+                names.add(str(node.args[0].value))
+    return {name for name in names if name == "rebind" or name.startswith("rebind.")}
 
 
 def goes_up(layer: str, imported: str) -> bool:
     parts = imported.split(".")
-    return len(parts) < 2 or parts[1] not in BELOW[layer] | BESIDE | {layer}
+    return len(parts) < 2 or parts[1] not in BELOW[layer] | {layer}
 
 
-FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {name_of(path): path for path in FILES}
+INSIDE = [path for path in FILES if path != PACKAGE / "__init__.py"]
+FOLDERS = sorted({path.parent for path in INSIDE})
+ids = {"ids": lambda path: str(path.relative_to(PACKAGE))}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", INSIDE, **ids)
 def test_imports_go_down(path):
-    layer = layer_of(path)
-    assert layer in BELOW, f"{path.name} is in no layer: give it one in BELOW and in docs/architecture.md"
-    module = ".".join(["rebind", *path.relative_to(PACKAGE).with_suffix("").parts])
-    upward = sorted(name for name in imports(path.read_text(), module) if goes_up(layer, name))
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert layer in BELOW, f"{path.name} is in no layer: add it to BELOW and to docs/architecture.md"
+    names = imported_by(path.read_text(), name_of(path), is_package=path.name == "__init__.py")
+    upward = sorted(name for name in names if goes_up(layer, name))
     assert not upward, f"{layer} may not import {', '.join(upward)}"
+
+
+def module_named(name: str) -> str | None:
+    """Return the module that provides a dotted name: the name itself, or what it is imported from."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def test_modules_form_no_cycle():
+    graph = {}
+    for name, path in MODULES.items():
+        if path.name == "__init__.py":  # exports what is below it
+            continue
+        needs = {module_named(imported) for imported in imported_by(path.read_text(), name)}
+        graph[name] = {need for need in needs if need and need != name and MODULES[need].name != "__init__.py"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as problem:
+        pytest.fail(f"modules import each other: {' → '.join(problem.args[1])}")
+
+
+def test_nothing_hides_behind_type_checking():
+    hidden = [path for path in INSIDE if path.name != "__init__.py" and "from rebind" in type_checking_part(path)]
+    assert not hidden, f"import at the top instead, or split the module: {[name_of(path) for path in hidden]}"
+
+
+def type_checking_part(path: Path) -> str:
+    tests = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.If)]
+    return "\n".join(
+        ast.unparse(line) for node in tests if "TYPE_CHECKING" in ast.unparse(node.test) for line in node.body
+    )
+
+
+@pytest.mark.parametrize("folder", FOLDERS, **ids)
+def test_folders_are_small_and_say_what_they_hold(folder):
+    modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= MOST_MODULES, f"{len(modules)} modules: make two folders of them"
+    if folder != PACKAGE:
+        purpose = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        assert len(purpose) > 40, "the docstring of __init__.py must state the purpose of the package"
+
+
+def test_class_names_are_unique():
+    classes = Counter(
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not [name for name, count in classes.items() if count > 1]
 
 
 @pytest.mark.parametrize(
@@ -79,13 +143,15 @@ def test_imports_go_down(path):
         ("memory", "from .write import Write", False),
         ("memory", "from rebind.errors import InputError", False),
         ("ops", "def f():\n    from rebind.nn import FastWeight", True),
+        ("ops", "if TYPE_CHECKING:\n    from rebind.nn import FastWeight", True),
+        ("ops", "import_module('rebind.nn.lm')", True),
         ("ops", "from rebind.memory.write import Write", False),
         ("edit", "import rebind.evals.metrics", True),
         ("evals", "from rebind.edit import editor", False),
     ],
 )
 def test_the_check_sees_what_it_should(layer, source, up):
-    assert any(goes_up(layer, name) for name in imports(source, f"rebind.{layer}.module")) is up
+    assert any(goes_up(layer, name) for name in imported_by(source, f"rebind.{layer}.module")) is up
 
 
 def test_the_algebra_is_pure_torch():
