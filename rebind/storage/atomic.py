@@ -2,7 +2,7 @@
 
 Content goes into a temporary beside its destination, is flushed to disk and then renamed. A reader, or the next
 start after a crash, sees the old content or the new one. Temporaries that a killed process left are removed a day
-later by the next write into the same folder.
+later, by the next write into the same folder.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import re
 import secrets
 import shutil
 import stat
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
-from typing import Any
 
 from rebind.errors import InputError
 from rebind.storage.problems import nearest_existing, storage_errors, symbolic_link_error
@@ -34,16 +32,14 @@ def write_file(path: str | Path, data: bytes) -> None:
     """
     path = Path(path)
     with storage_errors(path):
-        make_folders(path.parent)
-        remove_temporaries(path.parent, STALE_SECONDS)
-        temporary = _temporary(path)
+        temporary = _temporary_beside(path)
         try:
             with temporary.open("xb") as file:  # not mkstemp, which creates files that only their owner can read
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-            sync(path.parent)
+            flush_to_disk(path.parent)
         finally:
             with suppress(OSError):  # cleaning up must not hide the error that made it necessary
                 temporary.unlink(missing_ok=True)
@@ -55,7 +51,7 @@ def write_json(path: str | Path, value: object) -> None:
 
 
 def to_json(value: object, *, indent: int | None = None) -> str:
-    """Return a value as JSON text; raise InputError (code not_json) for NaN, infinities and unknown types."""
+    """Return a value as JSON text; NaN and infinities are refused, because other programs cannot read them."""
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as problem:
@@ -68,14 +64,9 @@ def to_json(value: object, *, indent: int | None = None) -> str:
 
 
 def make_folders(path: str | Path) -> None:
-    """Create a folder with its parents and flush each new name to disk."""
-    path = Path(path)
-    with storage_errors(path):
-        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        for folder in missing:
-            with suppress(PermissionError):  # a parent may be writable without being readable
-                sync(folder.parent)
+    """Create a folder with its parents, and flush each new name to disk."""
+    with storage_errors(Path(path)):
+        _make_folders(Path(path))
 
 
 def path_inside(root: str | Path, name: str | PurePath) -> Path:
@@ -94,28 +85,25 @@ def path_inside(root: str | Path, name: str | PurePath) -> Path:
     return folder / parts[-1]
 
 
-def check_writable(
-    folder: str | Path,
-    *,
-    advice: str = "Choose another folder",
-    settings: Mapping[str, object] | None = None,
-) -> None:
+def check_writable(folder: str | Path) -> None:
     """Check before long work that a folder can be written, or created; nothing is left behind."""
     folder = Path(folder).absolute()
-    with storage_errors(folder, advice=advice, settings=settings):
+    with storage_errors(folder):
         nearest = nearest_existing(folder)
         if not nearest.is_dir():
             raise InputError(
-                f"{nearest} is a file", expected="a folder", advice=advice, settings=settings, code="file_in_the_way"
+                f"{nearest} is a file", expected="a folder", advice="Choose another folder", code="file_in_the_way"
             )
-        Path(tempfile.mkdtemp(prefix=".rebind-", suffix=".tmp", dir=nearest)).rmdir()
+        probe = _temporary_beside(nearest / "probe")
+        probe.mkdir()
+        probe.rmdir()
 
 
 def create_folder(path: str | Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write into a temporary folder, then give it its name. For caches and checkpoints.
 
-    A folder that already exists, or that another process finishes first, stays and wins: both hold the same content,
-    and a reader may have the first one open.
+    A folder that already exists, or that another process finishes first, stays: both hold the same content, and a
+    reader may have the first one open.
     """
     path = Path(path)
     if path.is_dir():
@@ -126,52 +114,43 @@ def create_folder(path: str | Path, fill: Callable[[Path], None]) -> None:
         except OSError:
             if not path.is_dir():
                 raise
-        sync(path.parent)
+        flush_to_disk(path.parent)
 
 
 @contextmanager
 def filled_folder(path: Path, fill: Callable[[Path], None]) -> Iterator[Path]:
     """Provide a temporary folder beside `path` with what `fill` wrote, flushed to disk."""
-    make_folders(path.parent)
-    remove_temporaries(path.parent, STALE_SECONDS)
-    temporary = _temporary(path)
+    temporary = _temporary_beside(path)
     temporary.mkdir()
     try:
         fill(temporary)
         usual_mode = stat.S_IMODE(temporary.stat().st_mode) & 0o666
         for root, _, names in os.walk(temporary):
             for file in (Path(root, name) for name in names):
-                mode = file.lstat().st_mode
-                if stat.S_ISREG(mode):
-                    file.chmod(stat.S_IMODE(mode) | usual_mode)  # safetensors lets only the owner read its files
-                    sync(file)
-            sync(Path(root))
+                if not file.is_symlink():
+                    file.chmod(file.stat().st_mode | usual_mode)  # safetensors lets only the owner read its files
+                    flush_to_disk(file)
+            flush_to_disk(Path(root))
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_temporaries(folder: str | Path, older_than: float = 0.0) -> None:
-    """Remove temporaries that killed processes left in a folder; those of the last `older_than` seconds stay."""
+    """Remove temporaries that killed processes left in a folder, if they are older than so many seconds."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if not TEMPORARY.fullmatch(entry.name):
                 continue
             if time.time() - entry.stat(follow_symlinks=False).st_mtime < older_than:
                 continue
-            remove(Path(entry.path))
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                Path(entry).unlink(missing_ok=True)
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a symbolic link or a whole folder, as far as possible."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk."""
     if os.name == "nt":  # Windows opens no folders, and flushes only files that are open for writing
         return
@@ -182,15 +161,16 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def read_json_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None where there is no such file or it holds anything else."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+def _make_folders(path: Path) -> None:
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with suppress(PermissionError):  # a parent may be writable without being readable
+            flush_to_disk(folder.parent)
 
 
-def _temporary(path: Path) -> Path:
-    """Return a name beside `path`, on the same file system, that no other writer uses."""
+def _temporary_beside(path: Path) -> Path:
+    """Return a name that no other writer uses, on the file system of `path`, in a folder without stale temporaries."""
+    _make_folders(path.parent)
+    remove_temporaries(path.parent, STALE_SECONDS)
     return path.with_name(f".rebind-{secrets.token_hex(6)}.tmp")

@@ -1,32 +1,25 @@
-"""Export folders: a folder that a later export may replace, and nothing else may be lost with it.
+"""Export folders: a later export may replace an earlier one, and nothing else is ever lost with it.
 
 Every export carries a manifest with its kind and the names of its files. Only a folder with such a manifest, and
-without any other file, is ever replaced.
+without any other file, is replaced.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from rebind.errors import InputError
-from rebind.storage.atomic import (
-    TEMPORARY,
-    check_writable,
-    filled_folder,
-    read_json_object,
-    remove,
-    sync,
-    write_json,
-)
+from rebind.storage.atomic import TEMPORARY, check_writable, filled_folder, flush_to_disk, write_json
 from rebind.storage.problems import storage_errors
 
 MANIFEST = ".rebind-export.json"
 
 
 def replace_folder(path: str | Path, fill: Callable[[Path], None], *, kind: str, overwrite: bool = False) -> Path:
-    """Let `fill` write an export into a temporary folder, then put it in place; return the folder's path.
+    """Let `fill` write an export into a temporary folder, then put it in place; return the folder's full path.
 
     The folder must be new or empty. With `overwrite` it may also hold an earlier export of the same kind and nothing
     else. That one stays until the new one is complete, and comes back if the exchange fails.
@@ -41,7 +34,7 @@ def replace_folder(path: str | Path, fill: Callable[[Path], None], *, kind: str,
     with storage_errors(path), filled_folder(path, fill_and_list) as staged:
         check_replaceable(path, kind=kind, overwrite=overwrite)  # filling takes minutes: somebody may have come first
         old = _set_aside(path)
-        remove(old)
+        shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             path.rename(old)
         try:
@@ -50,10 +43,9 @@ def replace_folder(path: str | Path, fill: Callable[[Path], None], *, kind: str,
             if old.exists():
                 old.rename(path)
             raise
-        sync(path.parent)
+        flush_to_disk(path.parent)
         if old.exists():
-            old.rename(staged)  # a temporary name: if this process is killed, nobody restores half a folder
-            shutil.rmtree(staged, ignore_errors=True)
+            old.rename(staged)  # a temporary name: were this process killed now, half of it would not be restored
     return path
 
 
@@ -64,18 +56,16 @@ def check_replaceable(path: str | Path, *, kind: str, overwrite: bool = False) -
     old = _set_aside(path)
     if old.exists() and not path.exists():
         old.rename(path)  # a process was killed in the middle of the exchange
-    if not path.exists():
-        return
-    if not path.is_dir():
+    if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file", expected="a folder", advice="Choose another", code="file_in_the_way")
     names = _files(path)
     if not names:
         return
-    manifest = _manifest(path)
-    if manifest is None:
+    stored_kind, own_names = _manifest(path)
+    if stored_kind != kind:
         raise InputError(
-            f"{path} holds files that are not from an export",
-            expected="a new or empty folder",
+            f"{path} holds {f'an export of kind {stored_kind!r}' if stored_kind else 'files that are no export'}",
+            expected=f"a new or empty folder, or an export of kind {kind!r}",
             advice="Choose another folder",
             code="not_an_export",
         )
@@ -87,15 +77,8 @@ def check_replaceable(path: str | Path, *, kind: str, overwrite: bool = False) -
             settings={"overwrite": True},
             code="folder_not_empty",
         )
-    if manifest[0] != kind:
-        raise InputError(
-            f"{path} holds an export of kind {manifest[0]!r}",
-            expected=f"one of kind {kind!r}",
-            advice="Choose another folder",
-            code="export_of_other_kind",
-        )
-    if strangers := [name for name in names if name not in manifest[1]]:
-        shown = ", ".join(strangers[:3]) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
+    if others := [name for name in names if name not in own_names]:
+        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         raise InputError(
             f"{path} holds files besides the export: {shown}",
             advice="Move them elsewhere, or choose another folder",
@@ -108,13 +91,12 @@ def add_to_export(file: str | Path) -> None:
 
     A later export then replaces the file together with the others.
     """
-    file = Path(file).absolute()
+    file = Path(file).resolve()
     for folder in file.parents:
-        if (manifest := _manifest(folder)) is not None:
-            kind, names = manifest
-            write_json(
-                folder / MANIFEST, {"kind": kind, "files": sorted({*names, file.relative_to(folder).as_posix()})}
-            )
+        kind, names = _manifest(folder)
+        if kind:
+            names.append(file.relative_to(folder).as_posix())
+            write_json(folder / MANIFEST, {"kind": kind, "files": sorted(set(names))})
             return
 
 
@@ -123,13 +105,13 @@ def _set_aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.rebind-old")
 
 
-def _manifest(folder: Path) -> tuple[str, list[str]] | None:
-    """Return the kind and the file names that an export recorded; None if the folder is no export."""
-    path = folder / MANIFEST
-    stored = None if path.is_symlink() else read_json_object(path)
-    if stored is None or not isinstance(stored.get("kind"), str) or not isinstance(stored.get("files"), list):
-        return None
-    return stored["kind"], stored["files"]
+def _manifest(folder: Path) -> tuple[str, list[str]]:
+    """Return the kind and the file names that an export recorded; an empty kind if the folder is no export."""
+    try:
+        stored = json.loads((folder / MANIFEST).read_bytes())
+        return str(stored["kind"]), [str(name) for name in stored["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", []
 
 
 def _files(folder: Path) -> list[str]:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rebind.errors import InputError, StorageError
-from rebind.storage.atomic import make_folders, sync, to_json
+from rebind.storage.atomic import flush_to_disk, make_folders, to_json
 from rebind.storage.problems import storage_errors, symbolic_link_error
 
 Row = dict[str, Any]
-BLOCK = 4096  # bytes read at once in search of the last newline
 
 
 class JsonLines:
@@ -104,7 +103,7 @@ def _open_for_writing(path: Path, *, create: bool = False) -> Iterator[int]:
         try:
             yield handle
             if is_new:
-                sync(path.parent)
+                flush_to_disk(path.parent)
         finally:
             os.close(handle)
 
@@ -126,12 +125,10 @@ def _write_at(handle: int, offset: int, data: bytes, sync: bool) -> None:
 
 def _end_of_last_line(handle: int) -> int:
     """Return the offset behind the last newline; 0 if there is none."""
-    end = os.lseek(handle, 0, os.SEEK_END)
-    while end:
-        start = max(0, end - BLOCK)
-        os.lseek(handle, start, os.SEEK_SET)
-        newline = os.read(handle, end - start).rfind(b"\n")
+    size = os.lseek(handle, 0, os.SEEK_END)
+    for length in (1, size):  # nearly always the last byte is the newline
+        os.lseek(handle, max(size - length, 0), os.SEEK_SET)
+        newline = os.read(handle, length).rfind(b"\n")
         if newline >= 0:
-            return start + newline + 1
-        end = start
+            return size - length + newline + 1
     return 0

@@ -32,19 +32,14 @@ def lock(path: str | Path, timeout: float) -> Iterator[None]:
         try:
             file_lock.acquire(timeout=max(timeout, 0.0), poll_interval=POLL_SECONDS)
         except Timeout:
-            raise _locked(path, timeout) from None
+            error = StorageError(
+                f"{path.parent} is in use by another process",
+                advice="Wait until it finishes, or stop it, then try again",
+                code="locked",
+            )
+            error.errno = errno.EAGAIN
+            raise error from None
     try:
         yield
     finally:
         file_lock.release()
-
-
-def _locked(path: Path, timeout: float) -> StorageError:
-    waited = f" (waited {timeout:g} seconds)" if timeout > 0 else ""
-    error = StorageError(
-        f"{path.parent} is in use by another process{waited}",
-        advice="Wait until it finishes, or stop it, then try again",
-        code="locked",
-    )
-    error.errno = errno.EAGAIN
-    return error

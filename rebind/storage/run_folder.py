@@ -14,7 +14,6 @@ from rebind.storage.atomic import (
     TEMPORARY,
     make_folders,
     path_inside,
-    read_json_object,
     remove_temporaries,
     to_json,
     write_file,
@@ -88,11 +87,19 @@ class RunFolder:
     @staticmethod
     def read_config(path: str | Path, kind: RunKind) -> dict[str, Any]:
         """Return the settings of the run in a folder, for readers; they need no lock and no write access."""
-        path = Path(path)
-        stored = read_json_object(path / CONFIG)
-        if stored is None or stored.pop("kind", None) != kind:
-            raise _not_a_run_folder(path, kind)
-        return stored
+        try:
+            stored = json.loads((Path(path) / CONFIG).read_bytes())
+            if stored.pop("kind") != kind:
+                raise ValueError("another kind of run")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(
+                f"{path} holds no run of kind {kind!r}",
+                expected="a new folder, or the folder of such a run",
+                advice="Choose another folder for {out}",
+                settings={"out": None},
+                code="not_a_run_folder",
+            ) from None
+        return dict(stored)
 
     def file(self, name: str) -> Path:
         """Return the path of a file or folder to write; symbolic links on the way are refused."""
@@ -114,16 +121,6 @@ def _stored_config(path: Path, kind: RunKind) -> dict[str, Any] | None:
     if path.is_dir() and all(entry.name == LOCK or TEMPORARY.fullmatch(entry.name) for entry in path.iterdir()):
         return None
     return RunFolder.read_config(path, kind)
-
-
-def _not_a_run_folder(path: Path, kind: RunKind) -> InputError:
-    return InputError(
-        f"{path} holds no run of kind {kind!r}",
-        expected="a new folder, or the folder of such a run",
-        advice="Choose another folder for {out}",
-        settings={"out": None},
-        code="not_a_run_folder",
-    )
 
 
 def _other_settings(path: Path, differences: Mapping[str, tuple[Any, Any]]) -> InputError:
@@ -161,7 +158,7 @@ def _remove_if_bare(path: Path, is_new: bool) -> None:
     """Remove the traces of a run that failed before it wrote anything."""
     with suppress(OSError):
         if {entry.name for entry in path.iterdir()} <= {CONFIG, LOCK}:
-            (path / CONFIG).unlink()
+            (path / CONFIG).unlink(missing_ok=True)
             (path / LOCK).unlink(missing_ok=True)
             if is_new:
                 path.rmdir()
