@@ -1,15 +1,93 @@
-"""Text from the model itself: contexts that vary a prompt, and a corpus when none is given."""
+"""Let a model continue text: prompts side by side on one cache, or free samples that become contexts or a corpus."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rebind.models.trunk import cache_of
+from rebind.models.batching import in_portions
+from rebind.models.prompts import EncodedPrompt
+from rebind.models.scoring import tokens_per_batch
+from rebind.models.trunk import Tokens, Trunk, cache_of
+
+
+@torch.no_grad()
+def continue_prompts(
+    trunk: Trunk,
+    prompts: Sequence[EncodedPrompt],
+    tokens: int,
+    *,
+    top_k: int | None = None,
+    seed: int = 0,
+    end_tokens: frozenset[int] = frozenset(),
+) -> list[list[int]]:
+    """Return the tokens that follow each prompt: the first choices, or drawn from the `top_k` best.
+
+    A continuation stops before the first of `end_tokens` and at the context length, but has at least one token.
+    """
+    distinct = list({prompt.ids: None for prompt in prompts})
+    room = trunk.context
+    lengths = [tokens if room is None else max(1, min(tokens, room - len(ids))) for ids in distinct]
+    sizes = [(1, len(ids) + length) for ids, length in zip(distinct, lengths, strict=True)]
+    by_size = sorted(range(len(distinct)), key=lambda index: sizes[index])
+    continuations: dict[tuple[int, ...], list[int]] = {}
+    parts: list[tuple[list[int], Tensor]] = []
+    for length in sorted(set(lengths), reverse=True):  # apart: a long prompt would cut short what follows the others
+        order = [index for index in by_size if lengths[index] == length]
+        run = partial(_continue_batch, trunk, distinct, length, top_k, seed)
+        parts += in_portions(sizes, order, tokens_per_batch(trunk), run)
+    for batch, rows in parts:
+        for index, row in zip(batch, rows.tolist(), strict=True):
+            stop = next((place for place, token in enumerate(row) if token in end_tokens), len(row))
+            continuations[distinct[index]] = row[:stop]
+    return [continuations[prompt.ids] for prompt in prompts]
+
+
+def _continue_batch(
+    trunk: Trunk, prompts: Sequence[tuple[int, ...]], tokens: int, top_k: int | None, seed: int, batch: Sequence[int]
+) -> Tensor:
+    """Return the tokens [rows, tokens] that follow these prompts."""
+    rows = [prompts[index] for index in batch]
+    device = trunk.device
+    noise = None if top_k is None else _noise(rows, tokens, top_k, seed).to(device)
+    prefixes = Tokens.left_padded([row[:-1] for row in rows], device)
+    cache, mask = trunk.cache(prefixes), prefixes.mask
+    positions = prefixes.mask.sum(-1, keepdim=True)
+    ids = torch.tensor([[row[-1]] for row in rows], device=device)
+    accepts = inspect.signature(trunk.model.forward).parameters
+    new = []
+    for step in range(tokens):
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=-1)
+        optional = {"position_ids": positions} if "position_ids" in accepts else {}
+        out = trunk.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional)
+        cache, positions = out.past_key_values, positions + 1
+        ids = _choose(out.logits[:, -1].to(device, torch.float32), None if noise is None else noise[:, step])
+        new.append(ids)
+    return torch.cat(new, dim=-1)
+
+
+def _noise(rows: Sequence[Sequence[int]], tokens: int, top_k: int, seed: int) -> Tensor:
+    """Return the noise [rows, tokens, top_k] that decides each draw; it depends on the prompt, not on its neighbors."""
+    noise = []
+    for ids in rows:
+        digest = hashlib.sha256(f"{seed} {list(ids)}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        noise.append(torch.empty(tokens, top_k).exponential_(generator=generator).log())
+    return torch.stack(noise)
+
+
+def _choose(logits: Tensor, noise: Tensor | None) -> Tensor:
+    """Return the next token [rows, 1]: the best one, or with noise [rows, top_k] one of the best (Gumbel's trick)."""
+    if noise is None:
+        return logits.argmax(-1, keepdim=True)
+    best = logits.topk(min(noise.shape[-1], logits.shape[-1]), dim=-1)
+    return best.indices.gather(-1, (best.values - noise[:, : best.values.shape[-1]]).argmax(-1, keepdim=True))
 
 
 @torch.no_grad()
@@ -26,7 +104,7 @@ def sample(
 ) -> Tensor:
     """Continue each row of `first` [rows, tokens] to `length` tokens by sampling: [rows, length].
 
-    `start` is put before every row and is not returned. Same seed, same device, same text.
+    `start` is put before every row and is not returned. The same seed on the same device gives the same text.
     """
     device = first.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -49,6 +127,6 @@ def sample(
 
 
 def _last_only(model: Any) -> dict[str, int]:
-    """Ask for the last token's logits alone, of models that can be asked."""
+    """Ask only for the logits of the last token, where the model supports it."""
     accepts = inspect.signature(model.forward).parameters
     return {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}

@@ -11,10 +11,10 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rebind.edit.cache import cache_folder
 from rebind.errors import InputError, StorageError
 from rebind.files import write_folder_atomically
 from rebind.models.transformers_io import one_line, quiet, require_complete
+from rebind.storage import cache_dir
 
 GGUF_MAGIC = b"GGUF"
 CONVERSION = 1  # raise when converted folders change: older ones are then left alone and made anew
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 def converted(gguf: Path) -> Path:
     """The file as a folder of safetensors in the cache: made once (half a minute), then loaded in a second."""
-    folder = cache_folder() / "models" / f"{gguf.stem}-{_file_digest(gguf)}"
+    folder = cache_dir() / "models" / f"{gguf.stem}-{_file_digest(gguf)}"
     write_folder_atomically(folder, lambda target: _convert(gguf, target))
     return folder
 

@@ -21,11 +21,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rebind.edit.cache import cache_folder
 from rebind.errors import InputError
 from rebind.models.locate import DEFAULT_MODEL, locate
 from rebind.models.tokenizer import load_tokenizer, start_ids
 from rebind.models.transformers_io import one_line, quiet, require_complete
+from rebind.storage import cache_dir
 
 # By model type. They do not lie below this layer: imported by name, and for such a model only.
 OWN = {"rebind": "rebind.nn.lm.model", "rebind-seq2seq": "rebind.nn.seq2seq.model"}
@@ -56,17 +56,20 @@ def load_model(
     device: torch.device | str | None = None,
     device_map: str | dict[str, Any] | None = None,
 ) -> Loaded:
-    """A model to edit.
+    """Load a model; `LanguageModel.load` replaces this function."""
+    model, loaded_tokenizer, name = load_pretrained(spec, tokenizer, dtype=dtype, device=device, device_map=device_map)
+    return Loaded(model, loaded_tokenizer, name, start_ids(loaded_tokenizer))
 
-    Args:
-        spec: "smollm2" (the embedded default), a GGUF file, a folder in Hugging Face format or one that
-            `rebind train` made (its newest checkpoint), a Hub id (downloaded, with its progress shown, if it is
-            not in the Hub's cache), or a loaded model.
-        tokenizer: needed with a loaded model; otherwise the one that lies beside the weights. A fast one.
-        dtype: the dtype the weights are stored in unless given.
-        device: the CPU unless given.
-        device_map: spreads the model over devices, as in `from_pretrained`; instead of `device`.
-    """
+
+def load_pretrained(
+    spec: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """Load a model in eval mode without gradients, its tokenizer, and its name; see `LanguageModel.load`."""
     if device is not None and device_map is not None:
         raise InputError(
             f"got device={str(device)!r} and device_map={device_map!r}, expected one of them: "
@@ -85,18 +88,18 @@ def load_model(
             name, home = locate(spec)
             try:
                 model = _load_folder(home, name, dtype, device, device_map)
-                return _ready(model, load_tokenizer(tokenizer, home, name), name)
+                return _ready(model, name), load_tokenizer(tokenizer, home, name), name
             except (InputError, OSError):
                 if home.exists():
                     raise
                 # a training that goes on beside us has removed its checkpoint: there is a newer one
-    return _ready(model, load_tokenizer(tokenizer, home, name), name)
+    return _ready(model, name), load_tokenizer(tokenizer, home, name), name
 
 
-def _ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Loaded:
+def _ready(model: PreTrainedModel, name: str) -> PreTrainedModel:
     _require_finite_weights(model, name)
     model.train(False).requires_grad_(False)
-    return Loaded(model, tokenizer, name, start_ids(tokenizer))
+    return model
 
 
 def _load_folder(
@@ -106,7 +109,7 @@ def _load_folder(
     device: torch.device | str | None,
     device_map: str | dict[str, Any] | None,
 ) -> PreTrainedModel:
-    if cached := folder.is_relative_to(cache_folder()):
+    if cached := folder.is_relative_to(cache_dir()):
         step = f"remove {folder} and try again: it will be made anew"
     else:
         step = "check that the folder is complete and that save_pretrained of a causal language model wrote it"

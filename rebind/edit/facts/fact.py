@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rebind.errors import InputError
+from rebind.models.prompts import Prompt
 
 MARKUP = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 MARK_IT = "mark the subject with braces, as in 'The capital of {France} is'"
@@ -118,6 +119,12 @@ class Fact:
         """The prompt with the subject in place."""
         before, after = self.parts
         return before + self.subject + after
+
+    def as_prompt(self, target: str | None = None) -> Prompt:
+        """Return the prompt to put to a model, with the target of this fact or another one."""
+        before, after = self.parts
+        subject = (len(before), len(before) + len(self.subject))
+        return Prompt(before + self.subject + after, self.target if target is None else target, subject)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict, without what is not there."""

@@ -1,0 +1,201 @@
+"""`LanguageModel`: a causal language model with its tokenizer, and everything rebind asks of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rebind.models import scoring
+from rebind.models.fingerprint import fingerprint
+from rebind.models.generation import continue_prompts, sample
+from rebind.models.load import load_pretrained
+from rebind.models.prompts import EncodedPrompt, Prompt, encode_prompts
+from rebind.models.scoring import FactScore
+from rebind.models.sites import Site, find_sites, module_at
+from rebind.models.tokenizer import continued, start_ids
+from rebind.models.trunk import Trunk
+
+REMEMBERED_PROMPTS = 1 << 18  # encoded prompts kept, because an evaluation asks the same ones before and after edits
+
+
+class LanguageModel:
+    """A causal language model in eval mode, its tokenizer, and how a prompt becomes its tokens.
+
+    Attributes:
+        model: the model of transformers.
+        tokenizer: its fast tokenizer.
+        name: what the model was loaded as: "smollm2", a Hub id, or the name of a folder or file.
+        start: the start tokens, token ids that belong before every prompt.
+        chat: whether prompts go into the chat template of the tokenizer.
+    """
+
+    model: Any
+    tokenizer: Any
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str = "",
+        start: Sequence[int] | None = None,
+        chat: bool = False,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.name = name or model.config._name_or_path or model.config.model_type
+        self.start = start_ids(tokenizer) if start is None else tuple(start)
+        self.chat = chat
+        self._encoded: dict[Prompt, EncodedPrompt] = {}
+
+    @classmethod
+    def load(
+        cls,
+        spec: str | Path | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        chat: bool = False,
+    ) -> LanguageModel:
+        """Load a model.
+
+        Args:
+            spec: "smollm2" (the embedded default), a GGUF file, a folder in Hugging Face format or one that
+                `rebind train` wrote (its newest checkpoint), a Hub id (downloaded if it is not in the Hub's cache),
+                or a loaded model.
+            tokenizer: needed with a loaded model; otherwise by default the one beside the weights. A fast one.
+            dtype: by default the dtype that the weights are stored in.
+            device: by default the CPU.
+            device_map: spreads the model over devices, as in `from_pretrained`; use it instead of `device`.
+            chat: put every prompt into the chat template of the tokenizer.
+        """
+        model, loaded_tokenizer, name = load_pretrained(
+            spec, tokenizer, dtype=dtype, device=device, device_map=device_map
+        )
+        return cls(model, loaded_tokenizer, name=name, chat=chat)
+
+    def with_chat(self, chat: bool) -> LanguageModel:
+        """Return the same model, with prompts in the chat template or not."""
+        if chat == self.chat:
+            return self
+        other = copy.copy(self)
+        other.chat, other._encoded = chat, {}
+        return other
+
+    # What the model is
+
+    @cached_property
+    def sites(self) -> list[Site]:
+        """The down projection of every layer; an error says why a model has none to edit."""
+        return find_sites(self.model)
+
+    @cached_property
+    def trunk(self) -> Trunk:
+        """The model in pieces: it can stop early, start late, and share prefixes."""
+        return Trunk(self.model, [module_at(self.model, site.block) for site in self.sites])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the weights when this is first read: read it before the first edit."""
+        return fingerprint(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the token ids go: the device of the input embeddings."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def context_length(self) -> int | None:
+        """The longest sequence the model takes, where its config says so."""
+        length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return length if isinstance(length, int) else None
+
+    @property
+    def base_name(self) -> str:
+        """A name that other programs can load the model by: a Hub id, or the folder it came from."""
+        home = Path(str(getattr(self.model.config, "_name_or_path", "")))
+        local = "/" not in self.name and home.is_dir() and str(home) != "."
+        return str(home.resolve()) if local else self.name
+
+    # What it says
+
+    def encode(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        context: str = "",
+        targets: Sequence[tuple[int, ...]] | None = None,
+    ) -> list[EncodedPrompt]:
+        """Return the tokens of each prompt, behind `context` if there is one; see `encode_prompts`."""
+        limit = self.context_length
+        if context or targets is not None:
+            return self._encode(prompts, limit, context, targets)
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._encoded]
+        if len(self._encoded) + len(new) > REMEMBERED_PROMPTS:
+            self._encoded.clear()
+            new = list(dict.fromkeys(prompts))
+        self._encoded.update(zip(new, self._encode(new, limit), strict=True))
+        return [self._encoded[prompt] for prompt in prompts]
+
+    def _encode(
+        self,
+        prompts: Sequence[Prompt],
+        limit: int | None,
+        context: str = "",
+        targets: Sequence[tuple[int, ...]] | None = None,
+    ) -> list[EncodedPrompt]:
+        return encode_prompts(
+            prompts, self.tokenizer, self.start, chat=self.chat, context=context, limit=limit, targets=targets
+        )
+
+    def score(self, prompts: Sequence[Prompt], *, batch_tokens: int | None = None) -> list[FactScore]:
+        """Score how strongly the model believes the target of each prompt."""
+        return scoring.score_prompts(self.trunk, self.tokenizer, self.encode(prompts), batch_tokens=batch_tokens)
+
+    def next_token_log_probs(self, prompts: Sequence[str], *, truncate: bool = False) -> Tensor:
+        """Return the log-probabilities of the token after each prompt, [n, vocabulary].
+
+        With `truncate`, a prompt longer than the context length is cut instead of refused.
+        """
+        encoded = self._encode([Prompt(prompt) for prompt in prompts], limit=None if truncate else self.context_length)
+        return scoring.next_token_log_probs(self.trunk, [prompt.ids[: self.context_length] for prompt in encoded])
+
+    def generate(self, prompts: Sequence[str], tokens: int, *, top_k: int | None = None, seed: int = 0) -> list[str]:
+        """Continue each prompt by the first choices of the model, or by draws from its `top_k` best."""
+        encoded = self.encode([Prompt(prompt) for prompt in prompts])
+        new = continue_prompts(self.trunk, encoded, tokens, top_k=top_k, seed=seed, end_tokens=self.end_tokens)
+        return [continued(self.tokenizer, prompt.ids, ids) for prompt, ids in zip(encoded, new, strict=True)]
+
+    def sample(self, first: Tensor, length: int, *, seed: int, top_k: int | None = None) -> Tensor:
+        """Continue each row of token ids `first` [rows, tokens] to `length` tokens by sampling: [rows, length].
+
+        The start tokens are put before every row and are not returned. The same seed on the same device gives the
+        same text.
+        """
+        return sample(self.model, self.start, first, length, seed=seed, top_k=top_k)
+
+    def text_nll(self, text: str, *, window: int = 512, max_tokens: int = 50_000) -> tuple[float, int]:
+        """Return the summed negative log-likelihood of the first tokens of a text, and how many are predicted."""
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
+        return scoring.text_nll(self.trunk, self.start, ids, window=window)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        listed = configured if isinstance(configured, (list, tuple)) else [configured]
+        return frozenset(end for end in (*listed, self.tokenizer.eos_token_id) if end is not None)

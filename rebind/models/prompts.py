@@ -1,0 +1,271 @@
+"""Prompts as text and as tokens.
+
+Editing needs two things from the tokens of a prompt: which one is the last of the subject (there the key is read and
+the value written), and which ones are the target. Both are found in the text as the model sees it, through the offset
+mapping of the tokenizer. Counting the tokens of the subject alone is wrong as soon as the subject is tokenized
+differently inside its sentence.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rebind.errors import InputError
+
+# Han, kana, Thai, Lao, Tibetan, Burmese, Khmer, and the full-width punctuation written with them.
+SPACELESS_SCRIPTS = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u2e80-\u312f\u31a0-\u9fff\ua9e0-\ua9ff\uaa60-\uaa7f\uf900-\ufaff"
+    "\uff00-\uffef\U00020000-\U0003ffff]"
+)
+QUESTION_MARKS = "?？؟"
+STAND_IN = "."  # the answer a chat template is rendered with where a prompt has no target
+
+
+def require_text(name: str, value: object) -> None:
+    """Raise unless `value` is a string with at least one visible character and valid Unicode."""
+    if not isinstance(value, str):
+        raise InputError(
+            f"{name.capitalize()} is {value!r} ({type(value).__name__})", expected="a string", code="not_text"
+        )
+    if not value.strip():
+        raise InputError(f"{name.capitalize()} is {value!r}", expected="text that is not empty", code="empty_text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as problem:
+        raise InputError(
+            f"{name.capitalize()} {value!r} has half a character at position {problem.start}",
+            expected="valid Unicode",
+            advice="Repair the file it comes from",
+            code="invalid_unicode",
+        ) from None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The text before an answer, the answer the model should give, and where the subject is."""
+
+    text: str
+    target: str = ""  # without a space in front: encoding adds it; empty where only the prompt matters
+    subject: tuple[int, int] | None = None  # where the subject begins and ends in `text`
+
+    def __post_init__(self) -> None:
+        require_text("prompt", self.text)
+        object.__setattr__(self, "target", self.target.strip())
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the model reads it."""
+
+    ids: tuple[int, ...]  # the start tokens, then the prompt
+    subject_last: int  # index in `ids` of the last token of the subject; of the prompt where no subject is marked
+    target: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A prompt as it is written, before it is tokenized."""
+
+    prompt: str
+    subject: tuple[int, int]  # where the subject begins and ends in `prompt`
+    target: str  # with the space between it and the prompt
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt],
+    tokenizer: Any,  # a fast tokenizer of transformers
+    start: tuple[int, ...] = (),
+    *,
+    chat: bool = False,
+    context: str = "",
+    limit: int | None = None,
+    targets: Sequence[tuple[int, ...]] | None = None,
+) -> list[EncodedPrompt]:
+    """Return the tokens of each prompt behind `context`, in two calls of the tokenizer however many prompts there are.
+
+    The target follows the prompt after a space, unless the prompt ends in white space or an opening bracket or quote,
+    or both are in a script written without spaces. A space that ends the prompt moves to the front of the target,
+    where tokenizers expect it.
+
+    With `chat` the prompt goes into the chat template of the tokenizer. A question ("What is the capital of France?")
+    is the turn of the user, and the target begins the answer of the assistant. Anything else begins the turn of the
+    assistant, after the user said "Complete the sentence: ...", so the model reads the subject in its own turn, as it
+    does when it answers in full sentences. There is no system message, so the default of the template applies. The
+    template decides how a sequence begins, and the start tokens are not used.
+
+    `limit` is the context length of the model. `targets` are the tokens of the targets where they are known already;
+    they do not depend on `context`.
+    """
+    if not prompts:
+        return []
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            f"{type(tokenizer).__name__} has no offset mapping",
+            expected="a fast tokenizer",
+            advice="Load it with AutoTokenizer.from_pretrained(..., use_fast=True)",
+            code="slow_tokenizer",
+        )
+    layouts = [_lay_out_chat(prompt, context, tokenizer) if chat else _lay_out(prompt, context) for prompt in prompts]
+    prompt_ids, offsets = _tokenize([layout.prompt for layout in layouts], tokenizer)
+    if targets is None:
+        targets = _target_tokens(prompts, layouts, prompt_ids, tokenizer)
+    opening = () if chat else tuple(start)
+    encoded = []
+    for prompt, layout, ids, spans, target in zip(prompts, layouts, prompt_ids, offsets, targets, strict=True):
+        last = _last_overlap(spans, layout.subject)
+        if last is None:
+            begin, end = prompt.subject or (0, len(prompt.text))
+            raise InputError(
+                f"No token of {prompt.text!r} covers {prompt.text[begin:end]!r}",
+                advice="Use another subject",
+                code="subject_without_tokens",
+            )
+        encoded.append(EncodedPrompt((*opening, *ids), len(opening) + last, target))
+        _require_fits(prompt, encoded[-1], limit)
+    return encoded
+
+
+def _require_fits(prompt: Prompt, encoded: EncodedPrompt, limit: int | None) -> None:
+    length = len(encoded.ids) + max(1, len(encoded.target))
+    if limit is not None and length > limit:
+        raise InputError(
+            f"Prompt {_shorten(prompt.text)!r} with its answer {_shorten(prompt.target)!r} is {length} tokens long",
+            expected=f"at most {limit} tokens, the context length of the model",
+            advice="Shorten the prompt or the target",
+            code="prompt_too_long",
+        )
+
+
+def _target_tokens(
+    prompts: Sequence[Prompt], layouts: Sequence[_Layout], prompt_ids: Sequence[list[int]], tokenizer: Any
+) -> list[tuple[int, ...]]:
+    """Return the tokens of each target, as they follow those of the prompt."""
+    targets: list[tuple[int, ...]] = [() for _ in prompts]
+    answered = [index for index, prompt in enumerate(prompts) if prompt.target]
+    if not answered:
+        return targets
+    joint, _ = _tokenize([layouts[index].prompt + layouts[index].target for index in answered], tokenizer)
+    for index, both in zip(answered, joint, strict=True):
+        ids, prompt = prompt_ids[index], prompts[index]
+        follows = both[: len(ids)] == ids
+        target = both[len(ids) :] if follows else _tokenize_alone(layouts[index].target, tokenizer)
+        if not target:
+            raise InputError(
+                f"Target {prompt.target!r} of {prompt.text!r} has no tokens",
+                advice="Use another target",
+                code="target_without_tokens",
+            )
+        targets[index] = tuple(target)
+    return targets
+
+
+def _lay_out(prompt: Prompt, context: str) -> _Layout:
+    begin, end = prompt.subject or (0, len(prompt.text))
+    whole = context + prompt.text
+    text = whole.rstrip(" ")
+    space = whole[len(text) :] or (" " if _takes_space(text, prompt.target) else "")
+    return _Layout(text, (len(context) + begin, len(context) + end), space + prompt.target)
+
+
+def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            f"{type(tokenizer).__name__} of {getattr(tokenizer, 'name_or_path', '') or 'this model'} has no chat "
+            f"template",
+            advice="Leave out {chat}, or use an instruction-tuned model",
+            settings={"chat": None},
+            code="no_chat_template",
+        )
+    plain = _lay_out(prompt, context)
+    words = plain.prompt.strip()
+    if words[-1] in QUESTION_MARKS:
+        answer = prompt.target or STAND_IN
+        end, whole = answer, _render_chat(plain.prompt, answer, tokenizer)
+        before = whole.removesuffix(answer)
+        text = before.rstrip(" ")
+        target = before[len(text) :] + answer
+    else:
+        end, whole = words, _render_chat(f"Complete the sentence: {prompt.text.strip()}", plain.prompt, tokenizer)
+        text, target = whole, plain.target
+    position = text.rfind(words)
+    if position < 0 or not whole.endswith(end):
+        raise InputError(
+            f"The chat template changes the text {words!r}",
+            expected="a template that keeps it as it is",
+            advice="Leave out {chat}",
+            settings={"chat": None},
+            code="chat_template_changes_text",
+        )
+    # The template may have stripped spaces in front of the text.
+    shift = position - (len(plain.prompt) - len(plain.prompt.lstrip()))
+    return _Layout(text, (plain.subject[0] + shift, plain.subject[1] + shift), target)
+
+
+def _render_chat(user: str, assistant: str, tokenizer: Any) -> str:
+    """Return a conversation as text that ends with the last word of the assistant so far."""
+    turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True))
+    except Exception as problem:  # a template is a program of its author: it may raise anything
+        raise InputError(
+            f"The chat template fails ({problem})",
+            advice="Leave out {chat}, or repair the template",
+            settings={"chat": None},
+            code="chat_template_fails",
+        ) from problem
+
+
+def _tokenize(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
+    """Return ids and the characters each one stands for; nothing is added, cut or padded."""
+    batch = tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        padding=False,
+        truncation=False,
+        verbose=False,
+    )
+    return batch["input_ids"], batch["offset_mapping"]
+
+
+def _tokenize_alone(text: str, tokenizer: Any) -> list[int]:
+    """Return the tokens of text from the middle of a line.
+
+    Tokenizers of the SentencePiece kind put a space in front of every text. Behind an anchor there is none, so the
+    text is tokenized there, provided the anchor does not merge with it.
+    """
+    for anchor in ("\n", "."):
+        (alone, both), _ = _tokenize([anchor, anchor + text], tokenizer)
+        if alone and both[: len(alone)] == alone and len(both) > len(alone):
+            return both[len(alone) :]
+    return _tokenize([text], tokenizer)[0][0]
+
+
+def _last_overlap(spans: Sequence[tuple[int, int]], subject: tuple[int, int]) -> int | None:
+    """Return the last token with a character of the subject; a token that stands for no character has none."""
+    begin, end = subject
+    for index in range(len(spans) - 1, -1, -1):
+        left, right = spans[index]
+        if max(left, begin) < min(right, end):
+            return index
+    return None
+
+
+def _takes_space(prompt: str, target: str) -> bool:
+    """Return whether a writer would put a space between the two."""
+    last = prompt[-1]
+    if last.isspace() or unicodedata.category(last) in ("Ps", "Pi"):  # opening brackets and quotes
+        return False
+    if last in "\"'" and (len(prompt) == 1 or prompt[-2].isspace()):
+        return False
+    return not (SPACELESS_SCRIPTS.match(last) and SPACELESS_SCRIPTS.match(target))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:59]}…"
