@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
+from typing import Any
 
 from rebind.errors import InputError
 from rebind.storage.problems import nearest_existing, storage_errors, symbolic_link_error
@@ -61,6 +62,15 @@ def to_json(value: object, *, indent: int | None = None) -> str:
             advice="Convert it first",
             code="not_json",
         ) from None
+
+
+def read_json_object(path: str | Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if there is no such file or it holds anything else."""
+    try:
+        value = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def make_folders(path: str | Path) -> None:

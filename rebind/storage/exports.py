@@ -6,13 +6,12 @@ without any other file, is replaced.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from rebind.errors import InputError
-from rebind.storage.atomic import TEMPORARY, check_writable, filled_folder, flush_to_disk, write_json
+from rebind.storage.atomic import TEMPORARY, check_writable, filled_folder, flush_to_disk, read_json_object, write_json
 from rebind.storage.problems import storage_errors
 
 MANIFEST = ".rebind-export.json"
@@ -107,11 +106,8 @@ def _set_aside(path: Path) -> Path:
 
 def _manifest(folder: Path) -> tuple[str, list[str]]:
     """Return the kind and the file names that an export recorded; an empty kind if the folder is no export."""
-    try:
-        stored = json.loads((folder / MANIFEST).read_bytes())
-        return str(stored["kind"]), [str(name) for name in stored["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return "", []
+    stored = read_json_object(folder / MANIFEST) or {}
+    return stored.get("kind", ""), stored.get("files", [])
 
 
 def _files(folder: Path) -> list[str]:

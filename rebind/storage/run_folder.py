@@ -14,6 +14,7 @@ from rebind.storage.atomic import (
     TEMPORARY,
     make_folders,
     path_inside,
+    read_json_object,
     remove_temporaries,
     to_json,
     write_file,
@@ -87,19 +88,16 @@ class RunFolder:
     @staticmethod
     def read_config(path: str | Path, kind: RunKind) -> dict[str, Any]:
         """Return the settings of the run in a folder, for readers; they need no lock and no write access."""
-        try:
-            stored = json.loads((Path(path) / CONFIG).read_bytes())
-            if stored.pop("kind") != kind:
-                raise ValueError("another kind of run")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        stored = read_json_object(Path(path) / CONFIG) or {}
+        if stored.pop("kind", None) != kind:
             raise InputError(
                 f"{path} holds no run of kind {kind!r}",
                 expected="a new folder, or the folder of such a run",
                 advice="Choose another folder for {out}",
                 settings={"out": None},
                 code="not_a_run_folder",
-            ) from None
-        return dict(stored)
+            )
+        return stored
 
     def file(self, name: str) -> Path:
         """Return the path of a file or folder to write; symbolic links on the way are refused."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 
 from rebind.errors import InputError, StorageError
@@ -101,6 +104,24 @@ def test_the_old_export_stays_if_the_new_one_fails(tmp_path, problem):
     before = contents(tmp_path / "out")
     with pytest.raises((StorageError, ValueError, KeyboardInterrupt)):
         replace_folder(tmp_path / "out", fill, kind="adapter", overwrite=True)
+    assert contents(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_old_export_comes_back_if_the_exchange_fails(tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def full(path, target):
+        if path.suffix == ".tmp":
+            raise OSError(errno.ENOSPC, "full")
+        return rename(path, target)
+
+    export(tmp_path / "out", b"old")
+    before = contents(tmp_path / "out")
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(StorageError) as caught:
+        export(tmp_path / "out", overwrite=True)
+    assert caught.value.code == "disk_full"
     assert contents(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

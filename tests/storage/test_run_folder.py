@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rebind.errors import InputError, StorageError
-from rebind.storage import RunFolder
+from rebind.storage import JsonLines, RunFolder
 from tests.storage.processes import running
 
 CONFIG = {"method": "memit", "layers": (3, 4), "versions": {"torch": "2.6", "python": "3.11"}, "lam": None}
@@ -188,3 +188,11 @@ def test_the_folder_itself_may_be_a_link_of_the_user(tmp_path):
     with pytest.raises(StorageError) as caught, open_run(tmp_path / "dangling"):
         pass
     assert caught.value.code == "file_in_the_way"
+
+
+def test_a_read_only_run_can_be_read_and_not_resumed(read_only):
+    assert RunFolder.read_config(read_only, "evaluation") == {"n": 1}
+    assert JsonLines(read_only / "rows.jsonl").read() == [{"n": 1}]
+    with pytest.raises(StorageError) as caught, open_run(read_only, {"n": 1}):
+        pass
+    assert caught.value.code == "no_write_access"
