@@ -1,18 +1,25 @@
-"""Edits of random writes, for the tests of edits and ledger."""
+"""Edits made of random writes and ledgers that hold them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from rebind.edit.facts.fact import Fact
-from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.edit import Edit, fold
+from rebind.edit.ledger.ledger import Ledger
 from tests.support import Draw
 
 SITES = ("model.layers.2.mlp.down_proj", "model.layers.3.mlp.down_proj")
 D_K, D_V = 6, 4
+MODEL, OTHER = "a" * 64, "b" * 64  # fingerprints
 
 
-def new_edit(seed=0, rows=2, sites=SITES, **changes):
+def new_edit(seed: int = 0, rows: int = 2, sites: tuple[str, ...] = SITES, **changes: Any) -> Edit:
     draw = Draw(seed, torch.float32)
     tensors = {"targets": draw.normal(rows, D_V)}
     for site in sites:
@@ -20,5 +27,22 @@ def new_edit(seed=0, rows=2, sites=SITES, **changes):
         tensors |= {f"{site}/keys": write.keys, f"{site}/values": write.values, f"{site}/gain": write.gain}
     facts = tuple(Fact.parse(f"The {{subject {seed}-{row}}} is", "naïve 法国\u2028") for row in range(rows))
     settings = {"layers": [2, 3], "lam": 0.1 + 0.2, "clamp": None}
-    given = {"facts": facts, "method": "memit", "settings": settings, "sites": sites, "tensors": tensors}
-    return Edit(**{**given, "scores": {"before": 1e-7}, "versions": {"torch": "2"}, **changes})
+    fields = {"facts": facts, "method": "memit", "settings": settings, "sites": sites, "tensors": tensors}
+    return Edit(**{**fields, "scores": {"before": 1e-7}, "versions": {"torch": "2"}, **changes})
+
+
+def open_ledger(folder: Path) -> Ledger:
+    return Ledger.open(folder, MODEL, model_name="tiny")
+
+
+def ids(edits: Iterable[Edit]) -> list[str]:
+    return [edit.id for edit in edits]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files below a folder."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def weights(ledger: Ledger, base: Tensor, site: str = SITES[0]) -> Tensor:
+    return fold(base, site, ledger.active)

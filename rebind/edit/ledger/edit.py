@@ -1,14 +1,17 @@
-"""What an edit is, and what edits make of weights.
+"""Edits, and the weights that they add up to.
 
-An edit is, at each site it touches, one `Write` computed against the base model. The edited weights are
-never kept: they are the fold of the active edits' writes over the base weights, in ledger order. Undoing
-an edit is folding again without it, so the result equals, bit for bit, that of a run that never had it.
+An edit holds one `Write` per site, computed against the base model. Edited weights are never stored: they are the
+fold of the active edits' writes over the base weights, in the order of the ledger. To undo an edit is to fold again
+without it, so the result equals, bit for bit, that of a run in which the edit was never made.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +22,17 @@ from rebind.errors import InputError, NumericalError
 from rebind.memory.checks import unknown_name
 from rebind.memory.precision import solving_dtype
 from rebind.memory.write import Write
+from rebind.version import __version__
 
-PARTS = ("keys", "values", "gain")  # of a write, as an edit's tensors are named
+PARTS = ("keys", "values", "gain")  # the tensors of a write, as they are named in an edit
+JSON_FIELDS = ("method", "settings", "scores", "versions", "created", "forced")  # stored as they are
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Edit:
-    """Facts written into a model together, with all that is needed to write them again."""
+    """Facts that were written into a model together, with everything needed to write them again."""
 
-    id: str = ""  # given by the ledger
+    id: str = ""  # assigned by the ledger
     facts: tuple[Fact, ...]
     method: str
     settings: Mapping[str, JSON]
@@ -35,43 +40,39 @@ class Edit:
     tensors: Mapping[str, Tensor]  # "{site}/keys", "{site}/values", "{site}/gain" for each site; "targets"
     scores: Mapping[str, JSON] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    created: str = ""  # UTC, ISO 8601; the time of the append unless given
-    forced: bool = False  # written although a check spoke against it
+    created: str = ""  # UTC, ISO 8601; empty: the ledger fills in the time of the append
+    forced: bool = False  # whether the edit was written although it failed a check
 
     def write(self, site: str) -> Write:
-        """The edit's write at one of its sites."""
+        """Return the write at one of the edit's sites."""
         if site not in self.sites:
-            raise unknown_name(f"site of edit {self.id or '(new)'}", site, self.sites)
-        parts = {part: f"{site}/{part}" for part in PARTS}
-        for name in parts.values():
-            if name not in self.tensors:
-                raise InputError(
-                    f"edit {self.id or '(new)'} has no tensor {name!r}: each site needs {', '.join(parts)}"
-                )
-        return Write(**{part: self.tensors[name] for part, name in parts.items()})
+            raise unknown_name("site", site, self.sites)
+        try:
+            return Write(*(self.tensors[f"{site}/{part}"] for part in PARTS))
+        except KeyError as missing:
+            raise InputError(f"Edit {self.id or '(new)'} has no tensor {missing}", code="edit_incomplete") from None
 
     @property
     def digest(self) -> str:
-        """Which edit this is, whatever ledger or model it is in: facts, method and settings."""
+        """What identifies the edit in any ledger of any model: its facts, method and settings."""
         facts = [fact.to_json() for fact in self.facts]
         return digest_of({"facts": facts, "method": self.method, "settings": self.settings})
 
-    def described(self) -> dict[str, JSON]:
-        """Everything but the tensors, as the log keeps it."""
-        return {
-            "facts": [fact.to_json() for fact in self.facts],
-            "method": self.method,
-            "settings": self.settings,
-            "sites": list(self.sites),
-            "scores": self.scores,
-            "versions": self.versions,
-            "created": self.created,
-            "forced": self.forced,
-        }
+    def to_json(self) -> dict[str, JSON]:
+        """Return everything but the id and the tensors."""
+        facts = [fact.to_json() for fact in self.facts]
+        return {"facts": facts, "sites": list(self.sites), **{name: getattr(self, name) for name in JSON_FIELDS}}
+
+    @classmethod
+    def from_json(cls, id: str, stored: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Edit:
+        """Return the edit that `to_json` described."""
+        facts = tuple(Fact.from_json(record) for record in stored["facts"])
+        fields = {name: stored[name] for name in JSON_FIELDS}
+        return cls(id=id, facts=facts, sites=tuple(stored["sites"]), tensors=tensors, **fields)
 
 
-def tensors_of(writes: Mapping[str, Write]) -> dict[str, Tensor]:
-    """Writes by site as an edit keeps them."""
+def pack_writes(writes: Mapping[str, Write]) -> dict[str, Tensor]:
+    """Return the tensors of one write per site, named as in `Edit.tensors`."""
     return {
         f"{site}/{part}": tensor.cpu()
         for site, write in writes.items()
@@ -79,41 +80,44 @@ def tensors_of(writes: Mapping[str, Write]) -> dict[str, Tensor]:
     }
 
 
-@dataclass(frozen=True)
-class Diff:
-    """The active edits of two ledgers, told apart by facts, method and settings."""
+def library_versions() -> dict[str, str]:
+    """Return the versions of everything that the numbers of an edit depend on."""
+    return {
+        "rebind": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
 
-    only_here: tuple[Edit, ...]
-    only_there: tuple[Edit, ...]
-    both: tuple[Edit, ...]
 
+# The fold
 
-Gain = Callable[[Edit, Sequence[Edit]], Tensor]  # an edit's at a site, given the edits before it there
+Gain = Callable[[Edit, Sequence[Edit]], Tensor]  # (edit, earlier edits at the site) → the edit's gain there
 
 
 def fold(base: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None) -> Tensor:
-    """The weights [d_v, d_k] of a site after `edits`, from those of the base model.
+    """Return the weights [d_v, d_k] of a site after `edits`, given those of the base model.
 
-    The sum is kept in float64 and cast once, at the end: casting after each edit would make the result depend
-    on how edits were grouped, and in bf16 small edits would be rounded away one by one. Methods whose gain
-    depends on what was written before give it as `gain(edit, earlier edits at this site)`.
+    The edits are applied in float64 and the result is cast once: casting after each edit would make the result
+    depend on how edits were grouped, and in bfloat16 small edits would be rounded away one by one. `gain` computes
+    the gain of an edit for methods in which it depends on the edits before it.
     """
-    return settled(summed(base.detach().to(solving_dtype(base)), site, edits, gain), base.dtype, site, edits)
+    return cast_weights(apply_edits(base.detach().to(solving_dtype(base)), site, edits, gain), base.dtype, site)
 
 
-def summed(
+def apply_edits(
     weights: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None, earlier: Sequence[Edit] = ()
 ) -> Tensor:
-    """`weights`, which hold the `earlier` edits, with these too, in their own dtype."""
-    for write in writes(site, edits, weights, gain, earlier):
+    """Return `weights`, which already hold the `earlier` edits, with these edits applied, in the same dtype."""
+    for write in writes_at(site, edits, weights, gain, earlier):
         weights = write.apply(weights)
     return weights
 
 
-def writes(
+def writes_at(
     site: str, edits: Sequence[Edit], like: Tensor, gain: Gain | None = None, earlier: Sequence[Edit] = ()
 ) -> Iterator[Write]:
-    """The edits' writes at a site after the `earlier` edits, first to last, in the dtype and where `like` is."""
+    """Yield the writes of the edits at a site, in order, with the dtype and the device of `like`."""
     before = [edit for edit in earlier if site in edit.sites]
     for edit in edits:
         if site not in edit.sites:
@@ -126,13 +130,14 @@ def writes(
         before.append(edit)
 
 
-def settled(weights: Tensor, dtype: torch.dtype, site: str, edits: Sequence[Edit]) -> Tensor:
-    """A sum of edits as a model holds it: a tensor of its own."""
+def cast_weights(weights: Tensor, dtype: torch.dtype, site: str) -> Tensor:
+    """Return folded weights as the model holds them: a new tensor of the model's dtype, which must be finite."""
     cast = weights.to(dtype, copy=True)
     if not torch.isfinite(cast).all():
-        count = sum(site in edit.sites for edit in edits)
         raise NumericalError(
-            f"{count} edits make {site} infinite in {dtype}, expected finite weights: undo the last "
-            f"of them, or load the model in a wider dtype"
+            f"The edits make the weights of {site} infinite in {dtype}",
+            expected="finite weights",
+            advice="Undo the last edit, or load the model in a wider dtype",
+            code="weights_not_finite",
         )
     return cast

@@ -1,15 +1,14 @@
-"""Edits read back from a ledger: what the events of its log amount to.
+"""What the events of a log add up to: the edits, and which of them are undone.
 
-Events are taken one after the other, and one that cannot follow what came before is refused. An edit's event says
-everything but its tensors. These stay on disk until they are asked for, and are checked against the digest in the
-event before the first is read.
+Events are applied one after the other; one that cannot follow those before it is refused. An event holds everything
+about an edit but its tensors, which stay on disk until they are needed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,112 +16,88 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit
-from rebind.edit.ledger.log import short
-from rebind.errors import LedgerError
+from rebind.edit.ledger.log import damaged, digest_of, parse_line
 
-EDITS = "edits"  # the folder of the tensors, a file an edit
-
-
-# An edit's tensors on disk
+EDITS = "edits"  # the folder of the tensors, one file per edit
 
 
-class _Stored(Mapping[str, Tensor]):
-    """The tensors of an edit on disk: read when asked for, after the file's digest was checked once."""
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of an edit on disk, read on access. The digest of the file is checked before the first read."""
 
     def __init__(self, path: Path, sha256: str) -> None:
         self.path, self.sha256 = path, sha256
-        self._names: tuple[str, ...] | None = None
+        self._checked = False
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._checked():
-            raise KeyError(name)
-        with self._named(), safe_open(str(self.path), framework="pt") as file:
-            return file.get_tensor(name)
+        with self._open() as file:
+            if name not in file.keys():  # noqa: SIM118 - the file is not a mapping
+                raise KeyError(name)
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._checked())
+        with self._open() as file:
+            return iter(tuple(file.keys()))
 
     def __len__(self) -> int:
-        return len(self._checked())
+        return sum(1 for _ in self)
 
-    def _checked(self) -> tuple[str, ...]:
-        if self._names is None:
-            with self._named():
-                with self.path.open("rb") as data:
-                    found = hashlib.file_digest(data, "sha256").hexdigest()
-                if found != self.sha256:
-                    raise LedgerError(
-                        f"{self.path} was altered (sha256 {short(found)}, the log says {short(self.sha256)}): "
-                        f"restore the file from a copy, or undo edit {self.path.stem}"
-                    )
-                with safe_open(str(self.path), framework="pt") as file:
-                    self._names = tuple(file.keys())
-        return self._names
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        advice = f"Restore the file from a copy, or undo edit {self.path.stem}"
         try:
-            yield
+            if not self._checked:
+                with self.path.open("rb") as data:
+                    if hashlib.file_digest(data, "sha256").hexdigest() != self.sha256:
+                        raise damaged(f"{self.path} was altered: its digest does not match the log", advice)
+                self._checked = True
+            with safe_open(str(self.path), framework="pt") as file:
+                yield file
         except (OSError, SafetensorError) as problem:
-            raise LedgerError(
-                f"{self.path} cannot be read ({problem}): restore the file from a copy, or undo edit {self.path.stem}"
-            ) from None
-
-
-def stored_tensors(folder: Path, event: Mapping[str, Any], id: str) -> Mapping[str, Tensor]:
-    """The tensors of the edit that an event tells of, in a ledger's folder."""
-    return _Stored(folder / EDITS / f"{id}.safetensors", str(event.get("sha256")))
-
-
-# What the events amount to
+            raise damaged(f"{self.path} cannot be read ({problem})", advice) from None
 
 
 @dataclass
-class State:
-    """What the events so far amount to."""
+class LedgerState:
+    """The edits after the lines so far, and where the next line goes."""
 
-    digest: str  # of the last line, or of the header
-    offset: int = 0  # where the next line begins
+    digest: str  # of the last line, or of the header if there is none
+    folder: Path | None = None  # the ledger's; None if it is in memory
+    offset: int = 0  # bytes of the log that were read
     lines: int = 0
-    edits: dict[str, Edit] = field(default_factory=dict)  # in order
+    edits: dict[str, Edit] = field(default_factory=dict)  # by id, in order
     undone: set[str] = field(default_factory=set)
 
     @property
     def next_id(self) -> str:
         return f"e{len(self.edits) + 1:04d}"
 
-    def take(self, event: Mapping[str, Any], tensors: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Let an event happen, or raise ValueError and stay as it was."""
-        kind, name = event.get("event"), event.get("id")
-        if kind == "edit":
-            if name != self.next_id:
-                raise ValueError(f"edit {name!r} where {self.next_id} comes next")
-            self.edits[self.next_id] = _edit(event, tensors(self.next_id))
-        elif kind == "undo" and name in self.edits and name not in self.undone:
-            self.undone.add(name)
-        elif kind == "redo" and name in self.undone:
-            self.undone.remove(name)
+    def read_line(self, line: bytes, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Apply the event of a line, which ends in a newline; raise ValueError if it does not continue the chain."""
+        event, digest = parse_line(line)
+        if digest_of(event, self.digest) != digest:
+            raise ValueError("its digest does not match")
+        self.apply(event, tensors)
+        self.digest = digest
+        self.offset += len(line)
+        self.lines += 1
+
+    def apply(self, event: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Apply an event, or raise ValueError and change nothing. Without `tensors` an edit's are read from disk."""
+        kind, id = event.get("event"), event.get("id")
+        if kind == "edit" and id == self.next_id:
+            if self.folder is not None:
+                tensors = StoredTensors(self.folder / EDITS / f"{id}.safetensors", str(event.get("sha256")))
+            try:
+                self.edits[id] = Edit.from_json(id, event, {} if tensors is None else tensors)
+            except (KeyError, TypeError, AttributeError) as problem:
+                raise ValueError(f"an incomplete edit ({problem!r})") from None
+        elif kind == "undo" and id in self.edits and id not in self.undone:
+            self.undone.add(id)
+        elif kind == "redo" and id in self.undone:
+            self.undone.remove(id)
             if event.get("forced") is True:
-                self.edits[name] = replace(self.edits[name], forced=True)
+                self.edits[id] = replace(self.edits[id], forced=True)
         else:
-            raise ValueError(f"{kind!r} of {name!r}, which cannot follow what came before")
-
-
-def _edit(event: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Edit:
-    try:
-        return Edit(
-            id=event["id"],
-            facts=tuple(Fact.from_json(record) for record in event["facts"]),
-            method=event["method"],
-            settings=event["settings"],
-            sites=tuple(event["sites"]),
-            tensors=tensors,
-            scores=event["scores"],
-            versions=event["versions"],
-            created=event["created"],
-            forced=event["forced"],
-        )
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"an edit without its parts ({problem!r})") from None
+            raise ValueError(f"the event {kind!r} of {id!r} cannot follow the events before it")

@@ -1,23 +1,21 @@
-"""What is wrong with a ledger: everything in it read afresh, every digest computed again.
+"""Check a ledger: read all of it again and compute every digest anew.
 
-A ledger that is opened stops at the first thing that does not fit. Here reading goes on, so that all of the damage
-is told at once. What cannot be seen: lines of undo and redo cut off whole at the log's end, an edit cut off there
-together with its tensors, and a ledger written anew with digests that fit. The folder is then one that might have been.
+Opening a ledger stops at the first problem; here reading goes on, to report all of them. Not detectable are undo and
+redo lines that were cut off whole at the end of the log, an edit cut off there together with its tensors, and a
+ledger that was rewritten with matching digests.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-from rebind.edit.ledger.edit import Edit
-from rebind.edit.ledger.log import LOG, RESTORE, digest_of, parse_line, read_header, split_lines
-from rebind.edit.ledger.state import EDITS, State, stored_tensors
+from rebind.edit.ledger.log import LOG, digest_of, parse_line, read_header
+from rebind.edit.ledger.state import EDITS, LedgerState
 from rebind.errors import LedgerError, RebindError
 
 
 def verify_folder(path: str | Path) -> list[str]:
-    """What is wrong with the ledger in a folder, even one too damaged to open."""
+    """Return what is wrong with the ledger in a folder, even one too damaged to open; an empty list if it is intact."""
     path = Path(path)
     try:
         header = read_header(path)
@@ -25,34 +23,27 @@ def verify_folder(path: str | Path) -> list[str]:
     except LedgerError as problem:
         return [str(problem)]
     except OSError as problem:
-        return [f"{path / LOG} cannot be read ({problem}): {RESTORE}"]
+        return [f"{path / LOG} cannot be read ({problem})."]
     problems: list[str] = []
-    state = State(header["digest"])
-    lines, torn = split_lines(data)
-    for number, raw in enumerate(lines, start=1):
+    state = LedgerState(header["digest"], path)
+    *lines, unfinished = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
         try:
-            event, stated = parse_line(raw)
+            event, stated = parse_line(line)
             if digest_of(event, state.digest) != stated:
-                problems.append(f"line {number} of {LOG} was altered, or the line before it was")
+                problems.append(f"Line {number} of {LOG}, or the line before it, was altered.")
             state.digest = stated  # so that one altered line is one problem
-            state.take(event, partial(stored_tensors, path, event))
+            state.apply(event)
         except (ValueError, RebindError) as problem:
-            problems.append(f"line {number} of {LOG} is damaged ({problem})")
-    if torn:
-        problems.append(f"{LOG} ends in an unfinished line of {len(torn)} bytes: the next edit drops it")
+            problems.append(f"Line {number} of {LOG} is damaged ({problem}).")
+    if unfinished:
+        problems.append(f"{LOG} ends in an unfinished line of {len(unfinished)} bytes; the next edit drops it.")
     for edit in state.edits.values():
-        problems += wrong_tensors(edit)
-    known = {f"{name}.safetensors" for name in state.edits}
-    found = sorted(file.name for file in (path / EDITS).glob("*") if not file.name.startswith("."))
-    problems += [f"{EDITS}/{name} is in no line of {LOG}" for name in found if name not in known]
-    return problems
-
-
-def wrong_tensors(edit: Edit) -> list[str]:
-    """What is wrong with the tensors of an edit: at one of its sites they are damaged, missing or make no write."""
-    try:
-        for site in edit.sites:
-            edit.write(site)
-    except RebindError as problem:
-        return [f"edit {edit.id}: {problem}"]
-    return []
+        try:
+            for site in edit.sites:
+                edit.write(site)
+        except RebindError as problem:
+            problems.append(f"Edit {edit.id}: {problem}")
+    known = {f"{id}.safetensors" for id in state.edits}
+    files = sorted(file.name for file in (path / EDITS).glob("*") if not file.name.startswith("."))
+    return problems + [f"{EDITS}/{name} belongs to no line of {LOG}." for name in files if name not in known]

@@ -1,0 +1,113 @@
+"""Whatever was altered, damaged or lost in a ledger is reported, and never used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from rebind.edit.ledger.edit import fold
+from rebind.edit.ledger.verify import verify_folder
+from rebind.errors import LedgerError
+from tests.edit.writes import D_K, D_V, SITES, ids, new_edit, open_ledger, snapshot, weights
+from tests.support import Draw
+
+
+def filled_ledger(folder):
+    ledger = open_ledger(folder)
+    ledger.append(new_edit(1))
+    ledger.append(new_edit(2))
+    ledger.undo("e0001")
+    return ledger
+
+
+def tampered(folder):
+    """Yield every file of a ledger with one thing changed: (what, file, its new content or None)."""
+    for file in sorted(f for f in folder.rglob("*") if f.is_file() and f.name != "lock"):
+        data = file.read_bytes()
+        name = str(file.relative_to(folder))
+        for at in range(0, len(data), max(1, len(data) // 40)):
+            yield f"{name} flipped at {at}", file, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        yield f"{name} emptied", file, b""
+        yield f"{name} removed", file, None
+
+
+def test_tampering_with_any_file_is_detected(folder):
+    assert filled_ledger(folder).verify() == verify_folder(folder) == []
+    count = 0
+    for what, file, data in list(tampered(folder)):
+        original = file.read_bytes()
+        file.unlink() if data is None else file.write_bytes(data)
+        assert verify_folder(folder), what
+        file.write_bytes(original)
+        count += 1
+    assert count > 150
+    assert verify_folder(folder) == []
+
+
+def test_an_altered_header_is_detected(folder):
+    filled_ledger(folder)
+    header = json.loads((folder / "ledger.json").read_text())
+    (folder / "ledger.json").write_text(json.dumps({**header, "model_name": "other"}))
+    assert len(verify_folder(folder)) == 1
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 2), (1, 2), (0, 0, 1, 2)])
+def test_reordered_dropped_and_repeated_lines_are_detected(folder, order):
+    filled_ledger(folder)
+    lines = (folder / "log.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "log.jsonl").write_bytes(b"".join(lines[number] for number in order))
+    assert verify_folder(folder)
+    with pytest.raises(LedgerError) as caught:
+        open_ledger(folder)
+    assert caught.value.code == "ledger_damaged"
+
+
+@pytest.mark.parametrize("damaged", [1, 2, 3])
+def test_the_advice_about_a_damaged_line_helps(folder, damaged):
+    ledger = open_ledger(folder)
+    for seed in (1, 2, 3):
+        ledger.append(new_edit(seed))
+    log = folder / "log.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    lines[damaged - 1] = lines[damaged - 1].replace(b"subject ", b"object! ")
+    log.write_bytes(b"".join(lines))
+    before = snapshot(folder)
+    with pytest.raises(LedgerError, match=f"Line {damaged} "):
+        open_ledger(folder)
+    assert len(verify_folder(folder)) == 1
+    assert snapshot(folder) == before
+    log.write_bytes(b"".join(lines[: damaged - 1]))  # this line and all after it deleted
+    again = open_ledger(folder)
+    assert ids(again.edits) == [f"e000{number}" for number in range(1, damaged)]
+    again.append(new_edit(4))
+    assert open_ledger(folder).get(f"e000{damaged}").facts == new_edit(4).facts
+
+
+def test_altered_tensors_are_not_used_and_their_edit_can_be_undone(folder):
+    base = Draw(9, torch.float32).normal(D_V, D_K)
+    ledger = open_ledger(folder)
+    ledger.append(new_edit(1))
+    ledger.append(new_edit(2))
+    file = folder / "edits" / "e0001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    for damage in (bytes(data), b"nothing", None):
+        file.unlink() if damage is None else file.write_bytes(damage)
+        with pytest.raises(LedgerError) as caught:
+            weights(open_ledger(folder), base)
+        assert caught.value.code == "ledger_damaged"
+    again = open_ledger(folder)
+    again.undo("e0001")
+    assert torch.equal(weights(again, base), fold(base, SITES[0], [new_edit(2)]))
+
+
+def test_a_copied_ledger_is_intact(folder, tmp_path):
+    filled_ledger(folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    shutil.rmtree(folder)
+    copy = open_ledger(tmp_path / "copy")
+    assert copy.verify() == []
+    copy.get("e0001").write(SITES[0])
