@@ -22,6 +22,7 @@ from rebind.storage.atomic import (
 )
 from rebind.storage.jsonl import JsonLines
 from rebind.storage.lock import lock
+from rebind.storage.problems import storage_errors
 
 RunKind: TypeAlias = Literal["evaluation", "training", "experiment"]
 
@@ -63,7 +64,8 @@ class RunFolder:
         path = Path(path)
         wanted: dict[str, Any] = json.loads(to_json(config))
         is_new = not path.exists()
-        _stored_config(path, kind)  # a folder with other things in it does not even get a lock file
+        with storage_errors(path):
+            _stored_config(path, kind)  # a folder with other things in it does not even get a lock file
         make_folders(path)
         with lock(path / LOCK, timeout=0):
             for folder, _, _ in os.walk(path):
