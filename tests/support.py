@@ -1,11 +1,15 @@
-"""Seeded inputs and comparisons."""
+"""Seeded inputs, and comparisons of tensors and of errors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch import Tensor
 
-from rebind import Write
+from rebind import RebindError, Write
 
 BATCHES = [(), (3,), (2, 3)]
 SIZES = [(0, 5), (1, 5), (3, 5), (5, 5), (8, 5), (50, 5)]  # (n, d): n = 0, 1, below, at, above and 10·d
@@ -50,6 +54,21 @@ class Draw:
             scale * self.normal(*batch, rows, d_k),
             retain,
         )
+
+
+@contextmanager
+def raises(error: type[RebindError], code: str) -> Iterator[None]:
+    """Expect an error of this class with this code."""
+    with pytest.raises(error) as caught:
+        yield
+    assert caught.value.code == code
+
+
+def assert_errors(*cases: tuple[type[RebindError], str, Callable[[], object]]) -> None:
+    """Expect every call to raise its error with its code."""
+    for error, code, call in cases:
+        with raises(error, code):
+            call()
 
 
 def assert_close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:

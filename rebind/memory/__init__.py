@@ -1,10 +1,22 @@
-"""The algebra of memory: one write, every rule and closed form on top of it. Pure torch."""
+"""The algebra of memory, in pure torch: one write, and every rule and closed form on top of it.
+
+- `write`: the class `Write`, its composition and its inverse; `chain`: many writes composed into one; `low_rank`: the
+  change that a write makes, as two thin factors.
+- `rules`: the fast rules (`get_rule("delta")`); `features`: feature maps for keys and queries.
+- `closed_form`: gains from second moments (`ridge`, `equality`, `null_space`, `Recursive`); `solve`: the
+  factorizations and solves behind them.
+- `associative`: the class `Memory`, which binds, recalls, rebinds and unbinds.
+- `ttt`, `hopfield`, `programmer`: memories that are not linear in their state, so that they have a step and no `Write`.
+- `checks`, `precision`: checks of arguments, and the dtypes in which results are computed.
+"""
+
+from __future__ import annotations
 
 from rebind.memory import closed_form, features, hopfield, rules, solve, ttt
-from rebind.memory.associative import Interference, Memory, load
+from rebind.memory.associative import Interference, Memory
 from rebind.memory.chain import chain
 from rebind.memory.closed_form import NullSpace, Recursive, equality, equality_block, null_space, ridge
-from rebind.memory.features import Feature, feature_names, get_feature, l2_normalise, sum_normalise
+from rebind.memory.features import Feature, feature_names, get_feature, l2_normalize, sum_normalize
 from rebind.memory.low_rank import LowRank
 from rebind.memory.programmer import FastWeightProgrammer
 from rebind.memory.rules import Coefficients, Rule, get_rule, rule_names
@@ -33,13 +45,12 @@ __all__ = [
     "get_feature",
     "get_rule",
     "hopfield",
-    "l2_normalise",
-    "load",
+    "l2_normalize",
     "null_space",
     "ridge",
     "rule_names",
     "rules",
     "solve",
-    "sum_normalise",
+    "sum_normalize",
     "ttt",
 ]

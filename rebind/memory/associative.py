@@ -1,4 +1,4 @@
-"""`Memory`: the object to start with. Bind a value to a key, recall it, rebind it, unbind it."""
+"""`Memory`, the object to start with: bind a value to a key, recall it, rebind it, unbind it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch import Tensor
 from rebind.errors import InputError, ShapeError
 from rebind.files import write_atomically
 from rebind.memory.chain import chain
-from rebind.memory.checks import require_finite, require_floating, require_rank, require_width, unknown_name
+from rebind.memory.checks import require_finite, require_tensors, require_width, unknown_name
 from rebind.memory.closed_form import equality
-from rebind.memory.features import Feature, get_feature, l2_normalise, sum_normalise
+from rebind.memory.features import Feature, get_feature, l2_normalize, sum_normalize
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Gate, Rule, get_rule
 from rebind.memory.write import Write
 
-NORMALISERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "l2": l2_normalise,
-    "sum": sum_normalise,
+NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "l2": l2_normalize,
+    "sum": sum_normalize,
     "none": lambda x: x,
 }
 FORMAT = "rebind-memory-1"
@@ -49,9 +49,8 @@ class Memory:
     >>> torch.allclose(m.recall(key), value, atol=1e-5)
     True
 
-    Keys pass through φ (`feature`) and are normalised before they meet the matrix, which is
-    `weights` [d_v, φ's width]. `rule` says how `bind` writes; `rebind` and `unbind` are exact whatever
-    the rule.
+    Keys pass through φ (`feature`) and are normalized before they meet the matrix `weights` [d_v, width of φ]. `bind`
+    writes by the rule; `rebind` and `unbind` are exact whatever the rule.
     """
 
     def __init__(
@@ -60,21 +59,21 @@ class Memory:
         d_v: int,
         rule: str | Rule = "delta",
         feature: str | Feature = "identity",
-        normalise: str = "l2",
+        normalize: str = "l2",
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         **options: int,
     ) -> None:
         if d_v < 1:
-            raise ShapeError(f"d_v is {d_v}, expected 1 or more: the width of the values")
+            raise ShapeError(f"The width of the values, d_v, is {d_v}", expected="1 or more", code="invalid_width")
         if not dtype.is_floating_point:
-            raise InputError(f"dtype is {dtype}, expected a real floating-point one: float32 suits most uses")
-        if normalise not in NORMALISERS:
-            raise unknown_name("normalisation", normalise, NORMALISERS)
+            raise InputError(f"The dtype is {dtype}", expected="a floating-point dtype", code="not_floating_point")
+        if normalize not in NORMALIZERS:
+            raise unknown_name("normalization", normalize, NORMALIZERS)
         self.rule = get_rule(rule)
         self.feature = get_feature(feature, d_k, **options)
-        self.normalise = normalise
+        self.normalize = normalize
         self.weights = torch.zeros(d_v, self.feature.width, dtype=dtype, device=device)
         self.rows = 0
 
@@ -87,8 +86,8 @@ class Memory:
         return self.weights.shape[0]
 
     @property
-    def load(self) -> float:
-        """Rows stored against the space available: above 1 no memory of this width can keep them all.
+    def occupancy(self) -> float:
+        """Rows stored relative to the space available: above 1 no memory of this width can hold them all.
 
         `rows` counts what was bound and not unbound; binding a key again counts again.
         """
@@ -97,40 +96,46 @@ class Memory:
     def __repr__(self) -> str:
         return (
             f"Memory({self.d_k} → {self.d_v}, rule={self.rule.name!r}, feature={self.feature!r}, "
-            f"normalise={self.normalise!r}, rows={self.rows}, load={self.load:.0%})"
+            f"normalize={self.normalize!r}, rows={self.rows}, occupancy={self.occupancy:.0%})"
         )
 
     def bind(self, keys: Tensor, values: Tensor, **gates: Gate) -> None:
-        """Write one pair ([d_k], [d_v]) or several in order ([n, d_k], [n, d_v]) by the memory's rule."""
+        """Write one pair ([d_k], [d_v]) or several in order ([n, d_k], [n, d_v]) by the memory's rule.
+
+        A gate is a number, or a tensor [n] of one number per key.
+        """
         phi, rows = self._phi(keys), self._values(values, keys)
-        if len(phi) == 0:
-            return
-        if keys.ndim == 1:  # a gate of one key is a number; as a batch of one it needs its dimension
-            gates = {name: gate.reshape(-1) if isinstance(gate, Tensor) else gate for name, gate in gates.items()}
-        write = chain(self.rule.write(phi, rows, **gates))
-        self._commit(write, self.rows + len(phi))
+        for name, gate in gates.items():
+            if isinstance(gate, Tensor) and gate.ndim and tuple(gate.shape) != (len(phi),):
+                raise ShapeError(
+                    f"Gate {name!r} has shape {list(gate.shape)}",
+                    expected=f"a number, or one per key: [{len(phi)}]",
+                    code="gate_does_not_match",
+                )
+        if len(phi):
+            self._commit(chain(self.rule.write(phi, rows, **gates)), self.rows + len(phi))
 
     def recall(self, queries: Tensor) -> Tensor:
-        """What the memory answers: [d_v] for a query [d_k], [..., d_v] for [..., d_k]."""
+        """Return what the memory answers: [d_v] for a query [d_k], [..., d_v] for [..., d_k]."""
         phi = self._phi(queries, queries=True)
         dtype = working_dtype(phi)
         return (phi.to(dtype) @ self.weights.to(dtype).mT).to(phi.dtype)
 
     def rebind(self, keys: Tensor, values: Tensor, *, protect: Tensor | None = None) -> None:
-        """Replace what stored keys answer, exactly, by the smallest change of the weights that does it.
+        """Replace the answers of stored keys exactly, by the smallest change of the weights that does it.
 
-        Keys orthogonal to these keep their answers; others move by their overlap. `protect` names keys
-        [m, d_k] whose answers must not move at all (those being rebound excepted).
+        Keys orthogonal to these keep their answers; others move by their overlap. `protect` holds keys [m, d_k] whose
+        answers must not move at all (except those that are rebound).
         """
         self._rewrite(keys, self._values(values, keys), protect, self.rows)
 
     def unbind(self, keys: Tensor, *, protect: Tensor | None = None) -> None:
-        """Make keys answer nothing (zero), as `rebind` to zero, and free their rows."""
+        """Make keys answer zero, as `rebind` to zero would, and free their rows."""
         count = len(self._phi(keys))
         self._rewrite(keys, self.weights.new_zeros(count, self.d_v), protect, max(self.rows - count, 0))
 
     def interference(self, keys: Tensor) -> Interference:
-        """How much each of these keys disturbs the others, under this memory's rule and feature.
+        """Measure how much each of these keys disturbs the others, under this memory's rule and feature map.
 
         For n random keys on the unit sphere of width d the expected disturbance is (n−1)/d.
         """
@@ -141,127 +146,134 @@ class Memory:
         return Interference(overlap, caused=energy.sum(0), suffered=energy.sum(1))
 
     def save(self, path: str | Path) -> None:
-        """Write the memory to a safetensors file, whole or not at all."""
-        described = {
+        """Write the memory to a safetensors file, atomically."""
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise InputError(
+                f"Folder {path.parent} does not exist",
+                expected="an existing folder to save in",
+                advice="Create it first",
+                code="no_such_folder",
+            )
+        for kind, part, registry in (("Rule", self.rule, Rule._known), ("Feature map", self.feature, Feature._known)):
+            if registry.get(part.name) is not type(part):
+                raise InputError(
+                    f"{kind} {type(part).__name__} shares the name {part.name!r} with another class",
+                    expected="a name of its own, by which loading can find it",
+                    code="ambiguous_name",
+                )
+        description = {
             "format": FORMAT,
             "rule": self.rule.name,
             "feature": self.feature.name,
             "options": self.feature.options,
-            "normalise": self.normalise,
+            "normalize": self.normalize,
             "d_k": self.d_k,
             "rows": self.rows,
         }
-        if not Path(path).parent.is_dir():
-            raise InputError(f"folder {Path(path).parent} does not exist, expected one to save in: make it first")
-        for kind, part, known_as in (("rule", self.rule, Rule._known), ("feature", self.feature, Feature._known)):
-            if known_as.get(part.name) is not type(part):
-                raise InputError(
-                    f"{kind} {type(part).__name__} goes by the name {part.name!r} of another class, expected a name of "
-                    f"its own: give it one, so that loading finds it"
-                )
         tensors = {"weights": self.weights, **{f"feature.{n}": t for n, t in self.feature.state.items()}}
         data = save(
             {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-            metadata={"rebind": json.dumps(described)},
+            metadata={"rebind": json.dumps(description)},
         )
-        write_atomically(Path(path), data)
+        write_atomically(path, data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Memory:
+        """Read a memory from a file that `save` wrote."""
+        if not Path(path).is_file():
+            raise InputError(f"There is no file {path}", advice="Check the path", code="no_such_file")
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                description = json.loads((file.metadata() or {})["rebind"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            if description["format"] != FORMAT:
+                raise ValueError(f"its format is {description['format']!r}")
+            return cls._rebuild(description, tensors)
+        except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as problem:
+            raise InputError(
+                f"File {path} does not hold a memory: {problem}",
+                expected="a file that Memory.save wrote",
+                advice="Save the memory again",
+                code="not_a_memory_file",
+            ) from None
+
+    @classmethod
+    def _rebuild(cls, description: dict[str, Any], tensors: dict[str, Tensor]) -> Memory:
+        weights, rows = tensors["weights"], int(description["rows"])
+        require_tensors(2, weights=weights)
+        require_finite(weights=weights)
+        memory = cls(
+            description["d_k"],
+            weights.shape[0],
+            description["rule"],
+            description["feature"],
+            description["normalize"],
+            dtype=weights.dtype,
+            **description["options"],
+        )
+        require_width("weights", weights, memory.feature.width, f"feature map {memory.feature!r}")
+        for name, drawn in memory.feature.state.items():
+            saved = tensors[f"feature.{name}"]
+            if saved.shape != drawn.shape:
+                raise ValueError(f"{name} has shape {list(saved.shape)}, not {list(drawn.shape)}")
+            setattr(memory.feature, name, saved)
+        memory.weights, memory.rows = weights, rows
+        return memory
 
     def _phi(self, keys: Tensor, *, queries: bool = False) -> Tensor:
-        """Keys as they meet the matrix. Queries may have any leading shape and may be empty of features."""
-        require_rank(1, keys=keys)
-        require_floating(keys=keys)
+        """Return keys as they meet the matrix. Queries may have any leading shape, and their features may be zero."""
+        require_tensors(1, keys=keys)
         require_width("keys", keys, self.d_k, "this memory")
         if not queries:
             if keys.ndim > 2:
-                raise ShapeError(f"keys are {list(keys.shape)}, expected [d_k] or [n, d_k]: flatten leading dimensions")
+                raise ShapeError(
+                    f"Keys have shape {list(keys.shape)}",
+                    expected="[d_k] or [n, d_k]",
+                    advice="Flatten the leading dimensions",
+                    code="too_many_dimensions",
+                )
             keys = keys.reshape(-1, self.d_k)
         keys = keys.to(self.weights)
         require_finite(keys=keys)
-        phi = self.feature(keys) if self.normalise == "none" else self.feature.up_to_scale(keys)
-        phi = NORMALISERS[self.normalise](phi)
+        phi = self.feature(keys) if self.normalize == "none" else self.feature.up_to_scale(keys)
+        phi = NORMALIZERS[self.normalize](phi)
         empty = (phi == 0).all(-1)
         if not queries and empty.any():
             raise InputError(
-                f"key {int(empty.nonzero()[0])} is all zeros under {self.feature!r}, expected a direction to write "
-                f"along: use another feature, or keys that are not zero"
+                f"Key {int(empty.nonzero()[0])} is all zeros under {self.feature!r}",
+                expected="a direction to write along",
+                advice="Use another feature map, or keys that are not zero",
+                code="zero_key",
             )
         return phi
 
     def _values(self, values: Tensor, keys: Tensor) -> Tensor:
-        require_rank(1, values=values)
-        require_floating(values=values)
+        require_tensors(1, values=values)
         require_width("values", values, self.d_v, "this memory")
         require_finite(values=values)
         if values.shape[:-1] != keys.shape[:-1]:
             raise ShapeError(
-                f"keys are {list(keys.shape)} and values {list(values.shape)}, expected as many of one as of the "
-                f"other: one value a key"
+                f"Keys have shape {list(keys.shape)} and values {list(values.shape)}",
+                expected="one value per key",
+                code="row_counts_differ",
             )
         return values.reshape(-1, self.d_v).to(self.weights)
 
     def _rewrite(self, keys: Tensor, values: Tensor, protect: Tensor | None, rows: int) -> None:
-        """The least change of the weights after which `keys` answer `values` and `protect` what it did."""
+        """Make the least change after which `keys` answer `values` and `protect` answers what it did before."""
         phi = self._phi(keys)
         if protect is not None:
-            held = self._phi(protect)
-            overlap = l2_normalise(held) @ l2_normalise(phi).mT
+            protected = self._phi(protect)
+            overlap = l2_normalize(protected) @ l2_normalize(phi).mT
             same = (overlap > 1 - 8 * torch.finfo(phi.dtype).eps).any(-1)  # a key cannot both change and stay
-            held = held[~same]
-            phi, values = torch.cat([phi, held]), torch.cat([values, held @ self.weights.mT])
+            protected = protected[~same]
+            phi, values = torch.cat([phi, protected]), torch.cat([values, protected @ self.weights.mT])
         if len(phi):
-            self._commit(Write(phi, values, equality(phi).value), rows)
+            self._commit(Write(phi, values, equality(phi)), rows)
 
     def _commit(self, write: Write, rows: int) -> None:
-        """Nothing changes until the new weights are known to be sound."""
+        """Apply a write, unless the new weights would hold NaN or infinity."""
         weights = write.apply(self.weights)
         require_finite(weights=weights)
         self.weights, self.rows = weights, rows
-
-
-def load(path: str | Path) -> Memory:
-    """Read a memory that `Memory.save` wrote."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} is not a file, expected one that Memory.save wrote: check the path")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            described = json.loads((file.metadata() or {}).get("rebind", "{}"))
-            if not isinstance(described, dict) or described.get("format") != FORMAT:
-                raise InputError(
-                    f"{path} is not a saved memory of format {FORMAT!r}: pass a file that Memory.save wrote"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        return _rebuild(described, tensors)
-    except (SafetensorError, json.JSONDecodeError) as problem:
-        raise InputError(
-            f"{path} cannot be read as safetensors ({problem}): it is damaged or something else; save the memory again"
-        ) from None
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise InputError(f"{path} describes no memory ({problem!r} is amiss): save the memory again") from None
-
-
-def _rebuild(described: dict[str, Any], tensors: dict[str, Tensor]) -> Memory:
-    weights, rows = tensors["weights"], described["rows"]
-    require_rank(2, weights=weights)
-    require_floating(weights=weights)
-    require_finite(weights=weights)
-    if not isinstance(rows, int) or rows < 0:
-        raise TypeError(f"rows = {rows!r}")
-    memory = Memory(
-        described["d_k"],
-        weights.shape[0],
-        described["rule"],
-        described["feature"],
-        described["normalise"],
-        dtype=weights.dtype,
-        **described["options"],
-    )
-    require_width("weights", weights, memory.feature.width, f"feature {memory.feature!r}")
-    for name, drawn in memory.feature.state.items():
-        saved = tensors[f"feature.{name}"]
-        if saved.shape != drawn.shape:
-            raise ShapeError(
-                f"{name} is {list(saved.shape)}, {memory.feature!r} has {list(drawn.shape)}: save it again"
-            )
-        setattr(memory.feature, name, saved)
-    memory.weights, memory.rows = weights, rows
-    return memory

@@ -19,26 +19,28 @@ def chain(writes: Write, chunk: int = 64) -> Write:
 
         Ĝ = (I + U)⁻¹ G,   U = the part of G Kᵀ where the column's write comes later,
 
-    which is the WY form of DeltaNet's chunks. The chunks are then composed pairwise, as a tree:
-    composition is associative. The composite has at most d_k rows.
+    which is the WY form of DeltaNet's chunks. The chunks are then composed pairwise, as a tree: composition is
+    associative. The composite has at most d_k rows.
     """
     if not writes.batch_shape:
         raise ShapeError(
-            "got a single write, expected a batch of them to compose: stack writes along a leading dimension"
+            "There is a single write to compose",
+            expected="a batch of writes",
+            advice="Stack the writes along a leading dimension",
+            code="single_write",
         )
     if chunk < 1:
-        raise InputError(f"chunk is {chunk}, expected 1 or more: 64 suits most sizes")
-    writes = _materialise(writes)
+        raise InputError(f"The chunk size is {chunk}", expected="1 or more", code="invalid_chunk")
+    writes = _expand(writes)
     count = writes.batch_shape[-1]
     if count == 0:
         lead = writes.batch_shape[:-1]
-        kept = writes.retain.new_ones(lead) if isinstance(writes.retain, Tensor) else 1.0
-        return _each(writes, lambda tensor: tensor.new_zeros(*lead, 0, tensor.shape[-1]), kept)
+        retain = writes.retain.new_ones(lead) if isinstance(writes.retain, Tensor) else 1.0
+        return _map(writes, lambda tensor: tensor.new_zeros(*lead, 0, tensor.shape[-1]), retain)
     parts = _chain_rows(_group(writes, min(chunk, count)))
     while parts.batch_shape[-1] > 1:
-        pairs = _group(_materialise(parts.compact()), 2)
-        first, second = (_select(pairs, index) for index in (0, 1))
-        parts = second @ first
+        pairs = _group(_expand(parts.compact()), 2)
+        parts = _select(pairs, 1) @ _select(pairs, 0)
     return _select(parts, 0).compact()
 
 
@@ -48,14 +50,13 @@ def _chain_rows(writes: Write) -> Write:
     count, n = writes.batch_shape[-1], writes.rows
     keys, values, gain = (tensor.to(dtype) for tensor in writes.tensors())
     keys, gain = keys.flatten(-3, -2), gain.flatten(-3, -2)
-    turn = torch.arange(count, device=keys.device).repeat_interleave(n)
-    system = (gain @ keys.mT) * (turn[:, None] < turn[None, :])  # unit diagonal implied
+    order = torch.arange(count, device=keys.device).repeat_interleave(n)
+    system = (gain @ keys.mT) * (order[:, None] < order[None, :])  # unit diagonal implied
     gain = torch.linalg.solve_triangular(system, gain, upper=True, unitriangular=True)
     retain = writes.retain
     if isinstance(retain, Tensor):
         retain = retain.to(dtype)
-        after = _products_after(retain)
-        values = after[..., None, None] * values
+        values = _products_after(retain)[..., None, None] * values
         retain = retain.prod(-1)
     elif retain != 1.0:
         after = retain ** torch.arange(count - 1, -1, -1, dtype=dtype, device=keys.device)
@@ -66,49 +67,43 @@ def _chain_rows(writes: Write) -> Write:
 
 
 def _products_after(retain: Tensor) -> Tensor:
-    """For each write the product of the later writes' `retain`: [..., count]."""
+    """Return for each write the product of the later writes' `retain`: [..., count]."""
     later = torch.cat([retain[..., 1:], torch.ones_like(retain[..., :1])], dim=-1)
     return later.flip(-1).cumprod(-1).flip(-1)
 
 
 def _group(writes: Write, size: int) -> Write:
-    """Split the last batch dimension in groups of `size`, filled up with writes that change nothing."""
-    count = writes.batch_shape[-1]
-    padding = -count % size
+    """Split the last batch dimension in groups of `size`, the last filled up with writes that change nothing."""
+    padding = -writes.batch_shape[-1] % size
 
-    def split(tensor: Tensor, fill: float) -> Tensor:
-        """The batch dimension is the last of a `retain` and the third last of the other tensors."""
-        where = tensor.ndim - (1 if tensor.ndim == len(writes.batch_shape) else 3)
+    def split(tensor: Tensor, dim: int, fill: float) -> Tensor:
         if padding:
             shape = list(tensor.shape)
-            shape[where] = padding
-            tensor = torch.cat([tensor, tensor.new_full(shape, fill)], dim=where)
-        return tensor.unflatten(where, (-1, size))
+            shape[dim] = padding
+            tensor = torch.cat([tensor, tensor.new_full(shape, fill)], dim=dim)
+        return tensor.unflatten(dim, (-1, size))
 
     retain = writes.retain
     if padding and not isinstance(retain, Tensor) and retain != 1.0:
         retain = writes.keys.new_full(writes.batch_shape, retain, dtype=working_dtype(*writes.tensors()))
-    return _each(
-        writes,
-        lambda tensor: split(tensor, 0.0),
-        split(retain, 1.0) if isinstance(retain, Tensor) else retain,
-    )
+    if isinstance(retain, Tensor):
+        retain = split(retain, -1, 1.0)
+    return _map(writes, lambda tensor: split(tensor, -3, 0.0), retain)
 
 
 def _select(writes: Write, index: int) -> Write:
-    """One entry of the last batch dimension."""
+    """Return one entry of the last batch dimension."""
     retain = writes.retain[..., index] if isinstance(writes.retain, Tensor) else writes.retain
-    return _each(writes, lambda tensor: tensor[..., index, :, :], retain)
+    return _map(writes, lambda tensor: tensor[..., index, :, :], retain)
 
 
-def _materialise(writes: Write) -> Write:
+def _expand(writes: Write) -> Write:
     """Give every tensor the whole batch shape."""
     shape = writes.batch_shape
     retain = writes.retain.expand(shape) if isinstance(writes.retain, Tensor) else writes.retain
-    return _each(writes, lambda tensor: tensor.expand(*shape, *tensor.shape[-2:]), retain)
+    return _map(writes, lambda tensor: tensor.expand(*shape, *tensor.shape[-2:]), retain)
 
 
-def _each(writes: Write, change: Callable[[Tensor], Tensor], retain: float | Tensor) -> Write:
-    """The write with `change` made to its keys, values and gain alike."""
+def _map(writes: Write, change: Callable[[Tensor], Tensor], retain: float | Tensor) -> Write:
     keys, values, gain = (change(tensor) for tensor in writes.tensors())
     return Write(keys, values, gain, retain)

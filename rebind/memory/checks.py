@@ -1,4 +1,4 @@
-"""The questions asked of an input before anything is computed from it."""
+"""Checks of arguments, made before anything is computed from them."""
 
 from __future__ import annotations
 
@@ -12,95 +12,114 @@ from rebind.errors import InputError, ShapeError, UnknownNameError
 
 
 def known(flag: Tensor) -> bool | None:
-    """A boolean tensor as a Python bool, or None where values may not be looked at.
+    """Return a boolean tensor as a Python bool, or None where its value may not be read.
 
-    Inside `torch.vmap`, `torch.compile` and what a CUDA graph records control flow cannot depend on data;
-    checks and rescues that would need it are skipped there.
+    Inside `torch.vmap`, `torch.compile` and a CUDA graph that is being recorded, control flow cannot depend on
+    data; checks and rescues that would need it are skipped there.
     """
-    if _hidden(flag):
+    if torch.compiler.is_compiling() or flag.is_meta:  # first: a compiler cannot trace the next question
+        return None
+    if flag.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     try:
         return bool(flag)
     except RuntimeError as problem:
         if "vmap" in str(problem):
             return None
-        raise  # a device's own failure is not ours to hide
+        raise
 
 
-def _hidden(flag: Tensor) -> bool:
-    if torch.compiler.is_compiling() or flag.is_meta:  # first: a compiler cannot ask what comes next
-        return True
-    return flag.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def require_floating(**tensors: Tensor) -> None:
+def require_tensors(least_rank: int, **tensors: Tensor) -> None:
+    """Require real floating-point tensors with at least `least_rank` dimensions."""
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(
+                f"Argument {name!r} is a {type(tensor).__name__}",
+                expected="a tensor",
+                advice="Convert it with torch.as_tensor",
+                code="not_a_tensor",
+            )
         if not tensor.is_floating_point():
             raise InputError(
-                f"{name} has dtype {tensor.dtype}, expected a real floating-point dtype: "
-                f"convert it, for example with {name}.float()"
+                f"Tensor {name!r} has dtype {tensor.dtype}",
+                expected="a real floating-point dtype",
+                advice=f"Convert it, for example with {name}.float()",
+                code="not_floating_point",
+            )
+        if tensor.ndim < least_rank:
+            raise ShapeError(
+                f"Tensor {name!r} has shape {list(tensor.shape)}",
+                expected=f"at least {least_rank} dimension{'s' * (least_rank > 1)}",
+                advice="Add leading dimensions with unsqueeze",
+                code="too_few_dimensions",
             )
 
 
 def require_finite(**tensors: Tensor) -> None:
+    """Require that no tensor holds NaN or infinity."""
     for name, tensor in tensors.items():
-        # One NaN or infinity makes the sum one: a pass ten times cheaper than asking every entry.
+        # One NaN or infinity makes the sum one: a pass ten times cheaper than testing every entry.
         if known(torch.isfinite(tensor.detach().sum())) is False and not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
             raise InputError(
-                f"{name} {list(tensor.shape)} holds {bad} NaN or infinite "
-                f"{'entry' if bad == 1 else 'entries'}, expected finite numbers: "
-                f"find where they arise before writing them into a memory"
-            )
-
-
-def require_rank(least: int, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{name} is a {type(tensor).__name__}, expected a tensor: convert it with torch.as_tensor")
-        if tensor.ndim < least:
-            raise ShapeError(
-                f"{name} has shape {list(tensor.shape)}, expected at least {least} "
-                f"{'dimension' if least == 1 else 'dimensions'}: add leading ones with unsqueeze"
+                f"Tensor {name!r} of shape {list(tensor.shape)} holds {int((~torch.isfinite(tensor)).sum())} "
+                f"NaN or infinite entries",
+                expected="finite numbers",
+                advice="Find out where they come from before they are written into a memory",
+                code="not_finite",
             )
 
 
 def require_width(name: str, tensor: Tensor, width: int, of: str) -> None:
+    """Require a last dimension of `width`, which is what `of` takes."""
     if tensor.shape[-1] != width:
         raise ShapeError(
-            f"{name} {list(tensor.shape)} is {tensor.shape[-1]} wide, {of} takes {width}: "
-            f"check which tensor was passed as {name}"
+            f"Tensor {name!r} of shape {list(tensor.shape)} is {tensor.shape[-1]} wide",
+            expected=f"{width}, the width that {of} takes",
+            advice=f"Check which tensor was passed as {name!r}",
+            code="wrong_width",
         )
 
 
 def require_broadcastable(what: str, *shapes: Iterable[int]) -> torch.Size:
-    """The common shape of leading dimensions, or an error that shows them all."""
+    """Return the common shape of leading dimensions; raise an error that shows them all if there is none."""
     sizes = [tuple(shape) for shape in shapes]
     try:
         return torch.broadcast_shapes(*sizes)
     except RuntimeError:
         raise ShapeError(
-            f"{what} have leading shapes {', '.join(str(list(size)) for size in sizes)}, "
-            f"expected shapes that broadcast together: insert dimensions of size 1 where they differ"
+            f"The leading shapes of {what} are {', '.join(str(list(size)) for size in sizes)}",
+            expected="shapes that broadcast together",
+            advice="Insert dimensions of size 1 where they differ",
+            code="not_broadcastable",
         ) from None
 
 
 def unknown_name(kind: str, got: object, names: Iterable[str]) -> UnknownNameError:
-    """The error for a name nobody answers to, with the nearest one that exists."""
+    """Return the error for a name that does not exist, with the closest name that does.
+
+    Its code is `unknown_` and the kind, so "unknown_rule" for a rule.
+    """
     known_names = sorted(names)
     near = get_close_matches(str(got), known_names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "choose one of these"
-    return UnknownNameError(f"unknown {kind} {got!r}, expected one of {', '.join(known_names)}: {hint}")
+    return UnknownNameError(
+        f"Unknown {kind} {got!r}",
+        expected=f"one of {', '.join(known_names)}",
+        advice=f"Did you mean {near[0]!r}?" if near else "",
+        code=f"unknown_{kind.replace(' ', '_')}",
+    )
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name, on which something could be put just now."""
+    """Return the device of that name, after allocating something on it."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as problem:
-        reason = str(problem).splitlines()[0]
         raise InputError(
-            f"device {name!r} cannot be used here ({reason}), expected cpu, cuda or mps: try cpu"
+            f"Device {name!r} cannot be used here: {str(problem).splitlines()[0]}",
+            expected="cpu, cuda or mps",
+            advice="Try {device}",
+            settings={"device": "cpu"},
+            code="unusable_device",
         ) from None
     return device

@@ -1,8 +1,8 @@
-"""φ: where keys and queries are taken before they meet the memory.
+"""Feature maps φ, applied to keys and queries before they meet the memory.
 
-A wider φ(k) leaves more room for keys that do not disturb each other. Every feature is an object
-made for an input width `dim`; it says its output width before anything is computed, and keeps its
-own state (FAVOR+'s projection is drawn once, when the object is made).
+A wider φ(k) leaves more room for keys that do not disturb each other. A feature map is an object for one input width
+`dim`; it knows its output width before anything is computed, and owns its state (FAVOR+'s projection is drawn once,
+when the object is created).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from rebind.errors import InputError, ShapeError
-from rebind.memory.checks import known, require_floating, require_rank, require_width, unknown_name
+from rebind.memory.checks import known, require_tensors, require_width, unknown_name
 from rebind.memory.precision import working_dtype
 
 
 class Feature(ABC):
-    """A feature map [..., dim] → [..., width]. Subclasses with a `name` are found by `get_feature`."""
+    """A feature map [..., dim] → [..., width]. `get_feature` finds every subclass that has a `name`."""
 
     name: ClassVar[str]
     _known: ClassVar[dict[str, type[Feature]]] = {}
@@ -33,40 +33,39 @@ class Feature(ABC):
 
     def __init__(self, dim: int) -> None:
         if dim < 1:
-            raise ShapeError(f"dim is {dim}, expected 1 or more: the width of the keys that enter")
+            raise ShapeError(f"The width of the keys is {dim}", expected="1 or more", code="invalid_width")
         self.dim = dim
 
     @property
     def width(self) -> int:
-        """How wide φ(x) is."""
+        """Width of φ(x)."""
         return self.dim
 
     @property
     def options(self) -> dict[str, int]:
-        """What besides `dim` rebuilds this feature."""
+        """Arguments besides `dim` that rebuild this feature map."""
         return {}
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Tensors that belong to this feature and are saved with it, under the names of its attributes."""
+        """Tensors that belong to this feature map and are saved with it, by attribute name."""
         return {}
 
     def up_to_scale(self, x: Tensor) -> Tensor:
-        """φ(x) times some positive number a row: all that a normaliser needs, where φ itself may under- or overflow."""
+        """Return φ(x) times some positive number per row, which is enough to normalize it and cannot overflow."""
         return self(x)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._map(self._checked(x)).to(x.dtype)
 
     def _checked(self, x: Tensor) -> Tensor:
-        """The input in the working dtype."""
+        """Return the input in the working dtype."""
         self._check(x)
         return x.to(working_dtype(x))
 
     def _check(self, x: Tensor) -> None:
-        require_rank(1, x=x)
-        require_floating(x=x)
-        require_width("x", x, self.dim, f"feature {self.name!r}")
+        require_tensors(1, x=x)
+        require_width("x", x, self.dim, f"feature map {self.name!r}")
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self.options.items())
@@ -120,7 +119,9 @@ class Dpfp(Feature):
         super().__init__(dim)
         if not isinstance(nu, int) or not 1 <= nu <= 2 * dim - 1:
             raise InputError(
-                f"nu is {nu}, expected 1 to {2 * dim - 1} for keys {dim} wide: beyond that the shifts come round again"
+                f"The number of shifts, ν, is {nu}",
+                expected=f"a whole number from 1 to {2 * dim - 1} for keys {dim} wide: further shifts repeat these",
+                code="invalid_nu",
             )
         self.nu = nu
 
@@ -141,11 +142,11 @@ class Dpfp(Feature):
 class Favor(Feature):
     """FAVOR+: positive random features whose inner product estimates exp(q·k/√dim) without bias.
 
-    x is scaled by dim^(−1/4), so the product of two features carries softmax's 1/√dim. Each of the m
-    projections w gives the pair exp(±w·x − ‖x‖²/2)/√(2m): 2m features. Directions come in orthogonal
-    blocks (less variance than independent ones) with the norms of Gaussian vectors.
+    x is scaled by dim^(−1/4), so the product of two features carries softmax's 1/√dim. Each of the m projections w
+    gives the pair exp(±w·x − ‖x‖²/2)/√(2m): 2m features. Directions come in orthogonal blocks (less variance than
+    independent ones) with the norms of Gaussian vectors.
 
-    The projection is drawn from `seed` when the object is made and never again.
+    The projection is drawn from `seed` when the object is created and never again.
     """
 
     name = "favor"
@@ -154,7 +155,7 @@ class Favor(Feature):
         super().__init__(dim)
         self.m = dim if m is None else m
         if self.m < 1:
-            raise InputError(f"m is {m}, expected 1 or more: the number of random projections")
+            raise InputError(f"The number of random projections, m, is {m}", expected="1 or more", code="invalid_m")
         self.seed = seed
         self.projection = orthogonal_projection(self.m, dim, seed)  # [m, dim]
 
@@ -171,7 +172,7 @@ class Favor(Feature):
         return {"projection": self.projection}
 
     def up_to_scale(self, x: Tensor) -> Tensor:
-        """The features with the row's largest exponent taken out: softmax's own safeguard."""
+        """Return the features with the row's largest exponent taken out, as a stable softmax does."""
         exponent = self._exponent(self._checked(x))
         return (exponent - exponent.amax(-1, keepdim=True).detach()).exp().to(x.dtype)
 
@@ -185,7 +186,7 @@ class Favor(Feature):
 
 
 def orthogonal_projection(rows: int, dim: int, seed: int) -> Tensor:
-    """Rows in orthogonal blocks of `dim`, each as long as a Gaussian vector: [rows, dim] float64."""
+    """Draw rows in orthogonal blocks of `dim`, each as long as a Gaussian vector: [rows, dim] float64."""
     generator = torch.Generator().manual_seed(seed)
     blocks = []
     for start in range(0, rows, dim):
@@ -197,67 +198,69 @@ def orthogonal_projection(rows: int, dim: int, seed: int) -> Tensor:
     return torch.cat(blocks) * norms
 
 
-def sum_normalise(x: Tensor, *, values: bool = True) -> Tensor:
-    """x / Σx for non-negative features (Schlag et al. A.2); a row of zeros stays zero.
+def sum_normalize(x: Tensor) -> Tensor:
+    """Return x / Σx for non-negative features (Schlag et al. A.2); a row of zeros stays zero.
 
-    Under the delta rule it balances what a write adds to a column against what it removes, and
-    spares the read its denominator. `values=False` does not look for negative entries: a GPU is
-    not waited for.
+    Under the delta rule it balances what a write adds to a column against what it removes, and reads need no
+    denominator.
     """
-    require_rank(1, x=x)
-    require_floating(x=x)
-    if values:
-        require_non_negative(x)
+    require_tensors(1, x=x)
+    require_non_negative(x)
     wide = _unit_peak(x)
     total = wide.sum(-1, keepdim=True)
     return (wide / total.where(total > 0, 1.0)).to(x.dtype)
 
 
 def require_non_negative(x: Tensor) -> None:
-    """Look for entries that a sum cannot normalise."""
+    """Require entries that sum normalization can handle."""
     if known((x < 0).any()):
         raise InputError(
-            f"sum normalisation got entries down to {float(x.min()):.3g}, expected none below 0: use a non-negative "
-            f"feature (elu+1, relu, dpfp, favor), or normalise by L2"
+            f"Sum normalization received entries down to {float(x.min()):.3g}",
+            expected="no entry below 0",
+            advice="Use a non-negative feature map (elu+1, relu, dpfp, favor), or normalize by the L2 norm",
+            code="negative_features",
         )
 
 
-def l2_normalise(x: Tensor) -> Tensor:
-    """x / ‖x‖; a row of zeros stays zero. With it a delta write at β = 1 replaces exactly."""
-    require_rank(1, x=x)
-    require_floating(x=x)
+def l2_normalize(x: Tensor) -> Tensor:
+    """Return x / ‖x‖; a row of zeros stays zero. With such keys a delta write at β = 1 replaces exactly."""
+    require_tensors(1, x=x)
     wide = _unit_peak(x)
     energy = wide.square().sum(-1, keepdim=True)
     return (wide * energy.where(energy > 0, 1.0).rsqrt()).to(x.dtype)
 
 
 def _unit_peak(x: Tensor) -> Tensor:
-    """x in the working dtype over its largest entry: rows of 1e-30 and of 1e30 normalise alike."""
+    """Return x in the working dtype over its largest entry: rows of 1e-30 and of 1e30 normalize alike."""
     wide = x.to(working_dtype(x))
     peak = wide.detach().abs().amax(-1, keepdim=True)
     return wide / peak.where(peak > 0, 1.0)
 
 
 def get_feature(name: str | Feature, dim: int, **options: int) -> Feature:
-    """The feature of that name for inputs `dim` wide; a feature object passes through."""
+    """Return the feature map of that name for inputs `dim` wide; a feature object passes through."""
     if isinstance(name, Feature):
-        if name.dim != dim:
-            raise ShapeError(f"{name!r} takes inputs {name.dim} wide, expected {dim}: make it for the keys' width")
-        if options:
-            raise InputError(f"got {name!r} and {', '.join(options)} too, expected one of them: set it on the feature")
+        if name.dim != dim or options:
+            raise ShapeError(
+                f"{name!r} was passed for keys {dim} wide, with options {', '.join(options) or 'none'}",
+                expected="an object for keys of this width, which has its options already",
+                code="feature_does_not_match",
+            )
         return name
     if not isinstance(name, str) or name not in Feature._known:
         raise unknown_name("feature", name, Feature._known)
-    made = Feature._known[name]
-    takes = list(inspect.signature(made).parameters)[1:]
-    unknown = [option for option in options if option not in takes]
+    feature_class = Feature._known[name]
+    parameters = list(inspect.signature(feature_class).parameters)[1:]
+    unknown = [option for option in options if option not in parameters]
     if unknown:
         raise InputError(
-            f"feature {name!r} does not take {', '.join(unknown)}, it takes {', '.join(takes) or 'no options'}: "
-            f"leave {unknown[0]} out"
+            f"Feature map {name!r} does not take {', '.join(unknown)}",
+            expected=", ".join(parameters) or "no options",
+            code="unknown_feature_option",
         )
-    return made(dim, **options)
+    return feature_class(dim, **options)
 
 
 def feature_names() -> list[str]:
+    """Return the names of all feature maps."""
     return sorted(Feature._known)

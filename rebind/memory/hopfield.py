@@ -1,9 +1,8 @@
 """Hopfield networks: memories that complete a pattern from a part of it.
 
-The classical network stores ±1 patterns in a Hebbian matrix, which is the `sum` rule with every
-pattern its own key. It holds about 0.138·N of them. The modern network keeps the patterns and
-descends an exponential energy; one step of it is one pass of softmax attention, and it holds
-exponentially many.
+The classical network stores ±1 patterns in a Hebbian matrix, which is the `sum` rule with every pattern as its own
+key. It holds about 0.138·N of them. The modern network stores the patterns themselves and descends an exponential
+energy; one step of it is one pass of softmax attention, and it holds exponentially many.
 """
 
 from __future__ import annotations
@@ -15,23 +14,16 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError
-from rebind.memory.checks import (
-    known,
-    require_broadcastable,
-    require_finite,
-    require_floating,
-    require_rank,
-    require_width,
-)
+from rebind.memory.checks import known, require_broadcastable, require_finite, require_tensors, require_width
 from rebind.memory.precision import working_dtype
 
 
 @dataclass(frozen=True)
-class Recall:
-    """Where a recall ended."""
+class HopfieldRecall:
+    """The state in which a recall ended."""
 
     state: Tensor  # [..., N]
-    steps: int  # updates (sweeps, when asynchronous) made
+    steps: int  # number of updates (of sweeps, if asynchronous)
     converged: bool  # whether the last one changed nothing
 
 
@@ -43,12 +35,15 @@ class Classical:
 
     @classmethod
     def store(cls, patterns: Tensor) -> Classical:
-        """Hebb: W = (1/N) Σ ξξᵀ with the diagonal removed, for patterns [..., n, N] of ±1."""
-        require_rank(2, patterns=patterns)
-        require_floating(patterns=patterns)
+        """Store patterns [..., n, N] of ±1 by Hebb's rule: W = (1/N) Σ ξξᵀ without its diagonal."""
+        require_tensors(2, patterns=patterns)
         if known((patterns.abs() != 1).any()):
-            other = float(patterns[patterns.abs() != 1].flatten()[0])
-            raise InputError(f"patterns hold {other:.3g}, expected +1 and −1 alone: take patterns.sign()")
+            raise InputError(
+                f"Patterns contain {float(patterns[patterns.abs() != 1].flatten()[0]):.3g}",
+                expected="+1 and −1 only",
+                advice="Take patterns.sign()",
+                code="patterns_not_binary",
+            )
         wide = patterns.to(working_dtype(patterns))
         weights = wide.mT @ wide / patterns.shape[-1]
         diagonal = torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))
@@ -59,7 +54,7 @@ class Classical:
         return self.weights.shape[-1]
 
     def energy(self, state: Tensor) -> Tensor:
-        """−½ xᵀWx, [...]; no asynchronous update raises it."""
+        """Return −½ xᵀWx, [...]; no asynchronous update raises it."""
         self._check(state)
         wide = state.to(working_dtype(state, self.weights))
         return (-0.5 * (wide * self._field(wide)).sum(-1)).to(state.dtype)
@@ -71,24 +66,22 @@ class Classical:
         mode: Literal["synchronous", "asynchronous"] = "synchronous",
         steps: int = 100,
         generator: torch.Generator | None = None,
-    ) -> Recall:
-        """Update until nothing changes, for at most `steps` updates or sweeps. A unit with no input stays.
+    ) -> HopfieldRecall:
+        """Update until nothing changes, for at most `steps` updates or sweeps. A unit with no input stays as it is.
 
-        Synchronous: all units at once; fast, but it can end in a cycle of two states. Asynchronous: one
-        unit after another, in an order drawn from `generator` (in index order without one); it always
-        comes to rest.
+        Synchronous: all units at once; fast, but it can end in a cycle of two states. Asynchronous: one unit after
+        another, in an order drawn from `generator` (in index order without one); it always converges.
         """
         self._check(cue)
         if mode not in ("synchronous", "asynchronous"):
-            raise InputError(f"mode is {mode!r}, expected 'synchronous' or 'asynchronous': leave it out for the first")
+            raise InputError(f"The mode is {mode!r}", expected="'synchronous' or 'asynchronous'", code="unknown_mode")
         state = cue.expand(*torch.broadcast_shapes(cue.shape[:-1], self.weights.shape[:-2]), self.units)
         for step in range(1, steps + 1):
-            together = mode == "synchronous"
-            new = _sign(self._field(state), state) if together else self._sweep(state, generator)
+            new = self._sweep(state, generator) if mode == "asynchronous" else _sign(self._field(state), state)
             if torch.equal(new, state):
-                return Recall(state, step, converged=True)
+                return HopfieldRecall(state, step, converged=True)
             state = new
-        return Recall(state, steps, converged=False)
+        return HopfieldRecall(state, steps, converged=False)
 
     def _sweep(self, state: Tensor, generator: torch.Generator | None) -> Tensor:
         state = state.clone()
@@ -103,11 +96,7 @@ class Classical:
         return _overlap(self.weights.to(dtype), state.to(dtype))
 
     def _check(self, state: Tensor) -> None:
-        require_rank(1, state=state)
-        require_floating(state=state)
-        require_width("state", state, self.units, "this network")
-        require_broadcastable("the network and the state", self.weights.shape[:-2], state.shape[:-1])
-        require_finite(state=state)
+        _check_state(state, self.units, self.weights.shape[:-2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,22 +107,23 @@ class Modern:
     beta: float = 1.0  # β: inverse temperature; large β picks one pattern, small β averages them
 
     def __post_init__(self) -> None:
-        require_rank(2, patterns=self.patterns)
-        require_floating(patterns=self.patterns)
+        require_tensors(2, patterns=self.patterns)
         require_finite(patterns=self.patterns)
         if self.patterns.shape[-2] == 0:
-            raise InputError("got no patterns, expected at least one: there is nothing to retrieve")
+            raise InputError("There are no patterns", expected="at least one", code="no_patterns")
         if not 0 < self.beta < float("inf"):
-            raise InputError(f"beta is {self.beta}, expected a positive number: the softmax's inverse temperature")
+            raise InputError(
+                f"The inverse temperature β is {self.beta}", expected="a positive number", code="invalid_beta"
+            )
 
     def step(self, state: Tensor) -> Tensor:
-        """ξ ← Xᵀ softmax(β X ξ) for states [..., N]: softmax attention with X as keys and values."""
+        """Return Xᵀ softmax(β X ξ) for states ξ [..., N]: softmax attention with X as keys and values."""
         self._check(state)
         patterns, query = self._wide(state)
         weights = torch.softmax(self.beta * _overlap(patterns, query), dim=-1)
         return (weights.unsqueeze(-2) @ patterns).squeeze(-2).to(state.dtype)
 
-    def recall(self, cue: Tensor, *, steps: int = 1, tolerance: float = 0.0) -> Recall:
+    def recall(self, cue: Tensor, *, steps: int = 1, tolerance: float = 0.0) -> HopfieldRecall:
         """Repeat `step` until it moves no entry by more than `tolerance`."""
         self._check(cue)
         state = cue
@@ -142,11 +132,14 @@ class Modern:
             moved = (new - state).abs().max() if new.numel() else new.new_zeros(())
             state = new
             if moved <= tolerance:
-                return Recall(state, count, converged=True)
-        return Recall(state, steps, converged=False)
+                return HopfieldRecall(state, count, converged=True)
+        return HopfieldRecall(state, steps, converged=False)
 
     def energy(self, state: Tensor) -> Tensor:
-        """−β⁻¹ log Σ exp(β xᵢ·ξ) + ½‖ξ‖² + β⁻¹ log M + ½ max‖xᵢ‖², [...]; never negative, and no step raises it."""
+        """Return −β⁻¹ log Σ exp(β xᵢ·ξ) + ½‖ξ‖² + β⁻¹ log M + ½ max‖xᵢ‖², [...].
+
+        It is never negative, and no step raises it.
+        """
         self._check(state)
         patterns, query = self._wide(state)
         lse = torch.logsumexp(self.beta * _overlap(patterns, query), dim=-1) / self.beta
@@ -160,15 +153,18 @@ class Modern:
         return self.patterns.to(dtype), state.to(dtype)
 
     def _check(self, state: Tensor) -> None:
-        require_rank(1, state=state)
-        require_floating(state=state)
-        require_width("state", state, self.patterns.shape[-1], "this network")
-        require_broadcastable("the network and the state", self.patterns.shape[:-2], state.shape[:-1])
-        require_finite(state=state)
+        _check_state(state, self.patterns.shape[-1], self.patterns.shape[:-2])
+
+
+def _check_state(state: Tensor, units: int, lead: torch.Size) -> None:
+    require_tensors(1, state=state)
+    require_width("state", state, units, "this network")
+    require_broadcastable("the network and the state", lead, state.shape[:-1])
+    require_finite(state=state)
 
 
 def _overlap(patterns: Tensor, state: Tensor) -> Tensor:
-    """xᵢ·ξ for every row xᵢ, [..., M]."""
+    """Return xᵢ·ξ for every row xᵢ, [..., M]."""
     return (state.unsqueeze(-2) @ patterns.mT).squeeze(-2)
 
 

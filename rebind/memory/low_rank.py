@@ -1,4 +1,4 @@
-"""A matrix kept as the product of two thin ones: the change that a write makes."""
+"""A matrix stored as the product of two thin ones: the change that a write makes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError, ShapeError
-from rebind.memory.checks import require_broadcastable, require_floating, require_rank
+from rebind.memory.checks import require_broadcastable, require_tensors
 from rebind.memory.precision import common_dtype, working_dtype
 
 
@@ -20,14 +20,14 @@ class LowRank:
     right: Tensor  # [..., n, d_k]
 
     def __post_init__(self) -> None:
-        require_rank(2, left=self.left, right=self.right)
-        require_floating(left=self.left, right=self.right)
+        require_tensors(2, left=self.left, right=self.right)
         require_broadcastable("left and right", self.left.shape[:-2], self.right.shape[:-2])
         if self.left.shape[-1] != self.right.shape[-2]:
             raise ShapeError(
-                f"left {list(self.left.shape)} has {self.left.shape[-1]} columns and right "
-                f"{list(self.right.shape)} has {self.right.shape[-2]} rows, expected as many of one "
-                f"as of the other: left is [d_v, n], right is [n, d_k]"
+                f"The left factor has shape {list(self.left.shape)} and the right one {list(self.right.shape)}",
+                expected="[d_v, n] and [n, d_k]",
+                advice="Transpose the factor whose inner dimension differs",
+                code="factors_do_not_match",
             )
 
     @property
@@ -36,16 +36,15 @@ class LowRank:
         return self.right.shape[-2]
 
     def dense(self) -> Tensor:
-        """The product, [..., d_v, d_k]."""
+        """Return the product, [..., d_v, d_k]."""
         dtype = working_dtype(self.left, self.right)
         product = self.left.to(dtype) @ self.right.to(dtype)
         return product.to(common_dtype(self.left, self.right))
 
     def truncate(self, rank: int) -> LowRank:
-        """The best approximation of at most `rank` (Eckart–Young), split evenly between the factors.
+        """Return the best approximation of at most `rank` (Eckart–Young), split evenly between the factors.
 
-        Works on the factors' n×n cores, so a change to a large weight is truncated without
-        ever being formed.
+        It works on the factors' n×n cores: the product is never formed, however large it would be.
         """
         _check_rank(rank)
         columns, singular, rows = self._svd()
@@ -57,16 +56,16 @@ class LowRank:
         )
 
     def singular_values(self) -> Tensor:
-        """The singular values of the product, largest first."""
+        """Return the singular values of the product, largest first."""
         return self._svd()[1].to(common_dtype(self.left, self.right))
 
     def truncation_error(self, rank: int) -> Tensor:
-        """‖product − truncate(rank)‖ / ‖product‖ in the Frobenius norm; 0 for a zero product."""
+        """Return ‖product − truncate(rank)‖ / ‖product‖ in the Frobenius norm; 0 for a zero product."""
         _check_rank(rank)
         energy = self._svd()[1].square()
         total, lost = energy.sum(-1), energy[..., rank:].sum(-1)
-        some = lost > 0  # the root's slope at 0 is infinite: keep it out of the graph
-        relative = torch.where(some, (lost.where(some, 1.0) / total.where(some, 1.0)).sqrt(), 0.0)
+        positive = lost > 0  # the slope of the root at 0 is infinite: keep it out of the graph
+        relative = torch.where(positive, (lost.where(positive, 1.0) / total.where(positive, 1.0)).sqrt(), 0.0)
         return relative.to(common_dtype(self.left, self.right))
 
     def _svd(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,4 +78,4 @@ class LowRank:
 
 def _check_rank(rank: int) -> None:
     if rank < 0:
-        raise InputError(f"rank is {rank}, expected 0 or more: pass the number of components to keep")
+        raise InputError(f"The rank is {rank}", expected="0 or more", code="negative_rank")

@@ -1,4 +1,4 @@
-"""Which dtype a result is computed in, and which it is returned in."""
+"""The dtypes in which results are computed and returned."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype that all the tensors promote to: what results are returned in."""
+    """Return the dtype that all the tensors promote to: the dtype of results."""
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def working_dtype(*tensors: Tensor) -> torch.dtype:
-    """At least float32: half-precision inputs are summed in single precision."""
+    """Return at least float32: half-precision inputs are summed in single precision."""
     return torch.promote_types(common_dtype(*tensors), torch.float32)
 
 
 def solving_dtype(tensor: Tensor) -> torch.dtype:
-    """Double precision wherever the device has it.
+    """Return float64 wherever the device has it.
 
-    Second moments of real activations reach condition numbers of 1e8 and more; single precision
-    has no correct digit left after such a solve. Apple's MPS has no float64.
+    Second moments of real activations reach condition numbers of 1e8 and more; single precision has no correct
+    digit left after such a solve. Apple's MPS has no float64.
     """
     return torch.float32 if tensor.device.type == "mps" else torch.float64

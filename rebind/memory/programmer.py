@@ -4,8 +4,8 @@
     W ← σ(W + a bᵀ)        (1)
     y = W x                (2)
 
-The squashing σ bounds the memory and makes its step nonlinear, so steps do not compose: there is
-a `step` here and no `Write`. With σ the identity it is the `sum` rule with b the key, a the value.
+The squashing function σ bounds the memory and makes its step nonlinear, so steps do not compose: there is a `step`
+here and no `Write`. With σ the identity it is the `sum` rule with key b and value a.
 """
 
 from __future__ import annotations
@@ -17,27 +17,20 @@ import torch
 from torch import Tensor
 
 from rebind.errors import ShapeError
-from rebind.memory.checks import (
-    require_broadcastable,
-    require_finite,
-    require_floating,
-    require_rank,
-    require_width,
-)
+from rebind.memory.checks import require_broadcastable, require_finite, require_tensors, require_width
 from rebind.memory.precision import common_dtype, working_dtype
 
 
 @dataclass(frozen=True)
 class FastWeightProgrammer:
-    """A matrix memory with a squashed additive step."""
+    """A matrix memory with an additive step, squashed by σ."""
 
     squash: Callable[[Tensor], Tensor] = torch.tanh  # σ
 
     def step(self, memory: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """σ(W + a bᵀ) for a memory [..., d_v, d_k], a [..., d_v], b [..., d_k]."""
-        require_rank(2, memory=memory)
-        require_rank(1, a=a, b=b)
-        require_floating(memory=memory, a=a, b=b)
+        """Return σ(W + a bᵀ) for a memory [..., d_v, d_k], a [..., d_v], b [..., d_k]."""
+        require_tensors(2, memory=memory)
+        require_tensors(1, a=a, b=b)
         require_width("a", a, memory.shape[-2], "this memory")
         require_width("b", b, memory.shape[-1], "this memory")
         require_broadcastable("memory, a and b", memory.shape[:-2], a.shape[:-1], b.shape[:-1])
@@ -47,18 +40,18 @@ class FastWeightProgrammer:
         return self.squash(memory.to(dtype) + outer).to(memory.dtype)
 
     def run(self, x: Tensor, slow_a: Tensor, slow_b: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Outputs [..., T, d_v] and the final memory for inputs x [..., T, d].
+        """Return the outputs [..., T, d_v] and the final memory for inputs x [..., T, d].
 
         `slow_a` [d_v, d] and `slow_b` [d, d] are the slow weights; the memory starts at zero.
         """
-        require_rank(2, x=x, slow_a=slow_a, slow_b=slow_b)
-        require_floating(x=x, slow_a=slow_a, slow_b=slow_b)
+        require_tensors(2, x=x, slow_a=slow_a, slow_b=slow_b)
         require_width("slow_a", slow_a, x.shape[-1], "this input")
         require_width("slow_b", slow_b, x.shape[-1], "this input")
         if slow_b.shape[-2] != x.shape[-1]:
             raise ShapeError(
-                f"slow_b {list(slow_b.shape)} makes keys {slow_b.shape[-2]} wide, the memory is read with inputs "
-                f"{x.shape[-1]} wide: make it [{x.shape[-1]}, {x.shape[-1]}]"
+                f"The slow weights W_b have shape {list(slow_b.shape)}",
+                expected=f"[{x.shape[-1]}, {x.shape[-1]}], since the memory is read with the inputs themselves",
+                code="keys_do_not_match_inputs",
             )
         if memory is None:
             memory = x.new_zeros(*x.shape[:-2], slow_a.shape[-2], x.shape[-1])

@@ -1,17 +1,16 @@
-"""Symmetric positive definite systems: factor once, solve many, never invert.
+"""Symmetric positive definite systems: factor once, solve many times, never invert.
 
-Two factorisations answer to the same calls:
+There are two factorizations with the same interface:
 
 - `Cholesky`, from `factor(A)`: the direct route, d³/3 operations once.
-- `Woodbury`, from `factor(C).plus(K)`: C + KᵀK for n new rows on top of a factor of C that is
-  already there. Only an n×n system is factored; no d×d inverse is ever formed.
+- `Woodbury`, from `factor(C).plus(K)`: C + KᵀK for n new rows on top of an existing factor of C. Only an n×n system
+  is factored; no d×d inverse is ever formed.
 
-Systems are solved in float64 whatever the inputs are (float32 where the device has no other) and
-answers come back in the right-hand side's dtype. A matrix that is singular or slightly indefinite
-gets the smallest multiple of the identity, on a ladder of powers of ten of its mean diagonal, that
-makes it factorisable; the amount is in the result and in a `NumericalWarning`. The ladder begins
-where the answer rises above rounding noise (1e-10 in float64). When no step up to 1 % helps, a
-`NumericalError` says what to do.
+Systems are solved in float64 whatever the inputs are (float32 where the device has no float64), and results have the
+dtype of the right-hand side. A matrix that is singular or slightly indefinite gets the smallest multiple of the
+identity, on a ladder of powers of ten of its mean diagonal, that makes a factorization possible; the amount is in the
+result and in a `NumericalWarning`. The ladder begins where the answer rises above rounding noise (1e-10 in float64).
+If no step up to 1 % helps, a `NumericalError` says what to do.
 """
 
 from __future__ import annotations
@@ -26,14 +25,7 @@ import torch
 from torch import Tensor
 
 from rebind.errors import NumericalError, NumericalWarning, ShapeError
-from rebind.memory.checks import (
-    known,
-    require_broadcastable,
-    require_finite,
-    require_floating,
-    require_rank,
-    require_width,
-)
+from rebind.memory.checks import known, require_broadcastable, require_finite, require_tensors, require_width
 from rebind.memory.precision import solving_dtype
 
 LARGEST_JITTER = 1e-2  # relative to the mean diagonal
@@ -45,19 +37,19 @@ POOR_RESIDUAL = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """An answer and how it was found."""
+    """The solution of a system, and how it was computed."""
 
     value: Tensor
-    method: str  # which form was solved: cholesky, woodbury, primal, dual, block
+    method: str  # the form that was solved: cholesky, woodbury, primal, dual, block
     order: int  # size of the system that was factored
-    jitter: float  # what was added to a diagonal to make it factorisable; 0 when nothing was
+    jitter: float  # what was added to a diagonal to make a factorization possible; 0 if nothing was
     _residual: Callable[[], Tensor] = field(repr=False)
 
     @cached_property
     def residual(self) -> float:
-        """Relative residual of the equation as it was posed (no jitter in it), the worst of a batch.
+        """Relative residual of the equation as it was posed (without jitter), the worst of a batch.
 
-        Computed when first asked for: it costs about as much as a solve.
+        It is computed on first access: it costs about as much as a solve.
         """
         with torch.no_grad():
             residual = self._residual()
@@ -77,7 +69,7 @@ class Cholesky:
         return self.matrix.shape[-1]
 
     def solve(self, right: Tensor) -> Solution:
-        """X with A X = right [..., d, m]."""
+        """Return X with A X = right [..., d, m]."""
         self._check(right)
         wide = right.to(self.lower.dtype)
         half = torch.linalg.solve_triangular(self.lower, wide, upper=False)
@@ -91,33 +83,33 @@ class Cholesky:
         )
 
     def whiten(self, rows: Tensor) -> Tensor:
-        """L⁻¹ rowsᵀ, [..., d, n]: half a solve. Inner products of its columns are those under A⁻¹."""
+        """Return L⁻¹ rowsᵀ, [..., d, n]: half a solve. Inner products of its columns are those under A⁻¹."""
         require_width("keys", rows, self.width, "this factor")
         return torch.linalg.solve_triangular(self.lower, rows.to(self.lower.dtype).mT, upper=False)
 
     def unwhiten(self, columns: Tensor) -> Tensor:
-        """L⁻ᵀ columns: the other half, so that `unwhiten(whiten(K))` is A⁻¹Kᵀ."""
+        """Return L⁻ᵀ columns: the other half, so that `unwhiten(whiten(K))` is A⁻¹Kᵀ."""
         return torch.linalg.solve_triangular(self.lower.mT, columns, upper=True)
 
     def plus(self, rows: Tensor) -> Woodbury:
-        """A + KᵀK for rows K [..., n, d], from this factor."""
-        require_rank(2, keys=rows)
-        require_floating(keys=rows)
+        """Return the factorization of A + KᵀK for rows K [..., n, d], built on this one."""
+        require_tensors(2, keys=rows)
         require_width("keys", rows, self.width, "this factor")
         require_broadcastable("the factor and the keys", self.matrix.shape[:-2], rows.shape[:-2])
         require_finite(keys=rows)
         half = self.whiten(rows)
         eye = torch.eye(rows.shape[-2], dtype=half.dtype, device=half.device)
-        inner = cholesky(eye + half.mT @ half, "I + K C⁻¹ Kᵀ")
+        inner = cholesky(eye + half.mT @ half, "matrix I + K C⁻¹ Kᵀ")
         return Woodbury(self, rows, half, inner)
 
     def _check(self, right: Tensor) -> None:
-        require_rank(2, right=right)
-        require_floating(right=right)
+        require_tensors(2, right=right)
         if right.shape[-2] != self.width:
             raise ShapeError(
-                f"right-hand side {list(right.shape)} has {right.shape[-2]} rows, the system has {self.width}: "
-                f"right-hand sides are columns; transpose rows of keys"
+                f"The right-hand side has shape {list(right.shape)}",
+                expected=f"{self.width} rows, as the system has",
+                advice="Pass right-hand sides as columns; transpose rows of keys",
+                code="right_side_does_not_match",
             )
         require_broadcastable("the factor and the right-hand side", self.matrix.shape[:-2], right.shape[:-2])
         require_finite(right=right)
@@ -137,10 +129,10 @@ class Woodbury:
         return max(self.base.jitter, self.inner.jitter)
 
     def solve(self, right: Tensor) -> Solution:
-        """X with (A + KᵀK) X = right [..., d, m].
+        """Return X with (A + KᵀK) X = right [..., d, m].
 
-        (A + KᵀK)⁻¹ = L⁻ᵀ (I − H (I + HᵀH)⁻¹ Hᵀ) L⁻¹ with H = L⁻¹Kᵀ: Woodbury's identity with
-        A⁻¹ replaced by its factor.
+        (A + KᵀK)⁻¹ = L⁻ᵀ (I − H (I + HᵀH)⁻¹ Hᵀ) L⁻¹ with H = L⁻¹Kᵀ: Woodbury's identity with A⁻¹ replaced
+        by its factor.
         """
         self.base._check(right)
         wide = right.to(self.half.dtype)
@@ -154,7 +146,7 @@ class Woodbury:
         )
 
     def gain(self) -> Solution:
-        """K (A + KᵀK)⁻¹ = (I + K A⁻¹ Kᵀ)⁻¹ K A⁻¹, [..., n, d]: the push-through form, shorter still."""
+        """Return K (A + KᵀK)⁻¹ = (I + K A⁻¹ Kᵀ)⁻¹ K A⁻¹, [..., n, d]: the push-through form, shorter still."""
         value = torch.cholesky_solve(self.base.unwhiten(self.half).mT, self.inner.lower)
         value = self._refine(value.mT, self.rows.to(value.dtype).mT).mT
         return Solution(
@@ -166,7 +158,7 @@ class Woodbury:
         )
 
     def multiply(self, columns: Tensor) -> Tensor:
-        """(A + KᵀK) columns, without forming the sum."""
+        """Return (A + KᵀK) columns, without forming the sum."""
         rows = self.rows.to(columns.dtype)
         return self.base.matrix @ columns + rows.mT @ (rows @ columns)
 
@@ -176,11 +168,11 @@ class Woodbury:
         return self.base.unwhiten(white)
 
     def _refine(self, value: Tensor, right: Tensor) -> Tensor:
-        """Mend what subtracting nearly equal terms cost, when A is so ill-conditioned that it may have cost much.
+        """Recover the digits lost by subtracting nearly equal terms, if A is ill-conditioned.
 
-        A well-conditioned sum on an ill-conditioned A is where Woodbury loses digits and the direct
-        route does not. One correction by the residual usually returns them; what it cannot return is
-        said aloud. A jittered base answers a different equation, so there is nothing to refine towards.
+        A well-conditioned sum on an ill-conditioned A is where Woodbury loses digits and the direct route does not.
+        One correction by the residual usually recovers them; a warning reports what it cannot recover. A base with
+        jitter solves a different equation, so there is nothing to refine towards.
         """
         pivots = self.base.lower.diagonal(dim1=-2, dim2=-1)
         suspect = (pivots.amin(-1) / pivots.amax(-1)).square() < REFINE_BELOW
@@ -198,8 +190,8 @@ class Woodbury:
             residual = torch.minimum(after, residual)
         if known((residual > POOR_RESIDUAL).any()):
             warnings.warn(
-                f"Woodbury on an ill-conditioned matrix left a relative residual of {float(residual.max()):.1e}: "
-                f"factor the whole sum instead (form='primal')",
+                f"Woodbury on an ill-conditioned matrix left a relative residual of {float(residual.max()):.1e}. "
+                f"Factor the whole sum instead (form='primal').",
                 NumericalWarning,
                 stacklevel=3,
             )
@@ -207,21 +199,22 @@ class Woodbury:
 
 
 def factor(matrix: Tensor, what: str = "matrix") -> Cholesky:
-    """Factor a symmetric positive definite matrix [..., d, d], with a visible rescue if it needs one."""
+    """Factor a symmetric positive definite matrix [..., d, d]; add jitter, with a warning, if it needs some."""
     return cholesky(symmetric(matrix, what), what)
 
 
 def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
-    """The matrix in the solving dtype, once it has shown to be square, finite and symmetric.
+    """Return the matrix in the solving dtype, after checking that it is square, finite and symmetric.
 
-    Only the lower triangle is factored later on.
+    The check matters because only the lower triangle is factored later.
     """
-    require_rank(2, **{what: matrix})
-    require_floating(**{what: matrix})
-    d = matrix.shape[-1]
-    if d != matrix.shape[-2]:
+    require_tensors(2, **{what: matrix})
+    if matrix.shape[-1] != matrix.shape[-2]:
         raise ShapeError(
-            f"{what} {list(matrix.shape)} is not square, expected [d_k, d_k]: a second moment is keysᵀ @ keys"
+            f"The {what} of shape {list(matrix.shape)} is not square",
+            expected="[d_k, d_k]",
+            advice="Compute a second moment as keys.mT @ keys",
+            code="not_square",
         )
     require_finite(**{what: matrix})
     wide = matrix.to(solving_dtype(matrix))
@@ -233,14 +226,17 @@ def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
     gap = _asymmetry(wide.detach())
     if known((gap > tolerance * scale).any()):
         raise ShapeError(
-            f"{what} {list(matrix.shape)} is not symmetric: entries differ from their mirror images by up to "
-            f"{float(gap.max()):.3g}, expected none to. A second moment is keysᵀ @ keys; check how it was accumulated"
+            f"The {what} of shape {list(matrix.shape)} is not symmetric: entries differ from their mirror images by "
+            f"up to {float(gap.max()):.3g}",
+            expected="a second moment, keys.mT @ keys",
+            advice="Check how it was accumulated",
+            code="not_symmetric",
         )
     return wide
 
 
 def _asymmetry(matrix: Tensor, block: int = 256) -> Tensor:
-    """max |A − Aᵀ|, [...], strip by strip: the transpose of a large matrix is never walked through at once."""
+    """Return max |A − Aᵀ|, [...], strip by strip, which is faster than transposing a large matrix at once."""
     gaps = []
     for begin in range(0, matrix.shape[-1], block):
         end = begin + block
@@ -250,17 +246,17 @@ def _asymmetry(matrix: Tensor, block: int = 256) -> Tensor:
 
 
 def relative_residual(got: Tensor, wanted: Tensor) -> Tensor:
-    """‖got − wanted‖ / ‖wanted‖ in the Frobenius norm, [...]; the plain norm where `wanted` is 0."""
+    """Return ‖got − wanted‖ / ‖wanted‖ in the Frobenius norm, [...]; the plain norm where `wanted` is 0."""
     size = torch.linalg.vector_norm(wanted, dim=(-2, -1))
     return torch.linalg.vector_norm(got - wanted, dim=(-2, -1)) / size.where(size > 0, 1.0)
 
 
 def cholesky(matrix: Tensor, what: str) -> Cholesky:
-    """`factor` for a matrix known to be symmetric, finite and in the solving dtype.
+    """Factor a matrix that is known to be symmetric, finite and in the solving dtype.
 
     A batch entry gets jitter only if it needs it.
     """
-    lower, failed = _try(matrix)
+    lower, failed = _try_cholesky(matrix)
     rescue = known(failed.any())
     if rescue is None:  # vmap and compile cannot branch: an entry that needs a rescue becomes NaN, never a wrong number
         lower = torch.where(failed[..., None, None], torch.nan, lower)
@@ -272,30 +268,31 @@ def cholesky(matrix: Tensor, what: str) -> Cholesky:
     jitter = torch.zeros_like(mean)
     while relative <= LARGEST_JITTER * (1 + 1e-9):
         jitter = torch.where(failed, relative * mean, jitter)
-        lower, failed = _try(matrix, jitter)
+        lower, failed = _try_cholesky(matrix, jitter)
         if not failed.any():
             amount = float(jitter.max())
             warnings.warn(
-                f"{what} {list(matrix.shape)} is singular or indefinite: added {amount:.1e} to its diagonal "
-                f"({relative:.0e} of the mean diagonal)",
+                f"The {what} of shape {list(matrix.shape)} is singular or indefinite: added {amount:.1e} to its "
+                f"diagonal ({relative:.0e} of the mean diagonal)",
                 NumericalWarning,
                 stacklevel=3,
             )
             return Cholesky(matrix, lower, jitter=amount)
         relative *= 10
     raise NumericalError(
-        f"{what} {list(matrix.shape)} is not positive definite: smallest eigenvalue "
-        f"{float(torch.linalg.eigvalsh(matrix.detach()).min()):.3g}, mean diagonal {float(mean.min()):.3g}, and "
-        f"adding {LARGEST_JITTER:.0%} of the latter does not mend it. Collect the moment from more keys in a "
-        f"wider dtype, or add a multiple of the identity yourself"
+        f"The {what} of shape {list(matrix.shape)} is not positive definite: its smallest eigenvalue is "
+        f"{float(torch.linalg.eigvalsh(matrix.detach()).min()):.3g}, its mean diagonal {float(mean.min()):.3g}, and "
+        f"adding {LARGEST_JITTER:.0%} of the latter does not help",
+        advice="Collect the moment from more keys in a wider dtype, or add a multiple of the identity",
+        code="not_positive_definite",
     )
 
 
-def _try(matrix: Tensor, jitter: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The factor, and which batch entries have none worth trusting.
+def _try_cholesky(matrix: Tensor, jitter: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the factor, and which batch entries have no trustworthy one.
 
-    L_ii² / A_ii is the part of row i not explained by the rows before it: below d·eps it is
-    rounding error, and a factor with it in would return noise.
+    L_ii² / A_ii is the part of row i not explained by the rows before it: below d·eps it is rounding error, and a
+    factor that contains it would return noise.
     """
     if jitter is not None:
         matrix = matrix + torch.diag_embed(jitter.unsqueeze(-1).expand(matrix.shape[:-1]))

@@ -4,9 +4,9 @@
     W_t = W_{t'} − Σ_{s ≤ t} η_s ∇ℓ(W_{t'}; k_s, v_s)        t' the start of t's mini-batch
     z_t = f(q_t; W_t)
 
-Mini-batches of one are online descent; one mini-batch over the whole sequence is batch descent, all
-of its gradients taken at W_0. For a linear f a mini-batch is a `Write` (`Linear.write`); any other f
-makes a nonlinear memory, which has a step and no write.
+Mini-batches of one are online descent; one mini-batch over the whole sequence is batch descent, with all gradients
+taken at W_0. For a linear f a mini-batch is a `Write` (`Linear.write`); any other f makes a nonlinear memory, which has
+a step and no write.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,13 +22,7 @@ from torch.func import grad, vmap
 from torch.nn import functional
 
 from rebind.errors import InputError, ShapeError
-from rebind.memory.checks import (
-    require_broadcastable,
-    require_finite,
-    require_floating,
-    require_rank,
-    require_width,
-)
+from rebind.memory.checks import require_broadcastable, require_finite, require_tensors, require_width
 from rebind.memory.precision import common_dtype, working_dtype
 from rebind.memory.write import Write
 
@@ -36,19 +31,27 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # (prediction, value) → a scalar
 
 
 class InnerModel(ABC):
-    """What is trained at test time: a function of a state, a tuple of tensors."""
+    """The model that is trained at test time: a function of a state, which is a tuple of tensors."""
+
+    initial_scale: ClassVar[float] = 0.0  # standard deviation of a matrix in the first state; vectors start at 0
 
     @abstractmethod
     def shapes(self, d_k: int, d_v: int) -> tuple[tuple[int, ...], ...]:
-        """The shape of each tensor of a state."""
+        """Return the shape of each tensor of a state."""
 
-    @abstractmethod
     def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
-        """A state to start from."""
+        """Return a state to start from."""
+        generator = torch.Generator().manual_seed(seed)
+        state = []
+        for shape in self.shapes(d_k, d_v):
+            random = self.initial_scale > 0 and len(shape) > 1
+            drawn = torch.randn(shape, generator=generator, dtype=dtype) if random else torch.zeros(shape, dtype=dtype)
+            state.append(self.initial_scale * drawn)
+        return tuple(state)
 
     @abstractmethod
     def __call__(self, state: State, x: Tensor) -> Tensor:
-        """f(x; state) for one x [d_k]; batches are vmapped over it."""
+        """Return f(x; state) for one x [d_k]; `run` applies vmap to it."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +61,15 @@ class Linear(InnerModel):
     def shapes(self, d_k: int, d_v: int) -> tuple[tuple[int, ...], ...]:
         return ((d_v, d_k),)
 
-    def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
-        return (torch.zeros(d_v, d_k, dtype=dtype),)
-
     def __call__(self, state: State, x: Tensor) -> Tensor:
         (weight,) = state
         return weight @ x
 
     def write(self, k: Tensor, v: Tensor, rate: float | Tensor) -> Write:
-        """One mini-batch of keys [..., n, d_k] and values [..., n, d_v] as a write of n rows: gain 2ηK."""
-        require_rank(2, k=k, v=v)
+        """Return one mini-batch of keys [..., n, d_k] and values [..., n, d_v] as a write of n rows: gain 2ηK."""
+        require_tensors(2, k=k, v=v)
         if isinstance(rate, Tensor):
-            require_width("rate", rate, k.shape[-2], "this mini-batch, one rate a row,")
+            require_width("rate", rate, k.shape[-2], "this mini-batch, one rate per row,")
         scale = rate.unsqueeze(-1) if isinstance(rate, Tensor) else rate
         return Write(k, v, (2 * scale * k.to(working_dtype(k))).to(k.dtype))
 
@@ -78,21 +78,12 @@ class Linear(InnerModel):
 class Mlp(InnerModel):
     """f(x) = W₂ gelu(W₁ x + b₁) + b₂, with a hidden layer `expand` times as wide as the keys."""
 
+    initial_scale: ClassVar[float] = 0.02
     expand: int = 4
 
     def shapes(self, d_k: int, d_v: int) -> tuple[tuple[int, ...], ...]:
         hidden = self.expand * d_k
         return (hidden, d_k), (hidden,), (d_v, hidden), (d_v,)
-
-    def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
-        generator = torch.Generator().manual_seed(seed)
-        first, first_bias, second, second_bias = self.shapes(d_k, d_v)
-        return (
-            0.02 * torch.randn(first, generator=generator, dtype=dtype),
-            torch.zeros(first_bias, dtype=dtype),
-            0.02 * torch.randn(second, generator=generator, dtype=dtype),
-            torch.zeros(second_bias, dtype=dtype),
-        )
 
     def __call__(self, state: State, x: Tensor) -> Tensor:
         first, first_bias, second, second_bias = state
@@ -101,7 +92,7 @@ class Mlp(InnerModel):
 
 @dataclass(frozen=True, eq=False)
 class ResidualNorm(InnerModel):
-    """f(x) = x + LayerNorm(inner(x)): keeps a deep inner model's outputs at the scale of its inputs.
+    """f(x) = x + LayerNorm(inner(x)): keeps the outputs of a deep inner model at the scale of its inputs.
 
     `weight` and `bias` belong to the outer model: they are learned across sequences, not within one.
     """
@@ -112,7 +103,11 @@ class ResidualNorm(InnerModel):
 
     def shapes(self, d_k: int, d_v: int) -> tuple[tuple[int, ...], ...]:
         if d_k != d_v:
-            raise ShapeError(f"got keys {d_k} and values {d_v} wide, expected equal widths: f adds its input")
+            raise ShapeError(
+                f"Keys are {d_k} and values {d_v} wide",
+                expected="equal widths, since a residual model adds its input",
+                code="widths_differ",
+            )
         return self.inner.shapes(d_k, d_v)
 
     def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
@@ -124,21 +119,21 @@ class ResidualNorm(InnerModel):
 
 
 def squared_error(prediction: Tensor, value: Tensor) -> Tensor:
-    """‖prediction − value‖²."""
+    """Return ‖prediction − value‖²."""
     return (prediction - value).square().sum()
 
 
 def learned_rate(x: Tensor, theta: Tensor, base: float) -> Tensor:
-    """η = base · σ(θ·x) for inputs [..., d]: a rate a token, between 0 and `base`."""
-    require_rank(1, x=x, theta=theta)
+    """Return η = base · σ(θ·x) for inputs [..., d]: one rate per token, between 0 and `base`."""
+    require_tensors(1, x=x, theta=theta)
     require_width("theta", theta, x.shape[-1], "this input")
     dtype = working_dtype(x, theta)
     return (base * torch.sigmoid(x.to(dtype) @ theta.to(dtype))).to(common_dtype(x, theta))
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run leaves."""
+class TttOutput:
+    """The outputs of a run, and the state after its last token."""
 
     out: Tensor  # [..., T, d_v]
     state: State
@@ -154,12 +149,12 @@ def run(
     rate: float | Tensor = 0.5,
     mini_batch: int | None = 1,
     loss: Loss = squared_error,
-) -> Trained:
+) -> TttOutput:
     """Read and train over q, k [..., T, d_k] and v [..., T, d_v].
 
-    `rate` is η, a number or one a token [..., T]. `mini_batch` is the number of tokens whose gradients
-    are taken at the same state: 1 is online, None the whole sequence. Differentiable throughout, the
-    starting state and the rates included.
+    `rate` is η, a number or one per token [..., T]. `mini_batch` is the number of tokens whose gradients are taken at
+    the same state: 1 is online, None is the whole sequence. The result is differentiable, also by the first state and
+    the rates.
     """
     batch = _check(model, state, q, k, v, rate, mini_batch)
     dtype = working_dtype(q, k, v, *state)
@@ -168,7 +163,7 @@ def run(
     size = mini_batch or max(length, 1)
 
     def one(start: State, q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> tuple[Tensor, State]:
-        """One sequence, unbatched."""
+        """Run one sequence, without batch dimensions."""
 
         def error(at: State, key: Tensor, value: Tensor) -> Tensor:
             return loss(model(at, key), value)
@@ -194,41 +189,45 @@ def run(
     else:
         out, end = vmap(one)(start, flat(q, 2), flat(k, 2), flat(v, 2), flat(rates, 1))
         out = out.reshape(*batch, *out.shape[1:]).to(common_dtype(q, k, v))
-    final = tuple(s.reshape(*batch, *s.shape[1:]).to(given.dtype) for s, given in zip(end, state, strict=True))
-    return Trained(out, final)
+    final = tuple(s.reshape(*batch, *s.shape[1:]).to(first.dtype) for s, first in zip(end, state, strict=True))
+    return TttOutput(out, final)
 
 
 def _descend(rates: Tensor, slopes: Tensor) -> Tensor:
-    """Σ_{s ≤ t} η_s ∇_s for every t of a mini-batch."""
+    """Return Σ_{s ≤ t} η_s ∇_s for every t of a mini-batch."""
     return (rates.reshape(-1, *[1] * (slopes.ndim - 1)) * slopes).cumsum(0)
 
 
 def _check(
     model: InnerModel, state: State, q: Tensor, k: Tensor, v: Tensor, rate: float | Tensor, mini_batch: int | None
 ) -> torch.Size:
-    """The common leading shape, once everything fits."""
-    require_rank(2, q=q, k=k, v=v)
-    require_floating(q=q, k=k, v=v)
+    """Return the common leading shape, after checking that everything fits."""
+    require_tensors(2, q=q, k=k, v=v)
     require_width("q", q, k.shape[-1], "a memory with these keys")
     if not q.shape[-2] == k.shape[-2] == v.shape[-2]:
         raise ShapeError(
-            f"q, k and v have {q.shape[-2]}, {k.shape[-2]} and {v.shape[-2]} tokens, expected as many of each"
-            f": they come from one sequence"
+            f"There are {q.shape[-2]} queries, {k.shape[-2]} keys and {v.shape[-2]} values",
+            expected="as many of each, one per token",
+            code="token_counts_differ",
         )
     if mini_batch is not None and mini_batch < 1:
-        raise InputError(f"mini_batch is {mini_batch}, expected 1 or more: 1 is online, None the whole sequence")
+        raise InputError(
+            f"The mini-batch size is {mini_batch}", expected="1 or more, or None", code="invalid_mini_batch"
+        )
     shapes = model.shapes(k.shape[-1], v.shape[-1])
     got = tuple(tuple(tensor.shape[-len(own) :]) for tensor, own in zip(state, shapes, strict=False))
     if len(state) != len(shapes) or got != shapes:
         raise ShapeError(
-            f"state has shapes {', '.join(str(list(tensor.shape)) for tensor in state)}, {type(model).__name__} keeps "
-            f"{', '.join(str(list(own)) for own in shapes)} here: start from model.initial(d_k, d_v)"
+            f"The state has shapes {', '.join(str(list(tensor.shape)) for tensor in state)}",
+            expected=f"{', '.join(str(list(own)) for own in shapes)}, the state of {type(model).__name__}",
+            advice="Start from model.initial(d_k, d_v)",
+            code="state_does_not_match",
         )
     named = {f"state[{index}]": tensor for index, tensor in enumerate(state)}
-    require_floating(**named)
+    require_tensors(0, **named)
     require_finite(q=q, k=k, v=v, rate=torch.as_tensor(rate), **named)
     leads = [tensor.shape[: tensor.ndim - len(own)] for tensor, own in zip(state, shapes, strict=True)]
     if isinstance(rate, Tensor) and rate.ndim:
-        require_width("rate", rate, k.shape[-2], "this sequence, one rate a token,")
+        require_width("rate", rate, k.shape[-2], "this sequence, one rate per token,")
         leads.append(rate.shape[:-1])
     return require_broadcastable("q, k, v, rate and the state", q.shape[:-2], k.shape[:-2], v.shape[:-2], *leads)

@@ -3,9 +3,9 @@
     W~ = retain · W
     W' = W~ + (V − K W~ᵀ)ᵀ G
 
-Rows of K are the questions put to the memory, rows of V the answers it should have given, rows
-of G (the *gain*) the directions along which each row's error is written. Every rule and every
-closed form in rebind differs from the others in K, G and `retain` alone.
+Rows of K probe the memory, rows of V are the answers it should have given, and rows of G (the *gain*) are the
+directions along which each row's error is written. Every rule and every closed form in rebind is a choice of K, G
+and `retain`.
 
 Multiplied out, a write is an affine map of the memory,
 
@@ -22,47 +22,52 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError, NumericalError, ShapeError
-from rebind.memory.checks import (
-    known,
-    require_broadcastable,
-    require_finite,
-    require_floating,
-    require_rank,
-    require_width,
-)
+from rebind.memory.checks import known, require_broadcastable, require_finite, require_tensors, require_width
 from rebind.memory.low_rank import LowRank
 from rebind.memory.precision import common_dtype, solving_dtype, working_dtype
+from rebind.memory.solve import Solution
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Write:
     """`W ↦ retain·W + (V − K·retain·Wᵀ)ᵀ G`, batched over leading dimensions."""
 
     keys: Tensor  # [..., n, d_k]
     values: Tensor  # [..., n, d_v]
     gain: Tensor  # [..., n, d_k]
-    retain: float | Tensor = 1.0  # a number, or one a batch entry: [...]
+    retain: float | Tensor  # a number, or one per batch entry: [...]
 
-    def __post_init__(self) -> None:
-        tensors = {"keys": self.keys, "values": self.values, "gain": self.gain}
-        require_rank(2, **tensors)
-        require_floating(**tensors)
-        require_width("gain", self.gain, self.d_k, "a write with these keys")
-        rows = {name: tensor.shape[-2] for name, tensor in tensors.items()}
-        if len(set(rows.values())) > 1:
+    def __init__(self, keys: Tensor, values: Tensor, gain: Tensor | Solution, retain: float | Tensor = 1.0) -> None:
+        """Check that the parts fit together. The gain may be the `Solution` of a closed form."""
+        gain = gain.value if isinstance(gain, Solution) else gain
+        for name, part in {"keys": keys, "values": values, "gain": gain, "retain": retain}.items():
+            object.__setattr__(self, name, part)  # the dataclass is frozen
+        require_tensors(2, keys=keys, values=values, gain=gain)
+        require_width("gain", gain, self.d_k, "a write with these keys")
+        if not keys.shape[-2] == values.shape[-2] == gain.shape[-2]:
             raise ShapeError(
-                f"got {', '.join(f'{n} rows of {name}' for name, n in rows.items())}, expected as many of "
-                f"each: one key, one value and one gain make a row"
+                f"The write has {keys.shape[-2]} keys, {values.shape[-2]} values and {gain.shape[-2]} rows of gain",
+                expected="as many of each",
+                code="row_counts_differ",
             )
-        retain = _as_retain(self.retain)
+        if isinstance(retain, Tensor):
+            require_tensors(0, retain=retain)
+        elif not isinstance(retain, (int, float)):
+            raise InputError(
+                f"Retain is {retain!r}",
+                expected="a number or a tensor",
+                advice="Omit {retain} to keep the whole memory",
+                settings={"retain": None},
+                code="invalid_retain",
+            )
         require_broadcastable("keys, values, gain and retain", *self._leading_shapes())
-        require_finite(**tensors, retain=retain)
+        require_finite(keys=keys, values=values, gain=gain, retain=torch.as_tensor(retain))
 
     @classmethod
     def identity(
         cls, d_k: int, d_v: int, *, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> Write:
-        """The write of no rows: it changes nothing, and composing with it changes nothing."""
+        """Return the write of no rows, which changes nothing."""
         empty = torch.empty(0, d_k, dtype=dtype, device=device)
         return cls(empty, empty.new_empty(0, d_v), empty)
 
@@ -83,60 +88,63 @@ class Write:
         return torch.broadcast_shapes(*self._leading_shapes())
 
     def apply(self, memory: Tensor) -> Tensor:
-        """The memory after the write, in the memory's dtype."""
+        """Return the memory after the write, in the memory's dtype."""
         self._check_memory(memory)
         dtype = self._working_dtype(memory)
-        kept = self._scale(memory.to(dtype), dtype)
-        return (kept + self._error(kept).mT @ self.gain.to(dtype)).to(memory.dtype)
+        retained = self._scale(memory.to(dtype), dtype)
+        return (retained + self._error(retained).mT @ self.gain.to(dtype)).to(memory.dtype)
 
     def delta(self, memory: Tensor) -> LowRank:
-        """What `apply` would add to the memory.
+        """Return what `apply` would add to the memory.
 
-        With `retain` left at the number 1 the change has one row for each row of the write. Any
-        other `retain` also shrinks the memory itself, which takes min(d_v, d_k) more rows.
+        With `retain` left at the number 1 the change has one row for each row of the write. Any other `retain` also
+        shrinks the memory itself, which takes min(d_v, d_k) more rows.
         """
         self._check_memory(memory)
         dtype = self._working_dtype(memory)
         full = memory.to(dtype)
-        kept = self._scale(full, dtype)
-        left, right = self._error(kept).mT, self.gain.to(dtype)
-        if not self._retains_all():
+        retained = self._scale(full, dtype)
+        left, right = self._error(retained).mT, self.gain.to(dtype)
+        if isinstance(self.retain, Tensor) or self.retain != 1.0:
             eye = torch.eye(min(self.d_v, self.d_k), dtype=dtype, device=memory.device)
-            shrunk = kept - full  # (retain − 1) W
+            shrinkage = retained - full  # (retain − 1) W
             wide = self.d_v <= self.d_k
-            left = concatenate(left, eye if wide else shrunk, dim=-1)
-            right = concatenate(right, shrunk if wide else eye, dim=-2)
-        out = common_dtype(memory, self.keys, self.values, self.gain)
+            left = concatenate(left, eye if wide else shrinkage, dim=-1)
+            right = concatenate(right, shrinkage if wide else eye, dim=-2)
+        out = common_dtype(memory, *self.tensors())
         return LowRank(left.to(out), right.to(out))
 
     def __matmul__(self, earlier: Write) -> Write:
-        """`later @ earlier`: one write that does first the earlier, then the later.
+        """Return `later @ earlier`: one write that does the earlier one first, then the later one.
 
-        (I − K₁ᵀG₁)(I − K₂ᵀG₂) = I − [K₁; K₂]ᵀ [G₁ − (G₁K₂ᵀ)G₂; G₂]: the rows stack, the earlier
-        gain is corrected for what the later keys read of it, the earlier values fade by the later
-        `retain`. Nothing is divided by, so `retain = 0` composes too.
+        (I − K₁ᵀG₁)(I − K₂ᵀG₂) = I − [K₁; K₂]ᵀ [G₁ − (G₁K₂ᵀ)G₂; G₂]: the rows stack, the earlier gain is corrected
+        for what the later keys read of it, and the earlier values fade by the later `retain`. Nothing is divided by,
+        so `retain = 0` composes too.
         """
         if not isinstance(earlier, Write):
             return NotImplemented
         if (earlier.d_k, earlier.d_v) != (self.d_k, self.d_v):
             raise ShapeError(
-                f"cannot compose a write of keys {self.d_k} and values {self.d_v} wide with one of "
-                f"{earlier.d_k} and {earlier.d_v}, expected equal widths: both must address the same memory"
+                f"One write has d_k = {self.d_k} and d_v = {self.d_v}, the other {earlier.d_k} and {earlier.d_v}",
+                expected="two writes to the same memory",
+                code="writes_do_not_match",
             )
         require_broadcastable("the two writes", self.batch_shape, earlier.batch_shape)
         dtype = self._working_dtype(*earlier.tensors())
         early_gain, late_gain = earlier.gain.to(dtype), self.gain.to(dtype)
         corrected = early_gain - (early_gain @ self.keys.to(dtype).mT) @ late_gain
+        # The product of retains stays in the working dtype: long products of half-precision numbers drift.
+        late, early = (r.to(dtype) if isinstance(r, Tensor) else r for r in (self.retain, earlier.retain))
         out = common_dtype(*self.tensors(), *earlier.tensors())
         return Write(
             keys=concatenate(earlier.keys, self.keys, dim=-2).to(out),
             values=concatenate(self._scale(earlier.values.to(dtype), dtype), self.values, dim=-2).to(out),
             gain=concatenate(corrected, late_gain, dim=-2).to(out),
-            retain=_product(self.retain, earlier.retain, dtype),
+            retain=late * early,
         )
 
     def compact(self) -> Write:
-        """The same map in at most d_k rows: gain I, keys GᵀK, values GᵀV."""
+        """Return the same map in at most d_k rows: gain I, keys GᵀK, values GᵀV."""
         if self.rows <= self.d_k:
             return self
         dtype = self._working_dtype()
@@ -147,17 +155,21 @@ class Write:
         return Write(keys, values, torch.eye(self.d_k, dtype=out, device=keys.device), self.retain)
 
     def inverse(self) -> Write:
-        """The write that undoes this one, from its result alone.
+        """Return the write that undoes this one, from its result alone.
 
-        (I − KᵀG)⁻¹ = I + KᵀSG with S = (I − GKᵀ)⁻¹, an n×n system. It is singular exactly when the
-        write erases something: a delta write with β‖k‖² = 1 keeps no trace of the old value.
+        (I − KᵀG)⁻¹ = I + KᵀSG with S = (I − GKᵀ)⁻¹, an n×n system. It is singular exactly when the write erases
+        something: a delta write with β‖k‖² = 1 leaves no trace of the old value.
         """
         dtype = solving_dtype(self.keys)
         retain = torch.as_tensor(self.retain, dtype=dtype, device=self.keys.device)
         if known((retain == 0).any()):
-            raise NumericalError("a write with retain = 0 forgets everything: keep the memory it was applied to")
+            raise NumericalError(
+                "The write retains nothing of the memory, so it cannot be undone from its result",
+                advice="Keep a copy of the memory",
+                code="write_forgets_everything",
+            )
         gain, keys = self.gain.to(dtype), self.keys.to(dtype)
-        read = gain @ keys.mT  # what each row's gain shows to each row's key
+        read = gain @ keys.mT  # what each row's key reads of each row's gain
         system = torch.eye(self.rows, dtype=dtype, device=keys.device) - read
         factor, pivots, _ = torch.linalg.lu_factor_ex(system)
         pivot = factor.diagonal(dim1=-2, dim2=-1).abs()
@@ -167,10 +179,11 @@ class Write:
         floor = noise * (1 + torch.linalg.matrix_norm(read, ord=float("inf"))) if self.rows else pivot.new_zeros(())
         if known((pivot <= floor.unsqueeze(-1)).any()):
             raise NumericalError(
-                "this write erases what it overwrites (I − GKᵀ is singular), so its result alone cannot be "
-                "taken back: keep the memory it was applied to"
+                "The write erases what it overwrites (I − GKᵀ is singular), so it cannot be undone from its result",
+                advice="Keep a copy of the memory",
+                code="write_erases",
             )
-        undo = -torch.linalg.lu_solve(factor, pivots, expand_rows(gain, system))
+        undo = -torch.linalg.lu_solve(factor, pivots, expand_batch(gain, system))
         out = common_dtype(*self.tensors())
         return Write(
             keys=self.keys,
@@ -180,62 +193,46 @@ class Write:
         )
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values and gain."""
         return self.keys, self.values, self.gain
 
     def _leading_shapes(self) -> list[torch.Size]:
         shapes = [tensor.shape[:-2] for tensor in self.tensors()]
-        return shapes if isinstance(self.retain, (int, float)) else [*shapes, self.retain.shape]
+        return [*shapes, self.retain.shape] if isinstance(self.retain, Tensor) else shapes
 
     def _working_dtype(self, *others: Tensor) -> torch.dtype:
         return working_dtype(*self.tensors(), *others)
 
-    def _retains_all(self) -> bool:
-        return not isinstance(self.retain, Tensor) and self.retain == 1.0
-
     def _scale(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """`retain · tensor` for a tensor of matrices."""
+        """Return `retain · tensor` for a tensor of matrices."""
         if isinstance(self.retain, Tensor):
             return self.retain.to(dtype)[..., None, None] * tensor
         return tensor if self.retain == 1.0 else self.retain * tensor
 
-    def _error(self, kept: Tensor) -> Tensor:
-        """What the retained memory should have answered, less what it answers: [..., n, d_v]."""
-        return self.values.to(kept.dtype) - self.keys.to(kept.dtype) @ kept.mT
+    def _error(self, retained: Tensor) -> Tensor:
+        """Return what the retained memory should have answered, less what it answers: [..., n, d_v]."""
+        return self.values.to(retained.dtype) - self.keys.to(retained.dtype) @ retained.mT
 
     def _check_memory(self, memory: Tensor) -> None:
-        require_rank(2, memory=memory)
-        require_floating(memory=memory)
+        require_tensors(2, memory=memory)
         if memory.shape[-2:] != (self.d_v, self.d_k):
             raise ShapeError(
-                f"memory {list(memory.shape)} maps keys {memory.shape[-1]} wide to values {memory.shape[-2]} "
-                f"wide, this write has keys {self.d_k} and values {self.d_v} wide: a memory is [d_v, d_k], so "
-                f"pass the matrix these keys enter (transposed, if its layer stores [in, out])"
+                f"The memory has shape {list(memory.shape)}",
+                expected=f"[d_v, d_k] = [{self.d_v}, {self.d_k}], as this write has",
+                advice="Pass the matrix that these keys enter, transposed if its layer stores [in, out]",
+                code="memory_does_not_match",
             )
         require_broadcastable("the memory and the write", memory.shape[:-2], self.batch_shape)
         require_finite(memory=memory)
 
 
-def expand_rows(tensor: Tensor, like: Tensor) -> Tensor:
+def expand_batch(tensor: Tensor, like: Tensor) -> Tensor:
+    """Expand the leading dimensions of a matrix to those that it has in common with `like`."""
     shape = torch.broadcast_shapes(tensor.shape[:-2], like.shape[:-2])
     return tensor.expand(*shape, *tensor.shape[-2:])
 
 
 def concatenate(first: Tensor, second: Tensor, dim: int) -> Tensor:
-    """`torch.cat` with the leading dimensions broadcast and the dtypes promoted."""
+    """Concatenate as `torch.cat`, with leading dimensions broadcast and dtypes promoted."""
     dtype = common_dtype(first, second)
-    return torch.cat([expand_rows(first, second).to(dtype), expand_rows(second, first).to(dtype)], dim=dim)
-
-
-def _as_retain(retain: float | Tensor) -> Tensor:
-    if isinstance(retain, Tensor):
-        require_floating(retain=retain)
-        return retain
-    if not isinstance(retain, (int, float)):
-        raise InputError(f"retain is {retain!r}, expected a number or a tensor: leave it out to keep everything")
-    return torch.tensor(float(retain))
-
-
-def _product(first: float | Tensor, second: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Of two retains, in the working dtype: long products of half-precision numbers drift."""
-    wide = [retain.to(dtype) if isinstance(retain, Tensor) else retain for retain in (first, second)]
-    return wide[0] * wide[1]
+    return torch.cat([expand_batch(first, second).to(dtype), expand_batch(second, first).to(dtype)], dim=dim)

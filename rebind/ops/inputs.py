@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError, ShapeError
-from rebind.memory.checks import known, require_finite, require_floating
+from rebind.memory.checks import known, require_finite, require_tensors
 from rebind.memory.precision import working_dtype
 
 DEBUG = os.environ.get("REBIND_DEBUG", "0") not in ("", "0")
@@ -194,7 +194,7 @@ def _check_coefficient(name: str, coefficient: Tensor, v: Tensor) -> None:
             f"{name} is a {type(coefficient).__name__}, expected a tensor [B, T, H]: for a constant use "
             f"torch.full(v.shape[:3], x), or leave {name} out"
         )
-    require_floating(**{name: coefficient})
+    require_tensors(0, **{name: coefficient})
     if coefficient.shape != v.shape[:3]:
         raise ShapeError(
             f"{name} is {list(coefficient.shape)}, expected one number a token and value head, {list(v.shape[:3])}: "
@@ -206,7 +206,7 @@ def _check_coefficient(name: str, coefficient: Tensor, v: Tensor) -> None:
 def _check_state(state: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
     if not isinstance(state, Tensor):
         raise InputError(f"state is a {type(state).__name__}, expected a tensor [N, H, Dv, Dk]: pass the one returned")
-    require_floating(state=state)
+    require_tensors(0, state=state)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     expected = (sequences, v.shape[2], v.shape[3], k.shape[3])
     if tuple(state.shape) != expected:

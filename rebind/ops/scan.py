@@ -137,7 +137,7 @@ def coefficients(
     keys = k if sharing == 1 else k.repeat_interleave(sharing, dim=-2)
     given = _in(dtype, gates)
     values = not trusted and (DEBUG or v.device.type == "cpu")
-    found = rule.trusted(keys, given) if trusted else rule.coefficients(keys, values=values, **given)
+    found = rule.unchecked_coefficients(keys, given) if trusted else rule.coefficients(keys, check_values=values, **given)
 
     def each(value: Gate | None, absent: float | None) -> Tensor | None:
         if value is None or (not isinstance(value, Tensor) and value == absent):
@@ -159,7 +159,7 @@ def _log_decay(rule: Rule, k: Tensor, found: Coefficients, gates: dict[str, Gate
     wide = torch.float32 if k.device.type == "mps" else torch.float64
     decay = found.decay
     if isinstance(decay, Tensor):
-        decay = rule.trusted(k, _in(wide, gates)).decay  # the same formula, of wider gates
+        decay = rule.unchecked_coefficients(k, _in(wide, gates)).decay  # the same formula, of wider gates
     elif decay == 1:
         return None
     return _log(torch.as_tensor(decay, dtype=wide, device=k.device))

@@ -8,15 +8,14 @@ import os
 import pytest
 import torch
 
-import rebind
 from rebind.errors import InputError, NumericalError, ShapeError, UnknownNameError
-from rebind.memory import feature_names, get_rule, rule_names
+from rebind.memory import Memory, feature_names, get_rule, rule_names
 from rebind.memory.features import Dpfp
-from tests.support import Draw, assert_close
+from tests.support import Draw, assert_close, assert_errors, raises
 
 
 def memory(d_k=8, d_v=3, *args, **kwargs):
-    return rebind.Memory(d_k, d_v, *args, dtype=torch.float64, **kwargs)
+    return Memory(d_k, d_v, *args, dtype=torch.float64, **kwargs)
 
 
 @pytest.mark.parametrize("feature", feature_names())
@@ -33,7 +32,7 @@ def test_orthogonal_keys_do_not_disturb_each_other():
     keys, values = draw.orthonormal(8, 8), draw.normal(8, 3)
     m.bind(keys, values)
     assert_close(m.recall(keys), values)
-    assert m.load == 1.0
+    assert m.occupancy == 1.0
     assert_close(m.interference(keys).overlap, torch.zeros(8, 8).double(), 1e-12)
 
 
@@ -79,7 +78,7 @@ def test_protected_keys_do_not_move():
     keys, values = draw.normal(5, 8), draw.normal(5, 3)
     m.bind(keys, values)
     before = m.recall(keys[1:])
-    loose, value = rebind.Memory(8, 3, dtype=torch.float64), draw.normal(3)
+    loose, value = Memory(8, 3, dtype=torch.float64), draw.normal(3)
     loose.weights = m.weights.clone()
     loose.rebind(keys[0], value)
     m.rebind(keys[0], value, protect=keys[1:])
@@ -126,10 +125,10 @@ def test_a_wider_feature_leaves_more_room():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_save_and_load(tmp_path, feature, dtype):
     draw = Draw(10)
-    m = rebind.Memory(8, 3, "gated_delta", feature, "l2", dtype=dtype)
+    m = Memory(8, 3, "gated_delta", feature, "l2", dtype=dtype)
     m.bind(draw.normal(5, 8), draw.normal(5, 3))
     m.save(tmp_path / "m.safetensors")
-    back = rebind.load(tmp_path / "m.safetensors")
+    back = Memory.load(tmp_path / "m.safetensors")
     assert repr(back) == repr(m)
     query = draw.normal(4, 8)
     assert torch.equal(back.weights, m.weights)
@@ -161,12 +160,11 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path):
     damaged, foreign = tmp_path / "damaged", tmp_path / "foreign"
     damaged.write_bytes(b"not a memory")
     save_file({"weights": torch.zeros(2, 2)}, foreign)
-    with pytest.raises(InputError, match="cannot be read as safetensors"):
-        rebind.load(damaged)
-    with pytest.raises(InputError, match="not a saved memory of format"):
-        rebind.load(foreign)
-    with pytest.raises(FileNotFoundError):
-        rebind.load(tmp_path / "absent")
+    assert_errors(
+        (InputError, "not_a_memory_file", lambda: Memory.load(damaged)),
+        (InputError, "not_a_memory_file", lambda: Memory.load(foreign)),
+        (InputError, "no_such_file", lambda: Memory.load(tmp_path / "absent")),
+    )
 
 
 def test_recall_takes_any_leading_shape():
@@ -189,48 +187,58 @@ def test_what_is_refused_changes_nothing():
     weights, rows = m.weights.clone(), m.rows
     key, value, poison = draw.normal(8), draw.normal(3), torch.full((3,), float("nan")).double()
     attempts = [
-        (ShapeError, "keys .* is 7 wide, this memory takes 8", lambda: m.bind(draw.normal(7), value)),
-        (ShapeError, "values .* is 4 wide, this memory takes 3", lambda: m.bind(key, draw.normal(4))),
-        (ShapeError, "one value a key", lambda: m.bind(draw.normal(2, 8), value)),
-        (ShapeError, "flatten", lambda: m.bind(draw.normal(2, 2, 8), draw.normal(2, 2, 3))),
-        (InputError, "values .* 3 NaN", lambda: m.bind(key, poison)),
-        (InputError, "values .* 3 NaN", lambda: m.rebind(key, poison)),
-        (InputError, "keys .* NaN", lambda: m.unbind(key * float("inf"))),
-        (InputError, "gate 'alpha'", lambda: m.bind(key, value, alpha=0.5)),
-        (InputError, "int64", lambda: m.bind(key.long(), value)),
-        (NumericalError, "9 keys of width 8", lambda: m.rebind(draw.normal(9, 8), draw.normal(9, 3))),
+        (ShapeError, "wrong_width", lambda: m.bind(draw.normal(7), value)),
+        (ShapeError, "wrong_width", lambda: m.bind(key, draw.normal(4))),
+        (ShapeError, "row_counts_differ", lambda: m.bind(draw.normal(2, 8), value)),
+        (ShapeError, "too_many_dimensions", lambda: m.bind(draw.normal(2, 2, 8), draw.normal(2, 2, 3))),
+        (InputError, "not_finite", lambda: m.bind(key, poison)),
+        (InputError, "not_finite", lambda: m.rebind(key, poison)),
+        (InputError, "not_finite", lambda: m.unbind(key * float("inf"))),
+        (InputError, "unknown_gate", lambda: m.bind(key, value, alpha=0.5)),
+        (InputError, "not_floating_point", lambda: m.bind(key.long(), value)),
+        (NumericalError, "too_many_keys", lambda: m.rebind(draw.normal(9, 8), draw.normal(9, 3))),
     ]
-    for error, message, attempt in attempts:
-        with pytest.raises(error, match=message):
+    for error, code, attempt in attempts:
+        with raises(error, code):
             attempt()
         assert torch.equal(m.weights, weights)
         assert m.rows == rows
 
 
+@pytest.mark.parametrize("shape", [(2,), (3, 1), (5, 1), (5, 3)])
+def test_a_gate_needs_one_number_per_key(shape):
+    """A gate that only broadcasts with the keys would make a batch of memories."""
+    m, draw = memory(), Draw(22)
+    for keys, values in ((draw.normal(3, 8), draw.normal(3, 3)), (draw.normal(8), draw.normal(3))):
+        with raises(ShapeError, "gate_does_not_match"):
+            m.bind(keys, values, beta=draw.uniform(*shape))
+    assert m.rows == 0
+    for gate in (torch.tensor(0.5), torch.tensor([0.5])):
+        m.bind(draw.normal(8), draw.normal(3), beta=gate)
+    assert m.weights.shape == (3, 8)
+
+
 def test_unknown_parts_are_refused():
-    with pytest.raises(UnknownNameError, match="unknown rule"):
-        memory(rule="delts")
-    with pytest.raises(UnknownNameError, match="unknown feature"):
-        memory(feature="dpfq")
-    with pytest.raises(UnknownNameError, match="unknown normalisation 'l3', expected one of l2, none, sum"):
-        memory(normalise="l3")
-    with pytest.raises(InputError, match="nu is 0"):
-        memory(feature="dpfp", nu=0)
-    with pytest.raises(ShapeError, match="d_v is 0"):
-        memory(8, 0)
+    assert_errors(
+        (UnknownNameError, "unknown_rule", lambda: memory(rule="delts")),
+        (UnknownNameError, "unknown_feature", lambda: memory(feature="dpfq")),
+        (UnknownNameError, "unknown_normalization", lambda: memory(normalize="l3")),
+        (InputError, "invalid_nu", lambda: memory(feature="dpfp", nu=0)),
+        (ShapeError, "invalid_width", lambda: memory(8, 0)),
+    )
 
 
-def test_sum_normalisation_needs_non_negative_features():
-    with pytest.raises(InputError, match="non-negative"):
-        memory(normalise="sum").bind(Draw(14).normal(8), Draw(14).normal(3))
-    m = memory(feature="dpfp", normalise="sum")
+def test_sum_normalization_needs_non_negative_features():
+    with raises(InputError, "negative_features"):
+        memory(normalize="sum").bind(Draw(14).normal(8), Draw(14).normal(3))
+    m = memory(feature="dpfp", normalize="sum")
     m.bind(Draw(14).normal(8), Draw(14).normal(3))
     assert float(m.recall(Draw(14).normal(8)).norm()) > 0
 
 
 def test_caused_and_suffered_are_not_the_same():
-    """Without normalisation a long key under Longhorn disturbs others more than they disturb it."""
-    m = memory(rule="longhorn", normalise="none")
+    """Without normalization a long key under Longhorn disturbs others more than they disturb it."""
+    m = memory(rule="longhorn", normalize="none")
     keys = torch.stack([torch.eye(8)[0] * 10, torch.eye(8)[0] + torch.eye(8)[1]]).double()
     report = m.interference(keys)
     assert report.overlap[0, 1] != report.overlap[1, 0]
@@ -238,20 +246,12 @@ def test_caused_and_suffered_are_not_the_same():
     assert_close(report.suffered, report.caused.flip(0))
 
 
-def test_load_is_against_the_features_width():
+def test_occupancy_is_relative_to_the_features_width():
     m, draw = memory(feature="dpfp"), Draw(15)
     m.bind(draw.normal(4, 8), draw.normal(4, 3))
-    assert m.load == 4 / 16
+    assert m.occupancy == 4 / 16
     m.unbind(draw.normal(6, 8))
-    assert m.load == 0.0
-
-
-def test_the_default_rule_is_delta():
-    m, draw = memory(), Draw(16)
-    key, first, second = draw.normal(8), draw.normal(3), draw.normal(3)
-    m.bind(key, first)
-    m.bind(key, second)
-    assert_close(m.recall(key), second)
+    assert m.occupancy == 0.0
 
 
 def test_every_setting_is_saved(tmp_path):
@@ -260,9 +260,9 @@ def test_every_setting_is_saved(tmp_path):
     m.bind(Draw(17).normal(8), Draw(17).normal(3))
     m.weights = m.weights.requires_grad_() * 1.0
     m.save(tmp_path / "m")
-    back = rebind.load(tmp_path / "m")
+    back = Memory.load(tmp_path / "m")
     assert repr(back) == repr(m)
-    assert back.normalise == "sum"
+    assert back.normalize == "sum"
     assert torch.equal(back.feature.projection, m.feature.projection)
     assert_close(back.recall(Draw(18).normal(8)), m.recall(Draw(18).normal(8)), 1e-15)
     assert not back.weights.requires_grad
@@ -277,7 +277,7 @@ def test_saving_respects_the_umask_and_follows_links(tmp_path):
     m.bind(Draw(19).normal(8), Draw(19).normal(3))
     m.save(link)
     assert link.is_symlink()
-    assert rebind.load(real).rows == 1
+    assert Memory.load(real).rows == 1
 
 
 def _umask() -> int:
@@ -287,23 +287,23 @@ def _umask() -> int:
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(InputError, match=f"{tmp_path / 'none'} does not exist"):
-        memory().save(tmp_path / "none" / "m")
-    with pytest.raises(FileNotFoundError, match="not a file"):
-        rebind.load(tmp_path)
+    assert_errors(
+        (InputError, "no_such_folder", lambda: memory().save(tmp_path / "none" / "m")),
+        (InputError, "no_such_file", lambda: Memory.load(tmp_path)),
+    )
 
 
 def test_a_part_without_a_name_of_its_own_is_not_saved(tmp_path):
     class Louder(type(get_rule("sum"))):
         pass
 
-    with pytest.raises(InputError, match="rule Louder goes by the name 'sum' of another class"):
+    with raises(InputError, "ambiguous_name"):
         memory(rule=Louder()).save(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"d_k": None}, {"rows": -3}, {"rows": "a"}, {"options": None}, {"rule": "nosuch"}, {"d_k": 9}, {"normalise": 1}],
+    [{"d_k": None}, {"rows": "a"}, {"options": None}, {"rule": "nosuch"}, {"d_k": 9}, {"normalize": 1}],
 )
 def test_bad_descriptions_are_refused(tmp_path, change):
     from safetensors.torch import save_file
@@ -313,51 +313,45 @@ def test_bad_descriptions_are_refused(tmp_path, change):
         "rule": "delta",
         "feature": "identity",
         "options": {},
-        "normalise": "l2",
+        "normalize": "l2",
         "d_k": 8,
         "rows": 0,
     }
     changed = {name: value for name, value in {**described, **change}.items() if value is not None or name == "options"}
     path = tmp_path / "m"
     save_file({"weights": torch.zeros(3, 8)}, path, metadata={"rebind": json.dumps(changed)})
-    with pytest.raises(InputError):
-        rebind.load(path)
+    with raises(InputError, "not_a_memory_file"):
+        Memory.load(path)
     save_file({"weights": torch.full((3, 8), float("nan"))}, path, metadata={"rebind": json.dumps(described)})
-    with pytest.raises(InputError, match="weights .* NaN"):
-        rebind.load(path)
+    with raises(InputError, "not_a_memory_file"):
+        Memory.load(path)
     save_file({"weights": torch.zeros(3, 8)}, path, metadata={"rebind": "[1]"})
-    with pytest.raises(InputError, match="not a saved memory"):
-        rebind.load(path)
+    with raises(InputError, "not_a_memory_file"):
+        Memory.load(path)
 
 
 def test_keys_without_features_are_refused():
-    m = rebind.Memory(8, 2, feature="relu")
-    with pytest.raises(InputError, match=r"key 1 is all zeros under Relu\(8\)"):
+    m = Memory(8, 2, feature="relu")
+    with raises(InputError, "zero_key"):
         m.bind(torch.stack([torch.ones(8), -torch.ones(8)]), torch.ones(2, 2))
     assert m.rows == 0
     assert torch.equal(m.recall(-torch.ones(8)), torch.zeros(2))
-    with pytest.raises(InputError, match="key 0 is all zeros"):
-        rebind.Memory(8, 2).rebind(torch.zeros(8), torch.ones(2))
+    with raises(InputError, "zero_key"):
+        Memory(8, 2).rebind(torch.zeros(8), torch.ones(2))
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-8, 1.0, 1e8])
 @pytest.mark.parametrize("feature", ["identity", "dpfp", "favor", "elu+1"])
 def test_keys_of_any_scale_are_recalled(scale, feature):
-    m = rebind.Memory(64, 2, feature=feature)
+    m = Memory(64, 2, feature=feature)
     key, value = scale * Draw(20).normal(64).float(), torch.ones(2)
     m.bind(key, value)
     assert_close(m.recall(key), value, 1e-5)
 
 
-def test_features_that_underflow_are_refused():
-    """DPFP's products of keys of 1e-30 are zero in float32: said, not stored."""
-    with pytest.raises(InputError, match="all zeros"):
-        rebind.Memory(64, 2, feature="dpfp").bind(1e-30 * torch.ones(64), torch.ones(2))
-
-
 def test_half_precision_overflow_is_refused():
-    m = rebind.Memory(8, 2, dtype=torch.float16)
-    with pytest.raises(InputError, match="keys .* NaN or infinite"):
+    m = Memory(8, 2, dtype=torch.float16)
+    with raises(InputError, "not_finite"):
         m.recall(torch.full((8,), 1e5))
 
 
@@ -369,16 +363,6 @@ def test_protecting_everything_protects_the_others():
     m.rebind(keys[1], new, protect=keys)
     assert_close(m.recall(keys[1]), new)
     assert_close(m.recall(keys)[[0, 2, 3]], before[[0, 2, 3]])
-
-
-def test_gates_that_do_not_fit_are_refused():
-    m, draw = memory(), Draw(22)
-    with pytest.raises(ShapeError, match="beta"):
-        m.bind(draw.normal(3, 8), draw.normal(3, 3), beta=torch.rand(2))
-    with pytest.raises(InputError, match="dtype is torch.int64"):
-        rebind.Memory(8, 2, dtype=torch.int64)
-    m.bind(draw.normal(8), draw.normal(3), beta=torch.tensor(0.5))
-    assert m.rows == 1
 
 
 def test_recall_has_gradients():

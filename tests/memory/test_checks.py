@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rebind.memory import checks
-from rebind.memory.checks import known
+from rebind.memory.checks import known, unknown_name
 
 
 def test_a_flag_is_known_where_it_may_be_looked_at():
@@ -31,12 +30,16 @@ def test_inside_vmap_and_compile_it_is_not():
 
 @pytest.mark.parametrize("capturing", [True, False])
 def test_inside_a_recording_it_is_not(capturing, monkeypatch):
+    class Flag(SimpleNamespace):
+        def __bool__(self) -> bool:
+            return True
+
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert checks._hidden(SimpleNamespace(is_cuda=True, is_meta=False)) is capturing
+    assert known(Flag(is_cuda=True, is_meta=False)) is (None if capturing else True)
 
 
-def test_a_compiler_is_not_asked_about_recordings(monkeypatch):
-    """It could not say."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
-    assert checks._hidden(SimpleNamespace(is_cuda=True, is_meta=False))
+def test_an_unknown_name_comes_with_the_closest_one():
+    error = unknown_name("feature map", "dpf", ["relu", "dpfp"])
+    assert (error.code, error.expected) == ("unknown_feature_map", "one of dpfp, relu")
+    assert "'dpfp'" in error.advice
+    assert unknown_name("rule", "xyz", ["delta"]).advice == ""

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rebind.errors import InputError, ShapeError, UnknownNameError
-from rebind.memory import feature_names, get_feature, l2_normalise, sum_normalise
+from rebind.memory import feature_names, get_feature, l2_normalize, sum_normalize
 from rebind.memory.features import Dpfp, Favor, orthogonal_projection
-from tests.support import BATCHES, Draw, assert_close
+from tests.support import BATCHES, Draw, assert_close, assert_errors, raises
 
 NAMES = feature_names()
 NON_NEGATIVE = [name for name in NAMES if name != "identity"]
@@ -49,25 +49,22 @@ class TestContract:
         x = Draw(4).normal(3, 4).requires_grad_()
         assert torch.autograd.gradcheck(feature, x)
         if name in NON_NEGATIVE:
-            assert torch.autograd.gradcheck(lambda x: sum_normalise(feature(x)), x)
-        assert torch.autograd.gradcheck(lambda x: l2_normalise(feature(x)), x)
+            assert torch.autograd.gradcheck(lambda x: sum_normalize(feature(x)), x)
+        assert torch.autograd.gradcheck(lambda x: l2_normalize(feature(x)), x)
 
     def test_bad_input(self, name):
-        with pytest.raises(ShapeError, match=f"x .* is 6 wide, feature '{name.replace('+', '.')}' takes 5"):
-            get_feature(name, 5)(torch.zeros(6))
-        with pytest.raises(InputError, match="int64"):
-            get_feature(name, 5)(torch.zeros(5, dtype=torch.long))
-        with pytest.raises(ShapeError, match="dim is 0"):
-            get_feature(name, 0)
-        with pytest.raises(InputError, match="does not take bogus"):
-            get_feature(name, 5, bogus=1)
-        with pytest.raises(ShapeError, match="takes inputs 5 wide, expected 6"):
-            get_feature(get_feature(name, 5), 6)
+        assert_errors(
+            (ShapeError, "wrong_width", lambda: get_feature(name, 5)(torch.zeros(6))),
+            (InputError, "not_floating_point", lambda: get_feature(name, 5)(torch.zeros(5, dtype=torch.long))),
+            (ShapeError, "invalid_width", lambda: get_feature(name, 0)),
+            (InputError, "unknown_feature_option", lambda: get_feature(name, 5, bogus=1)),
+            (ShapeError, "feature_does_not_match", lambda: get_feature(get_feature(name, 5), 6)),
+        )
 
 
 @pytest.mark.parametrize("name", NON_NEGATIVE)
-def test_non_negative_features_normalise(name):
-    phi = sum_normalise(get_feature(name, 16)(Draw(5).normal(50, 16)))
+def test_non_negative_features_normalize(name):
+    phi = sum_normalize(get_feature(name, 16)(Draw(5).normal(50, 16)))
     assert (phi >= 0).all()
     assert_close(phi.sum(-1), torch.ones(50).double(), 1e-12)
 
@@ -105,7 +102,7 @@ def test_dpfp_keeps_both_signs():
 
 @pytest.mark.parametrize("nu", [0, -1, 10, 11])
 def test_dpfp_refuses_shifts_that_make_no_sense(nu):
-    with pytest.raises(InputError, match=f"nu is {nu}, expected 1 to 9"):
+    with raises(InputError, "invalid_nu"):
         Dpfp(5, nu)
 
 
@@ -117,16 +114,6 @@ def test_favor_estimates_the_softmax_kernel():
     error = float(estimates.std() / 800**0.5)
     assert abs(float(estimates.mean()) - exact) < 4 * error
     assert error < 0.02 * exact
-
-
-def test_favor_gets_closer_with_more_features():
-    keys = 0.5 * Draw(10).normal(20, 8)
-    exact = torch.exp(keys @ keys.mT / 8**0.5)
-    errors = []
-    for m in (8, 512):
-        kernel = torch.stack([(phi := Favor(8, m, seed=s)(keys)) @ phi.mT for s in range(10)])
-        errors.append(float((kernel / exact - 1).square().mean()))
-    assert errors[1] < errors[0] / 20
 
 
 def test_orthogonal_projections_vary_less_than_independent_ones():
@@ -152,26 +139,16 @@ def test_projections_are_orthogonal_in_blocks():
     assert 2 < float(w.square().sum(-1).mean()) < 7, "as long as Gaussian vectors of width 4"
 
 
-def test_normalisers():
+def test_normalizers():
     x = Draw(12).uniform(3, 5)
-    assert_close(sum_normalise(x), x / x.sum(-1, keepdim=True), 1e-15)
-    assert_close(l2_normalise(x).norm(dim=-1), torch.ones(3).double(), 1e-15)
+    assert_close(sum_normalize(x), x / x.sum(-1, keepdim=True), 1e-15)
+    assert_close(l2_normalize(x).norm(dim=-1), torch.ones(3).double(), 1e-15)
     zero = torch.zeros(5, requires_grad=True)
-    for normalise in (sum_normalise, l2_normalise):
-        out = normalise(zero)
+    for normalize in (sum_normalize, l2_normalize):
+        out = normalize(zero)
         assert torch.equal(out, torch.zeros(5)), "zeros stay zeros"
         (slope,) = torch.autograd.grad(out.sum(), zero)
         assert torch.isfinite(slope).all()
-    with pytest.raises(InputError, match="entries down to -1, expected none below 0"):
-        sum_normalise(torch.tensor([-1.0, 2.0]))
-    assert sum_normalise(torch.tensor([-1.0, 2.0]), values=False).tolist() == [-1.0, 2.0]  # nobody looked
-
-
-def test_unknown_names():
-    with pytest.raises(UnknownNameError, match=r"unknown feature 'dpf'.*did you mean 'dpfp'\?"):
-        get_feature("dpf", 5)
-    with pytest.raises(InputError, match="m is 0"):
-        Favor(5, m=0)
 
 
 def test_elu_and_relu_by_hand():
@@ -200,48 +177,41 @@ def test_favor_is_rebuilt_from_its_options():
     assert set(made.state) == {"projection"}
 
 
-def test_projection_signs_are_balanced():
-    """Without the sign of QR's diagonal the first direction would always lean one way."""
-    leading = torch.stack([orthogonal_projection(3, 3, seed)[0, 0] for seed in range(300)])
-    assert 0.4 < float((leading > 0).double().mean()) < 0.6
-
-
 @pytest.mark.parametrize("scale", [1e-30, 1e-9, 1.0, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_normalisers_do_not_mind_scale(scale, dtype):
+def test_normalizers_do_not_mind_scale(scale, dtype):
     x = Draw(15).uniform(3, 5).to(dtype)
-    for normalise in (sum_normalise, l2_normalise):
-        assert_close(normalise(scale * x), normalise(x), 8 * torch.finfo(dtype).eps)
+    for normalize in (sum_normalize, l2_normalize):
+        assert_close(normalize(scale * x), normalize(x), 8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_normalisers_work_in_single_precision(dtype):
+def test_normalizers_work_in_single_precision(dtype):
     x = Draw(16).uniform(3, 500).to(dtype)
-    for normalise in (sum_normalise, l2_normalise):
-        out = normalise(x)
+    for normalize in (sum_normalize, l2_normalize):
+        out = normalize(x)
         assert out.dtype == dtype
-        assert_close(out, normalise(x.double()), torch.finfo(dtype).eps)
+        assert_close(out, normalize(x.double()), torch.finfo(dtype).eps)
 
 
-def test_favor_survives_long_keys_before_a_normaliser():
+def test_favor_survives_long_keys_before_a_normalizer():
     """Keys of norm 64 underflow φ itself in float32; up to scale they do not."""
     x = (8 * Draw(17).normal(64)).float()
     phi = Favor(64)
     assert float(phi(x).sum()) == 0.0
-    assert_close(sum_normalise(phi.up_to_scale(x)), sum_normalise(phi.up_to_scale(x.double())), 1e-3)
-    assert float(sum_normalise(phi.up_to_scale(x)).sum()) == pytest.approx(1.0, rel=1e-5)
+    assert_close(sum_normalize(phi.up_to_scale(x)), sum_normalize(phi.up_to_scale(x.double())), 1e-3)
+    assert float(sum_normalize(phi.up_to_scale(x)).sum()) == pytest.approx(1.0, rel=1e-5)
     small = Draw(18).normal(64)
-    assert_close(sum_normalise(phi.up_to_scale(small)), sum_normalise(phi(small)), 1e-12)
+    assert_close(sum_normalize(phi.up_to_scale(small)), sum_normalize(phi(small)), 1e-12)
 
 
-def test_options_and_objects():
-    with pytest.raises(InputError, match=r"got Dpfp\(5, nu=1\) and nu too"):
-        get_feature(Dpfp(5), 5, nu=3)
-    with pytest.raises(InputError, match="nu is 1.5"):
-        get_feature("dpfp", 5, nu=1.5)
-    with pytest.raises(UnknownNameError):
-        get_feature([], 5)
-    with pytest.raises(InputError, match="x is a list"):
-        sum_normalise([1.0, 2.0])
-    with pytest.raises(InputError, match="int64"):
-        l2_normalise(torch.ones(3, dtype=torch.long))
+def test_bad_options():
+    assert_errors(
+        (UnknownNameError, "unknown_feature", lambda: get_feature("dpf", 5)),
+        (UnknownNameError, "unknown_feature", lambda: get_feature([], 5)),
+        (ShapeError, "feature_does_not_match", lambda: get_feature(Dpfp(5), 5, nu=3)),
+        (InputError, "invalid_nu", lambda: get_feature("dpfp", 5, nu=1.5)),
+        (InputError, "invalid_m", lambda: Favor(5, m=0)),
+        (InputError, "not_a_tensor", lambda: sum_normalize([1.0, 2.0])),
+        (InputError, "negative_features", lambda: sum_normalize(torch.tensor([-1.0, 2.0]))),
+    )

@@ -18,11 +18,11 @@ from rebind.memory import (
     get_rule,
     null_space,
     ridge,
-    sum_normalise,
+    sum_normalize,
 )
 from rebind.memory.hopfield import Classical, Modern
 from rebind.memory.ttt import Linear, run
-from tests.support import BATCHES, SIZES, Draw, assert_close, recurrence
+from tests.support import BATCHES, SIZES, Draw, assert_close, raises, recurrence
 
 FEASIBLE = [(n, d) for n, d in SIZES if n <= d]
 
@@ -98,7 +98,7 @@ def test_one_row_of_equality_is_rome():
     W, k, v, C = draw.normal(4, 7), draw.normal(7), draw.normal(4), draw.moment(7)
     u = torch.linalg.solve(C, k)
     rome = W + torch.outer((v - W @ k) / (u @ k), u)
-    edited = Write(k[None], v[None], equality(k[None], C).value).apply(W)
+    edited = Write(k[None], v[None], equality(k[None], C)).apply(W)
     assert_close(edited, rome)
     assert_close(edited @ k, v)
 
@@ -113,7 +113,7 @@ def test_the_block_system_gives_the_same_lambda():
     solved = torch.linalg.solve(block.mT, torch.cat([W, v[:, None]], dim=1).mT).mT
     W_hat, Lambda = solved[:, :7], solved[:, 7]
     assert_close(Lambda, (v - W @ k) / (u @ k))
-    assert_close(Write(k[None], v[None], equality_block(k[None], C).value).apply(W), W_hat)
+    assert_close(Write(k[None], v[None], equality_block(k[None], C)).apply(W), W_hat)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -163,11 +163,11 @@ def test_primal_is_dual(n, d, batch, known):
     assert (primal.order, dual.order) == (d, n)
 
 
-def test_the_ridge_write_minimises_memits_objective():
+def test_the_ridge_write_minimizes_memits_objective():
     """MEMIT eq. 9, with C₀ in place of the old keys: its gradient vanishes at the write's result."""
     draw = Draw(12)
     W, keys, values, C = draw.normal(4, 6), draw.normal(9, 6), draw.normal(9, 4), draw.moment(6)
-    edited = Write(keys, values, ridge(keys, C, 2.5).value).apply(W).requires_grad_()
+    edited = Write(keys, values, ridge(keys, C, 2.5)).apply(W).requires_grad_()
     change = edited - W
     loss = (keys @ edited.mT - values).square().sum() + 2.5 * (change @ C * change).sum()
     (slope,) = torch.autograd.grad(loss, edited)
@@ -178,7 +178,7 @@ def test_the_equality_write_disturbs_old_keys_least():
     """Among all memories that answer exactly, it moves the old answers least: a Lagrange condition."""
     draw = Draw(13)
     W, keys, values, C = draw.normal(4, 6), draw.normal(3, 6), draw.normal(3, 4), draw.moment(6)
-    change = Write(keys, values, equality(keys, C).value).delta(W).dense()
+    change = Write(keys, values, equality(keys, C)).delta(W).dense()
     assert_close((W + change) @ keys.mT, values.mT)
     allowed = draw.normal(4, 6)
     allowed = allowed - torch.linalg.lstsq(keys.mT, allowed.mT).solution.mT @ keys  # keeps the answers
@@ -196,7 +196,7 @@ def test_delta_with_unit_keys_is_ridge(lam, batch):
     draw = Draw(14)
     W, k, v = draw.normal(*batch, 4, 6), draw.unit(*batch, 1, 6), draw.normal(*batch, 1, 4)
     delta = get_rule("delta").write(k[..., 0, :], v[..., 0, :], beta=1 / (1 + lam)).apply(W)
-    assert_close(delta, Write(k, v, ridge(k, lam * torch.eye(6, dtype=k.dtype)).value).apply(W))
+    assert_close(delta, Write(k, v, ridge(k, lam * torch.eye(6, dtype=k.dtype))).apply(W))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -205,7 +205,7 @@ def test_longhorn_is_ridge_for_keys_of_any_norm(batch):
     draw = Draw(15)
     W, k, v, beta = draw.normal(*batch, 4, 6), 3 * draw.normal(*batch, 1, 6), draw.normal(*batch, 1, 4), 0.8
     longhorn = get_rule("longhorn").write(k[..., 0, :], v[..., 0, :], beta=beta).apply(W)
-    assert_close(longhorn, Write(k, v, ridge(k, None, 1 / beta).value).apply(W))
+    assert_close(longhorn, Write(k, v, ridge(k, None, 1 / beta)).apply(W))
 
 
 def test_many_passes_of_delta_tend_to_equality():
@@ -213,7 +213,7 @@ def test_many_passes_of_delta_tend_to_equality():
     draw = Draw(16)
     W, keys, values = draw.normal(4, 8), draw.unit(3, 8), draw.normal(3, 4)
     once = chain(get_rule("delta").write(keys, values))
-    expected = Write(keys, values, equality(keys).value).apply(W)
+    expected = Write(keys, values, equality(keys)).apply(W)
     result = W
     for _ in range(400):
         result = once.apply(result)
@@ -233,10 +233,10 @@ def test_recursive_writes_are_one_batch(sizes, batch):
     state, remembered, forgetful = Recursive.start(C, 2.0), W, W
     for keys, values in parts:
         gain, state = state.step(keys)
-        remembered = Write(keys, values, gain.value).apply(remembered)
-        forgetful = Write(keys, values, ridge(keys, C, 2.0).value).apply(forgetful)
+        remembered = Write(keys, values, gain).apply(remembered)
+        forgetful = Write(keys, values, ridge(keys, C, 2.0)).apply(forgetful)
     keys, values = (torch.cat(rows, dim=-2) for rows in zip(*parts, strict=True))
-    together = Write(keys, values, ridge(keys, C, 2.0).value).apply(W)
+    together = Write(keys, values, ridge(keys, C, 2.0)).apply(W)
     assert_close(remembered, together)
     assert float((forgetful - together).abs().max()) > 1e-3
 
@@ -312,14 +312,14 @@ def test_delta_rewrites_one_key_and_the_gate_fades_the_other(beta, batch):
     assert_close(read(delta, k1), v1)
 
 
-# 9. Sum normalisation.
+# 9. Sum normalization.
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_sum_normalised_keys_balance_a_column_update(batch):
+def test_sum_normalized_keys_balance_a_column_update(batch):
     """Schlag et al. eq. 51: column i gains k_i·v and loses Σ_j k_i k_j w_j; with Σk = 1 the weights are equal."""
     draw = Draw(23)
-    W, k, v = draw.normal(*batch, 4, 6), sum_normalise(draw.uniform(*batch, 6)), draw.normal(*batch, 4)
+    W, k, v = draw.normal(*batch, 4, 6), sum_normalize(draw.uniform(*batch, 6)), draw.normal(*batch, 4)
     outer = lambda a, b: a.unsqueeze(-1) * b.unsqueeze(-2)
     updated = get_rule("delta").write(k, v).apply(W)
     removed = outer(k, k)  # weight of old column j in new column i
@@ -329,10 +329,10 @@ def test_sum_normalised_keys_balance_a_column_update(batch):
     assert float((outer(raw, raw).sum(-1) - raw).abs().max()) > 0.1
 
 
-def test_a_constant_memory_is_a_fixed_point_under_sum_normalised_keys():
+def test_a_constant_memory_is_a_fixed_point_under_sum_normalized_keys():
     """The balance as a consequence: if every column already holds v, writing v changes nothing."""
     draw = Draw(24)
-    k, v = sum_normalise(draw.uniform(6)), draw.normal(4)
+    k, v = sum_normalize(draw.uniform(6)), draw.normal(4)
     W = v[:, None].expand(4, 6)
     assert_close(get_rule("delta").write(k, v, beta=0.4).apply(W), W)
 
@@ -377,12 +377,12 @@ def test_a_full_overwrite_has_none(seed, dtype):
     keys, values = draw.normal(3, 7), draw.normal(3, 4)
     for write in (
         get_rule("delta").write(draw.unit(6), draw.normal(4), beta=1.0),
-        Write(keys, values, equality(keys).value),
-        Write(keys, values, equality(keys, draw.moment(7)).value),
+        Write(keys, values, equality(keys)),
+        Write(keys, values, equality(keys, draw.moment(7))),
     ):
-        with pytest.raises(NumericalError, match="erases what it overwrites"):
+        with raises(NumericalError, "write_erases"):
             write.inverse()
-    with pytest.raises(NumericalError, match="forgets everything"):
+    with raises(NumericalError, "write_forgets_everything"):
         get_rule("mamba2").write(draw.unit(6), draw.normal(4), alpha=0.0).inverse()
 
 
@@ -403,7 +403,7 @@ def test_a_write_fits_in_as_many_rows_as_keys_are_wide(n, d, batch):
 
 
 def test_null_space_is_the_published_system():
-    """(P(KᵀK + KₚᵀKₚ) + L2·I) X = P Kᵀ, solved d×d as printed."""
+    """(P(KᵀK + KₚᵀKₚ) + λI) X = P Kᵀ, solved d×d as printed."""
     draw = Draw(30)
     C = draw.spectrum(torch.cat([torch.zeros(5), torch.ones(4)]).double())
     keys, previous = draw.normal(3, 9), draw.normal(2, 9)
@@ -412,7 +412,7 @@ def test_null_space_is_the_published_system():
     old = keys.mT @ keys + previous.mT @ previous
     X = torch.linalg.solve(P @ old + 0.7 * torch.eye(9, dtype=P.dtype), P @ keys.mT)
     assert space.size == 5
-    assert_close(null_space(keys, space, previous=previous, l2=0.7).value, X.mT)
+    assert_close(null_space(keys, space, previous=previous, lam=0.7).value, X.mT)
 
 
 def test_null_space_leaves_old_keys_alone():
@@ -421,7 +421,7 @@ def test_null_space_leaves_old_keys_alone():
     old_keys = draw.normal(30, 4) @ used
     space = NullSpace.below(old_keys.mT @ old_keys)
     W, keys, values = draw.normal(4, 9), draw.normal(3, 9), draw.normal(3, 4)
-    edited = Write(keys, values, null_space(keys, space, l2=1e-6).value).apply(W)
+    edited = Write(keys, values, null_space(keys, space, lam=1e-6)).apply(W)
     assert_close(old_keys @ edited.mT, old_keys @ W.mT)
     assert_close(keys @ edited.mT, values, 1e-4)
 
@@ -430,7 +430,7 @@ def test_null_space_of_everything_is_ridge():
     draw = Draw(32)
     keys = draw.normal(3, 7)
     space = NullSpace.smallest(draw.moment(7), share=1.0)
-    assert_close(null_space(keys, space, l2=0.4).value, ridge(keys, None, 0.4).value)
+    assert_close(null_space(keys, space, lam=0.4).value, ridge(keys, None, 0.4).value)
 
 
 # 14. The fast weight programmer with no squashing is the sum rule.

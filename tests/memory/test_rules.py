@@ -8,7 +8,7 @@ import torch
 from rebind import chain
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.memory import Coefficients, Rule, get_rule, rule_names
-from tests.support import BATCHES, Draw, assert_close, recurrence
+from tests.support import BATCHES, Draw, assert_close, assert_errors, raises, recurrence
 
 RULES = rule_names()
 
@@ -105,30 +105,20 @@ class TestContract:
     def test_bad_input(self, name):
         rule, draw = get_rule(name), Draw(8)
         k, v, W = draw.normal(6), draw.normal(4), draw.normal(4, 6)
-        with pytest.raises(InputError, match=f"rule '{name}' got a gate 'bogus'"):
-            rule.write(k, v, bogus=0.5)
-        with pytest.raises(InputError, match="NaN"):
-            rule.write(k * float("nan"), v)
-        with pytest.raises(ShapeError, match="k .* is 7 wide, this memory takes 6"):
-            rule.objective(W, W, draw.normal(7), v)
-        with pytest.raises(ShapeError, match="v .* is 5 wide, this memory takes 4"):
-            rule.objective(W, W, k, draw.normal(5))
-        with pytest.raises(ShapeError, match="states of one memory"):
-            rule.objective(W, W.mT, k, v)
+        assert_errors(
+            (InputError, "unknown_gate", lambda: rule.write(k, v, bogus=0.5)),
+            (InputError, "not_finite", lambda: rule.write(k * float("nan"), v)),
+            (ShapeError, "wrong_width", lambda: rule.objective(W, W, draw.normal(7), v)),
+            (ShapeError, "wrong_width", lambda: rule.objective(W, W, k, draw.normal(5))),
+            (ShapeError, "memory_does_not_match", lambda: rule.objective(W, W.mT, k, v)),
+        )
         for gate in rule.gates:
-            with pytest.raises(InputError, match="expected 0 (or more|to 1)"):
+            with raises(InputError, "gate_out_of_range"):
                 rule.write(k, v, **{gate: -1e-6})
-            with pytest.raises(InputError, match=gate):
+            with raises(InputError, "not_finite"):
                 rule.write(k, v, **{gate: float("nan")})
-            with pytest.raises(ShapeError, match=gate):
+            with raises(ShapeError, "not_broadcastable"):
                 rule.write(draw.normal(3, 6), draw.normal(3, 4), **{gate: torch.ones(2)})
-
-
-def test_unknown_rules_get_a_suggestion():
-    with pytest.raises(UnknownNameError, match=r"unknown rule 'delts'.*did you mean 'delta'\?"):
-        get_rule("delts")
-    with pytest.raises(UnknownNameError, match="choose one of these"):
-        get_rule("zzz")
 
 
 def test_a_rule_object_passes_through():
@@ -195,9 +185,10 @@ def test_gates_of_the_wrong_kind():
     draw = Draw(11)
     k, v = draw.normal(6), draw.normal(4)
     for bad in ("x", True, None, [0.5]):
-        with pytest.raises(InputError, match="expected a number or a tensor"):
+        with raises(InputError, "invalid_gate"):
             get_rule("delta").write(k, v, beta=bad)
-    with pytest.raises(InputError, match="ranges from 1.5 to 1.5, expected 0 to 1"):
-        get_rule("rfa").write(k, v, beta=1.5)
-    with pytest.raises(UnknownNameError):
-        get_rule([])
+    assert_errors(
+        (InputError, "gate_out_of_range", lambda: get_rule("rfa").write(k, v, beta=1.5)),
+        (UnknownNameError, "unknown_rule", lambda: get_rule("delts")),
+        (UnknownNameError, "unknown_rule", lambda: get_rule([])),
+    )

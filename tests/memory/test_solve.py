@@ -10,7 +10,7 @@ import torch
 from rebind.errors import InputError, NumericalError, NumericalWarning, ShapeError
 from rebind.memory import factor
 from rebind.memory.solve import Cholesky, Woodbury
-from tests.support import BATCHES, Draw, assert_close
+from tests.support import BATCHES, Draw, assert_close, assert_errors, raises
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -22,14 +22,6 @@ def test_cholesky_solves(width, batch):
     assert_close(A @ solution.value, B)
     assert (solution.method, solution.order, solution.jitter) == ("cholesky", width, 0.0)
     assert solution.residual < 1e-12
-
-
-def test_one_factor_serves_many_right_hand_sides():
-    draw = Draw(2)
-    f = factor(draw.moment(6))
-    for shape in ((6, 1), (6, 9), (4, 6, 2)):
-        B = draw.normal(*shape)
-        assert_close(f.matrix @ f.solve(B).value, B)
 
 
 def test_whitening_halves_a_solve():
@@ -104,17 +96,8 @@ def test_only_the_entry_that_needs_it_gets_jitter():
 
 @pytest.mark.parametrize("matrix", [-torch.eye(4), torch.diag(torch.tensor([1.0, 1.0, -0.5])), torch.zeros(3, 3)])
 def test_a_hopeless_matrix_is_refused_with_a_remedy(matrix):
-    with pytest.raises(NumericalError, match="smallest eigenvalue .*Collect the moment from more keys"):
+    with raises(NumericalError, "not_positive_definite"):
         factor(matrix.double())
-
-
-def test_dead_directions_are_rescued():
-    """A key entry that is always 0 leaves a zero row in the moment."""
-    draw = Draw(9)
-    A = draw.moment(6)
-    A[2], A[:, 2] = 0.0, 0.0
-    with pytest.warns(NumericalWarning):
-        assert factor(A).solve(draw.normal(6, 1)).jitter > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -156,34 +139,26 @@ def test_residual_is_of_the_equation_as_posed():
 
 def test_bad_input_is_refused():
     draw = Draw(13)
-    A = draw.moment(4)
-    with pytest.raises(ShapeError, match="not square"):
-        factor(draw.normal(4, 5))
-    skew = A.clone()
+    A, several = draw.moment(4), factor(draw.moment(4, 3))
+    skew, nudged = A.clone(), torch.eye(1000)
     skew[0, 1] += 0.1
-    with pytest.raises(ShapeError, match="not symmetric: .* up to 0.1"):
-        factor(skew)
-    nudged = torch.eye(1000)
     nudged[3, 700] += 0.01
-    with pytest.raises(ShapeError, match="not symmetric"):
-        factor(nudged)
     turning = 4 * torch.eye(3) + torch.tensor([[0.0, 1.0, 1.0], [-1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]])
-    with pytest.raises(ShapeError, match="not symmetric"):
-        factor(turning)
-    A_nan = A.clone()
-    A_nan[0, 0] = float("nan")
-    with pytest.raises(InputError, match="matrix .* 1 NaN"):
-        factor(A_nan)
-    with pytest.raises(ShapeError, match="has 5 rows, the system has 4"):
-        factor(A).solve(draw.normal(5, 2))
-    with pytest.raises(ShapeError, match="keys .* is 5 wide, this factor takes 4"):
-        factor(A).plus(draw.normal(2, 5))
-    with pytest.raises(InputError, match="int64"):
-        factor(A.long())
-    with pytest.raises(InputError, match="right .* NaN"):
-        factor(A).solve(torch.full((4, 1), float("nan"), dtype=A.dtype))
-    with pytest.raises(InputError, match="keys .* NaN"):
-        factor(A).plus(torch.full((1, 4), float("inf"), dtype=A.dtype))
+    assert_errors(
+        (ShapeError, "not_square", lambda: factor(draw.normal(4, 5))),
+        (ShapeError, "not_symmetric", lambda: factor(skew)),
+        (ShapeError, "not_symmetric", lambda: factor(nudged)),
+        (ShapeError, "not_symmetric", lambda: factor(turning)),
+        (InputError, "not_finite", lambda: factor(A * float("nan"))),
+        (InputError, "not_floating_point", lambda: factor(A.long())),
+        (InputError, "not_a_tensor", lambda: factor([[1.0]])),
+        (ShapeError, "right_side_does_not_match", lambda: factor(A).solve(draw.normal(5, 2))),
+        (ShapeError, "wrong_width", lambda: factor(A).plus(draw.normal(2, 5))),
+        (InputError, "not_finite", lambda: factor(A).solve(torch.full((4, 1), float("nan"), dtype=A.dtype))),
+        (InputError, "not_finite", lambda: factor(A).plus(torch.full((1, 4), float("inf"), dtype=A.dtype))),
+        (ShapeError, "not_broadcastable", lambda: several.solve(draw.normal(2, 4, 1))),
+        (ShapeError, "not_broadcastable", lambda: several.plus(draw.normal(2, 1, 4))),
+    )
 
 
 @pytest.mark.parametrize(("negative", "rescued"), [(5e-3, True), (5e-2, False)])
@@ -242,21 +217,10 @@ def test_rounding_in_a_moment_is_not_asymmetry():
         noisy = A * (1 + torch.finfo(dtype).eps * draw.uniform(64, 64).to(dtype))
         factor(noisy.to(dtype) + torch.eye(64, dtype=dtype))
     widened = (draw.normal(1000, 64).float().mT @ draw.normal(1000, 64).float()).double()
-    with pytest.raises(ShapeError, match="not symmetric"):
+    with raises(ShapeError, "not_symmetric"):
         factor(widened)
     for dtype in (torch.bfloat16, torch.float16):
         crooked = 2 * torch.eye(256, dtype=dtype)
         crooked[0, 1] = 0.5
-        with pytest.raises(ShapeError, match="not symmetric"):
+        with raises(ShapeError, "not_symmetric"):
             factor(crooked)
-
-
-def test_batches_that_do_not_fit_are_refused():
-    draw = Draw(19)
-    f = factor(draw.moment(4, 3))
-    with pytest.raises(ShapeError, match="broadcast"):
-        f.solve(draw.normal(2, 4, 1))
-    with pytest.raises(ShapeError, match="broadcast"):
-        f.plus(draw.normal(2, 1, 4))
-    with pytest.raises(InputError, match="matrix is a list"):
-        factor([[1.0]])
