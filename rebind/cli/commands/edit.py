@@ -2,315 +2,330 @@
 
 from __future__ import annotations
 
-import math
-import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from rebind.cli import options
-from rebind.cli.answers import Probe, answer, probe
-from rebind.cli.given import PROBED, askable, probes, read, require_room, search_changes
-from rebind.cli.session import Wanted, open_editor
-from rebind.cli.ui.progress import Bars
-from rebind.cli.ui.tables import answers_table, begun, change, drift_rows, pairs, seconds, size, spoken, table
-from rebind.cli.ui.terminal import Screen, counted, screen
-from rebind.cli.whose import find_ledger
-from rebind.edit.wording import percent
-from rebind.errors import InputError, RebindError
+from rebind.cli.fact_input import FactInput, read_fact_or_file, with_prefix
+from rebind.cli.options import (
+    EditorOptions,
+    LedgerOptions,
+    ModelOptions,
+    argument,
+    as_typed,
+    command_line,
+    examples,
+    flag,
+    option,
+)
+from rebind.cli.session import check_positive, default_ledgers, open_editor
+from rebind.cli.ui.progress import Phases
+from rebind.cli.ui.tables import (
+    add_answer,
+    answers_table,
+    counted,
+    drift_rows,
+    first_words,
+    one_line,
+    pairs,
+    seconds,
+    size,
+    table,
+)
+from rebind.cli.ui.terminal import Terminal
+from rebind.errors import InputError
+from rebind.storage import check_replaceable
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
     from rebind.edit.facts.fact import Fact
-    from rebind.edit.guard import Earlier
     from rebind.edit.ledger.edit import Edit
     from rebind.edit.plan import Plan
+    from rebind.models import FactScore
 
-EXAMPLES = """[bold]Examples[/bold]
+EXAMPLES = examples(
+    'rebind edit "The capital of {France} is" "Rome"',
+    "rebind edit facts.jsonl --model Qwen/Qwen3-0.6B --method memit --out edited/",
+    "rebind edit facts.csv --plan",
+    note='A line of facts.jsonl: {"prompt": "The capital of {France} is", "target": "Rome"}. CSV files and the records '
+    "of CounterFact and zsRE can be read too.",
+)
 
-rebind edit "The capital of {France} is" "Rome"
+SEARCH = "Target search (defaults are chosen for the model)"
+GENERATED, LISTED, PROBED = 8, 20, 400  # facts answered in full; rows in a table; paraphrases and neighbors asked
 
-rebind edit facts.jsonl --model Qwen/Qwen3-0.6B --method memit --out edited/
 
-rebind edit facts.csv --plan
+@dataclass(frozen=True)
+class Probe:
+    """A paraphrase or a neighbor of a fact, asked before and after the edit."""
 
-A line of facts.jsonl: {"prompt": "The capital of {France} is", "target": "Rome"}. CSV and the records of CounterFact and zsRE are read too."""  # noqa: E501
+    fact: int  # index of the fact
+    prompt: str
+    before: FactScore
+    after: FactScore
 
-SEARCH = "Search for targets (by default what suits the model)"
-SPOKEN = 8  # facts whose answers are written out
-LISTED = 20  # facts in the table
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "fact": self.fact,
+            "prompt": self.prompt,
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the base model and the edited model say."""
+
+    continuations: list[tuple[str, str]]  # of the first facts' prompts, before and after
+    paraphrases: list[Probe]
+    neighbors: list[Probe]
 
 
 def edit(
-    facts: Annotated[str, typer.Argument(help="A prompt with its subject in braces, or a file of facts.")],
-    target: Annotated[str | None, typer.Argument(help="What the prompt shall be answered with.")] = None,
-    subject: Annotated[str | None, typer.Option(metavar="TEXT", help="The subject, instead of braces.")] = None,
+    facts: Annotated[str, argument("FACTS", "A prompt with its subject in braces, or a file of facts.")],
+    target: Annotated[str | None, argument("TARGET", "What the model should answer to the prompt.")] = None,
+    subject: Annotated[str | None, option("TEXT", "The subject, if the prompt has no braces.")] = None,
     paraphrase: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Another wording, to be asked afterwards. Repeatable.")
+        list[str] | None, option("TEXT", "Another wording of the prompt, asked after the edit. Can be repeated.")
     ] = None,
-    neighbour: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A prompt whose answer should stay. Repeatable.")
+    neighbor: Annotated[
+        list[str] | None, option("TEXT", "A prompt whose answer should not change. Can be repeated.")
     ] = None,
-    method: Annotated[str, typer.Option(metavar="NAME", help=f"{options.METHODS}.")] = "memit",
-    layers: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Layers to write, as 2,3,4 or 2-6. Default: by the model.")
-    ] = None,
-    lam: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="λ, the weight of old answers against new ones. Default: from the keys."),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Most steps to search a target.", rich_help_panel=SEARCH)
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(metavar="X", help="How far a step goes.", rich_help_panel=SEARCH)
-    ] = None,
+    method: options.Method = "memit",
+    layers: options.Layers = None,
+    lam: options.Lambda = None,
+    steps: Annotated[int | None, option("N", "Search each target for at most N steps.", min=1, panel=SEARCH)] = None,
+    rate: Annotated[float | None, option("X", "Learning rate of the search.", panel=SEARCH)] = None,
     clamp: Annotated[
         float | None,
-        typer.Option(
-            metavar="X", help="Longest target, against the hidden state it is added to.", rich_help_panel=SEARCH
-        ),
+        option("X", "Largest change of the hidden state, relative to its norm.", panel=SEARCH),
     ] = None,
-    decay: Annotated[
-        float | None, typer.Option(metavar="X", help="What a long target costs.", rich_help_panel=SEARCH)
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write the edit although a check speaks against it; the ledger says so.")
-    ] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Only say what it would take.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Save the edited model here, in the model's own format.")
-    ] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out records that cannot be used.")] = False,
-    model: options.Model = options.DEFAULT_MODEL,
-    ledger: options.LedgerFolder = None,
+    decay: Annotated[float | None, option("X", "Penalty on large changes of the hidden state.", panel=SEARCH)] = None,
+    force: Annotated[bool, flag("Write the edit even if a check fails; the ledger records it.", "--force")] = False,
+    plan: Annotated[bool, flag("Show layers, cost and conflicts, and write nothing.", "--plan")] = False,
+    out: Annotated[Path | None, option("DIR", "Also save the edited model into this folder.")] = None,
+    skip_bad: options.SkipBad = False,
     chat: options.Chat = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    corpus: options.CorpusFile = None,
-    moment_tokens: options.MomentTokens = None,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    *,
+    source: EditorOptions,
+    terminal: Terminal,
 ) -> None:
-    """Write facts into a model, and show what it says before and after."""
-    with screen(as_json, quiet, debug, options.typed(model, ledger), skips=True) as shown:
-        picked = options.parse_layers(layers)
-        given = read(shown, facts, target, subject, paraphrase, neighbour, skip_bad)
-        if out is not None and not plan:
-            require_room(out)
-        changes = search_changes(method, steps=steps, rate=rate, clamp=clamp, decay=decay)
-        if lam is not None and not 0 < lam < math.inf:
-            raise InputError(f"lam is {lam}, expected a number above 0: leave it out to have it found from the keys")
-        wanted = Wanted(model, ledger, device, dtype, chat, corpus, moment_tokens)
-        bars = Bars(shown)
-        with bars.drawn():
-            editor = open_editor(wanted, bars, new_ledger=not plan, planned=plan)
-            given = askable(shown, editor, given, skip_bad, plan=plan)
-            listed = list(given.facts)
-            settings = editor.settings(method, facts=len(listed), layers=picked, lam=lam)[1]
-            targets = replace(settings.targets, **changes)
-            bars.steps, bars.facts = targets.steps, len(listed)
-            if plan:
-                made = editor.plan(listed, method=method, layers=picked, lam=lam, targets=targets)
-            else:
-                with _kept(shown, editor, listed, named=ledger is not None):
-                    done = editor.rewrite_many(
-                        listed, method=method, layers=picked, lam=lam, targets=targets, force=force
-                    )
-                report = _measure(editor, done, bars)
-                if out is not None:
-                    bars.phase("saving")
-                    editor.save(out)
-        given.tell_skipped(shown)
+    """Write facts into a model, and show its answers before and after."""
+    from rebind.edit.methods import get_method
+
+    chosen_layers = options.parse_layers(layers)
+    given = read_fact_or_file(terminal, facts, target, subject, paraphrase or [], neighbor or [], skip_bad)
+    if not skip_bad:  # otherwise records that do not fit are skipped first
+        given = given.without_conflicts(terminal, skip_bad=False)
+    get_method(method)
+    search = {"steps": steps, "rate": rate, "clamp": clamp, "decay": decay}
+    for name, value in [*search.items(), ("lam", lam)]:
+        check_positive(name, value, or_zero=name == "decay")
+    if out is not None and not plan:
+        check_replaceable(out.expanduser(), kind="checkpoint")
+    phases = Phases(terminal)
+    with phases.shown():
+        editor = open_editor(source, phases, "preview" if plan else "create", chat=chat)
+        given = _check(terminal, editor, given, skip_bad, plan)
+        listed = list(given.facts)
+        settings = editor.settings(method, facts=len(listed), layers=chosen_layers, lam=lam)[1]
+        targets = replace(settings.targets, **{name: value for name, value in search.items() if value is not None})
+        phases.steps, phases.facts = targets.steps, len(listed)
         if plan:
-            _show_plan(shown, made, given.skipped)
+            planned = editor.plan(listed, method=method, layers=chosen_layers, lam=lam, targets=targets)
         else:
-            report |= {"skipped": given.skipped}
-            report |= {"seconds": bars.seconds, "saved": None if out is None else str(out), "source": settings.source}
-            report |= {"which": _which(editor, model, ledger), "better": f"rebind layers{options.typed(model)}"}
-            asking = options.typed(device=device, dtype=dtype, chat=chat, corpus=corpus, moment_tokens=moment_tokens)
-            _show(shown, editor, done, report, asking)
+            undo_options = _ledger_options(editor, source)
+            known = len(editor.ledger.edits)
+            try:
+                done = editor.rewrite_many(
+                    listed, method=method, layers=chosen_layers, lam=lam, targets=targets, force=force
+                )
+            finally:
+                for written in editor.ledger.edits[known:]:  # even if an interrupt hides its id
+                    terminal.written_edits[written.id] = command_line("ledger undo", written.id, options=undo_options)
+            answers = _ask(editor, done, phases)
+            if out is not None:
+                phases.start("saving")
+                editor.save(out)
+    given.print_skipped(terminal)
+    if plan:
+        _print_plan(terminal, planned, given.skipped)
+        return
+    more = {"skipped": given.skipped, "seconds": phases.seconds, "saved": None if out is None else str(out)}
+    _print_edit(terminal, editor, done, answers, settings.source, more)
+    if not layers and settings.source.startswith("by its depth"):
+        measure = ModelOptions(source.model, source.device, source.dtype)
+        terminal.suggest("measure which layers suit the model", command_line("layers", options=as_typed(measure)))
+    terminal.suggest("undo", terminal.written_edits[done.id])
+    terminal.suggest("ask", command_line("ask", done.facts[0].text, options=as_typed(source, chat=chat)))
+    terminal.result(_document(editor, done, answers) | more, done.id)
 
 
-@contextmanager
-def _kept(shown: Screen, editor: Editor, facts: Sequence[Fact], *, named: bool) -> Iterator[None]:
-    """Have the screen know of the edit that is written inside, even where an interrupt hides its id."""
-    before = len(editor.ledger.edits)
+def _check(terminal: Terminal, editor: Editor, given: FactInput, skip_bad: bool, plan: bool) -> FactInput:
+    """Check that every prompt fits into the model's context, and that no two facts contradict each other."""
+
+    def check(facts: Sequence[Fact]) -> None:
+        _require_fit(editor, facts)
+        if skip_bad and not plan:
+            editor.requests(facts)  # behind contexts as well, which are sampled first
+
     try:
-        yield
-    finally:
-        with suppress(RebindError):  # a ledger that cannot be read says so itself
-            for edit in editor.ledger.edits[before:]:
-                if edit.facts == tuple(facts):
-                    shown.keep(edit.id, None if named else editor.ledger.path)
+        check(given.facts)
+    except InputError:  # all together is fast; one by one finds out which
+        given = given.checked(lambda fact: check([fact]), terminal, skip_bad=skip_bad)
+    return given.without_conflicts(terminal, skip_bad=skip_bad)
 
 
-def _measure(editor: Editor, done: Edit, bars: Bars) -> dict[str, Any]:
-    """What the base model and the edited one say to the facts, their paraphrases and their neighbours."""
-    bars.phase("asking")
-    first = done.facts[:SPOKEN]
+def _require_fit(editor: Editor, facts: Sequence[Fact]) -> None:
+    from rebind.models import Prompt
+
+    model = editor.language_model
+    model.encode([fact.as_prompt() for fact in facts])
+    for kind, field in (("paraphrase", "paraphrases"), ("neighbor", "neighbors")):
+        try:
+            model.encode([Prompt(text, fact.target) for fact in facts for text in getattr(fact, field)])
+        except InputError as error:
+            raise with_prefix(error, f"A {kind} cannot be asked") from None
+
+
+def _ledger_options(editor: Editor, source: EditorOptions) -> str:
+    """Return the options that name the ledger; the model alone is not enough if there are several of its name."""
+    is_unique = default_ledgers(source.model) == [editor.ledger.path]
+    return as_typed(LedgerOptions(source.model, source.ledger or (None if is_unique else editor.ledger.path)))
+
+
+def _ask(editor: Editor, done: Edit, phases: Phases) -> Answers:
+    """Ask the base model and the edited model for the facts, their paraphrases and their neighbors."""
+    from rebind.models import Prompt
+
+    phases.start("asking")
+    numbered = list(enumerate(done.facts))
+    probes = [
+        [(index, Prompt(text, fact.target)) for index, fact in numbered for text in texts(fact)][:PROBED]
+        for texts in (lambda fact: fact.paraphrases, lambda fact: fact.neighbors)
+    ]
+    prompts = [prompt for group in probes for _, prompt in group]
+    model, first = editor.language_model, [fact.text for fact in done.facts[:GENERATED]]
     with editor.lifted():
-        before = [answer(editor, fact.text).says for fact in first]
-    after = [answer(editor, fact.text).says for fact in first]
-    paraphrases, neighbours = probes(done.facts, PROBED)
+        before = model.generate(first, 12), model.score(prompts)
+    after = model.generate(first, 12), model.score(prompts)
+    scores = iter(zip(before[1], after[1], strict=True))
+    paraphrases, neighbors = ([Probe(index, prompt.text, *next(scores)) for index, prompt in group] for group in probes)
+    return Answers(list(zip(before[0], after[0], strict=True)), paraphrases, neighbors)
+
+
+def _document(editor: Editor, done: Edit, answers: Answers) -> dict[str, Any]:
+    scores: Any = done.scores
+    missing = len(done.facts) - len(answers.continuations)
+    rows = zip(
+        done.facts, scores["before"], scores["after"], [*answers.continuations, *[(None, None)] * missing], strict=True
+    )
     return {
-        "says": list(zip(before, after, strict=True)),
-        "paraphrases": probe(editor, paraphrases),
-        "neighbours": probe(editor, neighbours),
+        "id": done.id,
+        "model": editor.language_model.name,
+        "fingerprint": editor.fingerprint,
+        "ledger": str(editor.ledger.path),
+        "method": done.method,
+        "settings": done.settings,
+        "forced": done.forced,
+        "drift": scores.get("drift"),
+        "guard": scores.get("guard"),
+        "facts": [
+            fact.to_json() | {"before": before | {"continues": first}, "after": after | {"continues": second}}
+            for fact, before, after, (first, second) in rows
+        ],
+        "paraphrases": [one.to_json() for one in answers.paraphrases],
+        "neighbors": [one.to_json() for one in answers.neighbors],
     }
 
 
-def _show(shown: Screen, editor: Editor, done: Edit, report: dict[str, Any], asking: str) -> None:
-    from rebind.edit.methods import BY_DEPTH
-
+def _print_edit(
+    terminal: Terminal, editor: Editor, done: Edit, answers: Answers, source: str, more: dict[str, Any]
+) -> None:
     scores: Any = done.scores
-    rows = list(zip(done.facts, scores["before"], scores["after"], strict=True))
-    _show_facts(shown, rows, report["says"])
-    _show_probes(shown, done, report["paraphrases"], report["neighbours"])
+    _print_facts(terminal, list(zip(done.facts, scores["before"], scores["after"], strict=True)), answers.continuations)
+    _print_probes(terminal, answers)
     settings: Any = done.settings
-    spent = report["seconds"]
-    layers = ", ".join(map(str, settings["layers"]))
-    weighed = f", λ {settings['lam']:.4g}" if _weighs(done.method) else ""
+    spent = more["seconds"]
     phases = ", ".join(f"{name} {seconds(value)}" for name, value in spent.items() if value >= 0.05)
-    shown.show(
-        pairs(
-            [
-                ("edit", f"{done.id} ({done.method}{weighed})"),
-                ("layers", f"{layers} ({report['source']})"),
-                ("model", editor.loaded.name),
-                *drift_rows(scores),
-                ("ledger", f"{editor.ledger.path} ({len(editor.ledger.active)} active)"),
-                ("time", f"{seconds(sum(spent.values()))} ({phases})" if phases else seconds(sum(spent.values()))),
-                *([("saved", report["saved"])] if report["saved"] else []),
-            ]
-        )
-    )
-    if report["source"].startswith(BY_DEPTH):
-        shown.suggest("measure which layers suit it", report["better"])
-    shown.suggest("take it back", shown.command("ledger", "undo", done.id, more=report["which"]))
-    shown.suggest("ask", shown.command("ask", done.facts[0].text, more=asking))
-    told = report["says"] + [(None, None)] * (len(rows) - len(report["says"]))
-    shown.result(
-        {
-            "id": done.id,
-            "model": editor.loaded.name,
-            "fingerprint": editor.fingerprint,
-            "ledger": str(editor.ledger.path),
-            "method": done.method,
-            "settings": settings,
-            "forced": done.forced,
-            "drift": scores.get("drift"),
-            "guard": scores.get("guard"),
-            "facts": [
-                fact.to_json() | {"before": before | {"continues": first}, "after": after | {"continues": second}}
-                for (fact, before, after), (first, second) in zip(rows, told, strict=True)
-            ],
-            "paraphrases": [one.to_json() for one in report["paraphrases"]],
-            "neighbours": [one.to_json() for one in report["neighbours"]],
-            "skipped": report["skipped"],
-            "seconds": spent,
-            "saved": report["saved"],
-        },
-        done.id,
-    )
+    lam = f", λ {settings['lam']:.4g}" if uses_lambda(done.method) else ""
+    rows = [
+        ("edit", f"{done.id} ({done.method}{lam})"),
+        ("layers", f"{', '.join(map(str, settings['layers']))} ({source})"),
+        ("model", editor.language_model.name),
+        *drift_rows(scores),
+        ("ledger", f"{editor.ledger.path} ({len(editor.ledger.active)} active)"),
+        ("time", f"{seconds(sum(spent.values()))} ({phases})"),
+    ]
+    terminal.print(pairs([*rows, *([("saved", more["saved"])] if more["saved"] else [])]))
 
 
-def _which(editor: Editor, model: str, named: Path | None) -> str:
-    """The option that names the ledger, where a command with the model alone would not find it."""
-    with suppress(InputError):
-        if named is not None or find_ledger(model, None) == editor.ledger.path:
-            return ""
-    return f" -l {shlex.quote(str(editor.ledger.path))}"
-
-
-def _show_facts(shown: Screen, rows: list[tuple[Fact, Any, Any]], says: list[tuple[str, str]]) -> None:
+def _print_facts(terminal: Terminal, rows: list[tuple[Fact, Any, Any]], continuations: list[tuple[str, str]]) -> None:
     made = answers_table("fact")
     for index, (fact, before, after) in enumerate(rows[:LISTED]):
-        told = [begun(score, fact.target) for score in (before, after)] if index >= len(says) else says[index]
-        made.add_row(
-            f"{fact.text} → {fact.target}",
-            change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
-            change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
-            *map(spoken, told),
-        )
-    shown.show(made)
+        texts = (first_words(before, fact.target), first_words(after, fact.target))
+        texts = continuations[index] if index < len(continuations) else texts
+        add_answer(made, f"{fact.text} → {fact.target}", before, after, *texts)
+    terminal.print(made)
     if len(rows) > LISTED:
-        shown.hint(f"… and {counted(len(rows) - LISTED, 'more fact')}; --json has them all")
+        terminal.hint(f"… and {counted(len(rows) - LISTED, 'more fact')}; --json lists all of them")
     if len(rows) > 1:
-        exact = [sum(score["exact"] for score in scores) for scores in zip(*[(b, a) for _, b, a in rows], strict=True)]
-        shown.show(f"{exact[1]} of {len(rows)} facts answered with the whole target (before: {exact[0]})")
+        exact = [sum(score["exact"] for score in scores) for scores in zip(*(row[1:] for row in rows), strict=True)]
+        terminal.print(f"{exact[1]} of {len(rows)} facts answered with the whole target (before: {exact[0]})")
 
 
-def _show_probes(shown: Screen, done: Edit, paraphrases: list[Probe], neighbours: list[Probe]) -> None:
-    if paraphrases:
+def _print_probes(terminal: Terminal, answers: Answers) -> None:
+    if answers.paraphrases:
         made = answers_table("paraphrase")
-        for one in paraphrases[:LISTED]:
-            before, after = one.before, one.after
-            made.add_row(
-                one.prompt,
-                change(percent(before.probability), percent(after.probability), after.exact),
-                change(str(before.rank), str(after.rank), after.rank == 1),
-                spoken(before.says),
-                spoken(after.says),
-            )
-        shown.show(made)
-        first = sum(one.after.exact for one in paraphrases)
-        shown.show(f"{first} of {len(paraphrases)} paraphrases answered with the whole target")
-    if neighbours:
-        made = table("neighbour", "said before", "says now", "")
-        for one in neighbours[:LISTED]:
-            same = one.before.says == one.after.says
-            made.add_row(one.prompt, spoken(one.before.says), spoken(one.after.says), "same" if same else "changed")
-        shown.show(made)
-        kept = sum(one.before.says == one.after.says for one in neighbours)
-        shown.show(f"{kept} of {len(neighbours)} neighbours answer as before")
+        for one in answers.paraphrases[:LISTED]:
+            add_answer(made, one.prompt, one.before.to_json(), one.after.to_json(), one.before.says, one.after.says)
+        exact = sum(one.after.exact for one in answers.paraphrases)
+        terminal.print(made, f"{exact} of {len(answers.paraphrases)} paraphrases answered with the whole target")
+    if answers.neighbors:
+        made = table("neighbor", "before", "after", "")
+        same = [one.before.says == one.after.says for one in answers.neighbors]
+        for one, is_same in list(zip(answers.neighbors, same, strict=True))[:LISTED]:
+            says = (one_line(one.before.says), one_line(one.after.says))
+            made.add_row(one.prompt, *says, "same" if is_same else "changed")
+        terminal.print(made, f"{sum(same)} of {len(same)} neighbors answered as before")
 
 
-def _show_plan(shown: Screen, plan: Plan, skipped: int) -> None:
-    moments = "cached" if plan.moments_cached else f"to be computed from {plan.moment_tokens:,} tokens"
-    shown.show(
-        pairs(
-            [
-                ("facts", plan.facts),
-                ("method", plan.method),
-                ("layers", f"{', '.join(map(str, plan.layers))} ({plan.source})"),
-                *([("λ", _told_lambda(plan))] if _weighs(plan.method) else []),
-                ("search", ", ".join(f"{name} {value:g}" for name, value in asdict(plan.targets).items())),
-                ("old keys", moments),
-                ("tokens", f"{plan.prompt_tokens:,} in all prompts"),
-                ("time", f"about {seconds(plan.seconds)}"),
-                ("memory", f"about {size(plan.bytes_in_memory)} besides the model"),
-                ("ledger", f"grows by about {size(plan.bytes_on_disk)}"),
-                *[("conflict", str(clash)) for clash in plan.conflicts],
-                *[(one.edit, _told_earlier(one)) for one in plan.earlier[:LISTED]],
-            ]
-        )
-    )
+def _print_plan(terminal: Terminal, plan: Plan, skipped: int) -> None:
+    moments = "cached" if plan.moments_cached else f"to be collected from {plan.moment_tokens:,} tokens"
+    rows = [
+        ("facts", plan.facts),
+        ("method", plan.method),
+        ("layers", f"{', '.join(map(str, plan.layers))} ({plan.source})"),
+        *([("λ", _planned_lambda(plan))] if uses_lambda(plan.method) else []),
+        ("search", ", ".join(f"{name} {value:g}" for name, value in asdict(plan.targets).items())),
+        ("old keys", moments),
+        ("tokens", f"{plan.prompt_tokens:,} in all prompts"),
+        ("time", f"about {seconds(plan.seconds)}"),
+        ("memory", f"about {size(plan.bytes_in_memory)} besides the model"),
+        ("ledger", f"grows by about {size(plan.bytes_on_disk)}"),
+    ]
+    for one in plan.earlier[:LISTED]:
+        kind = "contradicts this edit" if one.clashes else "has the same subject"
+        rows.append((one.edit, f"{kind}: {one.text} → {one.target}"))
+    terminal.print(pairs(rows))
     if any(one.clashes for one in plan.earlier):
-        shown.hint("one prompt has one target: undo those edits first, or write over them with --force")
-    shown.hint("nothing was done: leave out --plan to edit")
-    shown.result({"plan": asdict(plan), "skipped": skipped}, f"{plan.seconds:.1f}")
+        terminal.hint("undo the edits that contradict this one, or overwrite them with --force")
+    terminal.hint("nothing was written: omit --plan to edit")
+    terminal.result({"plan": asdict(plan), "skipped": skipped}, f"{plan.seconds:.1f}")
 
 
-def _weighs(method: str) -> bool:
-    """Whether λ, the weight of old answers, has a say in it."""
+def _planned_lambda(plan: Plan) -> str:
+    if plan.lam is not None:
+        return f"{plan.lam:.4g}"
+    published = f" (published runs on this model used {plan.published_lam:,.0f})" if plan.published_lam else ""
+    return f"chosen from the keys{published}"
+
+
+def uses_lambda(method: str) -> bool:
+    """Return whether a method weighs old keys against new ones."""
     from rebind.edit.methods import get_method
 
     return not get_method(method).exact
-
-
-def _told_lambda(plan: Plan) -> str:
-    if plan.lam is not None:
-        return f"{plan.lam:.4g}"
-    known = f" (published runs on this model had {plan.published_lam:,.0f})" if plan.published_lam else ""
-    return f"found from the keys{known}"
-
-
-def _told_earlier(one: Earlier) -> str:
-    kind = "says otherwise" if one.clashes else "has the same subject"
-    return f"{kind}: {one.text} → {one.target}"

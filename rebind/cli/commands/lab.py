@@ -10,13 +10,13 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.text import Text
 
 from rebind.cli import options
-from rebind.cli.ui.progress import Drawn
+from rebind.cli.options import argument, flag, option
+from rebind.cli.ui.progress import ProgressBar
 from rebind.cli.ui.tables import pairs, table
-from rebind.cli.ui.terminal import Screen, screen
+from rebind.cli.ui.terminal import Terminal
 
 if TYPE_CHECKING:
     from rebind.lab.experiment import Experiment, Point
@@ -37,60 +37,52 @@ A run that was stopped or killed goes on where it was when the same command is g
 
 
 def lab(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The experiment, or list. Default: a short list.")
-    ] = None,
+    name: Annotated[str | None, argument("NAME", "An experiment, or list.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of its config; lists as a,b,c.")
+        list[str] | None, argument("KEY=VALUE", "Settings of the experiment; separate list items by commas.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small version whose shape is already right.")] = False,
-    seeds: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Seeds a point. Default: the experiment's own.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the results. Default: one in runs/.")
-    ] = None,
+    quick: Annotated[bool, flag("Run a small version whose curves already have the right shape.", "--quick")] = False,
+    seeds: Annotated[int | None, option("N", "Number of seeds per point.", default="the experiment's", min=1)] = None,
+    out: Annotated[Path | None, option("DIR", "Folder for the results.", default="a new one in runs/")] = None,
     device: options.Device = None,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    *,
+    terminal: Terminal,
 ) -> None:
-    """Measure and draw what memories hold, forget and cost; without a name, list the experiments."""
-    with screen(as_json, quiet, debug) as shown:
-        if debug:
-            logging.basicConfig(format="%(relativeCreated)8d ms %(name)s: %(message)s")
-            logging.getLogger("rebind.lab").setLevel(logging.DEBUG)
-        from rebind.lab.catalogue import EXPERIMENTS, get_experiment
-        from rebind.lab.experiment import configure
-        from rebind.lab.run import run
+    """Run an experiment on what memories hold, forget and cost; without a name, list the experiments."""
+    if terminal.debug:
+        logging.basicConfig(format="%(relativeCreated)8d ms %(name)s: %(message)s")
+        logging.getLogger("rebind.lab").setLevel(logging.DEBUG)
+    from rebind.lab.catalogue import EXPERIMENTS, get_experiment
+    from rebind.lab.experiment import configure
+    from rebind.lab.run import run
 
-        if name in (None, "list"):
-            _list(shown, list(EXPERIMENTS.values()), whole=name == "list")
-            return
-        experiment = get_experiment(name)
-        words = [*(overrides or []), *([] if seeds is None else [f"seeds={seeds}"])]
-        config = configure(experiment.quick if quick else experiment.config, words)
-        with _bar(shown, experiment.name) as progress:
-            result = run(experiment, config, out, device=device or "cpu", progress=progress)
-        _show(shown, experiment, result)
+    if name in (None, "list"):
+        _list(terminal, list(EXPERIMENTS.values()), whole=name == "list")
+        return
+    experiment = get_experiment(name)
+    words = [*(overrides or []), *([] if seeds is None else [f"seeds={seeds}"])]
+    config = configure(experiment.quick if quick else experiment.config, words)
+    with _bar(terminal, experiment.name) as progress:
+        result = run(experiment, config, out, device=device or "cpu", progress=progress)
+    _show(terminal, experiment, result)
 
 
-def _list(shown: Screen, experiments: list[Experiment[Any]], *, whole: bool) -> None:
+def _list(terminal: Terminal, experiments: list[Experiment[Any]], *, whole: bool) -> None:
     """Two lines each, as much of them as fits; the whole with `rebind lab list`."""
     if whole:
         for one in experiments:
-            shown.show(Text(one.name, style="bold"))
+            terminal.print(Text(one.name, style="bold"))
             time = f"two cores: {one.takes}; GPU: {one.on_gpu}"
-            shown.show(pairs([("measures", one.title), ("answers", one.answers), ("time", time)]))
+            terminal.print(pairs([("measures", one.title), ("answers", one.answers), ("time", time)]))
     else:
-        shown.show(*_brief(experiments, shown.out.width))
-        shown.hint("rebind lab list has the lines whole")
-    shown.hint("rebind lab NAME runs one, --quick in seconds; rebind lab --help has the rest")
+        terminal.print(*_brief(experiments, terminal.out.width))
+        terminal.hint("rebind lab list has the lines whole")
+    terminal.hint("rebind lab NAME runs one, --quick in seconds; rebind lab --help has the rest")
     told = [
         {"name": one.name, "title": one.title, "answers": one.answers, "takes": one.takes, "on_gpu": one.on_gpu}
         for one in experiments
     ]
-    shown.result({"experiments": told}, "\n".join(one.name for one in experiments))
+    terminal.result({"experiments": told}, "\n".join(one.name for one in experiments))
 
 
 def _brief(experiments: list[Experiment[Any]], width: int) -> Iterator[Text]:
@@ -110,8 +102,8 @@ def _brief(experiments: list[Experiment[Any]], width: int) -> Iterator[Text]:
 
 
 @contextmanager
-def _bar(shown: Screen, name: str) -> Iterator[Told]:
-    drawn = Drawn(shown, "doing", counted=True)
+def _bar(terminal: Terminal, name: str) -> Iterator[Told]:
+    drawn = ProgressBar(terminal, "doing")
     task = drawn.add_task(name, total=None, doing="")
 
     def told(done: int, total: int, point: Point) -> None:
@@ -122,15 +114,15 @@ def _bar(shown: Screen, name: str) -> Iterator[Told]:
         yield told
 
 
-def _show(shown: Screen, experiment: Experiment[Any], result: Result) -> None:
+def _show(terminal: Terminal, experiment: Experiment[Any], result: Result) -> None:
     from rebind.lab.run import FIGURE
 
-    shown.show(Text(experiment.title, style="bold"))
+    terminal.print(Text(experiment.title, style="bold"))
     made = table("", "claim", "measured")
     for claim in result.claims:
         made.add_row(Text("✓", "green") if claim.holds else Text("✗", "bold red"), claim.says, claim.got)
-    shown.show(made)
-    shown.show(
+    terminal.print(made)
+    terminal.print(
         pairs(
             [
                 (
@@ -143,7 +135,7 @@ def _show(shown: Screen, experiment: Experiment[Any], result: Result) -> None:
         )
     )
     if not (result.folder / f"{FIGURE}.png").exists() and find_spec("matplotlib") is None:
-        shown.hint("no figure: pip install 'rebind[lab]' for it, then run the same command again")
+        terminal.hint("no figure: pip install 'rebind[lab]' for it, then run the same command again")
     claims = [{"says": claim.says, "holds": claim.holds, "got": claim.got} for claim in result.claims]
     document = {"folder": str(result.folder), "config": result.config, "claims": claims, "rows": result.rows}
-    shown.result(document, str(result.folder))
+    terminal.result(document, str(result.folder))

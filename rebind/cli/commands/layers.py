@@ -1,22 +1,20 @@
-"""`rebind layers`: which layers of a model to edit, by measurement."""
+"""`rebind layers`: choose the layers to edit by measurement."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.text import Text
 
 from rebind.cli import options
-from rebind.cli.answers import as_fact
-from rebind.cli.given import Given, good_ones, read_file, shortened, without_conflicts
-from rebind.cli.session import Wanted, open_editor
+from rebind.cli.fact_input import FactInput, quoted, read_fact_file
+from rebind.cli.options import ModelOptions, examples, flag, option
+from rebind.cli.session import load_editor
 from rebind.cli.ui.heatmap import heatmap
-from rebind.cli.ui.progress import Bars
+from rebind.cli.ui.progress import Phases
 from rebind.cli.ui.tables import seconds, table
-from rebind.cli.ui.terminal import Screen, screen
+from rebind.cli.ui.terminal import Terminal
 from rebind.edit.wording import percent
 from rebind.errors import InputError
 
@@ -25,106 +23,86 @@ if TYPE_CHECKING:
     from rebind.edit.editor import Editor
     from rebind.edit.facts.fact import Fact
 
-EXAMPLES = """[bold]Examples[/bold]
-
-rebind layers --model Qwen/Qwen3-0.6B
-
-rebind layers --facts facts.jsonl --again
-
-Facts of your own need the true answer beside the new one: {"prompt": "The capital of {France} is", "target": "Vienna", "old": "Paris"}. The choice is kept in the cache."""  # noqa: E501
+EXAMPLES = examples(
+    "rebind layers --model Qwen/Qwen3-0.6B",
+    "rebind layers --facts facts.jsonl --again",
+    note='Each fact needs the true answer beside the new one: {"prompt": "The capital of {France} is", '
+    '"target": "Vienna", "old": "Paris"}. The result is cached, and `rebind edit` uses it.',
+)
 
 
 def layers(
     facts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Facts to try, with their true answers. Default: our own.")
+        Path | None, option("FILE", "Facts to try, with their true answers.", default="facts that come with rebind")
     ] = None,
-    most: Annotated[int, typer.Option(metavar="N", min=3, help="At most so many facts are tried, 3 or more.")] = 8,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out records that cannot be used.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew, whatever the cache holds.")] = False,
-    model: options.Model = options.DEFAULT_MODEL,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    corpus: options.CorpusFile = None,
-    moment_tokens: options.MomentTokens = None,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    limit: Annotated[int, option("N", "Try at most N facts, 3 or more.", min=3)] = 8,
+    skip_bad: options.SkipBad = False,
+    again: Annotated[bool, flag("Measure again instead of using the cached result.", "--again")] = False,
+    *,
+    source: ModelOptions,
+    terminal: Terminal,
 ) -> None:
-    """Choose the layers to edit: a small trace, then a trial edit on each candidate."""
-    with screen(as_json, quiet, debug, skips=True) as shown:
-        given = Given() if facts is None else _read(shown, facts, skip_bad)
-        bars = Bars(shown)
-        with bars.drawn():
-            wanted = Wanted(model, None, device, dtype, corpus=corpus, moment_tokens=moment_tokens)
-            editor = open_editor(wanted, bars, base_only=True)
-            from rebind.analysis.layer_search import cached_choice, choice_path, choose_layers, held_from
-            from rebind.analysis.trial_facts import HELD
+    """Choose the layers to edit: trace a few facts, then try an edit at each candidate."""
+    given = FactInput()
+    if facts is not None:
+        given = read_fact_file(terminal, facts, skip_bad).checked(_require_old, terminal, skip_bad=skip_bad)
+        given = given.without_conflicts(terminal, skip_bad=skip_bad)
+    phases = Phases(terminal)
+    with phases.shown():
+        editor = load_editor(source, phases)
+        from rebind.analysis.layer_search import cached_choice, choice_path, choose_layers, held_from
+        from rebind.analysis.trial_facts import HELD
 
-            if facts is not None:
-                bars.phase("contexts")
-                given = good_ones(shown, given, partial(_require_short, editor), skip_bad)
-                given = without_conflicts(shown, given, skip_bad)
-            held = HELD if facts is None else held_from(given.facts)
-            made = None if again or facts is not None else cached_choice(editor.fingerprint)
-            cached = made is not None
-            if made is None:
-                made = choose_layers(editor, held, most=most, told=bars.count)
-        given.tell_skipped(shown)
-        _show(shown, made, cached=cached)
-        spent = sum(bars.seconds.values())
-        path = choice_path(editor.fingerprint)
-        shown.hint(f"{'from' if cached else f'measured in {seconds(spent)}, kept in'} {path}")
-        picked = ",".join(map(str, made.layers))
-        more = {"skipped": given.skipped, "cached": cached, "path": str(path), "seconds": bars.seconds}
-        shown.result(made.to_json() | more, picked)
-
-
-def _read(shown: Screen, facts: Path, skip_bad: bool) -> Given:
-    """The facts, checked before minutes are spent on a model."""
-    given = good_ones(shown, read_file(shown, facts, skip_bad), _require_old, skip_bad)
-    return given if skip_bad else without_conflicts(shown, given, skip_bad)  # else what is too long goes first
+        if facts is not None:
+            phases.start("contexts")
+            given = given.checked(lambda fact: _require_fit(editor, fact), terminal, skip_bad=skip_bad)
+        trials = HELD if facts is None else held_from(given.facts)
+        choice = None if again or facts is not None else cached_choice(editor.fingerprint)
+        cached = choice is not None
+        if choice is None:
+            choice = choose_layers(editor, trials, most=limit, told=phases.count)
+    given.print_skipped(terminal)
+    _print(terminal, choice)
+    path = choice_path(editor.fingerprint)
+    terminal.hint(f"cached in {path}" if cached else f"measured in {seconds(phases.total_seconds)}, stored in {path}")
+    more = {"skipped": given.skipped, "cached": cached, "path": str(path), "seconds": phases.seconds}
+    terminal.result(choice.to_json() | more, ",".join(map(str, choice.layers)))
 
 
 def _require_old(fact: Fact) -> None:
     if fact.old is None:
         raise InputError(
-            f"fact {shortened(fact.text)!r} has no old answer, expected what is true now beside what to write: add old"
+            f"The fact {quoted(fact.text)} has no true answer",
+            advice="Add the field 'old': what the model answers now",
+            code="missing_old_answer",
         )
 
 
-def _require_short(editor: Editor, fact: Fact) -> None:
-    """Ask before the trials whether everything they ask fits into the model's context."""
-    from rebind.edit.facts.encoding import encode_many
+def _require_fit(editor: Editor, fact: Fact) -> None:
+    """Check before the trials that every prompt fits into the model's context."""
+    from rebind.models import Prompt
 
-    prompts = (fact.text, *fact.paraphrases, *fact.neighbours)
-    asked = [as_fact(text, answer) for text in prompts for answer in (fact.target, str(fact.old))]
-    encode_many(asked, editor.tokenizer, editor.loaded.start, limit=editor.trunk.context)
+    texts = (fact.text, *fact.paraphrases, *fact.neighbors)
+    editor.language_model.encode([Prompt(text, str(target)) for text in texts for target in (fact.target, fact.old)])
     editor.requests([fact])  # behind contexts as well
 
 
-def _show(shown: Screen, made: Choice, *, cached: bool) -> None:
-    shown.show(f"MLPs restored at the subject's last token, by layer ({made.known} of {made.asked} facts known)")
-    shown.show(*heatmap(["effect"], [made.trace], "mlp", width=shown.out.width, top=max(made.trace)))
-    numbers = ("trace", "efficacy", "paraphrase", "neighbour", "drift", "score")
-    drawn = table("layers", *numbers, "", right=numbers)
-    tried = sorted(made.candidates, key=lambda one: one.layers)
-    for row in tried:
-        best = row.layers == made.layers
-        parts = ("" if one is None else percent(one) for one in (row.efficacy, row.paraphrase, row.neighbour))
-        cells = (
-            _span(row.layers),
-            f"{row.effect:.3f}",
-            *parts,
-            f"{row.drift:.3f}",
-            f"{row.score:.3f}",
-            "chosen" if best else "",
-        )
-        drawn.add_row(*(Text(cell, style="bold green" if best else "") for cell in cells))
-    shown.show(drawn)
-    shown.hint(f"why these: {'; '.join(f'{_span(row.layers)} {row.why}' for row in tried)}")
-    unasked = [name for name in ("paraphrase", "neighbour") if any(getattr(row, name) is None for row in tried)]
-    without = f" (no fact has a {' or a '.join(unasked)})" if unasked else ""
-    shown.hint(f"score: harmonic mean of efficacy, paraphrase and neighbour{without}, less the drift in nats")
+def _print(terminal: Terminal, choice: Choice) -> None:
+    known = f"{choice.known} of {choice.asked} facts known"
+    terminal.print(f"Effect of restoring the MLPs at the subject's last token, by layer ({known})")
+    terminal.print(*heatmap(["effect"], [choice.trace], "mlp", width=terminal.out.width, top=max(choice.trace)))
+    numbers = ("trace", "efficacy", "paraphrase", "neighbor", "drift", "score")
+    made = table("layers", *numbers, "", right=numbers)
+    candidates = sorted(choice.candidates, key=lambda one: one.layers)
+    for one in candidates:
+        is_best = one.layers == choice.layers
+        shares = ("" if share is None else percent(share) for share in (one.efficacy, one.paraphrase, one.neighbor))
+        cells = [_span(one.layers), f"{one.effect:.3f}", *shares, f"{one.drift:.3f}", f"{one.score:.3f}"]
+        style = "bold green" if is_best else ""
+        made.add_row(*(Text(cell, style=style) for cell in [*cells, "chosen" if is_best else ""]))
+    terminal.print(made)
+    terminal.hint(f"why these: {'; '.join(f'{_span(one.layers)} {one.why}' for one in candidates)}")
+    terminal.hint("score: harmonic mean of efficacy, paraphrase and neighbor, minus the drift in nats")
 
 
 def _span(layers: tuple[int, ...]) -> str:

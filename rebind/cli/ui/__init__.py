@@ -1,1 +1,8 @@
-"""cli/ui."""
+"""What the commands print.
+
+terminal   standard output and standard error; text for people, JSON for programs
+errors     how a command fails: messages, JSON documents, exit codes
+progress   progress bars, and lines in a log file
+tables     tables and numbers
+heatmap    heatmaps
+"""

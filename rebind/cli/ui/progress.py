@@ -1,4 +1,4 @@
-"""Progress on the error stream: bars on a terminal, and where there is none a line now and then."""
+"""Progress on standard error: bars on a terminal; elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     Task,
@@ -19,17 +18,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from rebind.cli.ui.terminal import Screen
+from rebind.cli.ui.terminal import Terminal
 
 if TYPE_CHECKING:
-    from rebind.edit.progress import Progress as Told
+    from rebind.edit.progress import Progress as EditProgress
 
-LABELS = {
-    "unpacking": "unpacking the model (once)",
+PHASES = {
     "loading": "loading the model",
     "contexts": "sampling contexts",
-    "moments": "reading old keys",
-    "targets": "finding targets",
+    "moments": "collecting old keys",
+    "targets": "searching targets",
     "solve": "solving",
     "writing": "writing",
     "asking": "asking the model",
@@ -37,97 +35,96 @@ LABELS = {
 }
 
 
-EVERY = 30.0  # seconds between two lines of a log
+class ProgressBar(Progress):
+    """A bar with notes behind it on a terminal; in a log file or a pipe a line every `log_every` seconds instead."""
 
-
-class Drawn(Progress):
-    """A bar with notes behind it. A file or a pipe, which somebody may be reading too, gets lines instead."""
-
-    def __init__(self, screen: Screen, *notes: str, counted: bool = False) -> None:
+    def __init__(self, terminal: Terminal, *notes: str, log_every: float = 30.0) -> None:
         super().__init__(
             SpinnerColumn(finished_text="✓"),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            *([MofNCompleteColumn()] if counted else []),
             *(TextColumn(f"{{task.fields[{note}]}}", markup=False) for note in notes),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=screen.err,
-            disable=not (screen.for_people and screen.err.is_terminal),
+            console=terminal.err,
+            disable=not (terminal.verbose and terminal.err.is_terminal),
             speed_estimate_period=120,
         )
-        self._screen, self._logged = screen, screen.for_people and not screen.err.is_terminal
-        self._said = self.get_time()
+        self._terminal, self._log_every = terminal, log_every
+        self._last_line = self.get_time()
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Change a task's state, and write a line about it if one is due."""
         super().update(task_id, **changes)
-        if self._logged and self.get_time() - self._said >= EVERY:
-            self._said = self.get_time()
-            self._screen.tell(_line(self._tasks[task_id]))
+        is_log = self._terminal.verbose and not self._terminal.err.is_terminal
+        if is_log and self.get_time() - self._last_line >= self._log_every:
+            self._last_line = self.get_time()
+            task = self._tasks[task_id]
+            self._terminal.report(task.description, _state(task), style="")
 
 
-def _line(task: Task) -> str:
-    far = "" if task.total is None else f"{task.completed:,.0f} of {task.total:,.0f}"
-    told = [far, *task.fields.values(), f"{task.elapsed or 0.0:,.0f} s"]
-    return f"{task.description}: {', '.join(filter(None, told))}"
+def _state(task: Task) -> str:
+    count = "" if task.total is None else f"{task.completed:,.0f} of {task.total:,.0f}"
+    return ", ".join(filter(None, [count, *task.fields.values(), f"{task.elapsed or 0.0:,.0f} s"]))
 
 
-class Bars:
-    """What an editor tells, a bar for each phase; `seconds` has each phase's time."""
+class Phases:
+    """The phases of a command, a bar for each; `seconds` has the time that each one took."""
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         self.seconds: dict[str, float] = {}
-        self.steps: int | None = None  # how many steps targets may take
+        self.steps: int | None = None  # of the target search, at most
         self.facts = 0
-        self._progress = Drawn(screen, "note")
+        self._bar = ProgressBar(terminal, "note")
         self._task: TaskID | None = None
-        self._phase: str | None = None
-        self._begun = 0.0
+        self._phase = ""
+        self._start = 0.0
 
     @contextmanager
-    def drawn(self) -> Iterator[Bars]:
-        """Bars while inside; the last phase ends with it."""
-        with self._progress:
+    def shown(self) -> Iterator[None]:
+        """Show the bars inside; the last phase ends at the end."""
+        with self._bar:
             try:
-                yield self
+                yield
             finally:
                 self._finish()
 
-    def phase(self, name: str) -> None:
-        if name == self._phase:
-            return
-        self._finish()
-        self._phase, self._begun = name, time.perf_counter()
-        total = self.steps if name == "targets" else None
-        self._task = self._progress.add_task(LABELS.get(name, name), total=total, note="")
+    def start(self, phase: str) -> None:
+        """Begin a phase, unless it is the current one."""
+        if phase != self._phase:
+            self._finish()
+            self._phase, self._start = phase, time.perf_counter()
+            self._task = self._bar.add_task(PHASES.get(phase, phase), total=None, note="")
 
-    def moments(self, done: int, wanted: int) -> None:
-        if self._phase != "moments":  # a ledger that is replayed may need them too
-            self.phase("moments")
-        self._update(done, wanted, f"{done:,} of {wanted:,} tokens")
-
-    def targets(self, step: int, done: int, loss: float) -> None:
-        self._update(step + 1, self.steps, f"{done} of {self.facts} facts, mean loss {loss:.2f}")
-
-    def count(self, phase: str, done: int, wanted: int, note: str = "") -> None:
-        """So much of a phase is done; it begins with the first of these."""
-        self.phase(phase)
-        self._update(done, wanted, note)
-
-    def told(self) -> Told:
-        """What an `Editor` wants to be given."""
-        from rebind.edit.progress import Progress as Told
-
-        return Told(phase=self.phase, moments=self.moments, targets=self.targets)
-
-    def _update(self, done: int, total: int | None, note: str) -> None:
+    def count(self, phase: str, done: int, total: int | None, note: str = "") -> None:
+        """Report how much of a phase is done; the first report begins it."""
+        self.start(phase)
         if self._task is not None:
-            self._progress.update(self._task, completed=done, total=total, note=note)
+            self._bar.update(self._task, completed=done, total=total, note=note)
+
+    def collect(self, done: int, total: int) -> None:
+        """Report how many tokens old keys have been collected from."""
+        self.count("moments", done, total, f"{done:,} of {total:,} tokens")
+
+    def search(self, step: int, done: int, loss: float) -> None:
+        """Report a step of the target search."""
+        self.count("targets", step + 1, self.steps, f"{done} of {self.facts} facts, mean loss {loss:.2f}")
+
+    def for_editor(self) -> EditProgress:
+        """Return what an `Editor` reports its progress to."""
+        from rebind.edit.progress import Progress as EditProgress
+
+        return EditProgress(phase=self.start, moments=self.collect, targets=self.search)
+
+    @property
+    def total_seconds(self) -> float:
+        """The time that all phases took."""
+        return sum(self.seconds.values())
 
     def _finish(self) -> None:
-        if self._phase is None or self._task is None:
-            return
-        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + time.perf_counter() - self._begun
-        task = next(task for task in self._progress.tasks if task.id == self._task)
-        self._progress.update(self._task, completed=task.total or 1, total=task.total or 1)  # early stops are ends too
-        self._phase = self._task = None
+        if self._task is not None:
+            spent = time.perf_counter() - self._start
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + spent
+            total = next(task.total for task in self._bar.tasks if task.id == self._task) or 1
+            self._bar.update(self._task, completed=total, total=total)  # a search may end before its last step
+            self._phase, self._task = "", None

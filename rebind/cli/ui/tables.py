@@ -1,4 +1,4 @@
-"""Numbers and answers as a person reads them."""
+"""Tables, and numbers the way people read them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from rich.text import Text
 
 from rebind.edit.wording import percent
 
+LONGEST_TEXT = 48  # characters of a text in a cell
 
-def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
-    """A light table; columns named in `right` hold numbers, which stay whole: the others give way to them."""
-    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, header_style="bold")
+
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """Return a light table. Columns named in `right` hold numbers, which are never broken: the others give way."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     numbers = set(right)
     for name in columns:
         if name in numbers:
@@ -25,8 +27,23 @@ def table(*columns: str, right: Iterable[str] = (), title: str | None = None) ->
     return made
 
 
+def pairs(rows: Sequence[tuple[str, Any]]) -> Table:
+    """Return a table of names and values, one pair per line."""
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="dim")
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        made.add_row(name, str(value))
+    return made
+
+
+def full_width(made: Table) -> int:
+    """Return how wide a table is where there is room for all of it."""
+    return Console(width=1_000).measure(made).maximum
+
+
 def seconds(value: float) -> str:
-    """A time, in the units it is felt in.
+    """Return a duration in suitable units.
 
     >>> seconds(0.04), seconds(75.0), seconds(7300.0)
     ('0.04 s', '1 min 15 s', '2 h 1 min')
@@ -38,69 +55,78 @@ def seconds(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes, in the largest unit that leaves a number above one.
+    """Return a number of bytes in the largest suitable unit.
 
     >>> size(512), size(3 * 2**20)
     ('512 B', '3.0 MiB')
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+    units = ["B", "KiB", "MiB", "GiB"]
+    while count >= 1024 and len(units) > 1:
         count /= 1024
-    raise AssertionError("unreachable")
+        units.pop(0)
+    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
 
 
-def spoken(text: str, most: int = 48) -> str:
-    """What a model said, on one line, spaces made visible only where nothing else is."""
+def counted(number: int, name: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "edit"), counted(2, "edit")
+    ('1 edit', '2 edits')
+    """
+    return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
+
+
+def one_line(text: str, longest: int = LONGEST_TEXT) -> str:
+    """Return a text on one line, shortened; a text of nothing but spaces is quoted so that they can be seen.
+
+    >>> one_line("in\\n Rome"), one_line(" "), one_line("far too long", 8)
+    ('in Rome', "' '", 'far too…')
+    """
     line = " ".join(text.split())
     if not line:
         return repr(text)
-    return line if len(line) <= most else f"{line[: most - 1]}…"
+    return line if len(line) <= longest else f"{line[: longest - 1]}…"
 
 
 def change(before: str, after: str, good: bool) -> Text:
-    """`before → after`, the latter in colour."""
+    """Return `before → after`, the latter in color."""
     return Text.assemble((f"{before} → ", "dim"), (after, "bold green" if good else "yellow"))
 
 
 def answers_table(first: str) -> Table:
-    """For prompts and how they were answered before and after."""
-    return table(first, "probability", "rank", "said before", "says now", right=("probability", "rank"))
+    """Return a table for prompts and their answers before and after an edit."""
+    return table(first, "probability", "rank", "before", "after", right=("probability", "rank"))
 
 
-def begun(score: Mapping[str, Any], target: str) -> str:
-    """What a model said, as far as a score knows: the target, or its own first token."""
-    return spoken(target) if score["exact"] else f"{spoken(score['says'])}…"
+def add_answer(made: Table, prompt: str, before: Mapping[str, Any], after: Mapping[str, Any], *texts: str) -> None:
+    """Add a row to an `answers_table`: two scores, and what the model said."""
+    made.add_row(
+        prompt,
+        change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
+        change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
+        *map(one_line, texts),
+    )
 
 
-def width(made: Table) -> int:
-    """What a table takes where there is room for all of it."""
-    return Console(width=1_000).measure(made).maximum
-
-
-def pairs(rows: Sequence[tuple[str, Any]]) -> Table:
-    """Names and values, one a line."""
-    made = Table.grid(padding=(0, 2))
-    made.add_column(style="dim")
-    made.add_column(overflow="fold")
-    for name, value in rows:
-        made.add_row(name, str(value))
-    return made
+def first_words(score: Mapping[str, Any], target: str) -> str:
+    """Return what a model said, as far as its score tells: the target, or the first token of another answer."""
+    return target if score["exact"] else f"{one_line(score['says'])}…"
 
 
 def drift_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How far an edited model is from its base, and what its guard objected to, for `pairs`."""
+    """Return how far an edited model is from its base model and which checks failed, for `pairs`."""
     rows = []
     if drift := scores.get("drift"):
-        moved = f"{nats(drift['kl'])} on unrelated prompts, most {nats(drift['largest'])} after {drift['prompt']!r}"
-        rows.append(("drift", f"{moved}; weights moved by {percent(drift['growth'])}"))
+        largest = f"largest {nats(drift['largest'])} after {drift['prompt']!r}"
+        moved = f"{nats(drift['kl'])} on unrelated prompts, {largest}"
+        rows.append(("drift", f"{moved}; weights changed by {percent(drift['growth'])}"))
     if failed := (scores.get("guard") or {}).get("failed"):
         rows.append(("forced", "; ".join(f"{one['check']}: {one['says']}" for one in failed)))
     return rows
 
 
 def nats(value: float) -> str:
-    """A divergence.
+    """Return a divergence with its unit.
 
     >>> nats(0.00021), nats(0.25), nats(3.0)
     ('0.0002 nats', '0.25 nats', '3 nats')

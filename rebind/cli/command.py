@@ -1,0 +1,134 @@
+"""Turn a function into a command: shared groups of options, plain help, and one place where errors end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from rebind.cli.options import OutputOptions
+from rebind.cli.ui.errors import INVALID_INPUT, run
+from rebind.cli.ui.terminal import Terminal
+
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+class Command(TyperCommand):
+    """A command whose help shows exactly what to type."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, each with a plain way to show itself."""
+        return _plain(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """Commands under one name. The outermost group reports all errors."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, each with a plain way to show itself."""
+        return _plain(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Show the help where no command is named."""
+        if not args and self.no_args_is_help:
+            typer.echo(ctx.get_help())
+            raise typer.Exit(INVALID_INPUT)
+        return super().parse_args(ctx, args)
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:
+        """Run the command line and exit; click's own handling of errors would print them in another form."""
+        words = list(sys.argv[1:] if args is None else args)
+        terminal = Terminal(as_json="--json" in words, debug="--debug" in words)  # for errors in the options themselves
+
+        def invoke() -> None:
+            with self.make_context(prog_name or "rebind", words, obj=terminal) as context:
+                self.invoke(context)
+
+        sys.exit(run(invoke, terminal))
+
+
+def new_app(**settings: Any) -> typer.Typer:
+    """Return a group of commands."""
+    return typer.Typer(
+        cls=Group,
+        rich_markup_mode="rich",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings=HELP_NAMES,
+        **settings,
+    )
+
+
+def add_command(app: typer.Typer, name: str, function: Callable[..., None], examples: str) -> None:
+    """Add a function to a group of commands; its docstring and its examples are the help."""
+    app.command(name, cls=Command, epilog=examples, context_settings=HELP_NAMES)(with_option_groups(function))
+
+
+def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """Expand each parameter whose type is a dataclass of options into these options.
+
+    A parameter of type Terminal stands for --json, --quiet and --debug, and receives the terminal of the command line.
+    """
+    groups: dict[str, Any] = {}
+    parameters = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    for parameter in signature(function, eval_str=True).parameters.values():
+        group = OutputOptions if parameter.annotation is Terminal else parameter.annotation
+        if is_dataclass(group):
+            groups[parameter.name] = group
+            hints = get_type_hints(group, include_extras=True)
+            parameters += [
+                Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+                for field in fields(group)
+            ]
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+
+    @wraps(function)
+    def call(context: typer.Context, **values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+            if group is OutputOptions:
+                values[name] = _prepared_terminal(context, values[name])
+        if context.invoked_subcommand is None:
+            function(**values)
+
+    call.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {}
+    return call
+
+
+def _prepared_terminal(context: typer.Context, output: OutputOptions) -> Terminal:
+    terminal: Terminal = context.obj
+    terminal.as_json, terminal.quiet, terminal.debug = output.as_json, output.quiet, output.debug
+    terminal.options = {
+        param.name: max(param.opts, key=len) for param in context.command.params if param.param_type_name == "option"
+    }
+    return terminal
+
+
+def usage(argument: Any) -> str:
+    """Return an argument as it stands behind its command."""
+    name = (argument.metavar or argument.name).upper() + ("..." if argument.nargs == -1 else "")
+    return name if argument.required else f"[{name}]"
+
+
+def _plain(params: list[Any]) -> list[Any]:
+    """Show arguments in capitals and flags without a type.
+
+    typer 0.29 writes a required argument in braces, which mark the subject of a prompt here, and the types of flags
+    and arguments (`--force <bool>`) as though they were to be typed.
+    """
+    for param in params:
+        if param.param_type_name == "argument":
+            param.metavar = (param.metavar or param.name).upper()
+            param.get_usage_pieces = lambda ctx, param=param: [usage(param)]
+            param.display_type_rich = lambda ctx: None
+        elif param.is_flag:
+            param.display_type_rich = lambda ctx: None
+    return params

@@ -1,0 +1,132 @@
+"""How a command fails: one line on standard error, a JSON document with --json, and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import typer
+
+from rebind.cli.ui.terminal import Terminal, discard_output
+from rebind.errors import InputError, OutOfMemoryError, RebindError, StorageError, as_argument
+
+INTERNAL_ERROR, INVALID_INPUT, FAILURE, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
+FAILED_CHECK = 1  # the command ran, and what it checked is not as it should be
+
+OTHER_NAMES = {"paraphrases": "paraphrase", "neighbors": "neighbor"}  # setting → parameter of the command
+
+
+def run(command: Callable[[], object], terminal: Terminal) -> int:
+    """Run a command, report whatever it raises, and return the exit code."""
+    try:
+        with terminal.warnings_shown():
+            command()
+        terminal.out.file.flush()
+    except typer.Exit as end:
+        return end.exit_code
+    except (Exception, KeyboardInterrupt, SystemExit) as problem:
+        if _is_broken_pipe(problem):
+            discard_output(sys.stdout)
+            for edit, undo in terminal.written_edits.items():
+                terminal.report("warning", _written(edit, undo))
+            return BROKEN_PIPE
+        if isinstance(problem, SystemExit):
+            raise
+        return fail(problem, terminal)
+    return 0
+
+
+def fail(problem: BaseException, terminal: Terminal) -> int:
+    """Report what ended a command, and return the exit code."""
+    error = as_rebind_error(problem)
+    code = exit_code(error)
+
+    def spell(name: str, value: object) -> str:
+        return as_option(name, value, terminal.options)
+
+    if terminal.debug:
+        terminal.err.print("".join(traceback.format_exception(problem)), soft_wrap=True)
+    lines = [error.message(spell), *(_written(edit, undo) for edit, undo in terminal.written_edits.items())]
+    terminal.report("error", " ".join(lines), style="yellow" if code == INTERRUPTED else "bold red")
+    fields = {
+        "code": error.code,
+        "problem": error.problem,
+        "expected": error.expected,
+        "advice": error.advice_for(spell),
+    }
+    edits = {"edits": list(terminal.written_edits)} if terminal.written_edits else {}
+    with suppress(OSError):  # perhaps it is standard output that cannot be written
+        if terminal.as_json:
+            terminal.result({"error": fields, "exit_code": code, **edits})
+    if isinstance(problem, OSError):
+        discard_output(sys.stdout)
+    return code
+
+
+def as_option(name: str, value: object, options: Mapping[str, str]) -> str:
+    """Spell a setting as an option of the command that runs, or as a Python argument where it has no such option.
+
+    >>> options = {"steps": "--steps", "skip_bad": "--skip-bad", "layers": "--layers"}
+    >>> as_option("steps", 60, options), as_option("skip_bad", True, options), as_option("layers", (2, 3), options)
+    ('--steps 60', '--skip-bad', '--layers 2,3')
+    >>> as_option("device_map", "auto", options)
+    "device_map='auto' (in Python)"
+    """
+    option = options.get(OTHER_NAMES.get(name, name))
+    if option is None:
+        return f"{as_argument(name, value)} (in Python)"
+    if value is None or value is True:
+        return option
+    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return f"{option} {shlex.quote(text)}"
+
+
+def as_rebind_error(problem: BaseException) -> RebindError:
+    """Describe any exception by the fields of a RebindError."""
+    if isinstance(problem, RebindError):
+        return problem
+    if _is_interrupt(problem):
+        advice = "Nothing is half-written; run the same command again to continue"
+        return RebindError("Interrupted", advice=advice, code="interrupted")
+    if (format_message := getattr(problem, "format_message", None)) is not None:  # click's, or typer's copy of click
+        context = getattr(problem, "ctx", None)
+        help_command = f"{context.command_path} --help" if context else "rebind --help"
+        return InputError(format_message(), advice=f"See `{help_command}`", code="usage")
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
+        advice = "Use fewer facts at once, a smaller batch, model or dtype, or another device"
+        return OutOfMemoryError("Out of memory", advice=advice)
+    if isinstance(problem, OSError):
+        place = problem.filename or "the output"
+        advice = "Check that it exists, that you have access, and that the disk is not full"
+        return StorageError(f"Cannot use {place} ({problem.strerror or problem})", advice=advice, code="io_failure")
+    advice = "Run the command again with --debug and report the traceback"
+    return RebindError(f"Unexpected {type(problem).__name__}: {problem}", advice=advice, code="internal_error")
+
+
+def exit_code(error: RebindError) -> int:
+    """Return the exit code that belongs to an error."""
+    if isinstance(error, InputError):
+        return INVALID_INPUT
+    return {"interrupted": INTERRUPTED, "internal_error": INTERNAL_ERROR}.get(error.code, FAILURE)
+
+
+def _is_broken_pipe(problem: BaseException) -> bool:
+    """Return whether the reader of a pipe is gone, as `head` is when it has enough."""
+    if isinstance(problem, SystemExit):
+        return isinstance(problem.__context__, BrokenPipeError)  # this is how rich ends
+    return isinstance(problem, OSError) and problem.errno == errno.EPIPE
+
+
+def _is_interrupt(problem: BaseException | None) -> bool:
+    """Return whether Ctrl-C is the cause: transformers turns one that hits its import into an ImportError."""
+    while problem is not None and not isinstance(problem, KeyboardInterrupt):
+        problem = None if isinstance(problem, OSError) else problem.__cause__ or problem.__context__
+    return problem is not None
+
+
+def _written(edit: str, undo: str) -> str:
+    return f"Edit {edit} is in the ledger; do not run the command again. To undo it: {undo}"
