@@ -1,131 +1,160 @@
-"""`Editor`: a language model, a ledger of what was changed in it, and the verbs to change it.
+"""`Editor`: a language model, the ledger of its edits, and the verbs to edit it.
 
-The weights of a site are always the fold of the ledger's active edits over the base weights. Targets and
-keys are found on the base model, so an edit is the same whatever else the ledger holds, and undoing any of
-them is folding again without it: no optimisation, and the same bytes as if it had never been made.
+The weights of a site are always the fold of the ledger's active edits over the base weights. Targets and keys are
+computed on the base model, so an edit does not depend on what else is in the ledger, and undoing one means folding
+again without it: no optimization, and the same bytes as if the edit had never been made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rebind.analysis.layer_search import chosen_layers
-from rebind.edit.drift import Drift, measure, next_tokens
-from rebind.edit.export import checkpoint as export
-from rebind.edit.export.delta import save_delta
-from rebind.edit.export.low_rank_change import changes
-from rebind.edit.export.model_card import model_card
-from rebind.edit.facts.encoding import encode_many
-from rebind.edit.facts.fact import Fact, conflicts
-from rebind.edit.facts.readers import read_facts
-from rebind.edit.facts.scores import FactScore, score_facts
+from rebind.edit import export
+from rebind.edit.drift import CANARY_PROMPTS, Drift, measure_drift
+from rebind.edit.facts import Fact, conflicts, read_facts
 from rebind.edit.guard import (
-    Earlier,
-    Failure,
+    EarlierEdit,
     Guard,
-    admit,
-    enforce,
-    find_earlier,
-    mention_rivals,
+    check_earlier_edits,
+    find_earlier_edits,
     require_finite_targets,
+    require_passed,
+    warn_of_shared_keys,
 )
-from rebind.edit.ledger.edit import Edit, tensors_of
-from rebind.edit.ledger.fold import Weights
+from rebind.edit.ledger.edit import Edit, library_versions, pack_writes
+from rebind.edit.ledger.fold import EditedWeights
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.ledger.log import JSON
-from rebind.edit.ledger.versions import versions
-from rebind.edit.methods import METHODS, Method, Settings, choose_settings, get_method
-from rebind.edit.moments.collect import WINDOW, Recipe, collect, config_digest, tokenizer_digest
+from rebind.edit.methods import METHODS, Method, get_method
+from rebind.edit.moments.collect import Moments
 from rebind.edit.moments.corpus import Corpus, OwnSamples
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.progress import Progress
-from rebind.edit.solve.layer_writes import Place
-from rebind.edit.solve.solve import requests_of, solve
-from rebind.edit.targets.contexts import sample_contexts
-from rebind.edit.targets.optimize import Request, TargetSettings
-from rebind.edit.targets.search import Search
-from rebind.edit.targets.store import KeptTargets
+from rebind.edit.settings import EditSettings, choose_settings, measured_layers
+from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
+from rebind.edit.targets.contexts import ContextSettings, prompts_in_contexts, sample_contexts
+from rebind.edit.targets.objective import FactPrompts, TargetSettings
+from rebind.edit.targets.search import TargetSearch
+from rebind.edit.targets.store import TargetStore
 from rebind.errors import InputError, LedgerError, StorageError
 from rebind.memory import LowRank
-from rebind.models.fingerprint import fingerprint
-from rebind.models.load import OWN, Loaded, load_model
-from rebind.models.sites import Site, find_sites, memory_of, module_at
-from rebind.models.tokenizer import continued, unwritten_start
-from rebind.models.trunk import Trunk
+from rebind.models.language_model import LanguageModel
+from rebind.models.load import OWN_MODEL_TYPES
+from rebind.models.scoring import FactScore
+from rebind.models.sites import Site, memory_of, module_at
+from rebind.models.tokenizer import start_text
 
-SEEDS = ("The", "Therefore", "Because", "I", "You")  # contexts begin so, as MEMIT's do
-CONTEXT_TOKENS = 10
-GUARD = Guard()
+# Facts, dictionaries or (prompt, target) pairs; or the path of a JSONL, JSON or CSV file (see `read_facts`)
+FactSource: TypeAlias = str | Path | Fact | Mapping[str, object] | Iterable[Fact | Mapping[str, object] | Sequence[str]]
 
 
 class Editor:
-    """A causal language model whose facts can be rewritten, and any rewrite taken back.
+    """A causal language model in which facts can be rewritten, and every rewrite undone.
 
-    `model` is "smollm2" (the embedded one), a folder, a GGUF file, a Hub id or a loaded model with its
-    `tokenizer`. `ledger` is a folder to keep edits in; without one they live as long as the editor. `guard` says what
-    an edited model must keep to for the edit to be written; None checks nothing.
+    Args:
+        model: "smollm2" (the embedded model), a folder, a GGUF file, a Hub id, or a loaded model.
+        tokenizer: needed with a loaded model.
+        ledger: the folder that stores the edits; without one they last as long as the editor.
+        corpus: the text that old keys are computed from; by default samples from the model itself.
+        moment_tokens: how much of that text to read.
+        dtype: of the weights; by default as they are stored.
+        device: by default the CPU.
+        device_map: spreads the model over devices, as in transformers.
+        chat: put prompts into the tokenizer's chat template.
+        seed: of sampled contexts and text.
+        guard: the bounds that an edited model must keep; None turns the checks off.
+        progress: is told what the editor is doing.
+        contexts: how the contexts of prompts are sampled.
     """
 
     def __init__(
         self,
         model: str | Path | PreTrainedModel = "smollm2",
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         *,
         ledger: str | Path | Ledger | None = None,
         corpus: Corpus | None = None,
         moment_tokens: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        device_map: Any = None,
+        device_map: str | dict[str, int | str] | None = None,
         chat: bool = False,
         seed: int = 0,
-        guard: Guard | None = GUARD,
+        guard: Guard | None = Guard(),  # noqa: B008 - frozen
         progress: Progress | None = None,
+        contexts: ContextSettings = ContextSettings(),  # noqa: B008 - frozen
     ) -> None:
-        self.loaded: Loaded = load_model(model, tokenizer, dtype=dtype, device=device, device_map=device_map)
-        self.sites: list[Site] = find_sites(self.model)
-        self.trunk = Trunk(self.model, [module_at(self.model, site.block) for site in self.sites])
-        self.fingerprint = fingerprint(self.model)
-        on_cpu = self.trunk.device.type == "cpu"
-        self.corpus: Corpus = corpus or OwnSamples(seed, rows=64 if on_cpu else 1024)
-        self.moment_tokens = moment_tokens or (8_192 if on_cpu else 100_000)
-        self.chat, self.seed, self.guard = chat, seed, guard
-        self.progress = progress or Progress()
-        self.ledger = self._own(ledger) if isinstance(ledger, Ledger) else self._open(ledger)
-        self._kept = KeptTargets(self.ledger.work_folder)
-        self._search = Search(self.trunk, self.fingerprint)
-        self.weights = Weights(self.model, self._moments, self._origin)
+        self.language_model = LanguageModel.load(
+            model, tokenizer, dtype=dtype, device=device, device_map=device_map, chat=chat
+        )
+        self.fingerprint = self.language_model.fingerprint  # of the base weights, before any edit
+        self.seed, self.guard, self.context_settings = seed, guard, contexts
+        on_cpu = self.language_model.device.type == "cpu"
+        self.moments = Moments(
+            self.language_model,
+            corpus or OwnSamples(seed, rows=64 if on_cpu else 1024),
+            moment_tokens or (8_192 if on_cpu else 100_000),
+            progress=progress,
+        )
+        self.weights = EditedWeights(self.model, self.moments)
+        self.ledger = self._open_ledger(ledger)
+        self.target_search = TargetSearch(self.language_model.trunk, self.fingerprint)
+        self._target_store = TargetStore(self.ledger.work_folder)
         self._contexts: tuple[str, ...] | None = None
-        self._canaries: Tensor | None = None  # what the base model says to them
-        self._lifted = 0  # how many times, one inside another
-        self._trying: tuple[Edit, ...] = ()  # in the weights and not, or not yet, in the ledger
+        self._base_log_probs: Tensor | None = None  # of the base model, after the canary prompts
+        self._base_depth = 0  # how many `base_model` blocks are open
+        self._trial_edits: tuple[Edit, ...] = ()  # in the weights but not, or not yet, in the ledger
         self.refresh()
 
     @property
-    def model(self) -> Any:
-        return self.loaded.model
+    def model(self) -> PreTrainedModel:
+        return self.language_model.model
 
     @property
-    def tokenizer(self) -> Any:
-        return self.loaded.tokenizer
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.language_model.tokenizer
 
-    # Changing facts
+    @property
+    def sites(self) -> list[Site]:
+        return self.language_model.sites
 
-    def rewrite(self, prompt: str, target: str, *, subject: str | None = None, **options: Any) -> Edit:
-        """Write one fact: `rewrite("The capital of {France} is", "Rome")`; braces mark the subject."""
-        return self.rewrite_many([Fact.parse(prompt, target, subject=subject)], **options)
+    @property
+    def progress(self) -> Progress:
+        return self.moments.progress
+
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        self.moments.progress = progress
+
+    # Edit
+
+    def rewrite(
+        self,
+        prompt: str,
+        target: str,
+        *,
+        subject: str | None = None,
+        method: str | Method = "memit",
+        layers: Sequence[int] | None = None,
+        lam: float | None = None,
+        targets: TargetSettings | None = None,
+        force: bool = False,
+    ) -> Edit:
+        """Write one fact: `rewrite("The capital of {France} is", "Rome")`. Braces, or `subject`, mark the subject."""
+        fact = Fact.parse(prompt, target, subject=subject)
+        return self.rewrite_many([fact], method=method, layers=layers, lam=lam, targets=targets, force=force)
 
     def rewrite_many(
         self,
-        facts: Any,
+        facts: FactSource,
         *,
         method: str | Method = "memit",
         layers: Sequence[int] | None = None,
@@ -133,100 +162,89 @@ class Editor:
         targets: TargetSettings | None = None,
         force: bool = False,
     ) -> Edit:
-        """Write facts together, as one edit. `facts` is whatever `read_facts` reads.
+        """Write facts together, as one edit.
 
-        An edit that the guard objects to is not written, and the model and the ledger stay as they were; with `force`
-        it is, and the ledger says so.
+        If the edited model fails a check of the guard, GuardError is raised and the model and the ledger stay as they
+        were; `force` writes the edit anyway, and the ledger records that. The same holds for an interrupt at any
+        moment: the weights always equal the ledger, and the next attempt uses the targets that were found.
         """
-        listed = self._facts(facts)
-        chosen, settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
-        earlier = find_earlier(listed, self.ledger.active) if self.guard is not None else []
-        admit(earlier, force=force)
-        with self.lifted():
+        listed = self._read(facts)
+        settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
+        earlier = self._earlier_edits(listed)
+        check_earlier_edits(earlier, force=force)
+        with self.base_model():
             before = self.score(listed)
-            edit = self._solve(listed, chosen, settings)
+            edit = self._solve(listed, settings)
         self.progress.phase("writing")
-        with self._tried(edit):
-            after = self.score(listed)
-            told, failed = self._checked(after, chosen, force=force)
-            scores = {"before": [asdict(s) for s in before], "after": [asdict(s) for s in after], **told}
+        with self._trial(edit):
+            scores: dict[str, JSON] = {"before": [score.to_json() for score in before]}
+            forced = self._check(listed, edit, settings, scores, force=force)
             with self.ledger.locked():
-                late = self._clashes(listed)  # what another process wrote in the meantime too
-                admit([one for one in late if one not in earlier], force=force)
-                forced = bool(failed) or bool(late)
-                stored = self.ledger.append(replace(edit, scores=scores, forced=forced))
-        self._kept.clear()
+                clashes = [one for one in self._earlier_edits(listed) if one.clashes]  # of other processes, too
+                check_earlier_edits([one for one in clashes if one not in earlier], force=force)
+                stored = self.ledger.append(replace(edit, scores=scores, forced=forced or bool(clashes)))
+        self._target_store.clear()
         return stored
 
     def undo(self, edit_id: str) -> Edit:
-        """Take an edit out again; the others stay as they are."""
+        """Undo an edit; the others stay as they are."""
         edit = self.ledger.get(edit_id)
-        self.weights.folded(
-            [other for other in self.ledger.active if other.id != edit.id]
-        )  # raises before the log says so
+        self.weights.fold([other for other in self.ledger.active if other.id != edit.id])  # if this fails, do nothing
         edit = self.ledger.undo(edit.id)
         self.refresh()
         return edit
 
     def redo(self, edit_id: str, *, force: bool = False) -> Edit:
-        """Put an undone edit back in its old place; with `force` also where a prompt has got another target since."""
+        """Restore an undone edit at its old position; `force` does so even if a prompt has another target by now."""
         edit = self.ledger.get(edit_id)
-        clashes = [] if self.ledger.is_active(edit.id) else self._clashes(edit.facts)
-        admit(clashes, force=force)
-        active = {other.id for other in self.ledger.active} | {edit.id}
-        self.weights.folded([other for other in self.ledger.edits if other.id in active])
+        active = {other.id for other in self.ledger.active}
+        clashes = [] if edit.id in active else [one for one in self._earlier_edits(edit.facts) if one.clashes]
+        check_earlier_edits(clashes, force=force)
+        self.weights.fold([other for other in self.ledger.edits if other.id in active | {edit.id}])
         edit = self.ledger.redo(edit.id, forced=bool(clashes))
         self.refresh()
         return edit
 
-    def use(self, ledger: Ledger) -> None:
-        """Go on with another ledger of the same model."""
-        self.weights.folded(self._own(ledger).active)  # raises before anything changes
-        self.ledger, self._kept = ledger, KeptTargets(ledger.work_folder)
+    def use_ledger(self, ledger: Ledger) -> None:
+        """Continue with another ledger of the same model."""
+        self._require_own(ledger)
+        self.weights.fold(ledger.active)  # if this fails, do nothing
+        self.ledger, self._target_store = ledger, TargetStore(ledger.work_folder)
         self.refresh()
 
     def refresh(self) -> None:
-        """Make the weights what the ledger says: the fold of its active edits over the base."""
-        self.weights.apply(() if self._lifted else (*self.ledger.active, *self._trying))
+        """Set the weights to the fold of the ledger's active edits, including those of other processes."""
+        self.weights.apply(() if self._base_depth else (*self.ledger.active, *self._trial_edits))
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """The base model inside; the edited one again after, whatever is raised."""
-        self._lifted += 1
+    def base_model(self) -> Iterator[None]:
+        """Run a block on the base model; afterwards the edits are in place again, whatever is raised."""
+        self._base_depth += 1
         try:
             self.weights.apply(())
             yield
         finally:
-            self._lifted -= 1
+            self._base_depth -= 1
             self.refresh()
 
-    # Asking
-
-    def score(self, facts: Sequence[Fact]) -> list[FactScore]:
-        """How the model as it stands answers each fact's prompt."""
-        return score_facts(self.trunk, self.tokenizer, self.loaded.start, facts, chat=self.chat)
+    # Ask
 
     def say(self, prompt: str, tokens: int = 12) -> str:
-        """Greedy continuation of a prompt by the model as it stands."""
-        asked = Fact("{}", prompt, ".")
-        ids = list(encode_many([asked], self.tokenizer, self.loaded.start, chat=self.chat)[0].ids)
-        with torch.no_grad():
-            out = self.model.generate(
-                torch.tensor([ids], device=self.trunk.device),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self.trunk.device),
-                max_new_tokens=tokens if (most := self._limit()) is None else max(1, min(tokens, most - len(ids))),
-                do_sample=False,
-                pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0,
-            )
-        return continued(self.tokenizer, ids, out[0, len(ids) :].tolist())
+        """Return the model's greedy continuation of a prompt."""
+        return self.language_model.generate([prompt], tokens)[0]
+
+    def score(self, facts: Sequence[Fact]) -> list[FactScore]:
+        """Score how strongly the model believes each fact."""
+        return self.language_model.score([fact.as_prompt() for fact in facts])
 
     def drift(self) -> Drift:
-        """How far the model as it stands is from its base: on prompts that no edit is about, and in its weights."""
-        if self._canaries is None:
-            with self.lifted():
-                self._canaries = next_tokens(self.trunk, self.tokenizer, self.loaded.start)
-        now = next_tokens(self.trunk, self.tokenizer, self.loaded.start)
-        return measure(self._canaries, now, self.weights.growth())
+        """Measure how far the model is from its base model, on canary prompts and in its weights."""
+        model = self.language_model.with_chat(False)
+        if self._base_log_probs is None:
+            with self.base_model():
+                self._base_log_probs = model.next_token_log_probs(CANARY_PROMPTS, truncate=True)
+        edited = model.next_token_log_probs(CANARY_PROMPTS, truncate=True)
+        return measure_drift(self._base_log_probs, edited, self.weights.growth())
 
     def settings(
         self,
@@ -236,228 +254,209 @@ class Editor:
         layers: Sequence[int] | None = None,
         lam: float | None = None,
         targets: TargetSettings | None = None,
-    ) -> tuple[Method, Settings]:
-        """The method, and what it would be run with on this model: what is given, the rest by default."""
+    ) -> EditSettings:
+        """Return the settings that an edit of this many facts would run with."""
         chosen = get_method(method)
         if chosen is not METHODS.get(chosen.name):
             raise InputError(
-                f"method {chosen.name!r} is not what rebind.edit.methods.METHODS has by that name, and edits are "
-                f"solved again by their method's name when others are undone: put it there first"
+                f"Method {chosen.name!r} is not in rebind.edit.METHODS, where later folds of the ledger look it up",
+                advice="Add it there first",
+                code="method_not_registered",
             )
-        here = chosen_layers(self.fingerprint)
-        name, depth = self.loaded.name, len(self.sites)
-        return chosen, choose_settings(
-            chosen, name, depth, facts=facts, layers=layers, lam=lam, targets=targets, measured=here
+        return choose_settings(
+            chosen,
+            self.language_model.name,
+            len(self.sites),
+            facts=facts,
+            layers=layers,
+            lam=lam,
+            targets=targets,
+            measured=measured_layers(self.fingerprint),
         )
 
     def plan(
         self,
-        facts: Any,
+        facts: FactSource,
         *,
         method: str | Method = "memit",
         layers: Sequence[int] | None = None,
         lam: float | None = None,
         targets: TargetSettings | None = None,
     ) -> Plan:
-        """Layers, cost and conflicts of an edit, before any of it is done."""
+        """Return the layers, the cost and the conflicts of an edit, without doing any of it."""
         listed = list(read_facts(facts))
-        mention_rivals(listed)
-        chosen, settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
-        encoded = encode_many(listed, self.tokenizer, self.loaded.start, chat=self.chat, limit=self._limit())
-        sites = [self.sites[layer] for layer in settings.layers]
-        recipe = self.recipe()
+        warn_of_shared_keys(listed)
+        settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
         return estimate(
-            chosen.name,
+            self.language_model,
+            self.language_model.encode([fact.as_prompt() for fact in listed]),
             settings,
-            encoded,
-            sites,
-            self.trunk,
-            contexts=len(SEEDS),
-            context_tokens=CONTEXT_TOKENS,
-            moment_tokens=self.moment_tokens,
-            moments_cached=all(recipe.path(site.name).exists() for site in sites),
-            clashes=conflicts(listed),
-            earlier=find_earlier(listed, self.ledger.active),
+            contexts=len(self.context_settings.first_words),
+            context_tokens=self.context_settings.tokens,
+            moment_tokens=self.moments.tokens,
+            moments_cached=all(self.moments.path(self.sites[layer].name).exists() for layer in settings.layers),
+            conflicts=conflicts(listed),
+            earlier=find_earlier_edits(listed, self.ledger.active),
         )
 
-    # Shipping
+    # Export
 
     def changes(self) -> dict[str, LowRank]:
-        """What the active edits add to each site, one row a fact."""
-        self.refresh()  # another process may have written since
+        """Compute what the active edits add to each site, one row per fact."""
+        self.refresh()
         names = {site for edit in self.ledger.active for site in edit.sites}
         edited = {name: memory_of(module_at(self.model, name)) for name in names}
-        base = {name: self.weights.base[name] for name in names}
-        return changes(base, self.ledger.active, edited, gain_at=self.weights.gain_at)
+        return export.compute_changes(self.weights.base, self.ledger.active, edited, gain_at=self.weights.gain_at)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """The edited model as a checkpoint in its own format, with a model card that lists the edits."""
-        self.refresh()  # the card is of the ledger as it is now
+        """Save the edited model as a checkpoint in its own format, with a model card that lists the edits."""
+        self.refresh()
         return export.save_model(self.model, self.tokenizer, folder, self._card("transformers"), overwrite=overwrite)
 
     def save_delta(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """The change alone, as safetensors."""
-        told = {"fingerprint": self.fingerprint, "model": self.loaded.name}
-        return save_delta(self.changes(), path, told, overwrite=overwrite)
+        """Save the change alone, as safetensors."""
+        metadata = {"fingerprint": self.fingerprint, "model": self.language_model.name}
+        return export.save_delta(self.changes(), path, metadata, overwrite=overwrite)
 
-    def export_peft(self, folder: str | Path, *, rank: int | None = None, overwrite: bool = False) -> export.Exported:
-        """The change as a PEFT LoRA adapter: lossless, or truncated to a rank with the error stated."""
+    def export_peft(
+        self, folder: str | Path, *, rank: int | None = None, overwrite: bool = False
+    ) -> export.AdapterExport:
+        """Save the change as a PEFT LoRA adapter: exact, or truncated to a rank, with the error reported."""
+        changes, name, card = self.changes(), self.language_model.base_name, self._card("peft")
         return export.export_peft(
-            self.model,
-            self.changes(),
-            folder,
-            rank=rank,
-            base_name=self.loaded.base_name,
-            card=self._card("peft"),
-            overwrite=overwrite,
+            self.model, changes, folder, rank=rank, base_name=name, card=card, overwrite=overwrite
         )
 
     def _card(self, library: str) -> str:
-        start = unwritten_start(self.tokenizer, self.loaded.start)
-        needs = OWN.get(self.model.config.model_type, "")
-        return model_card(
-            self.ledger.active, self.loaded.name, self.fingerprint, library=library, start=start, needs=needs
-        )
+        start = start_text(self.tokenizer, self.language_model.start)
+        needs = "rebind.nn" if self.model.config.model_type in OWN_MODEL_TYPES else ""
+        name = self.language_model.name
+        return export.model_card(self.ledger.active, name, self.fingerprint, library=library, start=start, needs=needs)
 
-    # Inside
+    # How an edit is made
 
-    def _open(self, folder: str | Path | None) -> Ledger:
-        if folder is None:
-            return Ledger.in_memory(self.fingerprint, self.loaded.name)
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        return Ledger.open(Path(folder), self.fingerprint, model_name=self.loaded.name, dtype=dtype)
+    @property
+    def contexts(self) -> tuple[str, ...]:
+        """The contexts that facts are edited in, sampled once from the base model."""
+        if self._contexts is None:
+            with self.base_model():
+                self._contexts = sample_contexts(self.language_model, self.context_settings, self.seed)
+        return self._contexts
 
-    def _own(self, ledger: Ledger) -> Ledger:
-        if ledger.model != self.fingerprint:
-            raise InputError(
-                f"ledger {ledger.path or 'in memory'} was made for {ledger.model_name or 'a model'} "
-                f"({ledger.model[:12]}…), this model is {self.fingerprint[:12]}…: load the model it was made for"
-            )
-        return ledger
+    @property
+    def search_dtype(self) -> str:
+        """The dtype that target search runs in, such as "bfloat16"."""
+        return str(self.target_search.dtype).removeprefix("torch.")
 
-    def _clashes(self, facts: Sequence[Fact]) -> list[Earlier]:
-        """Active edits that bind one of the prompts to another target; none are looked for without a guard."""
-        found = find_earlier(facts, self.ledger.active) if self.guard is not None else []
-        return [one for one in found if one.clashes]
+    def fact_prompts(self, facts: Sequence[Fact]) -> list[FactPrompts]:
+        """Return the prompts of every fact, alone and behind every context."""
+        return prompts_in_contexts(self.language_model, facts, self.contexts)
 
-    def _facts(self, facts: Any) -> list[Fact]:
-        listed = list(read_facts(facts))
-        if not listed:
-            raise InputError("got no facts, expected at least one: check the file")
-        clashes = conflicts(listed)
-        if clashes:
-            raise InputError(f"{clashes[0]}: keep one of them")
-        mention_rivals(listed)
-        return listed
-
-    def _limit(self) -> int | None:
-        return getattr(self.model.config, "max_position_embeddings", None)
-
-    def recipe(self) -> Recipe:
-        """What this editor's moments are made from."""
-        return Recipe(
-            self.fingerprint,
-            self.corpus,
-            self.moment_tokens,
-            width=min(WINDOW, self.trunk.context or WINDOW),
-            tokenizer=tokenizer_digest(self.tokenizer, self.loaded.start),
-            config=config_digest(self.model.config),
-        )
-
-    def _solve(self, facts: list[Fact], method: Method, settings: Settings) -> Edit:
-        """The edit's writes, found on the base model."""
+    def _solve(self, facts: list[Fact], settings: EditSettings) -> Edit:
+        """Find the writes of an edit; the weights are those of the base model."""
+        sites = [self.sites[layer] for layer in settings.layers]
+        names = [site.name for site in sites]
         self.progress.phase("contexts")
-        requests = self.requests(facts)
-        places = [
-            Place(self.sites[layer].name, layer, module_at(self.model, self.sites[layer].name))
-            for layer in settings.layers
-        ]
-        self.weights.remember([place.name for place in places])
+        prompts = self.fact_prompts(facts)
         self.progress.phase("moments")
-        self.weights.learn_old_keys(places)
+        self.weights.remember_base(names)
+        self.weights.load_old_keys(names)
         self.progress.phase("targets")
-        found = self._search.find(settings.layers[-1], requests, settings.targets, self._kept, self.progress.targets)
-        require_finite_targets(found.hidden)
+        found = self.target_search.find(
+            sites[-1].layer, prompts, settings.targets, self._target_store, self.progress.targets
+        )
+        require_finite_targets(found.states)
         self.progress.phase("solve")
-        writes, lam = solve(self.trunk, places, requests, found.hidden, method, settings.lam, self.weights.old)
+        old_keys = self.weights.old_keys
+        subjects = SubjectStates(self.language_model.trunk, prompts)
+        lam = settings.lam
+        if lam is None:
+            lam = choose_lambda(subjects.keys(sites[0]), old_keys[sites[0].name])
+        writes = solve_writes(subjects, sites, found.states, settings.method, old_keys, lam)
         return Edit(
             facts=tuple(facts),
-            method=method.name,
+            method=settings.method.name,
             settings={
                 "layers": list(settings.layers),
                 "lam": lam,
                 "targets": asdict(settings.targets),
-                "search": self.searched_in,
-                "moments": self._origin(),
+                "search": self.search_dtype,
+                "moments": self.moments.source,
                 "seed": self.seed,
-                "chat": self.chat,
+                "chat": self.language_model.chat,
             },
             sites=tuple(writes),
-            tensors={"targets": found.hidden.float().cpu(), **tensors_of(writes)},
-            versions=versions(),
+            tensors={"targets": found.states.float().cpu(), **pack_writes(writes)},
+            versions=library_versions(),
         )
-
-    def requests(self, facts: Sequence[Fact]) -> list[Request]:
-        """Every fact behind every context, the bare prompt first: what a search for targets is asked."""
-        return requests_of(facts, self.loaded, self.contexts, chat=self.chat, limit=self._limit())
-
-    @property
-    def searched_in(self) -> str:
-        """The dtype in which targets are searched for."""
-        return str(self._search.dtype).removeprefix("torch.")
-
-    @property
-    def contexts(self) -> tuple[str, ...]:
-        """Beginnings of sentences, sampled from the model once: a fact should hold whatever stands before it."""
-        if self._contexts is None:
-            with self.lifted():  # the base model's, whoever asks first
-                self._contexts = sample_contexts(self.loaded, SEEDS, CONTEXT_TOKENS, self.trunk.device, self.seed)
-        return self._contexts
-
-    def _moments(self, places: Sequence[Place]) -> dict[str, Tensor]:
-        """E[kkᵀ] of each place's keys, computed or from the cache."""
-        found = collect(
-            self.trunk,
-            self.tokenizer,
-            self.loaded.start,
-            [(place.name, place.module) for place in places],
-            self.recipe(),
-            on_tokens=self.progress.moments,
-        )
-        return {name: moment.mean() for name, moment in found.items()}
-
-    def _origin(self) -> dict[str, JSON]:
-        """What the moments are made from, as an edit's settings say it."""
-        return {"corpus": self.corpus.digest, "tokens": self.moment_tokens}
-
-    def _checked(
-        self, after: Sequence[FactScore], method: Method, *, force: bool
-    ) -> tuple[dict[str, JSON], list[Failure]]:
-        """What to keep of the guard's findings, and the checks that failed; raises for those that may not."""
-        if self.guard is None:
-            return {}, []
-        self.progress.phase("checks")
-        drift = self.drift()
-        failed = self.guard.check(after, drift, method)
-        enforce(failed, force=force)
-        told: JSON = {"bounds": asdict(self.guard), "failed": [one.to_json() for one in failed]}
-        return {"drift": drift.to_json(), "guard": told}, failed
 
     @contextmanager
-    def _tried(self, edit: Edit) -> Iterator[None]:
-        """The model with one more edit than the ledger has; as the ledger says after, whatever is raised."""
+    def _trial(self, edit: Edit) -> Iterator[None]:
+        """Run a block on the model with one more edit; afterwards the weights equal the ledger, whatever is raised."""
         before = self.ledger.active
-        self._trying = (edit,)
+        self._trial_edits = (edit,)
         try:
             self.refresh()
             yield
         finally:
-            self._trying = ()
+            self._trial_edits = ()
             try:
                 self.refresh()
-            except (LedgerError, StorageError):  # it may be what failed
+            except (LedgerError, StorageError):  # the ledger itself cannot be read
                 self.weights.apply(before)
                 raise
-            except BaseException:
-                self.refresh()  # what the ledger has by now, an edit that was written before the interrupt too
+            except BaseException:  # an interrupt, perhaps after the edit was appended
+                self.refresh()
                 raise
+
+    def _check(
+        self, facts: Sequence[Fact], edit: Edit, settings: EditSettings, scores: dict[str, JSON], *, force: bool
+    ) -> bool:
+        """Check the edited model, add the results to `scores`, and return whether a failed check was overridden."""
+        after = self.score(facts)
+        scores["after"] = [score.to_json() for score in after]
+        if self.guard is None:
+            return False
+        self.progress.phase("checks")
+        drift = self.drift()
+        lam = float(edit.settings["lam"])  # type: ignore[arg-type]
+        failures = self.guard.check(facts, after, drift, replace(settings, lam=lam))
+        require_passed(failures, force=force)
+        scores["drift"] = drift.to_json()
+        scores["guard"] = {"bounds": asdict(self.guard), "failed": [failure.to_json() for failure in failures]}
+        return bool(failures)
+
+    def _read(self, source: FactSource) -> list[Fact]:
+        facts = list(read_facts(source))
+        if not facts:
+            raise InputError("There are no facts to write", expected="at least one", code="no_facts")
+        if clashes := conflicts(facts):
+            raise InputError(
+                f"Facts have different targets after the same prompt: {clashes[0]}",
+                advice="Keep one of them",
+                code="conflicting_facts",
+            )
+        warn_of_shared_keys(facts)
+        return facts
+
+    def _earlier_edits(self, facts: Sequence[Fact]) -> list[EarlierEdit]:
+        return find_earlier_edits(facts, self.ledger.active) if self.guard is not None else []
+
+    def _open_ledger(self, ledger: str | Path | Ledger | None) -> Ledger:
+        name = self.language_model.name
+        if ledger is None:
+            return Ledger.in_memory(self.fingerprint, name)
+        if isinstance(ledger, Ledger):
+            self._require_own(ledger)
+            return ledger
+        dtype = str(self.language_model.dtype).removeprefix("torch.")
+        return Ledger.open(ledger, self.fingerprint, model_name=name, dtype=dtype)
+
+    def _require_own(self, ledger: Ledger) -> None:
+        if ledger.model != self.fingerprint:
+            raise InputError(
+                f"Ledger {ledger.path or 'in memory'} belongs to {ledger.model_name or 'a model'} with fingerprint "
+                f"{ledger.model[:12]}…, and this model has {self.fingerprint[:12]}…",
+                advice="Load the model that the ledger belongs to",
+                code="ledger_of_other_model",
+            )

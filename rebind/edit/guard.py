@@ -1,33 +1,36 @@
-"""The guard: an edit that breaks the model, or that does not say the fact, is not committed.
+"""The guard: an edit that breaks the model, or that does not make it say the fact, is not written.
 
-Checked on the model with the edit in it, before the ledger hears of it:
+The checks run on the model with the edit in place, before the edit is added to the ledger:
 
-- *finite*: what the model answers is numbers;
-- *growth*: no edited matrix has moved further than a share of its own size;
-- *drift*: on the canaries the next token is distributed much as before;
-- *said*: the facts come out as the model's first choice.
+- *finite*: everything the model computes is a finite number;
+- *drift*: on canary prompts the next token has nearly the same distribution as before;
+- *growth*: no edited matrix has moved by more than a share of its own size;
+- *said*: the model says the facts, that is, every token of the target is its first choice.
 
-Growth and drift are those of all active edits together: it is the model that must stay whole. And before any work:
-a prompt that an active edit already gives another target is refused, and facts of one edit that share a key are named.
+Drift and growth are those of all active edits together, because it is the model that must stay intact. Before any
+work, a prompt that an active edit already gives another target is refused, and facts that share a key are reported.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from rebind.edit.drift import Drift
-from rebind.edit.facts.fact import Fact, comparable, rivals
-from rebind.edit.facts.scores import FactScore
+from rebind.edit.facts import Fact, shared_keys
+from rebind.edit.facts.fact import comparable
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.log import JSON
-from rebind.edit.methods import Method
+from rebind.edit.settings import EditSettings
 from rebind.edit.wording import percent
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
+from rebind.models.scoring import FactScore
+
+IN_FLOAT32 = "Load the model in float32, or write fewer facts at once"
 
 
 @dataclass(frozen=True)
@@ -37,21 +40,20 @@ class Failure:
     check: str
     value: float
     bound: float
-    says: str  # what was found, and what was allowed
-    step: str  # what to try
-
-    def __str__(self) -> str:
-        return f"{self.check}: {self.says}: {self.step}"
+    problem: str
+    advice: str
+    settings: Mapping[str, object] = field(default_factory=dict)  # the settings that the advice names
 
     def to_json(self) -> dict[str, JSON]:
-        return {"check": self.check, "value": self.value, "bound": self.bound, "says": self.says}
+        """Return what the ledger stores."""
+        return {"check": self.check, "value": self.value, "bound": self.bound, "says": self.problem}
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What an edited model must keep to. The defaults let ordinary edits pass and stop broken models.
+    """The bounds for an edited model. The defaults let ordinary edits pass and stop those that break the model.
 
-    They stand between what was measured on SmolLM2-135M, whose perplexity was 26.8 (CounterFact, one H200):
+    They lie between these measurements of SmolLM2-135M, whose perplexity was 26.8 (CounterFact, one H200):
 
     | edit | drift | growth | said | perplexity |
     | --- | --- | --- | --- | --- |
@@ -64,155 +66,155 @@ class Guard:
     | emmet, 600 facts | 4.15 | 4.93 | .06 | 282 |
     """
 
-    drift: float = 1.0  # nats: most mean KL(base ‖ edited) on the canaries
-    growth: float = 1.5  # most ‖W' − W‖ / ‖W‖ of a site
-    said: float = 0.5  # least share of the facts whose whole target comes first; above 0, a lone fact must
+    drift: float = 1.0  # largest mean KL(base ‖ edited) on the canary prompts, in nats
+    growth: float = 1.5  # largest ‖W' − W‖ / ‖W‖ of a site
+    said: float = 0.5  # smallest share of facts that the model must say; above 0, a single fact must be said
 
-    def check(self, scores: Sequence[FactScore], drift: Drift, method: Method | None = None) -> list[Failure]:
-        """The checks that fail, worst news first. A model that answers NaN fails that one alone.
-
-        What to try depends on the method: one that meets its facts exactly has no λ, and writes to one layer.
-        """
-        exact = method is not None and method.exact
+    def check(
+        self, facts: Sequence[Fact], scores: Sequence[FactScore], drift: Drift, settings: EditSettings
+    ) -> list[Failure]:
+        """Return the checks that fail, the most serious first. A model that computes NaN fails only that check."""
         numbers = [drift.kl, drift.growth, *(score.nll for score in scores)]
-        if wrong := [number for number in numbers if not math.isfinite(number)]:
-            says = f"{len(wrong)} of {len(numbers)} of the edited model's answers are NaN or infinite, expected numbers"
-            step = "load the model in float32, or write fewer facts at once"
-            return [Failure("finite", float(len(wrong)), 0.0, says, step)]
+        if broken := sum(not math.isfinite(number) for number in numbers):
+            problem = f"{broken} of {len(numbers)} measurements of the edited model are NaN or infinite"
+            return [Failure("finite", float(broken), 0.0, problem, IN_FLOAT32)]
         failures = []
         if drift.kl > self.drift:
-            says = (
-                f"the next token on unrelated prompts moved by {drift.kl:.2f} nats (most after {drift.prompt!r}), "
-                f"allowed {self.drift:g}"
+            problem = (
+                f"the next token on unrelated prompts moved by {drift.kl:.2f} nats, and {self.drift:g} are allowed"
             )
-            failures.append(Failure("drift", drift.kl, self.drift, says, _less(len(scores), exact, "undo an edit")))
+            failures.append(Failure("drift", drift.kl, self.drift, problem, *_advise(facts, settings, weaker=True)))
         if drift.growth > self.growth:
-            says = f"{drift.site} moved by {drift.growth:.2f} of its own size, allowed {self.growth:g}"
-            step = _less(len(scores), exact, "choose another layer" if exact else "spread over more layers")
-            failures.append(Failure("growth", drift.growth, self.growth, says, step))
+            problem = f"{drift.site} moved by {drift.growth:.2f} of its own size, and {self.growth:g} is allowed"
+            failures.append(
+                Failure("growth", drift.growth, self.growth, problem, *_advise(facts, settings, weaker=True))
+            )
         said = sum(score.exact for score in scores) / len(scores)
-        least = 1.0 if len(scores) == 1 and self.said > 0 else self.said
-        if said < least:
-            failures.append(Failure("said", said, least, _unsaid(scores, least), _more(len(scores), method)))
+        required = 1.0 if len(scores) == 1 and self.said > 0 else self.said
+        if said < required:
+            problem = _describe_answers(facts, scores, required)
+            failures.append(Failure("said", said, required, problem, *_advise(facts, settings, weaker=False)))
         return failures
 
 
-def _unsaid(scores: Sequence[FactScore], least: float) -> str:
-    if len(scores) == 1:
-        score = scores[0]
-        instead = f"the model goes on with {score.says!r}" if score.rank > 1 else "only its beginning comes first"
-        return (
-            f"the target has rank {score.rank} and probability {percent(score.probability)} ({instead}), expected it "
-            f"first"
-        )
-    said = sum(score.exact for score in scores)
-    return f"{said} of {len(scores)} facts are said, expected {math.ceil(least * len(scores))}"
+def _describe_answers(facts: Sequence[Fact], scores: Sequence[FactScore], required: float) -> str:
+    if len(scores) > 1:
+        said = sum(score.exact for score in scores)
+        return f"the model says {said} of {len(scores)} facts, and {math.ceil(required * len(scores))} are required"
+    score, answer = scores[0], scores[0].says.strip()
+    rest = f'"{facts[0].target}" has probability {percent(score.probability)}'
+    if score.rank == 1:
+        return f'the model begins the answer ("{answer}") but does not finish it ({rest})'
+    return f'the model answers "{answer}" ({rest} and rank {score.rank})'
 
 
-def _less(facts: int, exact: bool, last: str) -> str:
-    """What to try where an edit does too much."""
-    fewer = "write fewer facts at once" if facts > 1 else "lower the clamp"
-    weigh = "use memit, which weighs them against what the model knew" if exact else "raise λ"
-    return f"{fewer}, {weigh}, or {last}"
+def _advise(facts: Sequence[Fact], settings: EditSettings, *, weaker: bool) -> tuple[str, dict[str, object]]:
+    """Return advice, and the settings that it names, for an edit that should be weaker or stronger."""
+    method, search = settings.method, settings.targets
+    named: dict[str, object] = {"clamp": search.clamp / 2} if weaker else {"steps": max(60, 2 * search.steps)}
+    if method.exact:
+        named["method"] = "memit"
+    else:
+        named["lam"] = settings.lam and float(f"{settings.lam * (10 if weaker else 0.1):.3g}")
+        if len(facts) > 1 and not weaker and method.name != "alphaedit":
+            named["method"] = "alphaedit"
+    options = " or ".join(f"{{{name}}}" for name in named)
+    if len(facts) > 1:
+        return f"Write fewer facts at once, or try {options}", named
+    rest = "choose other {layers}" if weaker else "choose other {layers}, or rephrase the prompt"
+    return f"Try {options}; if that fails, {rest}", named | {"layers": None}
 
 
-def _more(facts: int, method: Method | None) -> str:
-    """What to try where it does too little."""
-    exact = method is not None and method.exact
-    if facts == 1:
-        weigh = "choose another layer, use memit" if exact else "lower λ, choose other layers"
-        return f"raise the steps, change the clamp, {weigh}, or word the prompt otherwise"
-    another = "" if method is not None and method.name == "alphaedit" else " or use alphaedit"
-    better = "use memit" if exact else f"lower λ{another}"
-    return f"write fewer facts at once, raise the steps, or {better}"
+def require_passed(failures: Sequence[Failure], *, force: bool) -> None:
+    """Raise GuardError for the checks that failed, unless they can be overridden and are."""
+    if not failures or (force and failures[0].check != "finite"):
+        return
+    first = failures[0]
+    override = "" if first.check == "finite" else ". Use {force} to write it anyway"
+    raise GuardError(
+        f"Edit not written: {'; also, '.join(failure.problem for failure in failures)}",
+        advice=first.advice + override,
+        settings={**first.settings, "force": True},
+        checks=tuple(failure.check for failure in failures),
+    )
 
 
 def require_finite_targets(targets: Tensor) -> None:
-    """Refuse what a search ended at, where it is no numbers: nothing can be written then, forced or not."""
-    if wrong := int((~targets.isfinite()).any(-1).sum()):
-        says = f"{wrong} of {len(targets)} targets that were found hold NaN or infinity, expected numbers"
-        step = "load the model in float32, lower the rate, or word the prompt otherwise"
-        enforce([Failure("finite", float(wrong), 0.0, says, step)], force=False)
+    """Raise GuardError if the search ended in NaN: such targets cannot be written, forced or not."""
+    if broken := int((~targets.isfinite()).any(-1).sum()):
+        problem = f"{broken} of {len(targets)} target states hold NaN or infinity"
+        require_passed([Failure("finite", float(broken), 0.0, problem, IN_FLOAT32)], force=False)
 
 
-def enforce(failures: Sequence[Failure], *, force: bool) -> None:
-    """Raise for checks that failed, unless they may be overridden and are."""
-    if failures and (not force or failures[0].check == "finite"):
-        others = "".join(f"; also {one.check}: {one.says}" for one in failures[1:])
-        override = "" if failures[0].check == "finite" else "; or force it (force=True, --force)"
-        raise GuardError(f"not written, {failures[0]}{override}{others}", checks=tuple(one.check for one in failures))
+# Facts and edits that are in each other's way
 
 
-# Facts that are in each other's way
-
-
-def mention_rivals(facts: Sequence[Fact]) -> None:
-    """Warn of facts of one edit that share a key and ask for different values."""
-    found = rivals(facts)
-    if not found:
+def warn_of_shared_keys(facts: Sequence[Fact]) -> None:
+    """Warn of facts that share a key but have different targets."""
+    groups = shared_keys(facts)
+    if not groups:
         return
-    first = facts[found[0].indices[0]]
-    second = next(facts[index] for index in found[0].indices if facts[index].target != first.target)
-    count = sum(len(group.indices) for group in found)
-    others = f" (of {count} such facts)" if count > 2 else ""
+    first = facts[groups[0].indices[0]]
+    second = next(facts[index] for index in groups[0].indices if facts[index].target != first.target)
+    count = sum(len(group.indices) for group in groups)
+    others = f" ({count} facts in all)" if count > 2 else ""
     warnings.warn(
-        f"{first.text!r} → {first.target!r} and {second.text!r} → {second.target!r}{others} are the same up to the end "
-        f"of the subject, where facts are written: they share a key, and a compromise of the two will be written; keep "
-        f"one of them, or word one so that other text comes before the subject",
+        f"{first.text!r} → {first.target!r} and {second.text!r} → {second.target!r}{others} read the same up to the "
+        f"end of the subject, so they share a key, and a compromise between their targets will be written. Keep one "
+        f"of them, or rephrase one so that other text comes before the subject.",
         FactWarning,
         stacklevel=4,
     )
 
 
-# What the ledger already holds
-
-
 @dataclass(frozen=True)
-class Earlier:
-    """A fact to be written whose subject an active edit has written about."""
+class EarlierEdit:
+    """An active edit about the subject of a fact that is to be written."""
 
-    edit: str  # that edit's id
+    edit: str  # its id
     subject: str
     text: str  # the prompt of its fact
-    target: str  # and what it says
-    clashes: bool  # whether the prompt is the same and the target another
+    target: str
+    clashes: bool  # whether the prompt is the same and the target is not
 
 
-def find_earlier(facts: Sequence[Fact], active: Sequence[Edit]) -> list[Earlier]:
-    """For each fact, the last active edit about its subject; one with the same prompt before others."""
-    prompts: dict[str, tuple[Edit, Fact]] = {}
-    subjects: dict[str, tuple[Edit, Fact]] = {}
+def find_earlier_edits(facts: Sequence[Fact], active: Sequence[Edit]) -> list[EarlierEdit]:
+    """Return the last active edit about each fact's subject; one with the same prompt takes precedence."""
+    by_prompt: dict[str, tuple[Edit, Fact]] = {}
+    by_subject: dict[str, tuple[Edit, Fact]] = {}
     for edit in active:
         for fact in edit.facts:
-            prompts[comparable(fact.text)] = subjects[comparable(fact.subject)] = (edit, fact)
-    found = []
+            by_prompt[comparable(fact.text)] = by_subject[comparable(fact.subject)] = (edit, fact)
+    earlier = []
     for fact in facts:
-        at_prompt = prompts.get(comparable(fact.text))
-        known = at_prompt or subjects.get(comparable(fact.subject))
-        if known is not None:
-            edit, before = known
-            clashes = at_prompt is not None and before.target != fact.target
-            found.append(Earlier(edit.id, before.subject, before.text, before.target, clashes))
-    return found
+        same_prompt = by_prompt.get(comparable(fact.text))
+        match = same_prompt or by_subject.get(comparable(fact.subject))
+        if match is not None:
+            edit, before = match
+            clashes = same_prompt is not None and before.target != fact.target
+            earlier.append(EarlierEdit(edit.id, before.subject, before.text, before.target, clashes))
+    return earlier
 
 
-def admit(earlier: Sequence[Earlier], *, force: bool) -> None:
-    """Refuse facts that contradict active edits, unless forced; mention those about the same subjects."""
+def check_earlier_edits(earlier: Sequence[EarlierEdit], *, force: bool) -> None:
+    """Refuse facts that contradict active edits, unless forced; warn of those about the same subjects."""
     clashes = [one for one in earlier if one.clashes]
     if clashes and not force:
-        first, more = clashes[0], len(clashes) - 1
+        first = clashes[0]
+        more = f" (and {len(clashes) - 1} more prompts have other targets)" if len(clashes) > 1 else ""
         raise InputError(
-            f"edit {first.edit} already makes {first.text!r} say {first.target!r}"
-            + (f" (and so for {more} more of the prompts)" if more else "")
-            + f", expected one target for one prompt: undo it first (editor.undo({first.edit!r}) or rebind ledger undo "
-            f"{first.edit}), or write over it (force=True, --force)"
+            f"Edit {first.edit} already makes the model answer {first.text!r} with {first.target!r}{more}",
+            expected="one target per prompt",
+            advice=f"Undo edit {first.edit} first, or use {{force}} to write over it",
+            settings={"force": True},
+            code="conflicting_edit",
         )
     if earlier:
-        first, more = earlier[0], len({one.subject for one in earlier}) - 1
+        first, more_subjects = earlier[0], len({one.subject for one in earlier}) - 1
+        others = f", and {more_subjects} more subjects were edited, too" if more_subjects else ""
         warnings.warn(
-            f"{first.subject!r} was written before, by edit {first.edit} ({first.text} → {first.target})"
-            + (f", and so were {more} more of the subjects" if more else "")
-            + f": this edit comes on top of it; undo {first.edit} if it should not stay",
+            f"Edit {first.edit} is already about {first.subject!r} ({first.text} → {first.target}){others}. The new "
+            f"edit comes on top of it; undo {first.edit} if it should not stay.",
             LedgerWarning,
             stacklevel=4,
         )

@@ -1,19 +1,18 @@
-"""What an edit would take, before any of it is done."""
+"""What an edit would cost, before any of it is done."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rebind.edit.facts.encoding import Encoded
-from rebind.edit.facts.fact import Conflict
-from rebind.edit.guard import Earlier
-from rebind.edit.methods import Settings
-from rebind.edit.targets.optimize import TargetSettings
-from rebind.models.sites import Site
-from rebind.models.trunk import Trunk
+from rebind.edit.facts import Conflict
+from rebind.edit.guard import EarlierEdit
+from rebind.edit.settings import EditSettings
+from rebind.edit.targets.objective import TargetSettings
+from rebind.models.language_model import LanguageModel
+from rebind.models.prompts import EncodedPrompt
 
-CPU_RATE = 6e10  # multiply-adds a second: modest guesses, for an estimate that is right within a few times
+CPU_RATE = 6e10  # multiply-adds per second: low guesses, for an estimate that is right within a small factor
 GPU_RATE = 5e13
 
 
@@ -23,55 +22,54 @@ class Plan:
 
     method: str
     layers: tuple[int, ...]
-    lam: float | None  # None: found from the keys when editing
+    lam: float | None  # None: it will be chosen from the keys
     facts: int
-    prompt_tokens: int  # all prompts of all facts, targets included
+    prompt_tokens: int  # of all prompts of all facts, with targets
     moments_cached: bool
     moment_tokens: int
-    bytes_on_disk: int  # what the ledger will grow by
-    bytes_in_memory: int  # of working memory, roughly
-    seconds: float  # roughly, from the model's size
-    conflicts: tuple[Conflict, ...]  # among the facts themselves
-    targets: TargetSettings  # how targets will be searched for
+    bytes_on_disk: int  # how much the ledger will grow
+    bytes_in_memory: int  # working memory, roughly
+    seconds: float  # roughly, from the size of the model
+    conflicts: tuple[Conflict, ...]  # between the facts themselves
+    targets: TargetSettings
     source: str  # where the layers come from
     published_lam: float | None  # λ of published runs on this model
-    earlier: tuple[Earlier, ...]  # active edits about the same subjects
+    earlier: tuple[EarlierEdit, ...]  # active edits about the same subjects
 
 
 def estimate(
-    method: str,
-    settings: Settings,
-    encoded: Sequence[Encoded],
-    sites: Sequence[Site],
-    trunk: Trunk,
+    model: LanguageModel,
+    prompts: Sequence[EncodedPrompt],
+    settings: EditSettings,
     *,
     contexts: int,
     context_tokens: int,
     moment_tokens: int,
     moments_cached: bool,
-    clashes: Sequence[Conflict],
-    earlier: Sequence[Earlier],
+    conflicts: Sequence[Conflict],
+    earlier: Sequence[EarlierEdit],
 ) -> Plan:
-    """Tokens, bytes and seconds, from the facts' lengths and the model's size."""
-    prompts = 1 + contexts
-    tokens = prompts * sum(len(fact.ids) + len(fact.target) + context_tokens for fact in encoded)
-    suffix = prompts * sum(len(fact.ids) - fact.subject_last + len(fact.target) for fact in encoded)
-    parameters = sum(parameter.numel() for parameter in trunk.model.parameters())
+    """Estimate tokens, bytes and seconds from the lengths of the prompts and the size of the model."""
+    sites = [model.sites[layer] for layer in settings.layers]
+    rows = 1 + contexts
+    tokens = rows * sum(len(prompt.ids) + len(prompt.target) + context_tokens for prompt in prompts)
+    suffix = rows * sum(len(prompt.ids) - prompt.subject_last + len(prompt.target) for prompt in prompts)
+    parameters = sum(parameter.numel() for parameter in model.model.parameters())
     work = 2 * parameters * (3 * tokens + 2 * settings.targets.steps * suffix)
     work += 0 if moments_cached else 2.6 * parameters * moment_tokens
     widest, width = max(site.d_k for site in sites), sites[0].d_v
     return Plan(
-        method=method,
+        method=settings.method.name,
         layers=settings.layers,
         lam=settings.lam,
-        facts=len(encoded),
+        facts=len(prompts),
         prompt_tokens=tokens,
         moments_cached=moments_cached,
         moment_tokens=moment_tokens,
-        bytes_on_disk=4 * len(encoded) * sum(2 * site.d_k + site.d_v for site in sites),
-        bytes_in_memory=8 * 4 * widest * widest + 4 * suffix * len(trunk.blocks) * width * 12,
-        seconds=work / (CPU_RATE if trunk.device.type == "cpu" else GPU_RATE),
-        conflicts=tuple(clashes),
+        bytes_on_disk=4 * len(prompts) * sum(2 * site.d_k + site.d_v for site in sites),
+        bytes_in_memory=8 * 4 * widest * widest + 4 * suffix * len(model.sites) * width * 12,
+        seconds=work / (CPU_RATE if model.device.type == "cpu" else GPU_RATE),
+        conflicts=tuple(conflicts),
         targets=settings.targets,
         source=settings.source,
         published_lam=settings.published_lam,

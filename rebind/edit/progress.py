@@ -1,4 +1,4 @@
-"""What an editor tells of its work."""
+"""How an editor reports the progress of its work."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Called as the work goes on; each may be replaced by something that draws a bar."""
+    """Functions that an editor calls while it works, for example to draw a progress bar; by default they do nothing."""
 
     phase: Callable[[str], None] = lambda name: None
-    moments: Callable[[int, int], None] = lambda done, wanted: None  # tokens
-    targets: Callable[[int, int, float], None] = lambda step, done, loss: None  # step, facts done, mean loss
+    moments: Callable[[int, int], None] = lambda done, total: None  # tokens
+    targets: Callable[[int, int, float], None] = lambda step, done, loss: None  # step, finished facts, mean loss

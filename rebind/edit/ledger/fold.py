@@ -1,148 +1,143 @@
 """The weights of an edited model: always the fold of some edits over the base weights.
 
-Nothing else is ever written to a site. So undoing an edit is folding again without it, and whatever is tried and
-given up leaves the same bytes as before.
+Nothing else is ever written to a site. To undo an edit is to fold again without it, and an edit that is tried and
+rejected leaves the same bytes as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rebind.edit.drift import growths
-from rebind.edit.ledger.edit import Edit, Gain, settled, summed
-from rebind.edit.ledger.log import JSON
-from rebind.edit.methods import Old, get_method
-from rebind.edit.solve.layer_writes import Place, unchanged
+from rebind.edit.drift import relative_growth
+from rebind.edit.ledger.edit import Edit, Gain, apply_edits, cast_weights
+from rebind.edit.methods import get_method
+from rebind.edit.moments.collect import Moments, OldKeys
+from rebind.edit.solve.solve import weights_restored
 from rebind.errors import InputError
 from rebind.memory.precision import solving_dtype
 from rebind.models.sites import memory_of, module_at, write_memory
 
-Learn = Callable[[Sequence[Place]], Mapping[str, Tensor]]  # E[kkᵀ] of each place, on the model as it stands
-KEPT = 2**30  # bytes of sums that are kept from one fold to the next
+MAX_PARTIAL_BYTES = 2**30
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
-    """Edits that were folded, and each site's weights after them, not yet rounded."""
+class PartialFold:
+    """Each site's weights after some edits, not yet rounded."""
 
     edits: tuple[Edit, ...] = ()
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def begins(self, edits: Sequence[Edit]) -> bool:
-        """Whether these edits begin with them: the very same ones, as another ledger may have others of their names."""
+    def is_prefix_of(self, edits: Sequence[Edit]) -> bool:
+        """Return whether `edits` begin with these very objects: edits of another ledger can have the same ids."""
         return len(self.edits) <= len(edits) and all(a is b for a, b in zip(self.edits, edits, strict=False))
 
 
-class Weights:
-    """The sites of a model that were touched: what they were, and what edits make of them.
+class EditedWeights:
+    """The weights of a model's edited sites: what they were, and what edits make of them.
 
-    `learn` computes second moments of old keys; `origin` says what from. Methods that remember earlier edits need
-    them whenever their edits are folded.
+    Args:
+        model: the model that is edited.
+        moments: provides the second moments that methods need to protect earlier edits.
+        max_partial_bytes: how much memory a partial fold may take between two calls.
     """
 
-    def __init__(self, model: Any, learn: Learn, origin: Callable[[], Mapping[str, JSON]]) -> None:
-        self.model, self._learn, self._origin = model, learn, origin
-        self.base: dict[str, Tensor] = {}  # what each touched site's weights were, as [d_v, d_k]
-        self.old: dict[str, Old] = {}
-        self._begun = Begun()
+    def __init__(self, model: nn.Module, moments: Moments, *, max_partial_bytes: int = MAX_PARTIAL_BYTES) -> None:
+        self.model, self.moments = model, moments
+        self.base: dict[str, Tensor] = {}  # the base weights of every site that was ever edited, [d_v, d_k]
+        self.old_keys: dict[str, OldKeys] = {}
+        self._max_partial_bytes = max_partial_bytes
+        self._partial = PartialFold()
 
     def apply(self, edits: Sequence[Edit]) -> None:
-        """Write the fold of these edits into the model, or nothing at all; an interrupt waits for the last site."""
-        folded = self.folded(edits)
+        """Write the fold of these edits into the model: all sites or, if the fold fails, none."""
+        folded = self.fold(edits)
         try:
             self._write(folded)
-        except BaseException:
-            self._write(folded)  # some sites alone would be a model that no edits make
+        except BaseException:  # an interrupt between two sites
+            self._write(folded)
             raise
 
     def _write(self, weights: Mapping[str, Tensor]) -> None:
-        for name, memory in weights.items():
-            write_memory(module_at(self.model, name), memory)
+        for site, memory in weights.items():
+            write_memory(module_at(self.model, site), memory)
 
-    def folded(self, edits: Sequence[Edit]) -> dict[str, Tensor]:
-        """The weights of every touched site after these edits; raises what `apply` would, and changes nothing."""
-        self.remember([site for edit in edits for site in edit.sites])
-        self._learn_for(edits)
+    def fold(self, edits: Sequence[Edit]) -> dict[str, Tensor]:
+        """Return the weights of every site after these edits; the model is not changed."""
+        self.remember_base([site for edit in edits for site in edit.sites])
+        self._load_old_keys_for(edits)
         if edits:
-            self._sum_up(tuple(edits[:-1]))  # the last may still be taken back
-        begun = self._begun if edits else Begun()
+            self._update_partial(tuple(edits[:-1]))  # without the last one, which may still be rejected
+        partial = self._partial if edits else PartialFold()
         return {
-            name: settled(self._summed(name, edits, begun), base.dtype, name, edits) for name, base in self.base.items()
+            site: cast_weights(self._fold_site(site, edits, partial), base.dtype, site)
+            for site, base in self.base.items()
         }
 
-    def _sum_up(self, edits: tuple[Edit, ...]) -> None:
-        """Keep the sums after these edits, found from those that are kept, if these begin with the same.
+    def _update_partial(self, edits: tuple[Edit, ...]) -> None:
+        """Keep the fold of these edits, so that writing one edit after another does not take quadratic time."""
+        size = sum(base.numel() * solving_dtype(base).itemsize for base in self.base.values())
+        fits = size <= self._max_partial_bytes
+        partial = self._partial if fits and self._partial.is_prefix_of(edits) else PartialFold()
+        if fits and len(edits) > len(partial.edits):
+            partial = PartialFold(edits, {site: self._fold_site(site, edits, partial) for site in self.base})
+        self._partial = partial
 
-        Edits come one after another, and every time all of them are folded: that would be quadratic in their number.
-        """
-        wide = sum(base.numel() * solving_dtype(base).itemsize for base in self.base.values())
-        begun = self._begun if wide <= KEPT and self._begun.begins(edits) else Begun()
-        if wide <= KEPT and len(edits) > len(begun.edits):
-            begun = Begun(edits, {name: self._summed(name, edits, begun) for name in self.base})
-        self._begun = begun
+    def _fold_site(self, site: str, edits: Sequence[Edit], partial: PartialFold) -> Tensor:
+        base = self.base[site]
+        weights = partial.weights[site] if site in partial.weights else base.to(solving_dtype(base))
+        return apply_edits(weights, site, edits[len(partial.edits) :], self.gain_at(site), partial.edits)
 
-    def _summed(self, name: str, edits: Sequence[Edit], begun: Begun) -> Tensor:
-        base = self.base[name]
-        so_far = begun.sums[name] if name in begun.sums else base.to(solving_dtype(base))
-        return summed(so_far, name, edits[len(begun.edits) :], self.gain_at(name), begun.edits)
+    def remember_base(self, sites: Sequence[str]) -> None:
+        """Copy the weights of sites that have never been edited."""
+        for site in sites:
+            if site not in self.base:
+                self.base[site] = memory_of(module_at(self.model, site)).detach().clone()
 
-    def remember(self, sites: Sequence[str]) -> None:
-        """Keep what the sites are now, if they were never touched before."""
-        for name in sites:
-            if name not in self.base:
-                self.base[name] = memory_of(module_at(self.model, name)).detach().clone()
-
-    def learn_old_keys(self, places: Sequence[Place]) -> None:
-        """The old keys of these places, found on the base model whatever is written in it now."""
-        missing = [place for place in places if place.name not in self.old]
+    def load_old_keys(self, sites: Sequence[str]) -> None:
+        """Load or compute the old keys of these sites, always on the base model."""
+        missing = [site for site in sites if site not in self.old_keys]
         if not missing:
             return
-        with unchanged([module_at(self.model, name) for name in self.base]):
-            for name, base in self.base.items():
-                write_memory(module_at(self.model, name), base)
-            moments = self._learn(missing)
-        for place in missing:
-            self.old[place.name] = Old(moments[place.name].to(memory_of(place.module).device))
+        with weights_restored([module_at(self.model, site) for site in self.base]):
+            self._write(self.base)
+            moments = self.moments.collect(missing)
+        for site in missing:
+            device = memory_of(module_at(self.model, site)).device
+            self.old_keys[site] = OldKeys(moments[site].mean().to(device))
 
     def gain_at(self, site: str) -> Gain:
-        """An edit's gain at a site: as stored, or found again where it depends on the edits before it."""
+        """Return a function for the gain of an edit at a site: the stored gain, unless it depends on earlier edits."""
 
         def gain(edit: Edit, earlier: Sequence[Edit]) -> Tensor:
-            stored = edit.write(site)
-            method = get_method(edit.method)
+            stored, method = edit.write(site), get_method(edit.method)
             if not method.remembers:
                 return stored.gain
-            keys = stored.keys.double().to(self.old[site].moment.device)
+            keys = stored.keys.double().to(self.old_keys[site].moment.device)
+            earlier_keys = [keys[:0], *(other.write(site).keys.to(keys) for other in earlier)]
             lam = float(edit.settings["lam"])  # type: ignore[arg-type]
-            return method.gain(keys, self.old[site], lam, keys_of(earlier, site, keys)).float()
+            return method.gain(keys, self.old_keys[site], lam, torch.cat(earlier_keys)).float()
 
         return gain
 
     def growth(self) -> dict[str, float]:
-        """‖W' − W‖ / ‖W‖ of every touched site, as the model stands."""
-        return growths(self.base, {name: memory_of(module_at(self.model, name)) for name in self.base})
+        """Return ‖W' − W‖ / ‖W‖ of every edited site, as the model stands."""
+        return relative_growth(self.base, {site: memory_of(module_at(self.model, site)) for site in self.base})
 
-    def _learn_for(self, edits: Sequence[Edit]) -> None:
-        """Moments that the gains of these edits need."""
-        mine = dict(self._origin())
-        sites = dict[str, None]()
-        for edit in edits:
-            if get_method(edit.method).remembers:
-                if edit.settings["moments"] != mine:
-                    raise InputError(
-                        f"edit {edit.id or '(new)'} was solved with moments of {edit.settings['moments']}, this editor "
-                        f"has {mine}: open it with that corpus and moment_tokens"
-                    )
-                sites |= dict.fromkeys(edit.sites)
-        self.learn_old_keys([Place(name, 0, module_at(self.model, name)) for name in sites])
-
-
-def keys_of(edits: Sequence[Edit], site: str, like: Tensor) -> Tensor:
-    """The keys that edits wrote at a site, [m, d_k]."""
-    rows = [edit.write(site).keys.to(like) for edit in edits if site in edit.sites]
-    return torch.cat(rows) if rows else like.new_zeros(0, like.shape[-1])
+    def _load_old_keys_for(self, edits: Sequence[Edit]) -> None:
+        """Load the old keys that the gains of these edits need."""
+        remembering = [edit for edit in edits if get_method(edit.method).remembers]
+        source = self.moments.source if remembering else None
+        for edit in remembering:
+            if edit.settings["moments"] != source:
+                raise InputError(
+                    f"Edit {edit.id or '(new)'} was made with moments of {edit.settings['moments']}, but this editor "
+                    f"has moments of {source}",
+                    advice="Open the editor with the same {corpus} and {moment_tokens}",
+                    settings={"corpus": None, "moment_tokens": None},
+                    code="other_moments",
+                )
+        self.load_old_keys(list(dict.fromkeys(site for edit in remembering for site in edit.sites)))

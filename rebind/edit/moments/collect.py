@@ -1,8 +1,8 @@
-"""E[kkᵀ]: what the old keys of a site look like, computed once and kept.
+"""Collect the second moments E[kkᵀ] of old keys: computed once per model and text, then read from the cache.
 
-One pass serves all the sites asked for and stops after the last of them. Products run in float32 (float64
-for a float64 model), sums in float64. The sums are checkpointed every few seconds, so a killed run goes on
-where it was, and the result is cached under a name made of everything that it depends on.
+One pass over the text serves all sites and stops after the last of them. Products run in float32 (float64 for a
+float64 model), sums in float64. The sums are saved every few seconds, so a killed run resumes where it stopped. A
+result is cached under a digest of everything that it depends on.
 """
 
 from __future__ import annotations
@@ -11,41 +11,39 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
-from rebind.edit.cache import cache_folder
+from rebind.edit.ledger.log import JSON
 from rebind.edit.moments.corpus import Corpus
+from rebind.edit.progress import Progress
 from rebind.errors import InputError
-from rebind.files import write_atomically
-from rebind.models.trunk import Tokens, Trunk
+from rebind.memory.closed_form import NullSpace
+from rebind.memory.solve import Cholesky, factor
+from rebind.models.language_model import LanguageModel
+from rebind.models.sites import module_at
+from rebind.models.trunk import Tokens
+from rebind.storage import cache_dir, write_file
 
-VERSION = 3  # of this file's arithmetic: a change of it must not meet old files
-WINDOW = 64  # tokens: short ones are sampled many at a time
-UNSAID = {  # of a config: no key's matter
-    "_name_or_path",
-    "architectures",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "pad_token_id",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-CHECKPOINT_SECONDS = 5.0
+VERSION = 3  # of the computation: increase it when results change, so that old files are not used
+WINDOW = 64  # tokens: many short windows can be sampled at once
+# These do not change activations.
+IGNORED_CONFIG_FIELDS = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+IGNORED_CONFIG_FIELDS |= {"bos_token_id", "eos_token_id", "pad_token_id"}
+NULL_SPACE_SHARE = 0.9  # of all directions, those that old keys use least
 
 
 @dataclass(frozen=True, eq=False)
-class Moment:
+class SecondMoment:
     """The second moment of one site's keys."""
 
     total: Tensor  # [d_k, d_k] float64: Σ kkᵀ
@@ -54,186 +52,173 @@ class Moment:
     def mean(self) -> Tensor:
         return self.total / self.tokens
 
-    def merge(self, other: Moment) -> Moment:
-        """As if both texts had been read in one pass."""
-        return Moment(self.total + other.total, self.tokens + other.tokens)
+
+@dataclass(eq=False)
+class OldKeys:
+    """What the closed forms need to know about a site's old keys. Factors are computed on first use and kept."""
+
+    moment: Tensor  # [d_k, d_k] E[kkᵀ], float64
+
+    @cached_property
+    def factored(self) -> Cholesky:
+        return factor(self.moment, "moment")
+
+    @cached_property
+    def null_space(self) -> NullSpace:
+        return NullSpace.smallest(self.moment, NULL_SPACE_SHARE)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Everything a moment depends on besides its site."""
+class Moments:
+    """Provides the second moments of a model's sites, as the model stands when they are computed.
 
-    model: str  # fingerprint
-    corpus: Corpus
-    tokens: int  # of text to read, ids that begin each window included
-    width: int = WINDOW
-    tokenizer: str = ""  # `tokenizer_digest`: what text becomes
-    config: str = ""  # `config_digest`: what the weights do
+    Args:
+        model: the language model.
+        corpus: the text to read.
+        tokens: how many tokens of it to read, start tokens included.
+        width: tokens per window.
+        folder: where results are stored; by default in the user's cache folder.
+        checkpoint_seconds: how often the sums are saved while they are computed.
+        progress: is told how many tokens have been read.
+    """
 
-    def key(self, site: str) -> str:
-        described = {
+    def __init__(
+        self,
+        model: LanguageModel,
+        corpus: Corpus,
+        tokens: int,
+        *,
+        width: int = WINDOW,
+        folder: Path | None = None,
+        checkpoint_seconds: float = 5.0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model, self.corpus, self.tokens = model, corpus, tokens
+        self.width = min(width, model.context_length or width)
+        self.checkpoint_seconds = checkpoint_seconds
+        self.progress = progress or Progress()
+        self._folder = folder
+
+    @property
+    def source(self) -> dict[str, JSON]:
+        """What the moments are computed from, as an edit records it."""
+        return {"corpus": self.corpus.digest, "tokens": self.tokens}
+
+    @property
+    def folder(self) -> Path:
+        return self._folder or cache_dir() / "moments"
+
+    def path(self, site: str) -> Path:
+        """Return the file of a site's moment; its name is a digest of everything that the moment depends on."""
+        return self.folder / f"{self._key(site)}.safetensors"
+
+    def collect(self, sites: Sequence[str]) -> dict[str, SecondMoment]:
+        """Return the moment of each site: from the cache, or computed and then cached."""
+        stored = {site: sums for site in sites if (sums := _Sums.load(self.path(site), ["total"])) is not None}
+        moments = {site: SecondMoment(sums.totals["total"], sums.keys) for site, sums in stored.items()}
+        if missing := [site for site in sites if site not in moments]:
+            moments |= self._compute(missing)
+        return {site: moments[site] for site in sites}
+
+    def _key(self, site: str) -> str:
+        inputs = {
             "version": VERSION,
-            "model": self.model,
+            "model": self.model.fingerprint,
             "site": site,
             "corpus": self.corpus.digest,
             "tokens": self.tokens,
             "width": self.width,
-            "tokenizer": self.tokenizer,
-            "config": self.config,
+            "tokenizer": tokenizer_digest(self.model.tokenizer, self.model.start),
+            "config": config_digest(self.model.model.config),
         }
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
-    def path(self, site: str, folder: Path | None = None) -> Path:
-        return (folder or cache_folder() / "moments") / f"{self.key(site)}.safetensors"
+    def _compute(self, sites: Sequence[str]) -> dict[str, SecondMoment]:
+        digest = hashlib.sha256("|".join(self._key(site) for site in sites).encode()).hexdigest()
+        partial = self.folder / f"{digest[:32]}.partial"
+        sums = _Sums.load(partial, sites) or _Sums()
+        windows = self.corpus.windows(self.model, self.width, sums.batches)
+        saved = time.monotonic()
+        try:
+            while sums.read < self.tokens and (ids := next(windows, None)) is not None:
+                ids = ids[: -(-(self.tokens - sums.read) // ids.shape[-1])]
+                sums.add(self._keys(sites, ids), ids.numel())
+                self.progress.moments(min(sums.read, self.tokens), self.tokens)
+                if time.monotonic() - saved > self.checkpoint_seconds:
+                    sums.save(partial)
+                    saved = time.monotonic()
+        except BaseException:  # Ctrl-C included
+            if sums.batches:
+                with contextlib.suppress(OSError):  # the first error matters more
+                    sums.save(partial)
+            raise
+        if not sums.keys:
+            raise InputError("The corpus holds no tokens", expected="some thousands", code="empty_corpus")
+        if broken := [site for site, total in sums.totals.items() if not torch.isfinite(total).all()]:
+            partial.unlink(missing_ok=True)
+            raise InputError(
+                f"Keys of {broken[0]} hold NaN or infinity",
+                expected="finite numbers",
+                advice="Check the weights of the model, or load it in float32 or bfloat16",
+                code="keys_not_finite",
+            )
+        for site, total in sums.totals.items():
+            _Sums({"total": total}, sums.keys, sums.read, sums.batches).save(self.path(site))
+        partial.unlink(missing_ok=True)
+        return {site: SecondMoment(total.cpu(), sums.keys) for site, total in sums.totals.items()}
+
+    def _keys(self, sites: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
+        """Return the keys of a batch of windows [n, d_k]; start tokens are left out, their keys are outliers."""
+        mask = torch.ones_like(ids)
+        modules = [module_at(self.model.model, site) for site in sites]
+        inputs = self.model.trunk.inputs(modules, Tokens(ids, mask, mask.cumsum(-1) - 1))
+        start = self.model.start
+        is_text = ~torch.isin(ids, torch.tensor(start, dtype=ids.dtype, device=ids.device))
+        is_text[:, : len(start)] = False
+        return {site: keys[is_text.to(keys.device)] for site, keys in zip(sites, inputs, strict=True)}
 
 
 def tokenizer_digest(tokenizer: Any, start: Sequence[int]) -> str:
-    """Changes when the same text would become other ids."""
+    """Return a digest that changes when the same text becomes other tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    described = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return hashlib.sha256(f"{list(start)} {described}".encode()).hexdigest()[:32]
+    content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(f"{list(start)} {content}".encode()).hexdigest()[:32]
 
 
 def config_digest(config: PreTrainedConfig) -> str:
-    """Changes when the same weights would answer otherwise: another eps, other positions."""
-    told = {name: value for name, value in config.to_diff_dict().items() if name not in UNSAID}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def collect(
-    trunk: Trunk,
-    tokenizer: Any,
-    start: Sequence[int],
-    sites: Sequence[tuple[str, nn.Module]],
-    recipe: Recipe,
-    *,
-    folder: Path | None = None,
-    on_tokens: Callable[[int, int], None] | None = None,
-) -> dict[str, Moment]:
-    """The moment of each site (name, module), from the cache where it is there.
-
-    `on_tokens(done, wanted)` is told of progress.
-    """
-    folder = folder or cache_folder() / "moments"
-    found = {name: moment for name, _ in sites if (moment := _read(recipe.path(name, folder))) is not None}
-    missing = [(name, module) for name, module in sites if name not in found]
-    if missing:
-        found |= _accumulate(trunk, tokenizer, start, missing, recipe, folder, on_tokens)
-    return {name: found[name] for name, _ in sites}
+    """Return a digest that changes when the same weights compute something else, as with another epsilon."""
+    fields = {name: value for name, value in config.to_diff_dict().items() if name not in IGNORED_CONFIG_FIELDS}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @dataclass
 class _Sums:
-    """What has been read so far; one whole batch is added at a time, so it can be saved whenever."""
+    """The sums so far. Whole batches are added, so they can be saved at any time."""
 
     totals: dict[str, Tensor] = field(default_factory=dict)
-    keys: int = 0  # summed
-    read: int = 0  # tokens
+    keys: int = 0
+    read: int = 0  # tokens, start tokens included
     batches: int = 0
 
     def add(self, keys: dict[str, Tensor], read: int) -> None:
         totals = {}
-        for name, rows in keys.items():
+        for site, rows in keys.items():
             wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
             product = (wide.mT @ wide).double()
-            totals[name] = product + self.totals[name].to(product.device) if name in self.totals else product
+            totals[site] = product + self.totals[site].to(product.device) if site in self.totals else product
         count = len(next(iter(keys.values())))
         self.totals, self.keys, self.read, self.batches = totals, self.keys + count, self.read + read, self.batches + 1
 
     def save(self, path: Path) -> None:
         totals = {name: total.cpu().contiguous() for name, total in self.totals.items()}
-        counts = {"keys": self.keys, "read": self.read, "batches": self.batches}
-        described = {name: str(count) for name, count in counts.items()}
-        write_atomically(path, save(totals, metadata={**described, "digest": _digest(totals, described)}))
+        counts = {"keys": str(self.keys), "read": str(self.read), "batches": str(self.batches)}
+        write_file(path, save(totals, metadata=counts))
 
     @classmethod
     def load(cls, path: Path, names: Sequence[str]) -> _Sums | None:
-        """None when there is no such file, or a damaged one: it is worth less than computing it again."""
-        if not path.exists():
-            return None
+        """Return the sums in a file; None if there is none, or a damaged one, which will be replaced."""
         try:
             with safe_open(str(path), framework="pt") as file:
-                described = dict(file.metadata() or {})
-                totals = {name: file.get_tensor(name) for name in names}
-                if described.pop("digest") == _digest(totals, described):
-                    return cls(totals, int(described["keys"]), int(described["read"]), int(described["batches"]))
-        except (SafetensorError, KeyError, ValueError, OSError):
-            pass
-        with contextlib.suppress(OSError):  # a read-only cache keeps it; it is passed over all the same
-            path.unlink()
-        return None
-
-
-def _accumulate(
-    trunk: Trunk,
-    tokenizer: Any,
-    start: Sequence[int],
-    sites: Sequence[tuple[str, nn.Module]],
-    recipe: Recipe,
-    folder: Path,
-    on_tokens: Callable[[int, int], None] | None,
-) -> dict[str, Moment]:
-    names, modules = [name for name, _ in sites], [module for _, module in sites]
-    whole = hashlib.sha256("|".join(recipe.key(name) for name in names).encode()).hexdigest()
-    partial = folder / f"{whole[:32]}.partial"
-    sums = _Sums.load(partial, names) or _Sums()
-    windows = recipe.corpus.windows(trunk.model, tokenizer, start, recipe.width, sums.batches)
-    with _checkpointed(sums, partial) as checkpoint:
-        while sums.read < recipe.tokens and (ids := next(windows, None)) is not None:
-            ids = ids[: -(-(recipe.tokens - sums.read) // ids.shape[-1])]
-            everywhere = torch.ones_like(ids)
-            seen = trunk.inputs(modules, Tokens(ids, everywhere, everywhere.cumsum(-1) - 1))
-            # What begins a window or a text is left out: its key is an outlier, the same each time.
-            told = ~torch.isin(ids, torch.tensor(start, dtype=ids.dtype, device=ids.device))
-            told[:, : len(start)] = False
-            keys = {name: found[told.to(found.device)] for name, found in zip(names, seen, strict=True)}
-            sums.add(keys, ids.numel())
-            if on_tokens is not None:
-                on_tokens(min(sums.read, recipe.tokens), recipe.tokens)
-            checkpoint()
-    if not sums.keys:
-        raise InputError("the corpus gave no tokens, expected some thousands: pass a longer text")
-    for name, total in sums.totals.items():
-        if not torch.isfinite(total).all():
-            partial.unlink(missing_ok=True)
-            raise InputError(
-                f"keys of {name} hold NaN or infinity, expected finite numbers: check the model's weights, or load it "
-                f"in float32 or bfloat16"
-            )
-    for name, total in sums.totals.items():
-        _Sums({"total": total}, sums.keys, sums.read, sums.batches).save(recipe.path(name, folder))
-    partial.unlink(missing_ok=True)
-    return {name: Moment(total.cpu(), sums.keys) for name, total in sums.totals.items()}
-
-
-@contextlib.contextmanager
-def _checkpointed(sums: _Sums, path: Path) -> Iterator[Callable[[], None]]:
-    """Save the sums every few seconds, and when something is raised, Ctrl-C included."""
-    saved = time.monotonic()
-
-    def checkpoint() -> None:
-        nonlocal saved
-        if time.monotonic() - saved > CHECKPOINT_SECONDS:
-            sums.save(path)
-            saved = time.monotonic()
-
-    try:
-        yield checkpoint
-    except BaseException:
-        if sums.batches:
-            with contextlib.suppress(OSError):  # what was raised matters more
-                sums.save(path)
-        raise
-
-
-def _digest(totals: dict[str, Tensor], described: dict[str, str]) -> str:
-    whole = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for name in sorted(totals):
-        whole.update(name.encode())
-        whole.update(totals[name].numpy().data)
-    return whole.hexdigest()
-
-
-def _read(path: Path) -> Moment | None:
-    sums = _Sums.load(path, ["total"])
-    return None if sums is None else Moment(sums.totals["total"], sums.keys)
+                counts = {name: int(count) for name, count in (file.metadata() or {}).items()}
+                return cls({name: file.get_tensor(name) for name in names}, **counts)
+        except (SafetensorError, TypeError, ValueError, OSError):
+            return None

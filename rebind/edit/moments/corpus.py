@@ -1,10 +1,10 @@
-"""Where the keys of a second moment come from: the model's own samples, a text file, a dataset."""
+"""The text that old keys are computed from: samples from the model itself, a text file, or a dataset."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,23 +13,26 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError
-from rebind.models.generation import sample
+from rebind.models.language_model import LanguageModel
+
+PRONOUNS = ("It", "He", "She", "They", "We", "I", "You", "This", "That", "There")
+FIRST_WORDS = ("The", "A", "In", *PRONOUNS, "When", "What", "How")  # a text may begin with them
 
 
 class Corpus(Protocol):
-    """Windows of token ids, the same ones in the same order every time."""
+    """Windows of token ids: the same ones in the same order every time."""
 
     @property
     def digest(self) -> str:
-        """Changes when the text does."""
+        """A name that changes when the text changes."""
 
-    def windows(self, model: Any, tokenizer: Any, start: Sequence[int], width: int, skip: int) -> Iterator[Tensor]:
-        """Batches [rows, width] of ids, `start` in front of every row, from the `skip`-th batch on."""
+    def windows(self, model: LanguageModel, width: int, skip: int) -> Iterator[Tensor]:
+        """Yield batches of ids [rows, width], each row beginning with the start tokens, from batch `skip` on."""
 
 
 @dataclass(frozen=True)
 class OwnSamples:
-    """Text that the model says when nobody asks: needs no data, and has the model's own distribution of keys."""
+    """Text that the model writes by itself: needs no data, and has the model's own distribution of keys."""
 
     seed: int = 0
     rows: int = 64  # sampled side by side
@@ -40,26 +43,30 @@ class OwnSamples:
 
     @classmethod
     def from_digest(cls, digest: str) -> OwnSamples | None:
-        """The samples that a digest names; none where it names another corpus.
+        """Return the samples with this digest; None if it belongs to another kind of corpus.
 
         >>> OwnSamples.from_digest("own-samples-0-1024")
         OwnSamples(seed=0, rows=1024)
         """
-        found = re.fullmatch(r"own-samples-(-?\d+)-(\d+)", digest)
-        return None if found is None else cls(seed=int(found[1]), rows=int(found[2]))
+        match = re.fullmatch(r"own-samples-(-?\d+)-(\d+)", digest)
+        return None if match is None else cls(seed=int(match[1]), rows=int(match[2]))
 
-    def windows(self, model: Any, tokenizer: Any, start: Sequence[int], width: int, skip: int) -> Iterator[Tensor]:
-        device = model.get_input_embeddings().weight.device
-        first = _first_tokens(tokenizer, model)
+    def windows(self, model: LanguageModel, width: int, skip: int) -> Iterator[Tensor]:
+        first_tokens = _first_tokens(model)
+        start = torch.tensor(model.start, dtype=torch.long, device=model.device).expand(self.rows, -1)
         batch = skip
         while True:
-            chosen = torch.randint(
-                len(first), (self.rows,), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + batch)
-            )
-            begin = first[chosen].unsqueeze(-1).to(device)
-            text = sample(model, start, begin, width - len(start), seed=self.seed * 1_000_003 + batch)
-            yield torch.cat([torch.tensor([list(start)] * self.rows, dtype=torch.long, device=device), text], dim=-1)
+            seed = self.seed * 1_000_003 + batch
+            chosen = torch.randint(len(first_tokens), (self.rows,), generator=torch.Generator().manual_seed(seed))
+            first = first_tokens[chosen].unsqueeze(-1).to(model.device)
+            yield torch.cat([start, model.sample(first, width - len(model.start), seed=seed)], dim=-1)
             batch += 1
+
+
+def _first_tokens(model: LanguageModel) -> Tensor:
+    rows = [model.tokenizer(word, add_special_tokens=False).input_ids for word in FIRST_WORDS]
+    vocabulary = model.model.get_input_embeddings().weight.shape[0]
+    return torch.tensor(sorted({row[0] for row in rows if row and row[0] < vocabulary}) or [0])
 
 
 @dataclass(frozen=True)
@@ -72,31 +79,39 @@ class Texts:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Texts:
-        """A text file; blank lines part its documents."""
+        """Read a text file; blank lines separate its documents."""
         path = Path(path)
         if not path.is_file():
-            raise InputError(f"corpus {path} is not a file, expected plain text: check the path")
+            raise InputError(f"Corpus {path} is not a file", expected="a plain text file", code="corpus_not_found")
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as problem:
-            raise InputError(f"corpus {path} is not UTF-8 text ({problem.reason}): convert it first") from None
-        documents = [part.strip() for part in text.split("\n\n") if part.strip()]
-        if not documents:
-            raise InputError(f"corpus {path} holds no text: pass a file with some thousands of words")
-        return cls(documents, path.name)
+            raise InputError(
+                f"Corpus {path} is not UTF-8 text ({problem.reason})", advice="Convert it first", code="corpus_not_utf8"
+            ) from None
+        return cls._require_text([part.strip() for part in text.split("\n\n")], path.name)
 
     @classmethod
-    def from_dataset(cls, dataset: Iterable[dict[str, Any]], column: str = "text", *, name: str = "dataset") -> Texts:
-        """Rows of a Hugging Face dataset (or any dictionaries) with a column of text."""
+    def from_dataset(
+        cls, dataset: Iterable[Mapping[str, Any]], column: str = "text", *, name: str = "dataset"
+    ) -> Texts:
+        """Read a column of a Hugging Face dataset, or of any dictionaries."""
         documents = []
         for row in dataset:
             if column not in row:
-                raise InputError(f"{name} has columns {', '.join(row)}, no {column!r}: name the one with the text")
-            if row[column].strip():
-                documents.append(row[column])
-        if not documents:
-            raise InputError(f"{name} holds no text in column {column!r}: pass rows with some thousands of words")
-        return cls(documents, name)
+                raise InputError(
+                    f"Corpus {name} has no column {column!r}",
+                    expected=f"one of its columns: {', '.join(row)}",
+                    code="unknown_column",
+                )
+            documents.append(row[column])
+        return cls._require_text(documents, name)
+
+    @classmethod
+    def _require_text(cls, documents: Sequence[str], name: str) -> Texts:
+        if not (kept := [document for document in documents if document.strip()]):
+            raise InputError(f"Corpus {name} holds no text", expected="some thousands of words", code="empty_corpus")
+        return cls(kept, name)
 
     @property
     def digest(self) -> str:
@@ -106,48 +121,22 @@ class Texts:
             whole.update(b"\0")
         return f"text-{whole.hexdigest()[:32]}-{self.rows}"
 
-    def windows(self, model: Any, tokenizer: Any, start: Sequence[int], width: int, skip: int) -> Iterator[Tensor]:
-        device = model.get_input_embeddings().weight.device
+    def windows(self, model: LanguageModel, width: int, skip: int) -> Iterator[Tensor]:
+        start = model.start
         body = width - len(start)
         pending: list[int] = []
         rows: list[list[int]] = []
         batch = 0
         for document in self.documents:
-            pending += [*start, *tokenizer(document, add_special_tokens=False).input_ids]
+            pending += [*start, *model.tokenizer(document, add_special_tokens=False).input_ids]
             while len(pending) >= body:
                 rows.append([*start, *pending[:body]])
                 pending = pending[body:]
                 if len(rows) == self.rows:
                     if batch >= skip:
-                        yield torch.tensor(rows, device=device)
+                        yield torch.tensor(rows, device=model.device)
                     batch, rows = batch + 1, []
         if rows and batch >= skip:
-            yield torch.tensor(rows, device=device)
+            yield torch.tensor(rows, device=model.device)
         if batch == 0 and not rows and len(pending) > len(start):  # one short document
-            yield torch.tensor([[*start, *pending]], device=device)
-
-
-def _first_tokens(tokenizer: Any, model: Any) -> Tensor:
-    """Tokens a text may begin with: words with a capital, as the tokenizer has them."""
-    words = (
-        "The",
-        "A",
-        "In",
-        "It",
-        "He",
-        "She",
-        "They",
-        "We",
-        "I",
-        "You",
-        "This",
-        "That",
-        "There",
-        "When",
-        "What",
-        "How",
-    )
-    ids = [tokenizer(word, add_special_tokens=False).input_ids for word in words]
-    size = model.get_input_embeddings().weight.shape[0]
-    usable = sorted({row[0] for row in ids if row and row[0] < size})
-    return torch.tensor(usable or [0])
+            yield torch.tensor([[*start, *pending]], device=model.device)

@@ -1,1 +1,18 @@
-"""edit/targets."""
+"""Target search: find the hidden state at a subject that makes the model say the target.
+
+- `contexts`: text before a prompt, and the prompts of facts behind every context
+- `objective`: the loss that is minimized; `TargetSettings`
+- `optimize`: the search itself; its result is a `TargetStates`
+- `search_copy`: the faster copy of the model that the search runs on
+- `store`: cache of results, so that an interrupted edit resumes
+- `search`: all of it together, for an editor (`TargetSearch`)
+"""
+
+from __future__ import annotations
+
+from rebind.edit.targets.objective import FactPrompts, TargetSettings
+from rebind.edit.targets.optimize import TargetStates, find_targets
+from rebind.edit.targets.search import TargetSearch
+from rebind.edit.targets.store import TargetStore
+
+__all__ = ["FactPrompts", "TargetSearch", "TargetSettings", "TargetStates", "TargetStore", "find_targets"]

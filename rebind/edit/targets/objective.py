@@ -1,12 +1,12 @@
-"""What the search for targets minimises: the loss of δ for a group of facts, and its gradient.
+"""What target search minimizes: the loss of δ for a batch of facts, and its gradient.
 
     mean over contexts of the target's negative log-likelihood
       + kl · KL(original ‖ edited) of the next token at the subject
       + decay · ‖δ‖ / ‖h₀‖²
 
-`Asked` holds what is the same at every step: cached prefixes, suffixes, which logits are wanted. `Objective`
-runs it. On a GPU a step of a small model is bound by launching kernels, so `Recorded` runs the step once as
-a CUDA graph and then replays it.
+`SearchBatch` holds what is the same at every step: cached prefixes, suffixes, and the positions of the logits that
+are needed. `Objective` computes the loss. On a GPU, launching the kernels of a step takes longer than the step of a
+small model, so `RecordedObjective` records the step as a CUDA graph and replays it.
 """
 
 from __future__ import annotations
@@ -19,39 +19,36 @@ import torch
 from torch import Tensor
 
 from rebind.cuda_graphs import captured, or_none
+from rebind.models.prompts import EncodedPrompt
 from rebind.models.trunk import Tokens, Trunk, select_cache
 
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """How δ is searched for."""
+    """How to search for δ."""
 
     steps: int = 25
     rate: float = 0.5
     clamp: float = 0.75  # largest ‖δ‖ / ‖h₀‖
     decay: float = 0.5
     kl: float = 0.0625
-    enough: float = 0.05  # a fact whose loss is below this is done
+    enough: float = 0.05  # the search for a fact ends when its loss falls below this
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One way of asking: the tokens up to where the target begins."""
+class FactPrompts:
+    """The prompt of one fact, alone and behind every context, as tokens. The bare prompt is the first."""
 
-    ids: tuple[int, ...]
-    subject_last: int
+    prompts: tuple[EncodedPrompt, ...]
 
-
-@dataclass(frozen=True)
-class Request:
-    """One fact to find a target for. The first prompt is the bare one."""
-
-    prompts: tuple[Prompt, ...]
-    target: tuple[int, ...]
+    @property
+    def target(self) -> tuple[int, ...]:
+        """The tokens of the target, the same in every context."""
+        return self.prompts[0].target
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """(rows, longest prefix, longest suffix) that it takes in a batch."""
+        """(rows, longest prefix, longest suffix) that the fact takes in a batch; the suffix begins at the subject."""
         return (
             len(self.prompts),
             max(prompt.subject_last for prompt in self.prompts),
@@ -60,54 +57,54 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class SearchBatch:
     """The suffix of every prompt of every fact, from the subject's last token on."""
 
-    tokens: Tokens  # the suffixes: subject's last token, rest of the prompt, target but its last token
+    tokens: Tokens  # the suffixes: the subject's last token, the rest of the prompt, the target without its last token
     cache: Any  # keys and values of the prefixes
     hidden: Tensor  # [rows, tokens, width]: output of the layer, unchanged
-    owner: Tensor  # [rows]: which fact a row belongs to
-    bare: Tensor  # [n]: the row of each fact's first prompt
-    where: Tensor  # [m, 2]: (row, token) whose next token is part of a target
-    token: Tensor  # [m]: that next token
+    owner: Tensor  # [rows]: the fact that a row belongs to
+    bare: Tensor  # [n]: the row of each fact's bare prompt
+    where: Tensor  # [m, 2]: (row, token) before each token of a target
+    token: Tensor  # [m]: that token of the target
     weight: Tensor  # [m]: 1 / (target length × prompts of the fact)
 
     @classmethod
-    def of(cls, trunk: Trunk, layer: int, requests: Sequence[Request], quick: Trunk | None = None) -> Asked:
-        """The hidden states are `trunk`'s; the cache is that of the trunk the search runs on."""
+    def prepare(
+        cls, trunk: Trunk, layer: int, facts: Sequence[FactPrompts], search_trunk: Trunk | None = None
+    ) -> SearchBatch:
+        """Run the prefixes. Hidden states come from `trunk`, the cache from the copy that the search runs on."""
         prefixes: list[tuple[int, ...]] = []
         suffixes: list[list[int]] = []
         owner, bare = [], []
         where, token, weight = [], [], []
-        for fact, request in enumerate(requests):
+        for index, fact in enumerate(facts):
             bare.append(len(suffixes))
-            for prompt in request.prompts:
-                at = prompt.subject_last
-                row = len(suffixes)
-                first = len(prompt.ids) - 1 - at  # index in the suffix of the prompt's last token
-                prefixes.append(prompt.ids[:at])
-                suffixes.append([*prompt.ids[at:], *request.target[:-1]])
-                owner.append(fact)
-                for step, wanted in enumerate(request.target):
-                    where.append((row, first + step))
-                    token.append(wanted)
-                    weight.append(1 / (len(request.target) * len(request.prompts)))
+            for prompt in fact.prompts:
+                row, start = len(suffixes), prompt.subject_last
+                prefixes.append(prompt.ids[:start])
+                suffixes.append([*prompt.ids[start:], *fact.target[:-1]])
+                owner.append(index)
+                for step, target_token in enumerate(fact.target, start=len(prompt.ids) - 1 - start):
+                    where.append((row, step))
+                    token.append(target_token)
+                    weight.append(1 / (len(fact.target) * len(fact.prompts)))
         past = Tokens.left_padded(prefixes, trunk.device)
-        cache = trunk.cache(past, until=None if quick is None else layer)
+        cache = trunk.cache(past, last_layer=None if search_trunk is None else layer)
         tokens = Tokens.following(past, suffixes)
         hidden = trunk.after(layer, tokens, cache=cache)
-        if quick is not None:
-            cache = quick.cache(past)
-        place = hidden.device
+        if search_trunk is not None:
+            cache = search_trunk.cache(past)
+        device = hidden.device
         return cls(
             tokens,
             cache,
             hidden,
-            torch.tensor(owner, device=place),
-            torch.tensor(bare, device=place),
-            torch.tensor(where, device=place),
-            torch.tensor(token, device=place),
-            torch.tensor(weight, dtype=torch.float64, device=place),
+            torch.tensor(owner, device=device),
+            torch.tensor(bare, device=device),
+            torch.tensor(where, device=device),
+            torch.tensor(token, device=device),
+            torch.tensor(weight, dtype=torch.float64, device=device),
         )
 
     def __len__(self) -> int:
@@ -115,33 +112,32 @@ class Asked:
 
     @property
     def subjects(self) -> Tensor:
-        """[n, 2]: (row, token) of each fact's subject, in its bare prompt. A later token cannot change what it says."""
+        """[n, 2]: (row, token) of each fact's subject in its bare prompt."""
         return torch.stack([self.bare, torch.zeros_like(self.bare)], dim=-1)
 
     @property
-    def rows_a_fact(self) -> float:
-        """How many rows a step runs for each fact."""
+    def rows_per_fact(self) -> float:
         return len(self.owner) / max(len(self), 1)
 
-    def keep(self, facts: Tensor) -> Asked:
-        """Some of the facts."""
-        new = torch.full((len(self),), -1, device=self.owner.device)
-        new[facts] = torch.arange(len(facts), device=facts.device)
-        rows = (new[self.owner] >= 0).nonzero().squeeze(-1)
-        renumbered = torch.full((len(self.owner),), -1, device=rows.device)
-        renumbered[rows] = torch.arange(len(rows), device=rows.device)
-        kept = renumbered[self.where[:, 0]] >= 0
-        where = torch.stack([renumbered[self.where[kept, 0]], self.where[kept, 1]], dim=-1)
-        there = rows.to(self.tokens.ids.device)
-        return Asked(
-            self.tokens.select(there),
-            select_cache(self.cache, there),
+    def select(self, facts: Tensor) -> SearchBatch:
+        """Return the batch of some of the facts."""
+        device = self.owner.device
+        new_fact = torch.full((len(self),), -1, device=device)
+        new_fact[facts] = torch.arange(len(facts), device=device)
+        rows = (new_fact[self.owner] >= 0).nonzero().squeeze(-1)
+        new_row = torch.full((len(self.owner),), -1, device=device)
+        new_row[rows] = torch.arange(len(rows), device=device)
+        stays = new_row[self.where[:, 0]] >= 0
+        cache_rows = rows.to(self.tokens.ids.device)
+        return SearchBatch(
+            self.tokens.select(cache_rows),
+            select_cache(self.cache, cache_rows),
             self.hidden[rows],
-            new[self.owner[rows]],
-            renumbered[self.bare[facts]],
-            where,
-            self.token[kept],
-            self.weight[kept],
+            new_fact[self.owner[rows]],
+            new_row[self.bare[facts]],
+            torch.stack([new_row[self.where[stays, 0]], self.where[stays, 1]], dim=-1),
+            self.token[stays],
+            self.weight[stays],
         )
 
 
@@ -151,62 +147,62 @@ class Objective:
 
     trunk: Trunk
     layer: int
-    asked: Asked
+    batch: SearchBatch
     settings: TargetSettings
     length: Tensor  # [n]: ‖h₀‖
-    original: Tensor | None = None  # [n, vocabulary]: log-probabilities at the subject when δ = 0; set by the first run
-    _moved: Tensor | None = None  # where the last run was, and what it found there
+    original: Tensor | None = None  # [n, vocabulary]: log-probabilities at the subject for δ = 0; set by the first run
+    _delta: Tensor | None = None  # the argument and the result of the last run
     _loss: Tensor | None = None
 
     def loss(self, delta: Tensor) -> Tensor:
-        self._moved = delta.detach().requires_grad_()
-        self._loss = self._run(self._moved)
+        self._delta = delta.detach().requires_grad_()
+        self._loss = self.run(self._delta)
         return self._loss.detach()
 
-    def slope(self) -> Tensor:
-        """The gradient where the loss was last asked for."""
+    def gradient(self) -> Tensor:
+        """Return the gradient at the last argument of `loss`."""
         assert self._loss is not None
-        assert self._moved is not None
-        return torch.autograd.grad(self._loss.sum(), self._moved)[0]
+        assert self._delta is not None
+        return torch.autograd.grad(self._loss.sum(), self._delta)[0]
 
-    def keep(self, facts: Tensor) -> Objective:
-        """Some of the facts."""
+    def select(self, facts: Tensor) -> Objective:
+        """Return the objective of some of the facts."""
         original = None if self.original is None else self.original[facts]
-        return replace(
-            self, asked=self.asked.keep(facts), length=self.length[facts], original=original, _moved=None, _loss=None
-        )
+        batch, length = self.batch.select(facts), self.length[facts]
+        return replace(self, batch=batch, length=length, original=original, _delta=None, _loss=None)
 
-    def _run(self, delta: Tensor) -> Tensor:
-        asked, settings = self.asked, self.settings
-        first = asked.hidden[:, :1] + delta[asked.owner].unsqueeze(1).to(asked.hidden.dtype)
-        hidden = torch.cat([first, asked.hidden[:, 1:]], dim=1).to(self.trunk.dtype)
-        wanted = torch.cat([asked.where, asked.subjects])
-        logits = self.trunk.logits(asked.tokens, wanted, cache=asked.cache, start=(self.layer, hidden))
-        said = torch.log_softmax(logits, dim=-1).to(delta)
-        targets, now = said[: len(asked.where)], said[len(asked.where) :]
-        picked = targets.gather(-1, asked.token.unsqueeze(-1)).squeeze(-1)
+    def run(self, delta: Tensor) -> Tensor:
+        """Compute the loss of δ, differentiably."""
+        batch, settings = self.batch, self.settings
+        first = batch.hidden[:, :1] + delta[batch.owner].unsqueeze(1).to(batch.hidden.dtype)
+        hidden = torch.cat([first, batch.hidden[:, 1:]], dim=1).to(self.trunk.dtype)
+        where = torch.cat([batch.where, batch.subjects])
+        logits = self.trunk.logits(batch.tokens, where, cache=batch.cache, resume=(self.layer, hidden))
+        log_probs = torch.log_softmax(logits, dim=-1).to(delta)
+        at_targets, at_subjects = log_probs[: len(batch.where)], log_probs[len(batch.where) :]
+        picked = at_targets.gather(-1, batch.token.unsqueeze(-1)).squeeze(-1)
         nll = delta.new_zeros(len(delta)).index_add(
-            0, asked.owner[asked.where[:, 0]], -picked * asked.weight.to(picked)
+            0, batch.owner[batch.where[:, 0]], -picked * batch.weight.to(picked)
         )
         if self.original is None:
-            self.original = now.detach()
-        divergence = (self.original.exp() * (self.original - now)).sum(-1)
+            self.original = at_subjects.detach()
+        divergence = (self.original.exp() * (self.original - at_subjects)).sum(-1)
         penalty = torch.linalg.vector_norm(delta, dim=-1) / self.length.square()
         return nll + settings.kl * divergence + settings.decay * penalty
 
 
-class Recorded:
-    """An objective as a CUDA graph: the loss and the gradient in one replay, without Python and launches between."""
+class RecordedObjective:
+    """An objective recorded as a CUDA graph: one replay computes the loss and the gradient."""
 
     def __init__(self, objective: Objective) -> None:
-        """`objective` has run once: whatever is set up on the first run is there, and not in the graph."""
-        self.objective = objective
-        self._delta = torch.zeros_like(objective.asked.hidden[objective.asked.bare, 0], dtype=objective.length.dtype)
+        """Record `objective`, which has run once, so that nothing set up by a first run goes into the graph."""
+        self.objective, self.batch = objective, objective.batch
+        self._delta = torch.zeros_like(self.batch.hidden[self.batch.bare, 0], dtype=objective.length.dtype)
         self._graph = torch.cuda.CUDAGraph()
         with captured(self._graph):
-            moved = self._delta.requires_grad_()
-            loss = objective._run(moved)
-            (self._slope,) = torch.autograd.grad(loss.sum(), moved)
+            delta = self._delta.requires_grad_()
+            loss = objective.run(delta)
+            (self._gradient,) = torch.autograd.grad(loss.sum(), delta)
             self._loss = loss.detach()
         self._delta = self._delta.detach()
 
@@ -215,29 +211,22 @@ class Recorded:
         self._graph.replay()
         return self._loss.clone()
 
-    def slope(self) -> Tensor:
-        return self._slope
+    def gradient(self) -> Tensor:
+        return self._gradient
 
-    @property
-    def asked(self) -> Asked:
-        return self.objective.asked
-
-    def keep(self, facts: Tensor) -> Objective:
+    def select(self, facts: Tensor) -> Objective:
         self._graph.reset()
-        return self.objective.keep(facts)
+        return self.objective.select(facts)
 
 
-RECORDING = 10_000  # rows whose step takes as long as recording one
+def can_record(trunk: Trunk) -> bool:
+    """Return whether the model is on one CUDA device, the current one, on which graphs are recorded."""
+    devices = {parameter.device for parameter in trunk.model.parameters()}
+    device = next(iter(devices))
+    return len(devices) == 1 and device.type == "cuda" and device.index in (None, torch.cuda.current_device())
 
 
-def can_be_recorded(trunk: Trunk) -> bool:
-    """Whether the model is on one CUDA device, and that is the current one, which graphs are captured on."""
-    places = {parameter.device for parameter in trunk.model.parameters()}
-    place = next(iter(places))
-    return len(places) == 1 and place.type == "cuda" and place.index in (None, torch.cuda.current_device())
-
-
-def recorded(objective: Objective) -> Recorded | Objective:
-    """The objective as a graph, or as it is, with a warning, when the model's code does not allow that."""
+def record(objective: Objective) -> RecordedObjective | Objective:
+    """Record an objective; return it unchanged, with a warning, if the model's code does not allow that."""
     name = type(objective.trunk.model).__name__
-    return or_none(lambda: Recorded(objective), f"the search for targets on {name}") or objective
+    return or_none(lambda: RecordedObjective(objective), f"the target search on {name}") or objective

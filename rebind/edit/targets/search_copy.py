@@ -1,8 +1,9 @@
-"""A model made quick at short sequences: what a search runs on, hundreds of times, in a few tokens a row.
+"""The copy of the model that target search runs on.
 
-Attention kernels are made for long sequences: at five queries and thirty keys a row they leave most of a GPU idle, and
-took a third of a search. Here attention is two plain products, with the query heads that share a key head stacked into
-one. Norms that are RMSNorm by another name become torch's one fused kernel.
+On a GPU the search uses a bfloat16 copy with a faster attention for short sequences; targets do not need float32
+precision. Attention kernels are made for long sequences: with five queries and thirty keys per row they leave most of
+a GPU idle, and took a third of a search. Here attention is two plain products, with the query heads that share a key
+head stacked into one. Modules that compute an RMSNorm use torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -16,26 +17,58 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rebind.edit.targets.objective import can_record
+from rebind.models.trunk import Trunk
+
 NAME = "rebind_short"
-LONGEST = 256  # keys: beyond, scores in memory cost more than a kernel that never stores them
+MAX_KEYS = 256  # with more keys, storing the scores costs more than a kernel that never stores them
+BYTES_PER_PARAMETER = 12  # GPU memory for the model (4), the copy (2) and the search itself
 
 
-def hurry(model: Any) -> None:
-    """Change how a model computes, not what, up to rounding. For a copy: it does not go back."""
-    if model.config._attn_implementation == "sdpa":  # others compute something that plain products do not
+class SearchCopy:
+    """Makes the copy for the first search, while the weights of the base model are in place."""
+
+    def __init__(self, trunk: Trunk) -> None:
+        self._trunk = trunk
+        self._copy: Trunk | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to search in. It depends on the size of the GPU, not on its free memory: results are repeatable."""
+        own = self._trunk.dtype
+        if own != torch.float32 or not can_record(self._trunk):
+            return own
+        size = sum(parameter.numel() for parameter in self._trunk.model.parameters())
+        return torch.bfloat16 if torch.cuda.mem_get_info(self._trunk.device)[1] > BYTES_PER_PARAMETER * size else own
+
+    def trunk(self) -> Trunk | None:
+        """Return the copy; None where the search runs on the model itself."""
+        if self.dtype == self._trunk.dtype:
+            return None
+        if self._copy is None or self._copy.dtype != self.dtype:
+            self._copy = self._trunk.narrowed(self.dtype)
+            speed_up(self._copy.model)
+        return self._copy
+
+
+def speed_up(model: Any) -> None:
+    """Change how a model computes, but not what, up to rounding. This cannot be reverted: use it on a copy."""
+    if model.config._attn_implementation == "sdpa":  # other implementations are not two plain products
         AttentionInterface.register(NAME, short_attention)
         AttentionMaskInterface.register(NAME, short_mask)
         model.set_attn_implementation(NAME)
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if isinstance(eps, float) and _is_rms_norm(module, eps):
-            module.forward = _Fused(module, eps)
+            module.forward = FusedRMSNorm(module, eps)
 
 
 def short_mask(*places: Any, dtype: torch.dtype = torch.float32, **others: Any) -> Tensor | None:
-    """0 where a query sees a key and the lowest number where it does not, [rows, 1, T, S]; made on the device alone."""
-    seen = sdpa_mask(*places, **{**others, "allow_is_causal_skip": False})
-    return None if seen is None else torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+    """Return 0 where a query sees a key and the lowest number elsewhere, [rows, 1, T, S], made on the device."""
+    visible = sdpa_mask(*places, **{**others, "allow_is_causal_skip": False})
+    if visible is None:
+        return None
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def short_attention(
@@ -48,11 +81,11 @@ def short_attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(q kᵀ + mask) v for queries [rows, H, T, d] and fewer keys' heads [rows, Hk, S, d]: [rows, T, H, d]."""
-    if attention_mask is None or dropout or key.shape[2] > LONGEST or others.get("position_bias") is not None:
-        seen = None if attention_mask is None else attention_mask == 0
-        told = sdpa_attention_forward(module, query, key, value, seen, dropout=dropout, scaling=scaling, **others)
-        return told[0], None
+    """Compute softmax(q kᵀ + mask) v of queries [rows, H, T, d] and keys [rows, H_k, S, d]: [rows, T, H, d]."""
+    if attention_mask is None or dropout or key.shape[2] > MAX_KEYS or others.get("position_bias") is not None:
+        visible = None if attention_mask is None else attention_mask == 0
+        out = sdpa_attention_forward(module, query, key, value, visible, dropout=dropout, scaling=scaling, **others)
+        return out[0], None
     rows, heads, tokens, width = query.shape
     shared = heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
@@ -64,21 +97,21 @@ def short_attention(
     return read.reshape(rows, heads, tokens, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-class _Fused:
-    """torch's RMSNorm with a module's weight; the module's own where x has another dtype, which no kernel takes."""
+class FusedRMSNorm:
+    """torch's RMSNorm with the weight of a module. Inputs of another dtype have no kernel: the module computes them."""
 
     def __init__(self, module: Any, eps: float) -> None:
-        self.weight, self.eps, self.own = module.weight, eps, module.forward
+        self.weight, self.eps, self.original = module.weight, eps, module.forward
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != self.weight.dtype:
-            return self.own(x)
+            return self.original(x)
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module, eps: float) -> bool:
-    """Whether a module answers as x · weight / √(mean x² + eps), to rounding: asked, not believed by its name."""
+    """Return whether a module computes x · weight / √(mean x² + eps), to rounding, by running it."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or len(list(module.parameters())) != 1:
         return False
@@ -87,5 +120,5 @@ def _is_rms_norm(module: nn.Module, eps: float) -> bool:
         answer = module(x)
     except (RuntimeError, TypeError):
         return False
-    expected = _Fused(module, eps)(x)
+    expected = FusedRMSNorm(module, eps)(x)
     return answer.shape == x.shape and torch.allclose(answer, expected, rtol=8 * torch.finfo(x.dtype).eps, atol=0)
