@@ -1,4 +1,11 @@
-"""rebind: a weight matrix as an associative memory. Write it, overwrite it, read it, forget."""
+"""rebind: a weight matrix as an associative memory that can be written, overwritten, read and forgotten.
+
+- `rebind.edit`: edit facts in pretrained language models (`Editor`)
+- `rebind.memory`: the algebra of writes (`Memory`, `Write`)
+- `rebind.ops`, `rebind.nn`: many writes, fast; sequence layers and models built on them
+- `rebind.models`: someone else's language model behind one object (`LanguageModel`)
+- `rebind.analysis`, `rebind.evals`, `rebind.lab`: tracing, evaluation of edits, experiments
+"""
 
 from __future__ import annotations
 
@@ -6,52 +13,88 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rebind.errors import (
+    CudaGraphWarning,
+    FactWarning,
+    GuardError,
     InputError,
+    LedgerError,
+    LedgerWarning,
+    MemoryWarning,
     NumericalError,
     NumericalWarning,
+    OutOfMemoryError,
     RebindError,
+    RebindWarning,
     ShapeError,
+    StorageError,
     UnknownNameError,
 )
 from rebind.version import __version__
 
 if TYPE_CHECKING:
-    from rebind import memory
-    from rebind.edit.editor import Editor
-    from rebind.memory import LowRank, Memory, Write, chain, get_rule, load
+    from rebind import analysis, edit, evals, lab, memory, models, nn, ops
+    from rebind.edit import Edit, Editor, Fact, Guard, Ledger
+    from rebind.memory import LowRank, Memory, Write, chain, get_rule
+    from rebind.models import LanguageModel
 
 __all__ = [
+    "CudaGraphWarning",
+    "Edit",
     "Editor",
+    "Fact",
+    "FactWarning",
+    "Guard",
+    "GuardError",
     "InputError",
+    "LanguageModel",
+    "Ledger",
+    "LedgerError",
+    "LedgerWarning",
     "LowRank",
     "Memory",
+    "MemoryWarning",
     "NumericalError",
     "NumericalWarning",
+    "OutOfMemoryError",
     "RebindError",
+    "RebindWarning",
     "ShapeError",
+    "StorageError",
     "UnknownNameError",
     "Write",
     "__version__",
+    "analysis",
     "chain",
+    "edit",
+    "evals",
     "get_rule",
-    "load",
+    "lab",
     "memory",
+    "models",
+    "nn",
+    "ops",
 ]
+
+_SUBPACKAGES = {"analysis", "edit", "evals", "lab", "memory", "models", "nn", "ops"}
+_HOMES = {
+    **dict.fromkeys(("Edit", "Editor", "Fact", "Guard", "Ledger"), "rebind.edit"),
+    **dict.fromkeys(("LowRank", "Memory", "Write", "chain", "get_rule"), "rebind.memory"),
+    "LanguageModel": "rebind.models",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Torch and transformers are imported when something of theirs is first asked for: `rebind --help` is quick."""
-    if name == "memory":
-        return import_module("rebind.memory")
-    if name not in __all__:
+    """Import torch and transformers when something that needs them is first used: `rebind --help` stays fast."""
+    if name not in _SUBPACKAGES and name not in _HOMES:
         raise AttributeError(f"module 'rebind' has no attribute {name!r}")
     try:
-        home = import_module("rebind.edit.editor" if name == "Editor" else "rebind.memory")
-    except ImportError as problem:
-        if name != "Editor":
+        return import_module(f"rebind.{name}") if name in _SUBPACKAGES else getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as problem:
+        if problem.name not in ("transformers", "tokenizers"):
             raise
-        raise ImportError(f"editing needs {problem.name}: pip install 'rebind[edit]'") from problem
-    return getattr(home, name)
+        raise ImportError(
+            f"rebind.{name} needs {problem.name}. Install it with: pip install 'rebind[edit]'"
+        ) from problem
 
 
 def __dir__() -> list[str]:

@@ -1,1 +1,56 @@
-"""Slow weights: facts written into a pretrained language model in closed form."""
+"""Edit facts in a pretrained language model, in closed form, so that every edit can be undone exactly.
+
+    from rebind.edit import Editor
+
+    editor = Editor("smollm2")
+    edit = editor.rewrite("The capital of {France} is", "Rome")
+    editor.undo(edit.id)
+
+- `editor`: the verbs
+- `methods`, `settings`: the editing methods, and what they run with on a model
+- `plan`, `guard`, `drift`: what an edit would cost, and what an edited model must pass
+- `facts`: facts, conflicts between them, and files of them
+- `moments`: the second moments of the keys that a model already uses
+- `targets`: the search for the hidden states that make a model say the targets
+- `solve`: from targets to one write per site
+- `ledger`: the append-only list of edits, and the weights that they fold to
+- `export`: checkpoints, delta files and PEFT adapters
+- `progress`, `wording`: how an editor reports its work, and numbers as people read them
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rebind.edit.editor import Editor
+    from rebind.edit.facts import Fact, read_facts
+    from rebind.edit.guard import Guard
+    from rebind.edit.ledger import Edit, Ledger
+    from rebind.edit.methods import METHODS
+    from rebind.edit.moments import Texts
+    from rebind.edit.progress import Progress
+    from rebind.edit.targets import TargetSettings
+
+__all__ = ["METHODS", "Edit", "Editor", "Fact", "Guard", "Ledger", "Progress", "TargetSettings", "Texts", "read_facts"]
+
+_HOMES = {
+    "METHODS": "methods",
+    "Edit": "ledger",
+    "Editor": "editor",
+    "Fact": "facts",
+    "Guard": "guard",
+    "Ledger": "ledger",
+    "Progress": "progress",
+    "TargetSettings": "targets",
+    "Texts": "moments",
+    "read_facts": "facts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first used: facts and ledgers can be read without loading transformers."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
