@@ -1,4 +1,4 @@
-"""Figures of a run: scores with intervals, scores against the number of edits, NLL before and after."""
+"""The figures of a run: scores with intervals, scores against the number of edits, NLL before and after."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rebind.evals.answers import by_fact
+from rebind.evals.answers import rows_by_fact
 from rebind.evals.scores import SHARES
-from rebind.evals.store import Row
-from rebind.files import write_atomically
+from rebind.evals.summary import describe_protocol
+from rebind.storage import Row, RunFolder, write_file
 
-BEFORE, AFTER, NEIGHBOUR = "#a9b1bd", "#2563eb", "#d97706"
-COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+BEFORE, AFTER, NEIGHBOR = "#a9b1bd", "#2563eb", "#d97706"
+COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 LINES = {"S": "#111827", "ES": "#2563eb", "PS": "#059669", "NS": "#d97706"}
 NAMES = {
     "free": "free decoding",
     "free_paraphrases": "free decoding, paraphrases",
     "free_consequences": "free decoding, consequences",
-    "kept": "neighbours' first token kept",
+    "locality": "first token unchanged, neighbors",
 }
 INK, SOFT, FAINT = "#1f2937", "#6b7280", "#e5e7eb"
-LEAST_ROWS = 4  # that there is room for: a lower figure cannot hold its title and legend
+MIN_ROWS = 4  # a lower figure has no room for its title and legend
 
 
-def draw(out: Path, summary: dict[str, Any], rows: Sequence[Row]) -> list[Path]:
-    """Every figure that the run has numbers for, as PNG in its folder."""
-    made = [_save(scores(summary), out / "scores.png"), _save(nll(summary, rows), out / "nll.png")]
+def draw_run(folder: RunFolder, summary: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Draw every figure that the run has numbers for, as PNG in its folder."""
+    folder.write("scores.png", _png(scores(summary)))
+    folder.write("nll.png", _png(nll(summary, rows)))
     if len(summary["states"]) > 2:
-        made.append(_save(against_edits([(summary["method"], summary)]), out / "edits.png"))
-    return made
+        folder.write("edits.png", _png(against_edits([(summary["method"], summary)])))
 
 
-def draw_comparison(path: Path, runs: Sequence[tuple[str, dict[str, Any]]]) -> Path:
-    """Runs in one figure: curves where there are checkpoints, else their last scores."""
+def draw_runs(path: Path, runs: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Draw runs into one figure: curves if there are checkpoints, else their last scores."""
     several = any(len(summary["states"]) > 2 for _, summary in runs)
-    return _save(against_edits(runs) if several else side_by_side(runs), path)
+    write_file(path, _png(against_edits(runs) if several else side_by_side(runs)))
 
 
 def scores(summary: dict[str, Any]) -> Figure:
-    """The shares before and after, with intervals."""
+    """Draw the scores that are shares, before and after, with intervals."""
     first, last = summary["states"][0]["scores"], summary["states"][-1]["scores"]
     names = [name for name in SHARES if name in last]
-    figure, axes = _figure(7.2, 1.2 + 0.36 * max(len(names), LEAST_ROWS))
+    figure, axes = _figure(7.2, 1.2 + 0.36 * max(len(names), MIN_ROWS))
     _rows(axes, names)
     for place, name in enumerate(names):
         now, before = last[name], first.get(name)
@@ -59,52 +59,52 @@ def scores(summary: dict[str, Any]) -> Figure:
         axes.plot(now["value"], place, "o", ms=7.5, color=AFTER, zorder=3)
         axes.annotate(f"{now['value']:.2f}", (1.045, place), va="center", fontsize=9, color=INK, annotation_clip=False)
     axes.plot([], [], "o", mfc="white", mec=BEFORE, mew=1.6, label="before")
-    axes.plot([], [], "o-", color=AFTER, lw=4, alpha=0.8, label="after, with 95 % interval")
+    axes.plot([], [], "o-", color=AFTER, lw=4, alpha=0.8, label="after, with 95% interval")
     _title(axes, _heading(summary), f"{summary['states'][-1]['records']:,} records of {_short(summary['data'])}")
     _legend(figure)
     return figure
 
 
 def side_by_side(runs: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
-    """The last scores of several runs."""
+    """Draw the last scores of several runs."""
     names = [name for name in SHARES if any(name in run["states"][-1]["scores"] for _, run in runs)]
-    least = 1.9 + 0.2 * len(runs)  # inches: a title, a row, and a legend that may need a line for each run
+    least = 1.9 + 0.2 * len(runs)  # inches: a title, a row, and a legend with up to one line per run
     figure, axes = _figure(7.2, max(1.3 + (0.26 + 0.14 * len(runs)) * len(names), least))
     _rows(axes, names)
     for number, (label, run) in enumerate(runs):
-        colour = COLOURS[number % len(COLOURS)]
+        color = COLORS[number % len(COLORS)]
         shift = 0.5 * (number - (len(runs) - 1) / 2) / max(len(runs) - 1, 1)
         for place, name in enumerate(names):
             if (now := run["states"][-1]["scores"].get(name)) is not None:
                 at = place + shift
-                axes.plot([now["low"], now["high"]], [at, at], color=colour, lw=4, alpha=0.28, solid_capstyle="round")
-                axes.plot(now["value"], at, "o", ms=6, color=colour, zorder=3)
-        axes.plot([], [], "o", color=colour, label=label)
-    _title(axes, "Runs side by side", "points: means, bars: 95 % intervals")
+                axes.plot([now["low"], now["high"]], [at, at], color=color, lw=4, alpha=0.28, solid_capstyle="round")
+                axes.plot(now["value"], at, "o", ms=6, color=color, zorder=3)
+        axes.plot([], [], "o", color=color, label=label)
+    _title(axes, "Runs side by side", "points: means, bars: 95% intervals")
     _legend(figure)
     return figure
 
 
 def against_edits(runs: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
-    """S (and for one run its parts) and the perplexity against the number of edits."""
+    """Draw S (for one run also its parts) and the perplexity against the number of edits."""
     figure = Figure(figsize=(9.6, 4.2), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
     alone = len(runs) == 1
     most = max(state["edits"] for _, run in runs for state in run["states"])
-    held_values: list[float] = []
+    perplexities: list[float] = []
     for number, (label, run) in enumerate(runs):
         states = [state for state in run["states"] if state["edits"]]
         for name in LINES if alone else ("S",):
             have = [state for state in states if name in state["scores"]]
-            colour = LINES[name] if alone else COLOURS[number % len(COLOURS)]
-            _curve(left, have, name, colour, name if alone else label)
-        colour = LINES["S"] if alone else COLOURS[number % len(COLOURS)]
-        held_values += _perplexity(right, run["states"], colour, label)
+            color = LINES[name] if alone else COLORS[number % len(COLORS)]
+            _curve(left, have, name, color, name if alone else label)
+        color = LINES["S"] if alone else COLORS[number % len(COLORS)]
+        perplexities += _perplexity(right, run["states"], color, label)
     left.set_ylim(-0.02, 1.02)
-    if max(held_values, default=1.0) > 10 * min(held_values, default=1.0):
+    if max(perplexities, default=1.0) > 10 * min(perplexities, default=1.0):
         right.set_yscale("log")
-    held_name = "perplexity of held text" + (", ×: not finite" if len(right.lines) > len(runs) else "")
-    for axes, name in ((left, "score" if alone else "S"), (right, held_name)):
+    label_right = "perplexity" + (", ×: not finite" if len(right.lines) > len(runs) else "")
+    for axes, name in ((left, "score" if alone else "S"), (right, label_right)):
         _plain(axes)
         axes.set_xlabel("records written")
         axes.set_xlim(-0.03 * most, 1.03 * most)
@@ -122,35 +122,36 @@ def against_edits(runs: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
     return figure
 
 
-def _perplexity(axes: Axes, states: Sequence[dict[str, Any]], colour: str, label: str) -> list[float]:
-    """A curve through the finite values, which are given back; crosses at the top for the others."""
+def _perplexity(axes: Axes, states: Sequence[dict[str, Any]], color: str, label: str) -> list[float]:
+    """Draw a curve through the finite values and crosses at the top for the others; return the finite values."""
     at = [state["edits"] for state in states]
-    held = [state["drift"].get("perplexity") for state in states]
-    axes.plot(at, [math.nan if one is None else one for one in held], "o-", color=colour, ms=4.5, lw=1.8, label=label)
-    if beyond := [state["edits"] for state in states if state["drift"].get("perplexity", 0.0) is None]:
+    values = [state["drift"].get("perplexity") for state in states]
+    heights = [math.nan if value is None else value for value in values]
+    axes.plot(at, heights, "o-", color=color, ms=4.5, lw=1.8, label=label)
+    if infinite := [state["edits"] for state in states if state["drift"].get("perplexity", 0.0) is None]:
         top = axes.get_xaxis_transform()
-        axes.plot(beyond, [1.0] * len(beyond), "x", color=colour, ms=6.5, mew=1.8, transform=top, clip_on=False)
-    return [one for one in held if one is not None]
+        axes.plot(infinite, [1.0] * len(infinite), "x", color=color, ms=6.5, mew=1.8, transform=top, clip_on=False)
+    return [value for value in values if value is not None]
 
 
-def _curve(axes: Axes, states: Sequence[dict[str, Any]], name: str, colour: str, label: str) -> None:
+def _curve(axes: Axes, states: Sequence[dict[str, Any]], name: str, color: str, label: str) -> None:
     at = [state["edits"] for state in states]
     low, middle, high = ([state["scores"][name][part] for state in states] for part in ("low", "value", "high"))
-    axes.fill_between(at, low, high, color=colour, alpha=0.13, lw=0)
-    axes.plot(at, middle, "o-", color=colour, ms=4.5, lw=2.4 if name == "S" else 1.6, label=label)
+    axes.fill_between(at, low, high, color=color, alpha=0.13, lw=0)
+    axes.plot(at, middle, "o-", color=color, ms=4.5, lw=2.4 if name == "S" else 1.6, label=label)
 
 
 def nll(summary: dict[str, Any], rows: Sequence[Row]) -> Figure:
-    """Each target's NLL in the base model and in the last state: what moved, and what should not have."""
+    """Draw the NLL of each target in the base model and in the last state."""
     last = summary["states"][-1]["edits"]
     base = {row["record"]: row for row in rows if row["edits"] == 0}
     pairs = [(base[row["record"]], row) for row in rows if row["edits"] == last]
-    facts = [both for before, after in pairs for both in zip(by_fact(before), by_fact(after), strict=True)]
+    facts = [both for before, after in pairs for both in zip(rows_by_fact(before), rows_by_fact(after), strict=True)]
     series = [
         (
-            "true target, neighbours: should stay",
-            NEIGHBOUR,
-            [p for one in pairs for p in _points(one, "neighbours", "true")],
+            "true target, neighbors: should stay",
+            NEIGHBOR,
+            [p for one in pairs for p in _points(one, "neighbors", "true")],
         ),
         (
             "new target, paraphrases: should fall",
@@ -168,15 +169,15 @@ def nll(summary: dict[str, Any], rows: Sequence[Row]) -> Figure:
     most = 1.05 * max(points, default=1.0)
     axes.plot([0, most], [0, most], color=BEFORE, lw=1, ls=(0, (4, 3)), zorder=1)
     size = 26 if len(pairs) <= 50 else 12 if len(pairs) <= 500 else 5
-    for label, colour, some in series:
+    for label, color, some in series:
         if some:
             x, y = zip(*some, strict=True)
-            axes.scatter(x, y, s=size, color=colour, alpha=0.55, lw=0, label=label, zorder=2)
+            axes.scatter(x, y, s=size, color=color, alpha=0.55, lw=0, label=label, zorder=2)
     axes.set(
         xlim=(-0.015 * most, most),
         ylim=(-0.015 * most, most),
-        xlabel="NLL a token, before",
-        ylabel="NLL a token, after",
+        xlabel="NLL per token, before",
+        ylabel="NLL per token, after",
     )
     axes.set_aspect("equal")
     _title(axes, _heading(summary), "each target's negative log-likelihood")
@@ -190,7 +191,7 @@ def _points(pair: tuple[Row, Row], group: str, target: str) -> list[tuple[float,
     return [(one[target]["nll"], other[target]["nll"]) for one, other in both if target in one]
 
 
-# The house style
+# Style
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -201,7 +202,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
-    """Names down the left, shares along the bottom."""
+    """Put names down the left and shares along the bottom."""
     axes.set_yticks(range(len(names)), [NAMES.get(name, name) for name in names])
     axes.set(xlim=(-0.02, 1.02), ylim=(len(names) - 0.4, -0.6))
     axes.grid(axis="y", visible=False)
@@ -227,21 +228,19 @@ def _title(axes: Axes, text: str, below: str) -> None:
 
 
 def _legend(figure: Figure, columns: int = 4) -> None:
-    """Below everything, in so many columns or as many as there is room for."""
+    """Put the legend below everything, in up to this many columns."""
     labels = [label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]]
-    widest = 0.45 + 0.075 * max(map(len, labels), default=0)  # inches: a mark and letters of 9 points
+    widest = 0.45 + 0.075 * max(map(len, labels), default=0)  # inches: a marker and 9-point letters
     columns = max(1, min(columns, int(figure.get_figwidth() / widest)))
     figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
 
 
 def _heading(summary: dict[str, Any]) -> str:
-    from rebind.evals.report import described
-
-    return f"{summary['method']} on {_short(Path(summary['model']).name)}, {described(summary)}"
+    return f"{summary['method']} on {_short(Path(summary['model']).name)}, {describe_protocol(summary)}"
 
 
 def _short(name: str, most: int = 36) -> str:
-    """A name that a line has room for.
+    """Shorten a name in its middle.
 
     >>> _short("SmolLM2-135M-Instruct"), _short("a-name-that-goes-on-and-on", most=16)
     ('SmolLM2-135M-Instruct', 'a-name-…n-and-on')
@@ -250,9 +249,8 @@ def _short(name: str, most: int = 36) -> str:
     return name if len(name) <= most else f"{name[: half - 1]}…{name[-half:]}"
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def _png(figure: Figure) -> bytes:
     data = io.BytesIO()
     FigureCanvasAgg(figure)
     figure.savefig(data, format="png", metadata={"Software": None})
-    write_atomically(path, data.getvalue())
-    return path
+    return data.getvalue()

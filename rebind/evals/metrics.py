@@ -1,8 +1,8 @@
 """The metrics of the editing papers, one function each, on plain numbers and texts.
 
-NLL is the negative log-likelihood of a target, a token: the mean over its tokens, so that long targets and
-short ones compare. A pair is (NLL of the new target, NLL of the true one). Scores are means over the prompts
-of one record; `bootstrap` takes the means over records and says how far they can be trusted.
+NLL is the negative log-likelihood of a target, averaged over its tokens so that long and short targets can be compared.
+A pair is (NLL of the new target, NLL of the true one). A score is a mean over the prompts of one record; `bootstrap`
+averages over records and computes confidence intervals.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from rebind.edit.facts.encoding import SPACELESS
 from rebind.errors import InputError
+from rebind.models.prompts import SPACELESS_SCRIPTS
 
 Pair = tuple[float, float]  # NLL of the new target, of the true one
 Values = NDArray[np.float64]
 
-# Words, single signs of scripts written without spaces, and punctuation.
-WORDS = re.compile(rf"{SPACELESS.pattern}|(?:(?!{SPACELESS.pattern})\w)+|[^\w\s]")
+# Words, single characters of scripts written without spaces, and punctuation.
+WORDS = re.compile(rf"{SPACELESS_SCRIPTS.pattern}|(?:(?!{SPACELESS_SCRIPTS.pattern})\w)+|[^\w\s]")
 
 
-# What the model finds likelier
+# Which target is likelier
 
 
 def efficacy_score(pairs: Sequence[Pair]) -> float:
-    """ES on a fact's own prompt, PS on its paraphrases: how often the new target is likelier than the true one.
+    """Return how often the new target is likelier than the true one: ES on the prompt, PS on the paraphrases.
 
     >>> efficacy_score([(0.5, 2.0), (3.0, 1.0)])
     0.5
@@ -40,24 +40,26 @@ def efficacy_score(pairs: Sequence[Pair]) -> float:
     return fmean(new < true for new, true in pairs)
 
 
-def neighbourhood_score(pairs: Sequence[Pair]) -> float:
-    """NS, on prompts about other subjects: how often the true target is still likelier than the new one."""
+def neighborhood_score(pairs: Sequence[Pair]) -> float:
+    """Return how often the true target is still likelier than the new one, on prompts about other subjects: NS."""
     return fmean(true < new for new, true in pairs)
 
 
 def harmonic_score(*scores: float) -> float:
-    """S, the harmonic mean of ES, PS and NS: near zero as soon as one of them is.
+    """Return S, the harmonic mean of ES, PS and NS, which is near zero as soon as one of them is.
 
     >>> round(harmonic_score(1.0, 0.5, 0.5), 3)
     0.6
     """
     if not scores or min(scores) < 0:
-        raise InputError(f"scores are {scores}, expected at least one and none below 0: check what was measured")
+        raise InputError(
+            f"The scores are {scores}", expected="at least one, and none below 0", code="scores_not_positive"
+        )
     return 0.0 if min(scores) == 0 else len(scores) / sum(1 / score for score in scores)
 
 
 def magnitude(pairs: Sequence[Pair]) -> float:
-    """EM, PM: by how much the new target is more probable than the true one, p = exp(−NLL). NM is its negative."""
+    """Return by how much the new target is more probable than the true one, p = exp(−NLL): EM, PM and −NM."""
     return fmean(math.exp(-new) - math.exp(-true) for new, true in pairs)
 
 
@@ -65,7 +67,7 @@ def magnitude(pairs: Sequence[Pair]) -> float:
 
 
 def accuracy(counts: Sequence[tuple[int, int]]) -> float:
-    """EA, PA: how often every token of the target is the model's first choice. (right, tokens) for each prompt.
+    """Return how often every token of the target is the first choice, from (right, tokens) per prompt: EA, PA.
 
     >>> accuracy([(2, 2), (1, 2)])
     0.5
@@ -74,9 +76,9 @@ def accuracy(counts: Sequence[tuple[int, int]]) -> float:
 
 
 def token_accuracy(counts: Sequence[tuple[int, int]]) -> float:
-    """ZsRE's accuracy: the share of a target's tokens that are first choices, the right ones before them given.
+    """Return the share of target tokens that are first choices, given the right tokens before them.
 
-    On the prompt it is zsRE's efficacy, on the rephrased question its paraphrase score, and on the unrelated
+    On the prompt this is zsRE's efficacy, on the rephrased question its paraphrase score, and on the unrelated
     question with its true answer its specificity.
 
     >>> token_accuracy([(2, 2), (1, 2)])
@@ -86,7 +88,7 @@ def token_accuracy(counts: Sequence[tuple[int, int]]) -> float:
 
 
 def portability(questions: Sequence[Sequence[tuple[int, int]]]) -> float:
-    """Token accuracy on consequences of the fact, for each question that of the answer's best wording.
+    """Return the token accuracy on consequences of the fact, using the best wording of each answer.
 
     >>> portability([[(1, 2), (2, 2)], [(0, 1)]])
     0.5
@@ -94,15 +96,15 @@ def portability(questions: Sequence[Sequence[tuple[int, int]]]) -> float:
     return fmean(max(right / tokens for right, tokens in wordings) for wordings in questions)
 
 
-def kept(before: Sequence[int], after: Sequence[int]) -> float:
-    """How many prompts are answered as before, by the first token: EasyEdit's locality."""
+def locality(before: Sequence[int], after: Sequence[int]) -> float:
+    """Return the share of prompts whose first answer token is unchanged: EasyEdit's locality."""
     return fmean(one == other for one, other in zip(before, after, strict=True))
 
 
 def free_decoding(text: str, answers: Iterable[str], instead: Iterable[str] = ()) -> bool:
-    """Whether a text the model made freely says an answer, and says it before any of what it should not say.
+    """Return whether a generated text says an answer before it says any of the wrong answers in `instead`.
 
-    Of two that begin at one place the longer one was said.
+    If two phrases begin at the same word, the longer one counts.
 
     >>> free_decoding(" the city of Rome, Italy", ["Rome"], instead=["Paris"])
     True
@@ -115,9 +117,9 @@ def free_decoding(text: str, answers: Iterable[str], instead: Iterable[str] = ()
 
 
 def _places(text: str, phrases: Iterable[str]) -> list[tuple[float, int]]:
-    """Where each phrase first stands in the text as whole words, case and encoding of accents aside.
+    """Return (first position, −number of words) of each phrase that occurs in the text as whole words.
 
-    (place, −words of the phrase): the least is the first, and the longest of those at one place.
+    Case and the encoding of accents are ignored. The smallest pair is the earliest phrase, then the longest.
     """
     words = words_of(text)
     found: list[tuple[float, int]] = []
@@ -134,7 +136,7 @@ def _places(text: str, phrases: Iterable[str]) -> list[tuple[float, int]]:
 
 
 def words_of(text: str) -> list[str]:
-    """Words and punctuation marks, folded as a reader compares them.
+    """Split a text into words and punctuation marks, with case and encoding folded.
 
     >>> words_of("It's 東京, São")
     ['it', "'", 's', '東', '京', ',', 'são']
@@ -143,7 +145,7 @@ def words_of(text: str) -> list[str]:
 
 
 def ngram_entropy(words: Sequence[str], n: int) -> float:
-    """The entropy, in bits, of the n-grams of a text.
+    """Return the entropy of the n-grams of a text, in bits.
 
     >>> ngram_entropy("a b a b a".split(), 2)
     1.0
@@ -154,9 +156,9 @@ def ngram_entropy(words: Sequence[str], n: int) -> float:
 
 
 def fluency(texts: Sequence[str]) -> float:
-    """GE: 100 · mean of ½(⅔ H₂ + 4⁄3 H₃), entropies of two- and three-word sequences. A text that repeats has little.
+    """Return GE: 100 · mean of ½(⅔ H₂ + 4⁄3 H₃), the entropies of 2-grams and 3-grams; low for repetitive text.
 
-    ROME's table shows it as here, times 100.
+    The factor of 100 is that of ROME's table.
     """
     return 100 * fmean(
         (2 / 3 * ngram_entropy(words, 2) + 4 / 3 * ngram_entropy(words, 3)) / 2 for words in map(words_of, texts)
@@ -164,13 +166,13 @@ def fluency(texts: Sequence[str]) -> float:
 
 
 def inverse_document_frequencies(documents: Sequence[str]) -> dict[str, float]:
-    """Idf of every word: ln((1 + documents) / (1 + those with the word)) + 1."""
+    """Return ln((1 + documents) / (1 + documents with the word)) + 1 for every word."""
     having = Counter(word for document in documents for word in set(words_of(document)))
     return {word: math.log((1 + len(documents)) / (1 + count)) + 1 for word, count in having.items()}
 
 
 def consistency(text: str, reference: str, idf: Mapping[str, float]) -> float:
-    """RS: the cosine of the TF-IDF vectors of what was generated and of a reference text; unknown words count most."""
+    """Return RS: the cosine of the TF-IDF vectors of a text and a reference; unknown words weigh most."""
     rarest = max(idf.values(), default=1.0)
     one, other = (
         {word: count * idf.get(word, rarest) for word, count in Counter(words_of(part)).items()}
@@ -181,7 +183,7 @@ def consistency(text: str, reference: str, idf: Mapping[str, float]) -> float:
 
 
 def perplexity(nll: float, tokens: int) -> float:
-    """Of a text, from the summed negative log-likelihood of its tokens.
+    """Return the perplexity of a text from the summed negative log-likelihood of its tokens.
 
     >>> round(perplexity(3 * math.log(8), 3), 6)
     8.0
@@ -189,17 +191,17 @@ def perplexity(nll: float, tokens: int) -> float:
     return math.exp(nll / tokens) if nll / tokens < 700 else math.inf
 
 
-# How far to trust a mean
+# Confidence intervals
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over records and the interval that holds it in 95 of 100 resamplings."""
+    """A mean over records with its confidence interval."""
 
     value: float
     low: float
     high: float
-    records: int  # that have this score at all
+    records: int  # number of records that have this score
 
 
 def bootstrap(
@@ -210,10 +212,10 @@ def bootstrap(
     rounds: int = 1000,
     level: float = 0.95,
 ) -> dict[str, Estimate]:
-    """Percentile intervals of the means of columns that have one value (or None) for each record.
+    """Return the mean of each column with its percentile interval. A column has one value (or None) per record.
 
-    Whole records are drawn, the same ones for every column. `joined` names harmonic means of columns: S is that
-    of the three means, not the mean of records' own. A column without any value is left out.
+    Whole records are resampled, the same ones for every column. `joined` names harmonic means of columns: S is the
+    harmonic mean of three means, not a mean of harmonic means. A column without any value is omitted.
     """
     names = [name for name, column in columns.items() if any(value is not None for value in column)]
     if not names:
@@ -237,7 +239,7 @@ def bootstrap(
 def _means(
     filled: Values, there: NDArray[np.bool_], mixes: Mapping[str, Sequence[int]], rows: NDArray[np.int64]
 ) -> Values:
-    """The mean of every column over some records, then the harmonic mixes of them."""
+    """Return the mean of every column over some records, then the harmonic means of them."""
     counts = there[rows].sum(axis=0)
     sums = filled[rows].sum(axis=0)
     means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)

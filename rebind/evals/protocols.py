@@ -1,11 +1,11 @@
-"""The three ways in which papers put a method to the test.
+"""The three protocols of the papers.
 
-- *single*: each record alone; the model is put back, byte for byte, before the next.
+- *single*: each record alone; the model is restored, byte for byte, before the next record.
 - *batch*: all records in one edit.
-- *sequential*: batch after batch into the same model, nothing taken back; everything written so far is asked again
-  at checkpoints (after 1, 2, 4, 8, … batches and at the end, or every so many).
+- *sequential*: batch after batch into the same model; everything written so far is evaluated at checkpoints (after
+  1, 2, 4, 8, … batches and at the end, or after every `every` batches).
 
-A protocol is a list of stages: which batches are in the model, and which records are asked then.
+A protocol is a list of stages: which batches the model holds, and which records are asked about.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from rebind.memory.checks import unknown_name
 class Stage:
     """A state of the model in which questions are asked."""
 
-    edits: int  # records written; 0 is the base model
-    batches: tuple[range, ...]  # of records, each written as one edit, in order
-    asked: range  # records
-    alone: bool = False  # whether the model holds nothing but these batches
+    edits: int  # number of records written; 0 is the base model
+    batches: tuple[range, ...]  # ranges of records, each written as one edit, in order
+    records: range  # the records to ask about
+    alone: bool = False  # whether the model holds only these batches
 
 
 @dataclass(frozen=True)
-class Unit:
-    """What is asked and stored at once: a run that was killed goes on with the first unit that is not on disk."""
+class WorkUnit:
+    """Records that are asked about and stored together; a killed run resumes at the first unit that is not stored."""
 
     stage: Stage
-    asked: range
-    drift: bool  # whether to look at the model as a whole too
+    records: range
+    drift: bool  # whether to measure the model as a whole as well
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How records are written. `stages(n)` begins with the base model."""
+    """How records are written and when they are evaluated."""
 
     name: str
-    batch: int | None = None  # records an edit; None: all of them
+    batch: int | None = None  # records per edit; None: all of them
     alone: bool = False
-    every: int | None = None  # batches from one checkpoint to the next; None: they double
+    every: int | None = None  # batches between checkpoints; None: after 1, 2, 4, 8, …
 
     def stages(self, n: int) -> Iterator[Stage]:
+        """Yield the stages of an evaluation of `n` records, the base model first."""
         yield Stage(0, (), range(n), self.alone)
         size = self.batch or n
         batches = [range(begin, min(begin + size, n)) for begin in range(0, n, size)]
@@ -56,14 +57,14 @@ class Protocol:
             written = batches[count - 1].stop
             yield Stage(written, tuple(batches[:count]), range(written))
 
-    def units(self, n: int, at_once: int, drifts: int) -> list[Unit]:
-        """The stages cut into portions of records; of single edits only the first `drifts` are looked at as a whole."""
+    def units(self, n: int, unit_size: int, drift_edits: int) -> list[WorkUnit]:
+        """Split the stages into units of `unit_size` records; drift is measured for `drift_edits` single edits."""
         units = []
         for number, stage in enumerate(self.stages(n)):
-            for begin in range(stage.asked.start, stage.asked.stop, at_once):
-                part = range(begin, min(begin + at_once, stage.asked.stop))
-                first = begin == stage.asked.start
-                units.append(Unit(stage, part, first and (not self.alone or number <= drifts)))
+            for begin in range(stage.records.start, stage.records.stop, unit_size):
+                part = range(begin, min(begin + unit_size, stage.records.stop))
+                first = begin == stage.records.start
+                units.append(WorkUnit(stage, part, first and (not self.alone or number <= drift_edits)))
         return units
 
     def _checkpoints(self, batches: int) -> list[int]:
@@ -77,9 +78,9 @@ PROTOCOLS = ("single", "batch", "sequential")
 
 
 def get_protocol(name: str, *, batch: int = 100, every: int | None = None) -> Protocol:
-    """A protocol by its name; `batch` and `every` are for the sequential one."""
+    """Return a protocol by name; `batch` and `every` apply to the sequential one."""
     if batch < 1 or (every is not None and every < 1):
-        raise InputError(f"batch is {batch} and every is {every}, expected 1 or more: give larger numbers")
+        raise InputError(f"batch is {batch} and every is {every}", expected="1 or more", code="setting_too_small")
     if name == "single":
         return Protocol(name, batch=1, alone=True)
     if name == "batch":

@@ -1,18 +1,18 @@
-"""An evaluation: write records by a method and a protocol, ask everything before and after, keep it all in a folder.
+"""Run an evaluation: write records by a method and a protocol, ask everything before and after, store all of it.
 
     editor = Editor()
-    result = evaluate(editor, bundled(10), Trial(method="memit"), "results/memit")
+    result = evaluate(editor, bundled_records(10), EvalConfig(method="memit"), "results/memit")
 
-The folder holds
+The run folder holds
 
-    config.json      everything needed to repeat the run: model, data, method, settings given and used, seed, versions
-    records.jsonl    what the model said: a line for each record in each state of the model, the base (edits 0) first
-    edits.jsonl      what was written: layers, λ and the rest for each edit
-    drift.jsonl      the model as a whole: perplexity, canaries, growth of the weights
-    timings.jsonl    seconds, the one file that differs from run to run
-    summary.json, table.md, figures                              made from the files above
+    config.json      everything needed to repeat the run: model, data, method, settings, seed, versions
+    records.jsonl    the answers: one row per record in each state of the model, the base model (edits 0) first
+    edits.jsonl      the settings of every edit: layers, λ and the rest
+    drift.jsonl      the model as a whole: perplexity, canary prompts, growth of the weights
+    timings.jsonl    seconds; the only file that differs between two runs
+    summary.json, table.md, *.png                                made from the files above
 
-Same seed, same machine, same bytes. A run that was killed goes on where it stopped when it is called again.
+The same seed on the same machine gives the same bytes. A killed run resumes when it is called again.
 """
 
 from __future__ import annotations
@@ -33,55 +33,54 @@ from torch import nn
 
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
-from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.edit import Edit, library_versions
 from rebind.edit.ledger.ledger import Ledger
-from rebind.edit.ledger.lock import Lock
-from rebind.edit.ledger.versions import versions
-from rebind.edit.methods import Settings, get_method
+from rebind.edit.methods import get_method
+from rebind.edit.settings import EditSettings
 from rebind.errors import InputError, RebindError
 from rebind.evals import report
-from rebind.evals.answers import Asking, answer_all
-from rebind.evals.asking import Model
-from rebind.evals.drift import Held
-from rebind.evals.protocols import Protocol, Stage, Unit, get_protocol
+from rebind.evals.answers import QuestionSettings, answer_records
+from rebind.evals.drift import DriftMeter
+from rebind.evals.protocols import Protocol, Stage, WorkUnit, get_protocol
 from rebind.evals.records import Records
-from rebind.evals.scores import S_OF, scores_of
-from rebind.evals.store import Lines, Row, read_json, write_json
+from rebind.evals.scores import PARTS_OF_S, compute_scores
 from rebind.models.fingerprint import fingerprint
 from rebind.models.sites import module_at
+from rebind.storage import JsonLines, Row, RunFolder
 
-FORMAT = "rebind-eval-1"
-CONFIG, RECORDS, EDITS, DRIFT, TIMINGS = "config.json", "records.jsonl", "edits.jsonl", "drift.jsonl", "timings.jsonl"
+RECORDS, EDITS, DRIFT, TIMINGS = "records.jsonl", "edits.jsonl", "drift.jsonl", "timings.jsonl"
 RUNS = Path("runs")
-WORK = "work"  # the ledger and the lock of a run that is not finished
-CPU_RECORDS, GPU_RECORDS = 64, 512  # asked at once
+WORK = "work"  # the ledger of a run that is not finished
+CPU_RECORDS, GPU_RECORDS = 64, 512  # records per unit of work
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What is tried, and how it is measured."""
+class EvalConfig:
+    """Which method is evaluated, and how."""
 
     method: str = "memit"
     protocol: Protocol = get_protocol("single")  # noqa: RUF009 - frozen
     layers: tuple[int, ...] | None = None
     lam: float | None = None
-    steps: int | None = None  # most steps of the search for targets; None: the method's
-    asking: Asking = Asking()  # noqa: RUF009 - frozen
-    drifts: int = 3  # single edits of which drift is measured
+    steps: int | None = None  # maximum number of steps of target search; None: the method's default
+    questions: QuestionSettings = QuestionSettings()  # noqa: RUF009 - frozen
+    drift_edits: int = 3  # with the single protocol, drift is measured for this many edits
     rounds: int = 1000  # of the bootstrap
+    unit_size: int | None = None  # records that are asked about and stored together; None: by device
+    figures: bool = True
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What an evaluation tells of its work."""
+class EvalProgress:
+    """Call-backs that report progress; each may be replaced by one that draws a bar."""
 
     unit: Callable[[int, int, Stage, dict[str, float]], None] = lambda done, total, stage, scores: None
-    doing: Callable[[str], None] = lambda what: None  # "asking", "drift" or what the editor says
+    phase: Callable[[str], None] = lambda name: None  # "asking", "drift" or a phase of the editor
 
 
 @dataclass(frozen=True)
-class Result:
-    """A finished run: its folder, and what is in it in short."""
+class EvalResult:
+    """A finished run: its folder, config and summary."""
 
     folder: Path
     config: dict[str, Any]
@@ -91,44 +90,52 @@ class Result:
 def evaluate(
     editor: Editor,
     records: Records,
-    trial: Trial,
+    config: EvalConfig | None = None,
     out: str | Path | None = None,
     *,
     text: str | None = None,
-    progress: Progress | None = None,
-) -> Result:
-    """Run a trial on the editor's base model and write its folder: `out`, or one of its own in `runs`.
+    progress: EvalProgress | None = None,
+) -> EvalResult:
+    """Evaluate a method on the editor's base model, and return the summary.
 
-    `text` is held text for the perplexity, in place of ours.
+    Args:
+        editor: an editor without active edits. Its weights are the same bytes afterwards.
+        records: what to write and to ask, from `read_records` or `bundled_records`.
+        config: the method, the protocol and how much to ask.
+        out: the run folder; by default one in `runs/` that belongs to this configuration.
+        text: text for perplexity; by default one that comes with the package.
+        progress: where to report progress.
     """
-    get_method(trial.method)
+    config = config or EvalConfig()
+    get_method(config.method)
     if not records:
-        raise InputError("got no records, expected at least one: check the file")
+        raise InputError("There are no records", expected="at least one", code="no_records")
     if editor.ledger.active:
         raise InputError(
-            f"the editor has {len(editor.ledger.active)} active edits, expected none: open it without a ledger"
+            f"The editor has {len(editor.ledger.active)} active edits",
+            expected="none",
+            advice="Use an editor without a ledger",
+            code="editor_has_edits",
         )
-    run = _Run(editor, records, trial, Held(editor, text), progress or Progress())
-    config = run.config()
-    run.out = Path(out).expanduser() if out is not None else default_folder(config)
-    _claim(run.out, config)
-    work = run.out / WORK
-    work.mkdir(exist_ok=True)
-    with Lock(work / "lock").held(0), _unguarded(editor):
-        rows, drift = run.go()
-        shutil.rmtree(work, ignore_errors=True)
-    return Result(run.out, config, report.write(run.out, config, records, rows, drift))
+    run = _Run(editor, records, config, DriftMeter(editor, text), progress or EvalProgress())
+    described = run.describe()
+    path = Path(out).expanduser() if out is not None else default_folder(described)
+    with RunFolder.open(path, "evaluation", described) as folder, _without_guard(editor):
+        rows, drift = run.run(folder)
+        shutil.rmtree(folder.file(WORK), ignore_errors=True)
+        summary = report.write(folder, records, rows, drift, figures=config.figures)
+    return EvalResult(path, described, summary)
 
 
 def default_folder(config: dict[str, Any]) -> Path:
-    """One for each configuration: the same call goes on with the same run."""
+    """Return a folder in `runs/` for each configuration, so that the same call resumes the same run."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
     return RUNS / f"{config['method']}-{config['protocol']['name']}-{config['data']['records']}-{digest}"
 
 
 @contextmanager
-def _unguarded(editor: Editor) -> Iterator[None]:
-    """No guard: what an edit breaks is to be measured, not refused."""
+def _without_guard(editor: Editor) -> Iterator[None]:
+    """Turn the guard off: an evaluation measures what an edit breaks instead of refusing it."""
     guard, editor.guard = editor.guard, None
     try:
         yield
@@ -136,265 +143,246 @@ def _unguarded(editor: Editor) -> Iterator[None]:
         editor.guard = guard
 
 
-def _claim(out: Path, config: dict[str, Any]) -> None:
-    """Make the folder this run's, or see that it is."""
-    found = _config_at(out)
-    if found is not None:
-        if found != config:
-            names = ", ".join(_differences(found, config))
-            raise InputError(
-                f"{out} holds a run that differs in {names}, expected the same run to go on with: name another --out"
-            )
-        return
-    if out.exists() and (not out.is_dir() or not all(path.match(".*.tmp") for path in out.iterdir())):
-        raise InputError(f"{out} is there already and holds no evaluation: name another --out")
-    write_json(out / CONFIG, config)
-
-
-def _config_at(out: Path) -> dict[str, Any] | None:
-    """That of the evaluation in a folder; a model's, or another program's, is none."""
-    if not (out / CONFIG).exists():
-        return None
-    found = read_json(out / CONFIG)
-    return found if isinstance(found, dict) and str(found.get("format", "")).startswith("rebind-eval") else None
-
-
-def _differences(one: Any, other: Any, prefix: str = "") -> list[str]:
-    if isinstance(one, dict) and isinstance(other, dict):
-        names = sorted(one.keys() | other.keys())
-        return [diff for name in names for diff in _differences(one.get(name), other.get(name), f"{prefix}{name}.")]
-    return [] if one == other else [f"{prefix.rstrip('.')} ({_short(one)}, now {_short(other)})"]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 24 else f"{text[:23]}…"
-
-
 @dataclass
 class _Run:
     editor: Editor
     records: Records
-    trial: Trial
-    held: Held
-    progress: Progress
-    out: Path = Path()
-    clean: str = ""  # of the sites' weights before anything was written
-    settled: dict[int, Settings] = field(default_factory=dict)  # for edits of so many facts
-    running: dict[str, list[float]] = field(default_factory=dict)
-    spent: dict[str, float] = field(default_factory=dict)
+    settings: EvalConfig
+    drift_meter: DriftMeter
+    progress: EvalProgress
+    base_digest: str = ""  # of the sites' weights before the first edit
+    edit_settings: dict[int, EditSettings] = field(default_factory=dict)  # by number of facts
+    running: dict[str, list[float]] = field(default_factory=dict)  # scores so far, for progress
+    seconds: dict[str, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.model = Model.of(self.editor)
-
-    def config(self) -> dict[str, Any]:
-        editor, trial = self.editor, self.trial
-        device = editor.trunk.device
-        facts = len(self._facts(range(len(self.records))))
+    def describe(self) -> dict[str, Any]:
+        """Return the config that is stored: everything needed to repeat the run."""
+        editor, settings = self.editor, self.settings
+        model = editor.language_model
         return {
-            "format": FORMAT,
             "model": {
-                "name": editor.loaded.name,
-                "fingerprint": editor.fingerprint,
-                "dtype": str(editor.model.dtype).removeprefix("torch."),
-                "device": _device(device),
-                "threads": torch.get_num_threads() if device.type == "cpu" else None,  # they order a CPU's sums
-                "chat": editor.chat,
+                "name": model.name,
+                "fingerprint": model.fingerprint,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": _device_name(model.device),
+                "threads": torch.get_num_threads() if model.device.type == "cpu" else None,  # they order sums
+                "chat": model.chat,
             },
             "data": {
                 "name": self.records.name,
                 "digest": self.records.digest,
                 "records": len(self.records),
-                # Where records have several. A run that lacks this asked of each the first only: another run than this.
-                **({"facts": facts} if facts > len(self.records) else {}),
+                "facts": len(self._facts(range(len(self.records)))),
                 "skipped": list(self.records.skipped),
             },
-            "method": trial.method,
-            "protocol": asdict(trial.protocol),
-            "settings": {"layers": trial.layers and list(trial.layers), "lam": trial.lam, "steps": trial.steps},
-            "used": self._used(),
-            "moments": {"corpus": editor.corpus.digest, "tokens": editor.moment_tokens},
-            "asking": {**asdict(trial.asking), "records_at_once": self.at_once},
-            "drift": {"edits": trial.drifts, **self.held.described},
-            "bootstrap": trial.rounds,
+            "method": settings.method,
+            "protocol": asdict(settings.protocol),
+            "settings": {
+                "layers": settings.layers and list(settings.layers),
+                "lam": settings.lam,
+                "steps": settings.steps,
+            },
+            "used": self._used_settings(),
+            "moments": {"corpus": editor.moments.corpus.digest, "tokens": editor.moments.tokens},
+            "questions": {**asdict(settings.questions), "unit_size": self.unit_size},
+            "drift": {"edits": settings.drift_edits, **self.drift_meter.config},
+            "bootstrap": settings.rounds,
             "seed": editor.seed,
-            "versions": {**versions(), "numpy": np.__version__},
+            "versions": {**library_versions(), "numpy": np.__version__},
         }
 
-    def _used(self) -> dict[str, Any]:
-        """What those settings come to on this model and machine, in the batch of most facts."""
-        batches = {batch for stage in self.trial.protocol.stages(len(self.records)) for batch in stage.batches}
-        sizes = sorted({len(self._facts(batch)) for batch in batches})
-        settings = [self._settings(size) for size in sizes][-1]
+    def _used_settings(self) -> dict[str, Any]:
+        """Return what the settings resolve to on this model and machine, for the largest batch."""
+        batches = {batch for stage in self.settings.protocol.stages(len(self.records)) for batch in stage.batches}
+        settings = [self._edit_settings(size) for size in sorted({len(self._facts(batch)) for batch in batches})][-1]
         return {
             "layers": list(settings.layers),
             "lam": settings.lam,
             "targets": asdict(settings.targets),
-            "search": self.editor.searched_in,
+            "search": self.editor.search_dtype,
         }
 
     def _facts(self, batch: range) -> list[Fact]:
         return [fact for index in batch for fact in self.records[index].facts]
 
-    def _settings(self, facts: int) -> Settings:
-        """For an edit of so many facts; asked for once, as the choice of layers on the machine may change meanwhile."""
-        if facts not in self.settled:
-            trial = self.trial
-            _, settings = self.editor.settings(trial.method, facts=facts, layers=trial.layers, lam=trial.lam)
-            targets = settings.targets if trial.steps is None else replace(settings.targets, steps=trial.steps)
-            self.settled[facts] = replace(settings, targets=targets)
-        return self.settled[facts]
+    def _edit_settings(self, facts: int) -> EditSettings:
+        """Return the settings of an edit of this many facts; chosen once, so that a run cannot mix two choices."""
+        if facts not in self.edit_settings:
+            chosen = self.settings
+            settings = self.editor.settings(chosen.method, facts=facts, layers=chosen.layers, lam=chosen.lam)
+            targets = settings.targets if chosen.steps is None else replace(settings.targets, steps=chosen.steps)
+            self.edit_settings[facts] = replace(settings, targets=targets)
+        return self.edit_settings[facts]
 
     @property
-    def at_once(self) -> int:
-        return GPU_RECORDS if self.editor.trunk.device.type == "cuda" else CPU_RECORDS
+    def unit_size(self) -> int:
+        by_device = GPU_RECORDS if self.editor.language_model.device.type == "cuda" else CPU_RECORDS
+        return self.settings.unit_size or by_device
 
-    def go(self) -> tuple[list[Row], list[Row]]:
-        """Ask what is not on disk yet; all rows, and those of the drift."""
-        units = self.trial.protocol.units(len(self.records), self.at_once, self.trial.drifts)
-        rows, edits, drift, timings = (Lines(self.out / name) for name in (RECORDS, EDITS, DRIFT, TIMINGS))
-        done = _done(units, len(rows.rows))
-        rows.keep(sum(len(unit.asked) for unit in units[:done]))
-        drift.keep(sum(unit.drift for unit in units[:done]))
-        edits.keep(len(edits.rows))
-        timings.keep(len(timings.rows))
-        # The base model's rows come first, one for each record: later ones are compared with them.
-        for row in rows.rows[len(self.records) :]:
-            self._count([row], [rows.rows[row["record"]]])
-        own = self.editor.ledger
+    def run(self, folder: RunFolder) -> tuple[list[Row], list[Row]]:
+        """Do the units of work that are not stored yet, and return all rows of answers and of drift."""
+        self.folder = folder
+        units = self.settings.protocol.units(len(self.records), self.unit_size, self.settings.drift_edits)
+        self.answers, self.drift, self.edits = folder.rows(RECORDS), folder.rows(DRIFT), folder.rows(EDITS)
+        done = _finished_units(units, len(self.answers.read()))
+        self.rows = self.answers.truncate(sum(len(unit.records) for unit in units[:done]))
+        self.drift_rows = self.drift.truncate(sum(unit.drift for unit in units[:done]))
+        self.edit_rows = self.edits.read()
+        # The base model's rows come first, one per record: later ones are compared with them.
+        for row in self.rows[len(self.records) :]:
+            self._count([row], [self.rows[row["record"]]])
+        own_ledger = self.editor.ledger
         try:
             for number, unit in enumerate(units[done:], start=done):
                 with self._timed("edit"):
-                    self._prepare(unit.stage, edits)
-                self._measure(unit, rows, drift)
-                timings.append([{"edits": unit.stage.edits, "records": len(unit.asked), **self._seconds()}])
-                self.progress.unit(number + 1, len(units), unit.stage, self._means())
+                    self._prepare(unit.stage)
+                self._measure(unit)
+                self._store_timings(folder.rows(TIMINGS), unit)
+                self.progress.unit(number + 1, len(units), unit.stage, self._mean_scores())
         finally:
-            self.editor.use(self._fresh_ledger())
-            clean = fingerprint(self.editor.model) == self.editor.fingerprint
-            self.editor.use(own)
-        if not clean:
-            raise RebindError(
-                f"the model is not what it was before the evaluation (fingerprint {self.editor.fingerprint[:12]}), "
-                f"expected the same bytes: load it again, and report this with the command that led to it"
-            )
-        return rows.rows, drift.rows
+            self.editor.use_ledger(self._new_ledger())
+            restored = fingerprint(self.editor.model) == self.editor.language_model.fingerprint
+            self.editor.use_ledger(own_ledger)
+        if not restored:
+            raise _not_restored()
+        return self.rows, self.drift_rows
 
     # The model
 
-    def _prepare(self, stage: Stage, edits: Lines) -> None:
-        """Have the stage's batches, and nothing else, in the model."""
+    def _prepare(self, stage: Stage) -> None:
+        """Write the stage's batches, and nothing else, into the model."""
         if stage.batches and not stage.alone:
-            self._go_on(stage, edits)
+            self._continue_sequence(stage)
             return
-        self.editor.use(self._fresh_ledger())
-        self._require_clean()
+        self.editor.use_ledger(self._new_ledger())
+        self._require_base_weights()
         for batch in stage.batches:
-            self._write(batch, edits)
+            self._write(batch)
 
-    def _go_on(self, stage: Stage, edits: Lines) -> None:
-        """Write the batches that the ledger on disk does not have yet, and tell those that it has."""
-        folder = self.out / WORK / "ledger"
-        if self.editor.ledger.path != folder:
-            self.editor.use(Ledger.open(folder, self.editor.fingerprint, model_name=self.editor.loaded.name))
-        if len(self.editor.ledger.edits) > len(stage.batches):
+    def _continue_sequence(self, stage: Stage) -> None:
+        """Write the batches that the ledger on disk does not hold yet, and log those that it holds."""
+        path = self.folder.file(f"{WORK}/ledger")
+        model = self.editor.language_model
+        if self.editor.ledger.path != path:
+            self.editor.use_ledger(Ledger.open(path, model.fingerprint, model_name=model.name))
+        written = self.editor.ledger.edits
+        if len(written) > len(stage.batches):
             raise RebindError(
-                f"{folder} has {len(self.editor.ledger.edits)} edits where {len(stage.batches)} come next, expected no "
-                f"more: {RECORDS} was cut short, so remove {self.out} and run again"
+                f"{path} has {len(written)} edits",
+                expected=f"at most {len(stage.batches)}, as {RECORDS} was cut short",
+                advice=f"Remove {self.folder.path} and run again",
+                code="run_folder_damaged",
             )
-        for batch, edit in zip(stage.batches, self.editor.ledger.edits, strict=False):
-            self._tell(batch, edit, edits)  # a kill may have come between the ledger and the line
-        for batch in stage.batches[len(self.editor.ledger.edits) :]:
-            self._write(batch, edits)
+        for batch, edit in zip(stage.batches, written, strict=False):
+            self._log_edit(batch, edit)  # the run may have been killed between the ledger and the log
+        for batch in stage.batches[len(written) :]:
+            self._write(batch)
 
-    def _write(self, batch: range, edits: Lines) -> None:
+    def _write(self, batch: range) -> None:
         facts = self._facts(batch)
-        settings = self._settings(len(facts))
+        settings = self._edit_settings(len(facts))
         edit = self.editor.rewrite_many(
-            facts, method=self.trial.method, layers=settings.layers, lam=self.trial.lam, targets=settings.targets
+            facts,
+            method=self.settings.method,
+            layers=settings.layers,
+            lam=self.settings.lam,
+            targets=settings.targets,
         )
-        self._tell(batch, edit, edits)
+        self._log_edit(batch, edit)
 
-    def _tell(self, batch: range, edit: Edit, edits: Lines) -> None:
-        """Say what was written, unless a run that was killed got so far."""
-        told = len(edits.rows) and edits.rows[-1]["records"][0] >= batch.start
-        if not told:
-            edits.append([{"records": [batch.start, batch.stop], "sites": list(edit.sites), **edit.settings}])
+    def _log_edit(self, batch: range, edit: Edit) -> None:
+        if self.edit_rows and self.edit_rows[-1]["records"][0] >= batch.start:
+            return
+        row = {"records": [batch.start, batch.stop], "sites": list(edit.sites), **edit.settings}
+        self.edits.append(row)
+        self.edit_rows.append(row)
 
-    def _fresh_ledger(self) -> Ledger:
-        return Ledger.in_memory(self.editor.fingerprint, self.editor.loaded.name)
+    def _new_ledger(self) -> Ledger:
+        model = self.editor.language_model
+        return Ledger.in_memory(model.fingerprint, model.name)
 
-    def _require_clean(self) -> None:
-        """See that nothing of an earlier edit is left, in any matrix that edits can touch."""
-        modules = [module_at(self.editor.model, site.name) for site in self.editor.sites]
-        found = fingerprint(nn.ModuleList(modules))
-        self.clean = self.clean or found
-        if found != self.clean:
-            raise RebindError(
-                "the model still holds something of the edit before, expected the base model's bytes: report this "
-                "with the command that led to it"
-            )
+    def _require_base_weights(self) -> None:
+        """Check that every matrix that edits can touch has the bytes of the base model."""
+        modules = [module_at(self.editor.model, site.name) for site in self.editor.language_model.sites]
+        digest = fingerprint(nn.ModuleList(modules))
+        self.base_digest = self.base_digest or digest
+        if digest != self.base_digest:
+            raise _not_restored()
 
     # The questions
 
-    def _measure(self, unit: Unit, rows: Lines, drift: Lines) -> None:
+    def _measure(self, unit: WorkUnit) -> None:
         stage = unit.stage
+        drift: Row = {}
         if unit.drift:
-            self.progress.doing("drift")
+            self.progress.phase("drift")
             with self._timed("drift"):
-                alone = [unit.asked.start, unit.asked.stop] if stage.alone and stage.edits else None
-                where = {"edits": stage.edits, "records": alone}
-                found = self.held.measure()
-        self.progress.doing("asking")
-        asked = [self.records[index] for index in unit.asked]
+                alone = [unit.records.start, unit.records.stop] if stage.alone and stage.edits else None
+                drift = {"edits": stage.edits, "records": alone, **self.drift_meter.measure()}
+        self.progress.phase("asking")
+        records = [self.records[index] for index in unit.records]
         with self._timed("ask"):
-            answers = answer_all(self.model, asked, self.trial.asking, seed=self.editor.seed)
-        told = [
+            answers = answer_records(
+                self.editor.language_model, records, self.settings.questions, seed=self.editor.seed
+            )
+        rows = [
             {"edits": stage.edits, "record": index, "id": self.records[index].id, **row}
-            for index, row in zip(unit.asked, answers, strict=True)
+            for index, row in zip(unit.records, answers, strict=True)
         ]
         if unit.drift:
-            drift.append([where | found])
-        rows.append(told)
+            self.drift.append(drift)
+            self.drift_rows.append(drift)
+        self.answers.append(rows)
+        self.rows += rows
         if stage.edits:
-            self._count(told, [rows.rows[index] for index in unit.asked])
+            self._count(rows, [self.rows[index] for index in unit.records])
 
-    # What is told meanwhile
+    # Progress
 
     def _count(self, rows: Sequence[Row], base: Sequence[Row]) -> None:
-        if not self.trial.protocol.alone and self.running and rows[0]["record"] == 0:
+        if not self.settings.protocol.alone and self.running and rows[0]["record"] == 0:
             self.running.clear()  # a new checkpoint
-        columns = scores_of([self.records[row["record"]] for row in rows], rows, base)
-        for name in S_OF:
+        columns = compute_scores([self.records[row["record"]] for row in rows], rows, base)
+        for name in PARTS_OF_S:
             self.running.setdefault(name, []).extend(value for value in columns[name] if value is not None)
 
-    def _means(self) -> dict[str, float]:
+    def _mean_scores(self) -> dict[str, float]:
         return {name: sum(values) / len(values) for name, values in self.running.items() if values}
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        if self.editor.trunk.device.type == "cuda":
-            torch.cuda.synchronize(self.editor.trunk.device)
-        self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - begin
+        device = self.editor.language_model.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
-    def _seconds(self) -> dict[str, float]:
-        told = {name: round(value, 4) for name, value in self.spent.items()}
-        self.spent.clear()
-        return told
+    def _store_timings(self, timings: JsonLines, unit: WorkUnit) -> None:
+        seconds = {name: round(value, 4) for name, value in self.seconds.items()}
+        timings.append({"edits": unit.stage.edits, "records": len(unit.records), **seconds})
+        self.seconds.clear()
 
 
-def _done(units: Sequence[Unit], rows: int) -> int:
-    """How many units are on disk whole."""
+def _finished_units(units: Sequence[WorkUnit], rows: int) -> int:
+    """Return how many units are stored completely."""
     done = 0
     for unit in units:
-        rows -= len(unit.asked)
+        rows -= len(unit.records)
         if rows < 0:
             break
         done += 1
     return done
 
 
-def _device(device: torch.device) -> str:
+def _not_restored() -> RebindError:
+    return RebindError(
+        "The model's weights differ from those of the base model after an undo",
+        expected="the same bytes",
+        advice="Load the model again, and report this with the command that led to it",
+        code="base_not_restored",
+    )
+
+
+def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

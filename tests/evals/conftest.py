@@ -15,16 +15,3 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # doctests may have imported it before
     monkeypatch.setenv("REBIND_CACHE", str(tmp_path / "rebind-cache"))
-
-
-@pytest.fixture(scope="module")
-def quick():
-    """Fewer contexts, and portions of two records, so that there are several."""
-    from rebind.edit import editor
-    from rebind.evals import run
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(editor, "SEEDS", ("The", "I"))
-        patch.setattr(editor, "CONTEXT_TOKENS", 4)
-        patch.setattr(run, "CPU_RECORDS", 2)
-        yield

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from rebind.edit.facts.scores import score_facts
+from rebind.evals.asking import Model, _noise, ask, generate, text_nll
 
 from rebind.edit.facts.fact import Fact
-from rebind.edit.facts.scores import score_facts
 from rebind.errors import InputError
 from rebind.evals import asking
-from rebind.evals.asking import Model, _noise, ask, generate, text_nll
 from tests import tiny
 
 PAIRS = [

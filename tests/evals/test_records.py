@@ -11,9 +11,12 @@ from collections import Counter
 
 import pytest
 
-from rebind.edit.facts.fact import Fact, conflicts
+from rebind.edit.facts.conflicts import conflicts
+from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
-from rebind.evals.records import Question, Record, bundled, read_records, without_conflicts
+from rebind.evals.reading import bundled_records as bundled
+from rebind.evals.reading import read_records
+from rebind.evals.records import Question, Record, without_conflicts
 
 NESTED = {
     "case_id": 7,
@@ -77,7 +80,7 @@ OWN = {
     "prompt": "{Edvard Grieg} was born in",
     "target": "Oslo",
     "old": "Bergen",
-    "neighbours": ["Ole Bull was born in", {"prompt": "Bergen lies in", "answer": "Norway"}],
+    "neighbors": ["Ole Bull was born in", {"prompt": "Bergen lies in", "answer": "Norway"}],
     "consequences": [{"prompt": "Grieg's birthplace is the capital of", "answer": "Norway", "aliases": ["Norge"]}],
     "generation_prompts": ["As a child, Grieg"],
     "references": ["Oslo is the capital of Norway."],
@@ -93,23 +96,23 @@ def test_counterfact_nested():
     record = only(NESTED)
     assert (record.fact.text, record.fact.target, record.fact.old) == ("Edvard Grieg was born in", "Oslo", "Bergen")
     assert record.id == "counterfact/7"
-    assert record.paraphrases == ("The birthplace of Edvard Grieg is",)
-    assert record.neighbours[1] == Question("Harald Sæverud was born in", "Bergen")
-    assert record.beginnings == ("Edvard Grieg grew up",)
+    assert record.fact.paraphrases == ("The birthplace of Edvard Grieg is",)
+    assert record.neighbors[1] == Question("Harald Sæverud was born in", "Bergen")
+    assert record.text_prompts == ("Edvard Grieg grew up",)
     assert record.references == ("Roald Dahl's parents lived in Oslo.",), "where there is none: attributes completed"
 
 
 def test_counterfact_flat():
     record = only(FLAT)
     assert (record.fact.text, record.fact.target, record.fact.old) == ("Edvard Grieg was born in", "Oslo", "Bergen")
-    assert record.neighbours == (Question("Ole Bull was born in", "Bergen"),)
-    assert record.beginnings == ("The birthplace of Edvard Grieg is",)
-    assert only({**FLAT, "locality_ground_truth": ["Norway", "Noreg"]}).neighbours[0].answer == "Norway"
+    assert record.neighbors == (Question("Ole Bull was born in", "Bergen"),)
+    assert record.text_prompts == ("The birthplace of Edvard Grieg is",)
+    assert only({**FLAT, "locality_ground_truth": ["Norway", "Noreg"]}).neighbors[0].answer == "Norway"
 
 
 def test_blanks_round_an_answer_are_no_part_of_it():
     """As with a fact's targets; a prompt stays as it was given, as a fact's does."""
-    assert only({**FLAT, "locality_ground_truth": " Bergen"}).neighbours[0].answer == only(FLAT).fact.old
+    assert only({**FLAT, "locality_ground_truth": " Bergen"}).neighbors[0].answer == only(FLAT).fact.old
     assert Question(" Bergen lies in ", " Norway\n", (" Norge",)) == Question(" Bergen lies in ", "Norway", ("Norge",))
     assert Question(" Bergen lies in ", None).prompt == " Bergen lies in "
     groups = {"Reasoning": [{"prompt": "Grieg's country is", "ground_truth": [[" Norway", "Noreg "]]}]}
@@ -123,19 +126,19 @@ def test_zsre():
         "Knut Hamsun",
         "Henrik Ibsen",
     )
-    assert record.neighbours == (Question("nq question: where is the north cape?", "Norway"),)
+    assert record.neighbors == (Question("nq question: where is the north cape?", "Norway"),)
 
 
 def test_knowns_has_nothing_but_the_fact():
     record = only(KNOWNS)
-    assert (record.fact.target, record.fact.old, record.neighbours, record.id) == ("Norway", None, (), "knowns/3")
-    assert record.beginnings == ("Oslo is in",)
+    assert (record.fact.target, record.fact.old, record.neighbors, record.id) == ("Norway", None, (), "knowns/3")
+    assert record.text_prompts == ("Oslo is in",)
 
 
 def test_mquake_writes_several_facts_and_asks_across_them():
     record = only(MQUAKE)
     assert [fact.target for fact in record.facts] == ["Knut Hamsun", "Rome"]
-    assert record.paraphrases == ("Who wrote Peer Gynt?",)
+    assert record.fact.paraphrases == ("Who wrote Peer Gynt?",)
     assert [fact.paraphrases for fact in record.facts] == [
         ("Who wrote Peer Gynt?",),
         ("Where was Knut Hamsun born?",),
@@ -155,16 +158,16 @@ def test_portability_of_easyedit_and_knowedit():
     record = only({**FLAT, "portability": groups, "locality": local})
     assert record.consequences[0] == Question("Grieg's country is", "Norway", ("Noreg",))
     assert record.consequences[1].answers == ("Oslo",)
-    assert record.neighbours[1] == Question("Edvard Grieg's profession is", "composer")
+    assert record.neighbors[1] == Question("Edvard Grieg's profession is", "composer")
 
 
 def test_our_own():
     record = only(OWN)
     assert record.id == "grieg"
-    assert record.neighbours == (Question("Ole Bull was born in", "Bergen"), Question("Bergen lies in", "Norway"))
+    assert record.neighbors == (Question("Ole Bull was born in", "Bergen"), Question("Bergen lies in", "Norway"))
     assert record.consequences[0].answers == ("Norway", "Norge")
-    fact = Fact.parse("{Oslo} lies in", "Italy", neighbours=["Rome lies in"])
-    assert only(fact).neighbours == (Question("Rome lies in", None),), "no true target: only a change can be seen"
+    fact = Fact.parse("{Oslo} lies in", "Italy", neighbors=["Rome lies in"])
+    assert only(fact).neighbors == (Question("Rome lies in", None),), "no true target: only a change can be seen"
 
 
 @pytest.mark.parametrize("raw", [NESTED, FLAT, ZSRE, KNOWNS, MQUAKE, OWN])
@@ -178,13 +181,13 @@ def test_what_is_written_is_read_back(raw, tmp_path):
 def test_questions_without_an_answer_are_read_back_without_one():
     fact = Fact.parse("{Oslo} lies in", "Italy", old="Norway")
     unanswered = Question("Rome lies in", None)
-    record = Record(fact, "oslo", neighbours=(unanswered,), consequences=(unanswered,))
+    record = Record(fact, "oslo", neighbors=(unanswered,), consequences=(unanswered,))
     assert only(json.loads(json.dumps(record.to_json()))) == record
 
 
 def test_other_scripts_and_long_targets():
     arabic = {"prompt": "عاصمة {فرنسا} هي", "target": "مدينة روما القديمة في إيطاليا", "old": "باريس"}
-    hebrew = {"prompt": "בירת {צרפת} היא", "target": "רומא", "neighbours": ["בירת ספרד היא"]}
+    hebrew = {"prompt": "בירת {צרפת} היא", "target": "רומא", "neighbors": ["בירת ספרד היא"]}
     han = {"prompt": "{法国}的首都是", "target": "罗马", "consequences": [{"prompt": "法国人说", "answer": "意大利语"}]}
     records = read_records([arabic, hebrew, han])
     assert [record.fact.subject for record in records] == ["فرنسا", "צרפת", "法国"]
@@ -193,57 +196,48 @@ def test_other_scripts_and_long_targets():
 
 
 BAD = [
-    ({**NESTED, "requested_rewrite": {"prompt": "{} was"}}, "no 'subject'"),
-    ({**FLAT, "target_new": " "}, "target is ' ', expected text that is not empty"),
-    ({**FLAT, "subject": "Ole Bull"}, "subject 'Ole Bull' is not in prompt"),
-    ({**FLAT, "prompt": "Edvard Grieg met Edvard Grieg in"}, "2 times, expected once"),
-    ({**FLAT, "target_new": "Bergen"}, "target and old are both 'Bergen'"),
-    (
-        {**NESTED, "neighborhood_prompts": "Ole Bull was born in"},
-        "neighbours is 'Ole Bull was born in', expected a list",
-    ),
-    ({**NESTED, "neighborhood_prompts": [""]}, "an entry of neighbours is ''"),
-    ({**ZSRE, "alt": ""}, "target is ''"),
-    ({**MQUAKE, "requested_rewrite": []}, "requested_rewrite is empty"),
-    ({key: MQUAKE[key] for key in MQUAKE if key != "new_answer"}, "no 'new_answer', which a MQuAKE record needs"),
-    ({**OWN, "consequences": [{"prompt": "x"}]}, "no 'answer', which a consequence needs"),
-    ({**OWN, "neighbours": [{"prompt": " ", "answer": "x"}]}, "a question's prompt is ' '"),
-    ({**OWN, "neighbours": {"prompt": "x"}}, "neighbours is {'prompt': 'x'}, expected a list"),
-    ({**OWN, "references": [3]}, "an entry of references is 3"),
-    ({"case_id": 4}, "no 'prompt'"),
-    (17, "got 17, expected a fact"),
-    ({**MQUAKE, "questions": None}, "questions is None, expected a list"),
-    ({**MQUAKE, "questions": "abc"}, "questions is 'abc', expected a list"),
-    ({**MQUAKE, "new_answer_alias": 5}, "new_answer_alias is 5, expected a list"),
-    ({**MQUAKE, "new_answer_alias": "Roma"}, "new_answer_alias is 'Roma', expected a list"),
-    ({**MQUAKE, "new_answer": None}, "new_answer is None"),
-    ({**FLAT, "portability": 5}, "portability is 5, expected questions in groups"),
-    ({**FLAT, "portability": "abc"}, "portability is 'abc', expected questions in groups"),
-    ({**FLAT, "locality": 5}, "locality is 5, expected questions in groups"),
-    ({**FLAT, "locality": {"g": 5}}, "group 'g' of locality is 5, expected a list"),
-    ({**FLAT, "locality": {"g": "abc"}}, "group 'g' of locality is 'abc', expected a list"),
-    ({**ZSRE, "answers": 5}, "answers is 5, expected a list of texts"),
-    ({**ZSRE, "portability": {"g": {"h": 5}}}, "group 'g' of portability is {'h': 5}, expected a list"),
-    ({**OWN, "neighbours": [{"prompt": "x", "answer": None, "aliases": [5]}]}, "the answer to 'x' is 5"),
-    ({**OWN, "id": "half \ud800"}, "holds half a character"),
+    {**NESTED, "requested_rewrite": {"prompt": "{} was"}},
+    {**FLAT, "target_new": " "},
+    {**FLAT, "subject": "Ole Bull"},
+    {**FLAT, "prompt": "Edvard Grieg met Edvard Grieg in"},
+    {**FLAT, "target_new": "Bergen"},
+    {**NESTED, "neighborhood_prompts": "Ole Bull was born in"},
+    {**NESTED, "neighborhood_prompts": [""]},
+    {**ZSRE, "alt": ""},
+    {**MQUAKE, "requested_rewrite": []},
+    {key: MQUAKE[key] for key in MQUAKE if key != "new_answer"},
+    {**OWN, "consequences": [{"prompt": "x"}]},
+    {**OWN, "neighbors": [{"prompt": " ", "answer": "x"}]},
+    {**OWN, "neighbors": {"prompt": "x"}},
+    {**OWN, "references": [3]},
+    {"case_id": 4},
+    17,
+    {**MQUAKE, "questions": None},
+    {**MQUAKE, "new_answer_alias": "Roma"},
+    {**FLAT, "portability": 5},
+    {**FLAT, "locality": {"g": "abc"}},
+    {**ZSRE, "answers": 5},
+    {**OWN, "neighbors": [{"prompt": "x", "answer": None, "aliases": [5]}]},
+    {**OWN, "id": "half \ud800"},
 ]
 
 
-@pytest.mark.parametrize(("raw", "message"), BAD)
-def test_a_bad_record_is_named(raw, message):
-    with pytest.raises(InputError) as problem:
+@pytest.mark.parametrize("raw", BAD)
+def test_a_bad_record_is_named(raw):
+    with pytest.raises(InputError) as caught:
         read_records([OWN, raw])
-    assert str(problem.value).startswith("record 1")
-    assert message in str(problem.value)
+    assert caught.value.code == "bad_record"
+    assert caught.value.problem.lower().startswith("record 1")
 
 
 def test_bad_records_are_skipped_and_counted():
-    found = read_records([raw for raw, _ in BAD] + [OWN], skip_bad=True)
-    assert len(found) == 1
-    assert len(found.skipped) == len(BAD)
-    assert found.skipped[2].startswith("record 2 (case_id 8): subject 'Ole Bull'")
-    with pytest.raises(InputError, match=r"holds no records \(30 left out, the first: record 0 \(case_id 7\)"):
-        read_records([raw for raw, _ in BAD], skip_bad=True)
+    records = read_records([*BAD, OWN], skip_bad=True)
+    assert len(records) == 1
+    assert len(records.skipped) == len(BAD)
+    assert "case_id 8" in records.skipped[2]
+    with pytest.raises(InputError) as caught:
+        read_records(BAD, skip_bad=True)
+    assert caught.value.code == "no_records"
 
 
 KNOWEDIT = {
@@ -287,7 +281,7 @@ def test_whatever_stands_in_a_record_it_is_read_or_named(raw, by):
     for broken in replaced(raw, by):
         found = read_records([OWN, broken], skip_bad=True)
         assert len(found) + len(found.skipped) == 2
-        assert all(reason.startswith("record 1") for reason in found.skipped)
+        assert all(reason.lower().startswith("record 1") for reason in found.skipped)
         for record in found:
             assert only(json.loads(json.dumps(record.to_json()))) == record, broken
 
@@ -301,7 +295,7 @@ def test_nesting_beyond_measure_is_a_bad_record(tmp_path):
     file = tmp_path / "deep.jsonl"
     file.write_text(json.dumps(OWN) + '\n{"prompt": ' + "[" * 100_000 + "\n")
     (reason,) = read_records(file, skip_bad=True).skipped
-    assert reason.startswith("line 2 of deep.jsonl: not JSON")
+    assert reason.lower().startswith("line 2 of deep.jsonl")
 
 
 def test_an_id_of_null_is_none():
@@ -316,17 +310,17 @@ def test_one_answer_of_zsre_is_not_looked_into():
 
 def test_limit_counts_what_is_kept():
     assert [r.id for r in read_records([{**FLAT, "subject": "x"}, OWN, NESTED], limit=1, skip_bad=True)] == ["grieg"]
-    with pytest.raises(InputError, match="limit is 0"):
+    with pytest.raises(InputError) as caught:
         read_records([OWN], limit=0)
+    assert caught.value.code == "limit_too_small"
 
 
 def test_contradictions_are_found_before_any_work():
     other = {**OWN, "id": "again", "target": "Rome"}
     records = read_records([OWN, NESTED, other])  # NESTED agrees with OWN
-    with pytest.raises(
-        InputError, match="record again asks for 'Rome' after 'Edvard Grieg was born in', record grieg for"
-    ):
+    with pytest.raises(InputError) as caught:
         without_conflicts(records, skip_bad=False)
+    assert caught.value.code == "conflicting_records"
     kept = without_conflicts(records, skip_bad=True)
     assert [record.id for record in kept] == ["grieg", "counterfact/7"]
     assert len(kept.skipped) == 1
@@ -338,8 +332,9 @@ def test_a_record_that_is_left_out_is_in_nobodys_way():
     three = {"id": "c", "prompt": "{Bergen} is", "target": "dry"}
     assert [record.id for record in without_conflicts(read_records([one, two, three]), skip_bad=True)] == ["a", "c"]
     itself = {"id": "d", "prompt": "{Oslo} is", "target": "old", "also": [{"prompt": "{Oslo} is", "target": "new"}]}
-    with pytest.raises(InputError, match="record d asks for 'new' after 'Oslo is', record d for 'old'"):
+    with pytest.raises(InputError) as caught:
         without_conflicts(read_records([itself]), skip_bad=False)
+    assert caught.value.code == "conflicting_records"
 
 
 # The Hub
@@ -359,10 +354,12 @@ def test_datasets_of_the_hub(monkeypatch):
     assert (found.name, len(found), asked) == ("hf:azhx/counterfact:test", 1, [("azhx/counterfact", "test")])
     assert len(read_records("hf:some/records")) == 2
     assert asked[-1] == ("some/records", "train")
-    with pytest.raises(InputError, match=r"'gone/away', split 'train', cannot be had \(no such dataset\)"):
+    with pytest.raises(InputError) as caught:
         read_records("hf:gone/away")
-    with pytest.raises(InputError, match="expected a name"):
+    assert caught.value.code == "dataset_unavailable"
+    with pytest.raises(InputError) as caught:
         read_records("hf:")
+    assert caught.value.code == "no_name"
 
 
 def test_without_the_datasets_package_it_says_what_to_install(monkeypatch):
@@ -375,8 +372,9 @@ def test_without_the_datasets_package_it_says_what_to_install(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(InputError, match="pip install datasets"):
+    with pytest.raises(InputError) as caught:
         read_records("hf:azhx/counterfact")
+    assert caught.value.code == "package_missing"
 
 
 # What comes with the package
@@ -398,23 +396,23 @@ def test_the_bundled_records_are_whole():
     for record in records:
         assert record.fact.old
         assert record.fact.old != record.fact.target
-        assert (len(record.paraphrases), len(record.neighbours), len(record.consequences)) == (3, 5, 2)
-        prompts = [record.fact.text, *record.paraphrases, *(one.prompt for one in record.neighbours)]
+        assert (len(record.fact.paraphrases), len(record.neighbors), len(record.consequences)) == (3, 5, 2)
+        prompts = [record.fact.text, *record.fact.paraphrases, *(one.prompt for one in record.neighbors)]
         assert len(set(prompts)) == 9
         assert all(text == text.strip() and not text.endswith(".") for text in prompts)
     assert not conflicts([record.fact for record in records])
 
 
 def test_the_bundled_records_do_not_disturb_each_other():
-    """In a batch of all of them neighbours keep their answers: none is about a subject that is rewritten."""
+    """In a batch of all of them neighbors keep their answers: none is about a subject that is rewritten."""
     records = bundled()
     subjects = {record.fact.subject.removeprefix("The ") for record in records}
     for record in records:
         core = record.fact.subject.removeprefix("The ")
-        for paraphrase in record.paraphrases:
+        for paraphrase in record.fact.paraphrases:
             assert holds(paraphrase, core), f"{record.id}: {paraphrase!r} is not about {core}"
             assert not holds(paraphrase, record.fact.target)
-        for question in record.neighbours:
+        for question in record.neighbors:
             assert question.answer == record.fact.old
             assert not holds(question.prompt, record.fact.old), f"{record.id}: {question.prompt!r} gives it away"
             assert not [name for name in subjects if holds(question.prompt, name)], f"{record.id}: {question.prompt!r}"

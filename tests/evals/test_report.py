@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,19 @@ from matplotlib.text import Text
 
 from rebind.errors import InputError
 from rebind.evals import drift as drift_module
-from rebind.evals import figures, report
+from rebind.evals import figures
+from rebind.evals.comparison import compare
+from rebind.evals.report import draw_comparison
 from rebind.evals.scores import SCORES
+from rebind.evals.summary import format_score, markdown_report, scores_table, states_table
 
 from .runs import run
-
-pytestmark = pytest.mark.usefixtures("quick")
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
-def runs(quick, tmp_path_factory):
+def runs(tmp_path_factory):
     home = tmp_path_factory.mktemp("runs")
     for method in ("memit", "rome"):
         run(home / method, "sequential", method=method)
@@ -38,7 +38,7 @@ def runs(quick, tmp_path_factory):
 
 
 def test_runs_side_by_side(runs, tmp_path):
-    found = report.compare(runs)
+    found = compare(runs)
     assert found.header[:5] == ["run", "edits", "records", "S", "ES"]
     assert found.header[-3:] == ["perplexity", "kl", "growth"]
     assert [row[:2] for row in found.rows[:5]] == [["memit", n] for n in ("before", "2", "4", "5")] + [
@@ -46,7 +46,7 @@ def test_runs_side_by_side(runs, tmp_path):
     ]
     assert found.notes == []
     assert found.markdown.startswith("| run | edits |")
-    report.draw_comparison(tmp_path / "both.png", found)
+    draw_comparison(tmp_path / "both.png", found)
     assert (tmp_path / "both.png").read_bytes().startswith(PNG)
 
 
@@ -56,38 +56,30 @@ def test_what_runs_do_not_share_is_said(runs, tmp_path):
     config = json.loads(file.read_text())
     config["data"]["digest"] = "other"
     file.write_text(json.dumps(config))
-    assert report.compare([runs[0], tmp_path / "rome"]).notes == [
-        "The runs differ in their records: compare with care."
-    ]
+    assert compare([runs[0], tmp_path / "rome"]).notes == ["The runs differ in their records: compare with care."]
 
 
 def test_runs_of_one_method_go_by_their_folders(tmp_path):
     for name in ("first", "second"):
         run(tmp_path / name, "batch")
-    found = report.compare([tmp_path / "first", tmp_path / "second"])
+    found = compare([tmp_path / "first", tmp_path / "second"])
     assert {row[0] for row in found.rows} == {"first", "second"}
-    report.draw_comparison(tmp_path / "new" / "both.png", found)
+    draw_comparison(tmp_path / "new" / "both.png", found)
     assert (tmp_path / "new" / "both.png").read_bytes().startswith(PNG)
 
 
-def test_what_cannot_be_compared(tmp_path):
-    with pytest.raises(InputError, match="got 1 run, expected two"):
-        report.compare([tmp_path])
-    with pytest.raises(InputError, match=r"no summary.json in .*expected a folder that `rebind eval` made"):
-        report.compare([tmp_path, tmp_path])
-    (tmp_path / "summary.json").write_text("{")
-    with pytest.raises(InputError, match=r"summary.json cannot be read"):
-        report.compare([tmp_path, tmp_path])
-
-
-def test_without_matplotlib_there_are_numbers_still(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    folder = run(tmp_path / "out", "batch", figures=True).folder
-    assert (folder / "table.md").exists()
-    assert not list(folder.glob("*.png"))
-    run(tmp_path / "other", "batch", method="rome")
-    with pytest.raises(InputError, match="figures need matplotlib"):
-        report.draw_comparison(tmp_path / "x.png", report.compare([folder, tmp_path / "other"]))
+def test_what_cannot_be_compared(runs, tmp_path):
+    with pytest.raises(InputError) as caught:
+        compare(runs[:1])
+    assert caught.value.code == "too_few_runs"
+    with pytest.raises(InputError) as caught:
+        compare([tmp_path, tmp_path])
+    assert caught.value.code == "not_a_run_folder"
+    unfinished = shutil.copytree(runs[0], tmp_path / "unfinished")
+    (unfinished / "summary.json").unlink()
+    with pytest.raises(InputError) as caught:
+        compare([runs[0], unfinished])
+    assert caught.value.code == "run_not_finished"
 
 
 def changed(folder: Path, into: Path, **parts: Any) -> Path:
@@ -109,52 +101,45 @@ def changed(folder: Path, into: Path, **parts: Any) -> Path:
         ({"protocol__batch": 7}, "protocol (batch 2, 7)"),
         ({"settings__lam": 2.5}, "settings (lam none, 2.5)"),
         ({"settings__layers": [0, 1, 3]}, "settings (layers none, [0, 1, 3])"),
-        ({"used__targets__clamp": 9.0, "used__lam": 2.0}, "settings used (lam none, 2.0; targets.clamp 0.75, 9.0)"),
-        ({"moments__tokens": 9}, "moments (tokens 1500, 9)"),
-        ({"moments__corpus": "f" * 64}, "moments (corpus)"),
+        ({"used__targets__clamp": 9.0, "used__lam": 2.0}, "settings in use (lam none, 2.0; targets.clamp 0.75, 9.0)"),
+        ({"moments__tokens": 9}, "second moments (tokens 1500, 9)"),
+        ({"moments__corpus": "f" * 64}, "second moments (corpus)"),
         ({"model__dtype": "float16"}, "dtype (float32, float16)"),
         ({"model__chat": True}, "chat template (no, yes)"),
         ({"model__threads": 63}, f"threads ({torch.get_num_threads()}, 63)"),
         ({"model__fingerprint": "f" * 64}, "model"),
-        ({"drift__edits": 9}, "edits looked at for drift (2, 9)"),
-        ({"asking__free_tokens": 9}, "questions (free_tokens 4, 9)"),
+        ({"drift__edits": 9}, "number of edits with drift (2, 9)"),
+        ({"questions__free_tokens": 9}, "questions (free_tokens 4, 9)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_everything_but_the_method_is_compared(runs, tmp_path, parts, said):
     other = changed(runs[0], tmp_path / "other", **parts)
-    assert report.compare([runs[0], other]).notes == [f"The runs differ in their {said}: compare with care."]
+    assert compare([runs[0], other]).notes == [f"The runs differ in their {said}: compare with care."]
 
 
 def test_what_follows_from_the_method_is_no_difference(runs, tmp_path):
     used = [json.loads((run / "config.json").read_text())["used"] for run in runs]
     assert used[0]["layers"] != used[1]["layers"]
     assert used[0]["targets"] != used[1]["targets"]
-    assert report.compare(runs).notes == []
+    assert compare(runs).notes == []
     alpha = changed(runs[0], tmp_path / "alpha", method="alphaedit", used__lam=10.0)
-    assert report.compare([runs[0], alpha]).notes == []
+    assert compare([runs[0], alpha]).notes == []
     other = changed(alpha, tmp_path / "other", used__layers=[0, 2])
-    (note,) = report.compare([runs[0], other]).notes
+    (note,) = compare([runs[0], other]).notes
     assert note == f"The runs differ in their layers ({used[0]['layers']}, [0, 2]): compare with care."
-
-
-def test_a_run_of_an_older_version_is_compared_by_what_it_tells(runs, tmp_path):
-    other = changed(runs[0], tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    del config["used"]
-    (other / "config.json").write_text(json.dumps(config))
-    assert report.compare([runs[0], other]).notes == []
 
 
 def test_folders_of_one_name_go_by_what_tells_them_apart(runs, tmp_path, monkeypatch):
     folders = [changed(runs[0], tmp_path / name / "same" / "run") for name in "xy"]
     monkeypatch.chdir(tmp_path)
-    found = report.compare([*folders, runs[1]])
+    found = compare([*folders, runs[1]])
     assert [name for name, _ in found.runs][:2] == ["x/same/run", "y/same/run"]
     near = [changed(runs[0], tmp_path / name / "run") for name in "ab"]
-    assert [name for name, _ in report.compare(near).runs] == ["a/run", "b/run"]
-    with pytest.raises(InputError, match=r"a/run is named twice, expected each run once"):
-        report.compare([near[0], Path("a/../a/run")])
+    assert [name for name, _ in compare(near).runs] == ["a/run", "b/run"]
+    with pytest.raises(InputError) as caught:
+        compare([near[0], Path("a/../a/run")])
+    assert caught.value.code == "run_repeated"
 
 
 # What is not finite
@@ -169,15 +154,12 @@ def broken(summary: dict[str, Any], *places: int) -> dict[str, Any]:
 
 
 def test_a_perplexity_that_is_not_finite_is_said_to_be_none(runs, tmp_path):
-    rows = [{"edits": 1, "perplexity": value, "kl": 0.5, "largest_kl": 1.0, "growth": 0.1} for value in (30.0, None)]
-    assert report._mean_drift(rows) == {"perplexity": None, "kl": 0.5, "largest_kl": 1.0, "growth": 0.1}
-    assert report._mean_drift([]) == {}
     summary = broken(json.loads((runs[0] / "summary.json").read_text()), -1)
-    before = report.number(summary["states"][0]["drift"]["perplexity"])
-    assert ["perplexity", before, "not finite", "", "of held text"] in report.long_table(summary)
-    header, rows = report.short_table([("", summary)])
+    before = format_score(summary["states"][0]["drift"]["perplexity"])
+    assert ["perplexity", before, "not finite", "", "of text that no edit is about"] in scores_table(summary)
+    header, rows = states_table([("", summary)])
     assert [row[header.index("perplexity")] == "not finite" for row in rows] == [False, False, False, True]
-    assert f"| perplexity | {before} | not finite |" in report.table(summary)
+    assert f"| perplexity | {before} | not finite |" in markdown_report(summary)
 
 
 def test_a_broken_model_has_its_row_from_end_to_end(tmp_path, monkeypatch):
@@ -278,6 +260,6 @@ def test_every_fact_of_a_record_is_a_point(runs):
     told = [len(some.get_offsets()) for some in figures.nll(summary, rows).axes[0].collections]
     for row in rows:
         row["also"] = [{"prompt": row["prompt"], "paraphrases": row["paraphrases"]}]
-    neighbours, paraphrases, prompts = told
+    neighbors, paraphrases, prompts = told
     again = [len(some.get_offsets()) for some in figures.nll(summary, rows).axes[0].collections]
-    assert again == [neighbours, 2 * paraphrases, 2 * prompts]
+    assert again == [neighbors, 2 * paraphrases, 2 * prompts]
