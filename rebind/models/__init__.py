@@ -1,19 +1,12 @@
 """Everything about someone else's language model, behind one object: `LanguageModel`.
 
-language_model   LanguageModel: load, encode, score, generate
-prompts          prompts as text and as tokens: start tokens, chat template, context
-scoring          how strongly the model believes targets; the likelihood of text
-generation       continuations of prompts, and free samples
-load             weights and tokenizer from a name, a folder, a file or an object
-locate           where the weights are: the embedded model, a folder, a GGUF file, the Hub
-gguf             GGUF files, converted once to a folder in the cache
-tokenizer        loading a tokenizer; start tokens; decoding a continuation
-transformers_io  transformers without progress bars and chatter
-fingerprint      a digest of the weights that is the same on every device
-sites            the down projections that can be edited, found by structure
-trunk            running the model in pieces
-mlp_output       what a block does with the output of its down projection
-batching         batches that fit in memory
+- `language_model`: load, encode, score, generate
+- `prompts`: prompts as text and as tokens, with start tokens, chat template and context
+- `scoring`, `generation`: how strongly the model believes a target; how it continues a prompt
+- `load`, `locate`, `gguf`, `tokenizer`, `transformers_io`: from a name, a folder or a file to weights and a tokenizer
+- `fingerprint`: a digest of the weights
+- `sites`, `mlp_output`: the matrices that can be edited, and what a block does with their output
+- `trunk`, `batching`: running the model in pieces, in batches that fit in memory
 """
 
 from __future__ import annotations
@@ -25,39 +18,22 @@ if TYPE_CHECKING:
     from rebind.models.language_model import LanguageModel
     from rebind.models.prompts import EncodedPrompt, Prompt
     from rebind.models.scoring import FactScore
-    from rebind.models.sites import Site, find_sites, memory_of, module_at, write_memory
-    from rebind.models.trunk import Tokens, Trunk
+    from rebind.models.sites import Site, find_sites
 
-_HOMES = {
+__all__ = ["EncodedPrompt", "FactScore", "LanguageModel", "Prompt", "Site", "find_sites"]
+
+_MODULES = {
     "EncodedPrompt": "prompts",
     "FactScore": "scoring",
     "LanguageModel": "language_model",
     "Prompt": "prompts",
     "Site": "sites",
-    "Tokens": "trunk",
-    "Trunk": "trunk",
     "find_sites": "sites",
-    "memory_of": "sites",
-    "module_at": "sites",
-    "write_memory": "sites",
 }
-__all__ = [
-    "EncodedPrompt",
-    "FactScore",
-    "LanguageModel",
-    "Prompt",
-    "Site",
-    "Tokens",
-    "Trunk",
-    "find_sites",
-    "memory_of",
-    "module_at",
-    "write_memory",
-]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when something that needs them is used."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"rebind.models.{_HOMES[name]}"), name)
+    return getattr(import_module(f"rebind.models.{_MODULES[name]}"), name)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rebind.models.batching import in_portions
+from rebind.models.batching import run_in_batches
 from rebind.models.prompts import EncodedPrompt
 from rebind.models.scoring import tokens_per_batch
 from rebind.models.trunk import Tokens, Trunk, cache_of
@@ -32,7 +32,7 @@ def continue_prompts(
     A continuation stops before the first of `end_tokens` and at the context length, but has at least one token.
     """
     distinct = list({prompt.ids: None for prompt in prompts})
-    room = trunk.context
+    room = trunk.context_length
     lengths = [tokens if room is None else max(1, min(tokens, room - len(ids))) for ids in distinct]
     sizes = [(1, len(ids) + length) for ids, length in zip(distinct, lengths, strict=True)]
     by_size = sorted(range(len(distinct)), key=lambda index: sizes[index])
@@ -41,7 +41,7 @@ def continue_prompts(
     for length in sorted(set(lengths), reverse=True):  # apart: a long prompt would cut short what follows the others
         order = [index for index in by_size if lengths[index] == length]
         run = partial(_continue_batch, trunk, distinct, length, top_k, seed)
-        parts += in_portions(sizes, order, tokens_per_batch(trunk), run)
+        parts += run_in_batches(sizes, order, tokens_per_batch(trunk), run)
     for batch, rows in parts:
         for index, row in zip(batch, rows.tolist(), strict=True):
             stop = next((place for place, token in enumerate(row) if token in end_tokens), len(row))
@@ -99,8 +99,6 @@ def sample(
     *,
     seed: int,
     top_k: int | None = None,
-    temperature: float = 1.0,
-    on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Continue each row of `first` [rows, tokens] to `length` tokens by sampling: [rows, length].
 
@@ -111,22 +109,16 @@ def sample(
     prefix = torch.tensor(list(start), dtype=torch.long, device=device).expand(len(first), -1)
     ids, cache = torch.cat([prefix, first], dim=-1), None
     rows = first
+    # Only the logits of the last token are needed, and some models can compute them alone.
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     while rows.shape[-1] < length:
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, **_last_only(model))
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, **last_only)
         cache = cache_of(out)
-        logits = out.logits[:, -1].to(device, torch.float32) / temperature
+        logits = out.logits[:, -1].to(device, torch.float32)
         if top_k is not None:
             least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
         noise = torch.empty_like(logits).exponential_(generator=generator).log()  # Gumbel's trick
         ids = (logits - noise).argmax(-1, keepdim=True)
         rows = torch.cat([rows, ids], dim=-1)
-        if on_step is not None:
-            on_step(rows.shape[-1])
     return rows[:, :length]
-
-
-def _last_only(model: Any) -> dict[str, int]:
-    """Ask only for the logits of the last token, where the model supports it."""
-    accepts = inspect.signature(model.forward).parameters
-    return {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}

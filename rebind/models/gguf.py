@@ -1,4 +1,4 @@
-"""GGUF files, converted once to a folder in Hugging Face format that lies in the cache."""
+"""GGUF files, converted once to a folder in Hugging Face format in the cache."""
 
 from __future__ import annotations
 
@@ -7,81 +7,72 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rebind.errors import InputError, StorageError
-from rebind.files import write_folder_atomically
-from rebind.models.transformers_io import one_line, quiet, require_complete
-from rebind.storage import cache_dir
+from rebind.errors import InputError
+from rebind.models.transformers_io import first_line, quiet, require_complete
+from rebind.storage import cache_dir, create_folder
 
 GGUF_MAGIC = b"GGUF"
-CONVERSION = 1  # raise when converted folders change: older ones are then left alone and made anew
-MIB = 1 << 20
+CONVERSION = 1  # increase when the conversion changes: files are then converted again
+DOWNLOAD_AGAIN = "Download the file again, or use a folder in Hugging Face format"
 
 
-def converted(gguf: Path) -> Path:
-    """The file as a folder of safetensors in the cache: made once (half a minute), then loaded in a second."""
-    folder = cache_dir() / "models" / f"{gguf.stem}-{_file_digest(gguf)}"
-    write_folder_atomically(folder, lambda target: _convert(gguf, target))
+def convert_gguf(file: Path) -> Path:
+    """Return a folder of safetensors in the cache with the model in `file`: converted once, in half a minute."""
+    folder = cache_dir() / "models" / f"{file.stem}-{content_digest(file)}"
+    create_folder(folder, lambda target: _convert(file, target))
     return folder
 
 
-def _file_digest(file: Path) -> str:
-    """Of all its bytes, a second for a gigabyte, and not of its time, which another installation changes."""
+def content_digest(file: Path) -> str:
+    """Return a digest of all bytes (a second per gigabyte), not of the time, which every installation changes."""
     with file.open("rb") as stream:
         head = stream.read(len(GGUF_MAGIC))
         if head != GGUF_MAGIC:
             raise InputError(
-                f"{file} is no GGUF file: it starts with {head!r}, expected {GGUF_MAGIC!r}: "
-                f"pass a .gguf file, or the folder of a Hugging Face model"
+                f"{file} is not a GGUF file (it starts with {head!r})",
+                advice="Use a .gguf file, or the folder of a Hugging Face model",
+                code="not_gguf",
             )
         whole = hashlib.file_digest(stream, "sha256").hexdigest()
     return hashlib.sha256(f"{CONVERSION} {whole}".encode()).hexdigest()[:12]
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _convert(file: Path, folder: Path) -> None:
     try:
         with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                gguf.parent,
-                gguf_file=gguf.name,
+                file.parent,
+                gguf_file=file.name,
                 dtype=torch.float32,
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except ImportError as problem:
-        raise InputError(f"{gguf} cannot be read ({one_line(problem)}): pip install gguf") from None
     except MemoryError:
         raise
-    except Exception as problem:  # a damaged file trips the parser in any of a dozen ways
+    except Exception as problem:  # a damaged file makes the parser fail in any of a dozen ways
         raise InputError(
-            f"{gguf} cannot be read as a model ({one_line(problem)}), expected an undamaged GGUF of an architecture "
-            f"that transformers {transformers.__version__} converts: fetch the file again, or use a Hugging Face folder"
+            f"{file} cannot be read as a model ({first_line(problem)})",
+            advice="Run pip install gguf" if isinstance(problem, ImportError) else DOWNLOAD_AGAIN,
+            code="unreadable_gguf",
         ) from problem
     model: PreTrainedModel
     model, report = loaded
-    require_complete(report, gguf, "fetch the file again, or use a Hugging Face folder")
-    try:
-        with quiet():
-            _without_quantisation(model).save_pretrained(folder)
-            tokenizer.clean_up_tokenization_spaces = False  # else decoding eats spaces before punctuation
-            tokenizer.save_pretrained(folder)
-    except SafetensorError as problem:
-        raise StorageError(
-            f"cannot write {folder.parent} ({one_line(problem)}), expected a folder with room for "
-            f"{model.num_parameters() * 4 / MIB:.0f} MiB: free some space or set REBIND_CACHE"
-        ) from problem
+    require_complete(report, file, DOWNLOAD_AGAIN)
+    with quiet():
+        _without_quantization(model).save_pretrained(folder)
+        tokenizer.clean_up_tokenization_spaces = False  # else decoding drops spaces before punctuation
+        tokenizer.save_pretrained(folder)
 
 
-def _without_quantisation(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights under a config that says nothing of how the file stored them: else saving is refused."""
-    described = model.config.to_dict()
-    described.pop("quantization_config", None)
+def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the same weights under a config that does not mention how the file stored them, or saving is refused."""
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
     with torch.device("meta"):  # no time spent on random weights
-        clean = type(model)(type(model.config).from_dict(described))
+        clean = type(model)(type(model.config).from_dict(config))
     clean.load_state_dict(model.state_dict(), assign=True)
     clean.tie_weights()
     clean.generation_config = model.generation_config

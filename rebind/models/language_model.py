@@ -19,10 +19,8 @@ from rebind.models.load import load_pretrained
 from rebind.models.prompts import EncodedPrompt, Prompt, encode_prompts
 from rebind.models.scoring import FactScore
 from rebind.models.sites import Site, find_sites, module_at
-from rebind.models.tokenizer import continued, start_ids
+from rebind.models.tokenizer import decode_continuation, start_tokens
 from rebind.models.trunk import Trunk
-
-REMEMBERED_PROMPTS = 1 << 18  # encoded prompts kept, because an evaluation asks the same ones before and after edits
 
 
 class LanguageModel:
@@ -50,9 +48,8 @@ class LanguageModel:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.name = name or model.config._name_or_path or model.config.model_type
-        self.start = start_ids(tokenizer) if start is None else tuple(start)
+        self.start = start_tokens(tokenizer) if start is None else tuple(start)
         self.chat = chat
-        self._encoded: dict[Prompt, EncodedPrompt] = {}
 
     @classmethod
     def load(
@@ -84,10 +81,8 @@ class LanguageModel:
 
     def with_chat(self, chat: bool) -> LanguageModel:
         """Return the same model, with prompts in the chat template or not."""
-        if chat == self.chat:
-            return self
         other = copy.copy(self)
-        other.chat, other._encoded = chat, {}
+        other.chat = chat
         return other
 
     # What the model is
@@ -110,8 +105,7 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """Where the token ids go: the device of the input embeddings."""
-        device: torch.device = self.model.get_input_embeddings().weight.device
-        return device
+        return self.trunk.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,8 +115,7 @@ class LanguageModel:
     @property
     def context_length(self) -> int | None:
         """The longest sequence the model takes, where its config says so."""
-        length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return length if isinstance(length, int) else None
+        return self.trunk.context_length
 
     @property
     def base_name(self) -> str:
@@ -134,32 +127,12 @@ class LanguageModel:
     # What it says
 
     def encode(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        context: str = "",
-        targets: Sequence[tuple[int, ...]] | None = None,
+        self, prompts: Sequence[Prompt], *, context: str = "", targets: Sequence[tuple[int, ...]] | None = None
     ) -> list[EncodedPrompt]:
         """Return the tokens of each prompt, behind `context` if there is one; see `encode_prompts`."""
-        limit = self.context_length
-        if context or targets is not None:
-            return self._encode(prompts, limit, context, targets)
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._encoded]
-        if len(self._encoded) + len(new) > REMEMBERED_PROMPTS:
-            self._encoded.clear()
-            new = list(dict.fromkeys(prompts))
-        self._encoded.update(zip(new, self._encode(new, limit), strict=True))
-        return [self._encoded[prompt] for prompt in prompts]
-
-    def _encode(
-        self,
-        prompts: Sequence[Prompt],
-        limit: int | None,
-        context: str = "",
-        targets: Sequence[tuple[int, ...]] | None = None,
-    ) -> list[EncodedPrompt]:
+        limit, chat = self.context_length, self.chat
         return encode_prompts(
-            prompts, self.tokenizer, self.start, chat=self.chat, context=context, limit=limit, targets=targets
+            prompts, self.tokenizer, self.start, chat=chat, context=context, limit=limit, targets=targets
         )
 
     def score(self, prompts: Sequence[Prompt], *, batch_tokens: int | None = None) -> list[FactScore]:
@@ -171,14 +144,16 @@ class LanguageModel:
 
         With `truncate`, a prompt longer than the context length is cut instead of refused.
         """
-        encoded = self._encode([Prompt(prompt) for prompt in prompts], limit=None if truncate else self.context_length)
+        limit = None if truncate else self.context_length
+        asked = [Prompt(prompt) for prompt in prompts]
+        encoded = encode_prompts(asked, self.tokenizer, self.start, chat=self.chat, limit=limit)
         return scoring.next_token_log_probs(self.trunk, [prompt.ids[: self.context_length] for prompt in encoded])
 
     def generate(self, prompts: Sequence[str], tokens: int, *, top_k: int | None = None, seed: int = 0) -> list[str]:
         """Continue each prompt by the first choices of the model, or by draws from its `top_k` best."""
         encoded = self.encode([Prompt(prompt) for prompt in prompts])
         new = continue_prompts(self.trunk, encoded, tokens, top_k=top_k, seed=seed, end_tokens=self.end_tokens)
-        return [continued(self.tokenizer, prompt.ids, ids) for prompt, ids in zip(encoded, new, strict=True)]
+        return [decode_continuation(self.tokenizer, prompt.ids, ids) for prompt, ids in zip(encoded, new, strict=True)]
 
     def sample(self, first: Tensor, length: int, *, seed: int, top_k: int | None = None) -> Tensor:
         """Continue each row of token ids `first` [rows, tokens] to `length` tokens by sampling: [rows, length].

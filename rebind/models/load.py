@@ -1,64 +1,25 @@
-"""Models: from a name, a folder, a file or an object to a language model ready to be edited.
+"""Load a model and its tokenizer from a name, a folder, a file or an object.
 
-Weights come from safetensors or GGUF only: nothing is unpickled, no code from a repository is run, and
-nothing is fetched unless a Hub id was asked for by name.
+Weights come from safetensors or GGUF only: nothing is unpickled, no code of a repository is run, and nothing is
+downloaded unless a Hub id was given.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rebind.errors import InputError
-from rebind.models.locate import DEFAULT_MODEL, locate
-from rebind.models.tokenizer import load_tokenizer, start_ids
-from rebind.models.transformers_io import one_line, quiet, require_complete
+from rebind.models.locate import locate
+from rebind.models.tokenizer import load_tokenizer
+from rebind.models.transformers_io import first_line, quiet, require_complete
 from rebind.storage import cache_dir
 
-# By model type. They do not lie below this layer: imported by name, and for such a model only.
-OWN = {"rebind": "rebind.nn.lm.model", "rebind-seq2seq": "rebind.nn.seq2seq.model"}
-
-
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """A model in eval mode without gradients, its tokenizer, and the ids to put before every prompt."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    name: str
-    start: tuple[int, ...]
-
-    @property
-    def base_name(self) -> str:
-        """What another program can load the model by: a Hub id, or the folder it came from."""
-        home = Path(str(getattr(self.model.config, "_name_or_path", "")))
-        local = "/" not in self.name and home.is_dir() and str(home) != "."
-        return str(home.resolve()) if local else self.name
-
-
-def load_model(
-    spec: str | Path | PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    device_map: str | dict[str, Any] | None = None,
-) -> Loaded:
-    """Load a model; `LanguageModel.load` replaces this function."""
-    model, loaded_tokenizer, name = load_pretrained(spec, tokenizer, dtype=dtype, device=device, device_map=device_map)
-    return Loaded(model, loaded_tokenizer, name, start_ids(loaded_tokenizer))
+OWN_MODEL_TYPES = ("rebind", "rebind-seq2seq")  # in config.json; transformers knows them after importing rebind.nn
 
 
 def load_pretrained(
@@ -69,62 +30,42 @@ def load_pretrained(
     device: torch.device | str | None = None,
     device_map: str | dict[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """Load a model in eval mode without gradients, its tokenizer, and its name; see `LanguageModel.load`."""
+    """Return a model in eval mode without gradients, its tokenizer and its name; see `LanguageModel.load`."""
     if device is not None and device_map is not None:
-        raise InputError(
-            f"got device={str(device)!r} and device_map={device_map!r}, expected one of them: "
-            f"device puts the whole model in one place, device_map spreads it"
-        )
+        raise InputError("Got both a device and a device_map", expected="one of them", code="device_and_device_map")
+    model: PreTrainedModel
     if isinstance(spec, PreTrainedModel):
         if any(option is not None for option in (dtype, device, device_map)):
             raise InputError(
-                "got dtype, device or device_map with a loaded model, expected them only with a name or path: "
-                "move or cast the model yourself before passing it"
+                "Got a dtype, device or device_map with a loaded model",
+                advice="Move or cast the model before passing it",
+                code="options_of_loaded_model",
             )
-        model, name, home = spec, spec.config._name_or_path or spec.config.model_type, None
+        model, name, folder = spec, spec.config._name_or_path or spec.config.model_type, None
     else:
         _require_device(device)
-        while True:
-            name, home = locate(spec)
-            try:
-                model = _load_folder(home, name, dtype, device, device_map)
-                return _ready(model, name), load_tokenizer(tokenizer, home, name), name
-            except (InputError, OSError):
-                if home.exists():
-                    raise
-                # a training that goes on beside us has removed its checkpoint: there is a newer one
-    return _ready(model, name), load_tokenizer(tokenizer, home, name), name
-
-
-def _ready(model: PreTrainedModel, name: str) -> PreTrainedModel:
+        name, folder = locate(spec)
+        model = _load_folder(folder, dtype, device, device_map)
     _require_finite_weights(model, name)
     model.train(False).requires_grad_(False)
-    return model
+    return model, load_tokenizer(tokenizer, folder, name), name
 
 
 def _load_folder(
     folder: Path,
-    name: str,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     device_map: str | dict[str, Any] | None,
 ) -> PreTrainedModel:
-    if cached := folder.is_relative_to(cache_dir()):
-        step = f"remove {folder} and try again: it will be made anew"
+    if folder.is_relative_to(cache_dir()):
+        advice = f"Remove {folder} and try again: it will be converted again"
     else:
-        step = "check that the folder is complete and that save_pretrained of a causal language model wrote it"
+        advice = "Check that the folder is complete and that save_pretrained of a causal language model wrote it"
     try:
         with quiet():
-            _register_own(folder)
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            if config.is_encoder_decoder:
-                raise InputError(
-                    f"{name} is an encoder-decoder ({config.model_type}), expected a causal (decoder-only) language "
-                    f"model: choose one such as {DEFAULT_MODEL!r}"
-                )
+            _register_own_models(folder)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
-                config=config,
                 dtype=dtype or "auto",
                 device_map=device_map,
                 use_safetensors=True,
@@ -132,35 +73,39 @@ def _load_folder(
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except (InputError, MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as problem:  # transformers, safetensors and accelerate each have their own
-        kind = "converted model" if cached else "folder"
         raise InputError(
-            f"the {kind} {folder} cannot be loaded as a causal language model ({one_line(problem)}): {step}"
+            f"{folder} cannot be loaded as a causal language model ({first_line(problem)})",
+            advice=advice,
+            code="unreadable_model",
         ) from problem
     model: PreTrainedModel
     model, report = loaded  # because of output_loading_info
-    require_complete(report, folder, step)
+    require_complete(report, folder, advice)
     return model if device is None else nn.Module.to(model, device)
 
 
-def _register_own(folder: Path) -> None:
-    """Tell transformers of a model of ours: importing its class does."""
-    told, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-    if (kind := told.get("model_type")) in OWN:
-        import_module(OWN[kind])
+def _register_own_models(folder: Path) -> None:
+    """Register our model classes with transformers, which importing them does, if the folder has one."""
+    config, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    if config.get("model_type") in OWN_MODEL_TYPES:
+        from rebind.nn import RebindForCausalLM, RebindForSeq2SeqLM  # noqa: F401
 
 
 def _require_device(device: torch.device | str | None) -> None:
-    """Ask before minutes of loading, not after."""
+    """Raise before minutes of loading rather than after."""
     if device is None:
         return
     try:
         torch.empty(0, device=device)
     except Exception as problem:  # an AssertionError where CUDA was not compiled in, a RuntimeError elsewhere
         raise InputError(
-            f"device {str(device)!r} cannot be used ({one_line(problem)}), expected one this machine has: try 'cpu'"
+            f"Device {str(device)!r} cannot be used ({first_line(problem)})",
+            advice="Try {device}",
+            settings={"device": "cpu"},
+            code="device_unavailable",
         ) from None
 
 
@@ -171,9 +116,9 @@ def _require_finite_weights(model: nn.Module, name: str) -> None:
             continue
         # One NaN or infinity makes the sum one; a sum may also overflow on its own, hence the second look.
         if not torch.isfinite(weights.sum()) and not torch.isfinite(weights).all():
-            bad = int((~torch.isfinite(weights)).sum())
+            count = int((~torch.isfinite(weights)).sum())
             raise InputError(
-                f"{path} of {name} holds {bad} NaN or infinite weight{'s' if bad > 1 else ''} of {weights.numel()}, "
-                f"expected finite numbers: the model is damaged (or was cast to a dtype too small for it), "
-                f"so load an intact copy"
+                f"{path} of {name} has {count} NaN or infinite weight{'s' if count > 1 else ''} of {weights.numel()}",
+                advice="The model is damaged or was cast to a dtype too small for it; load an intact copy",
+                code="weights_not_finite",
             )

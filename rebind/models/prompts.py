@@ -26,18 +26,17 @@ STAND_IN = "."  # the answer a chat template is rendered with where a prompt has
 
 
 def require_text(name: str, value: object) -> None:
-    """Raise unless `value` is a string with at least one visible character and valid Unicode."""
+    """Raise unless `value` is a string that is not blank and is valid Unicode."""
+    label = name[:1].upper() + name[1:]
     if not isinstance(value, str):
-        raise InputError(
-            f"{name.capitalize()} is {value!r} ({type(value).__name__})", expected="a string", code="not_text"
-        )
+        raise InputError(f"{label} is {value!r} ({type(value).__name__})", expected="a string", code="not_text")
     if not value.strip():
-        raise InputError(f"{name.capitalize()} is {value!r}", expected="text that is not empty", code="empty_text")
+        raise InputError(f"{label} is {value!r}", expected="text that is not empty", code="empty_text")
     try:
         value.encode()
     except UnicodeEncodeError as problem:
         raise InputError(
-            f"{name.capitalize()} {value!r} has half a character at position {problem.start}",
+            f"{label} {value!r} has half a character at position {problem.start}",
             expected="valid Unicode",
             advice="Repair the file it comes from",
             code="invalid_unicode",
@@ -102,13 +101,6 @@ def encode_prompts(
     """
     if not prompts:
         return []
-    if not getattr(tokenizer, "is_fast", False):
-        raise InputError(
-            f"{type(tokenizer).__name__} has no offset mapping",
-            expected="a fast tokenizer",
-            advice="Load it with AutoTokenizer.from_pretrained(..., use_fast=True)",
-            code="slow_tokenizer",
-        )
     layouts = [_lay_out_chat(prompt, context, tokenizer) if chat else _lay_out(prompt, context) for prompt in prompts]
     prompt_ids, offsets = _tokenize([layout.prompt for layout in layouts], tokenizer)
     if targets is None:
@@ -118,26 +110,16 @@ def encode_prompts(
     for prompt, layout, ids, spans, target in zip(prompts, layouts, prompt_ids, offsets, targets, strict=True):
         last = _last_overlap(spans, layout.subject)
         if last is None:
-            begin, end = prompt.subject or (0, len(prompt.text))
+            raise InputError(f"The subject of {prompt.text!r} has no tokens", code="subject_without_tokens")
+        length = len(opening) + len(ids) + max(1, len(target))
+        if limit is not None and length > limit:
             raise InputError(
-                f"No token of {prompt.text!r} covers {prompt.text[begin:end]!r}",
-                advice="Use another subject",
-                code="subject_without_tokens",
+                f"Prompt {_shorten(prompt.text)!r} with its answer {_shorten(prompt.target)!r} is {length} tokens long",
+                expected=f"at most {limit} tokens, the context length of the model",
+                code="prompt_too_long",
             )
         encoded.append(EncodedPrompt((*opening, *ids), len(opening) + last, target))
-        _require_fits(prompt, encoded[-1], limit)
     return encoded
-
-
-def _require_fits(prompt: Prompt, encoded: EncodedPrompt, limit: int | None) -> None:
-    length = len(encoded.ids) + max(1, len(encoded.target))
-    if limit is not None and length > limit:
-        raise InputError(
-            f"Prompt {_shorten(prompt.text)!r} with its answer {_shorten(prompt.target)!r} is {length} tokens long",
-            expected=f"at most {limit} tokens, the context length of the model",
-            advice="Shorten the prompt or the target",
-            code="prompt_too_long",
-        )
 
 
 def _target_tokens(
@@ -154,11 +136,7 @@ def _target_tokens(
         follows = both[: len(ids)] == ids
         target = both[len(ids) :] if follows else _tokenize_alone(layouts[index].target, tokenizer)
         if not target:
-            raise InputError(
-                f"Target {prompt.target!r} of {prompt.text!r} has no tokens",
-                advice="Use another target",
-                code="target_without_tokens",
-            )
+            raise InputError(f"Target {prompt.target!r} of {prompt.text!r} has no tokens", code="target_without_tokens")
         targets[index] = tuple(target)
     return targets
 
@@ -172,14 +150,6 @@ def _lay_out(prompt: Prompt, context: str) -> _Layout:
 
 
 def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError(
-            f"{type(tokenizer).__name__} of {getattr(tokenizer, 'name_or_path', '') or 'this model'} has no chat "
-            f"template",
-            advice="Leave out {chat}, or use an instruction-tuned model",
-            settings={"chat": None},
-            code="no_chat_template",
-        )
     plain = _lay_out(prompt, context)
     words = plain.prompt.strip()
     if words[-1] in QUESTION_MARKS:
@@ -193,13 +163,7 @@ def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
         text, target = whole, plain.target
     position = text.rfind(words)
     if position < 0 or not whole.endswith(end):
-        raise InputError(
-            f"The chat template changes the text {words!r}",
-            expected="a template that keeps it as it is",
-            advice="Leave out {chat}",
-            settings={"chat": None},
-            code="chat_template_changes_text",
-        )
+        raise _chat_error(f"changes the text {words!r}")
     # The template may have stripped spaces in front of the text.
     shift = position - (len(plain.prompt) - len(plain.prompt.lstrip()))
     return _Layout(text, (plain.subject[0] + shift, plain.subject[1] + shift), target)
@@ -210,13 +174,17 @@ def _render_chat(user: str, assistant: str, tokenizer: Any) -> str:
     turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True))
-    except Exception as problem:  # a template is a program of its author: it may raise anything
-        raise InputError(
-            f"The chat template fails ({problem})",
-            advice="Leave out {chat}, or repair the template",
-            settings={"chat": None},
-            code="chat_template_fails",
-        ) from problem
+    except Exception as problem:  # there is no template, or the program that it is raised something
+        raise _chat_error(f"fails ({problem})") from problem
+
+
+def _chat_error(problem: str) -> InputError:
+    return InputError(
+        f"The chat template {problem}",
+        advice="Leave out {chat}, or use an instruction-tuned model",
+        settings={"chat": True},
+        code="unusable_chat_template",
+    )
 
 
 def _tokenize(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:

@@ -11,18 +11,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rebind.errors import InputError
-from rebind.models.batching import in_portions
+from rebind.models.batching import run_in_batches
 from rebind.models.prompts import EncodedPrompt
 from rebind.models.trunk import Tokens, Trunk, select_cache
 
 CPU_TOKENS, GPU_TOKENS = 4_096, 65_536  # in one batch
-RANKED_AT_ONCE = 256  # rows of logits that are copied to count ranks
 
 
 def tokens_per_batch(trunk: Trunk) -> int:
@@ -49,13 +49,7 @@ class FactScore:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that a ledger stores."""
-        return {
-            "probability": self.probability,
-            "rank": self.rank,
-            "nll": self.nll,
-            "exact": self.exact,
-            "says": self.says,
-        }
+        return {name: getattr(self, name) for name in ("probability", "rank", "nll", "exact", "says")}
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ def score_prompts(
     keys: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     budget = batch_tokens or tokens_per_batch(trunk)
-    for batch, part in in_portions(sizes, order, budget, partial(_score_batch, trunk, questions)):
+    for batch, part in run_in_batches(sizes, order, budget, partial(_score_batch, trunk, questions)):
         parts.append(part)
         keys += [(questions[index].ids, target) for index in batch for target in questions[index].targets]
     lengths = [len(target) for _, target in keys]
@@ -127,51 +121,36 @@ def _score(
 def _score_batch(
     trunk: Trunk, questions: Sequence[_PromptTargets], batch: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probability of every target token, the first choice in its place, and the rank of each target.
-
-    Target after target; the rank is that of the first token.
-    """
+    """Return the log-probability and the first choice for every target token, and the rank of every first token."""
     prompts = [questions[index] for index in batch]
     prefixes = Tokens.left_padded([prompt.ids[:-1] for prompt in prompts], trunk.device)
     cache = trunk.cache(prefixes)
     rows = [(index, stem) for index, prompt in enumerate(prompts) for stem in prompt.stems]
-    row_of = {row: index for index, row in enumerate(rows)}
-    owners = torch.tensor([index for index, _ in rows], device=trunk.device)
-    suffixes = [[prompts[index].ids[-1], *stem] for index, stem in rows]
     if len(rows) > len(prompts):
+        owners = torch.tensor([index for index, _ in rows], device=trunk.device)
         prefixes, cache = prefixes.select(owners), select_cache(cache, owners)
-    tokens = Tokens.following(prefixes, suffixes)
+    suffixes = [[prompts[index].ids[-1], *stem] for index, stem in rows]
     where = [(row, step) for row, suffix in enumerate(suffixes) for step in range(len(suffix))]
-    row_begins = {row: index for index, (row, step) in enumerate(where) if step == 0}
-    logits = trunk.logits(tokens, torch.tensor(where), cache=cache)
-    begins = [
-        row_begins[row_of[index, target[:-1]]] for index, prompt in enumerate(prompts) for target in prompt.targets
-    ]
-    targets = [target for prompt in prompts for target in prompt.targets]
+    logits = trunk.logits(Tokens.following(prefixes, suffixes), torch.tensor(where), cache=cache)
+    first_logits = dict(zip(rows, accumulate(map(len, suffixes), initial=0), strict=False))
+    targets = [(index, target) for index, prompt in enumerate(prompts) for target in prompt.targets]
     picks = [
-        (begin + step, token)
-        for begin, target in zip(begins, targets, strict=True)
+        (first_logits[index, target[:-1]] + step, token)
+        for index, target in targets
         for step, token in enumerate(target)
     ]
     places, wanted = torch.tensor(picks, device=logits.device).unbind(-1)
-    log_probs = logits[places, wanted] - logits.logsumexp(-1)[places]
-    firsts = torch.tensor([(begin, target[0]) for begin, target in zip(begins, targets, strict=True)])
-    return log_probs, logits.argmax(-1)[places], _ranks(logits, firsts.to(logits.device))
-
-
-def _ranks(logits: Tensor, picks: Tensor) -> Tensor:
-    """Return the rank of each (row, token) in its row of the logits; 1 is the highest."""
-    ranks = []
-    for part in picks.split(RANKED_AT_ONCE):
-        rows, tokens = part.unbind(-1)
-        ranks.append((logits[rows] > logits[rows, tokens].unsqueeze(-1)).sum(-1) + 1)
-    return torch.cat(ranks)
+    chosen = logits[places, wanted]
+    log_probs = chosen - logits.logsumexp(-1)[places]
+    firsts = torch.tensor(list(accumulate((len(target) for _, target in targets[:-1]), initial=0)))
+    ranks = (logits[places[firsts]] > chosen[firsts].unsqueeze(-1)).sum(-1) + 1
+    return log_probs, logits.argmax(-1)[places], ranks
 
 
 @torch.no_grad()
 def next_token_log_probs(trunk: Trunk, rows: Sequence[Sequence[int]]) -> Tensor:
     """Return the log-probabilities of the token after each row of ids, [n, vocabulary]: one batched pass."""
-    tokens = Tokens.following(Tokens.left_padded([()] * len(rows), trunk.device), rows)
+    tokens = Tokens.right_padded(rows, trunk.device)
     where = torch.tensor([(row, len(ids) - 1) for row, ids in enumerate(rows)], device=trunk.device)
     return torch.log_softmax(trunk.logits(tokens, where), dim=-1)
 
@@ -185,19 +164,14 @@ def text_nll(trunk: Trunk, start: Sequence[int], ids: Sequence[int], *, window: 
     """
     given = len(start) or 1  # tokens of a window that are not predicted
     if len(ids) + len(start) <= given:
-        raise InputError(
-            f"The text is {len(ids)} tokens long",
-            expected="2 tokens or more",
-            advice="Use a longer text",
-            code="text_too_short",
-        )
-    limit = window if trunk.context is None else min(window, trunk.context - given)
+        raise InputError(f"The text is {len(ids)} tokens long", expected="2 tokens or more", code="text_too_short")
+    limit = window if trunk.context_length is None else min(window, trunk.context_length - given)
     rows = _windows(start, ids, limit)
     sums = []
     at_once = max(1, tokens_per_batch(trunk) // (16 * limit))  # every token has a logit for every word
     for begin in range(0, len(rows), at_once):
         batch = rows[begin : begin + at_once]
-        tokens = Tokens.following(Tokens.left_padded([()] * len(batch), trunk.device), batch)
+        tokens = Tokens.right_padded(batch, trunk.device)
         places = [(index, step) for index, row in enumerate(batch) for step in range(given - 1, len(row) - 1)]
         where = torch.tensor(places)
         logits = trunk.logits(tokens, where)

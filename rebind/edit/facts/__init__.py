@@ -1,1 +1,14 @@
-"""edit/facts."""
+"""Facts: what a model should say after which prompt.
+
+- `fact`: `Fact`, a prompt with a marked subject and its target
+- `conflicts`: facts that cannot be written together, or only as a compromise
+- `readers`: `read_facts` for JSONL, JSON and CSV files, CounterFact, zsRE, Knowns and Python objects
+"""
+
+from __future__ import annotations
+
+from rebind.edit.facts.conflicts import Conflict, conflicts, duplicates, shared_keys
+from rebind.edit.facts.fact import Fact
+from rebind.edit.facts.readers import Facts, read_facts
+
+__all__ = ["Conflict", "Fact", "Facts", "conflicts", "duplicates", "read_facts", "shared_keys"]

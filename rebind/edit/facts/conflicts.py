@@ -1,0 +1,58 @@
+"""Facts that cannot be written together, or only as a compromise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rebind.edit.facts.fact import Fact, comparable
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Facts that belong together, by their indices in the list that was checked."""
+
+    text: str  # the prompt of the first one
+    targets: tuple[str, ...]  # one per fact, in order
+    indices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        indices = ", ".join(str(index) for index in self.indices)
+        return f"{self.text!r} → {' / '.join(dict.fromkeys(self.targets))} (facts {indices})"
+
+
+def conflicts(facts: Sequence[Fact]) -> list[Conflict]:
+    """Return facts with different targets after the same prompt, ignoring case and spacing."""
+    groups = _group(facts, [comparable(fact.text) for fact in facts])
+    return [group for group in groups if len(set(group.targets)) > 1]
+
+
+def shared_keys(facts: Sequence[Fact]) -> list[Conflict]:
+    """Return facts with different prompts and targets, but the same text up to the end of the subject.
+
+    They share one key, since the key is read there. The value that a matrix returns for it is a compromise between
+    what each of them needs.
+    """
+    groups = _group(facts, [fact.parts[0] + fact.subject for fact in facts])
+    return [
+        group
+        for group in groups
+        if len(set(group.targets)) > 1 and len({comparable(facts[index].text) for index in group.indices}) > 1
+    ]
+
+
+def duplicates(facts: Sequence[Fact]) -> list[Conflict]:
+    """Return facts that occur more than once, with the same prompt and target."""
+    return _group(facts, [(fact.text, fact.target) for fact in facts])
+
+
+def _group(facts: Sequence[Fact], keys: Sequence[object]) -> list[Conflict]:
+    """Return the facts with equal keys, where there are at least two."""
+    groups: dict[object, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return [
+        Conflict(facts[group[0]].text, tuple(facts[index].target for index in group), tuple(group))
+        for group in groups.values()
+        if len(group) > 1
+    ]
