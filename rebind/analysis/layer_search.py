@@ -1,242 +1,209 @@
-"""Which layers to edit, found by measurement: a small trace, then a trial edit on each candidate.
+"""Find the layers to edit by measurement: a small trace proposes layers, and trial edits decide.
 
-Tracing says where a fact's subject is looked up; where an edit works best is not always there (Hase et al., 2023,
-"Does localization inform editing?"). So the trace only proposes, and trial edits decide: facts that the model is
-known to know are rewritten at each candidate window of layers, in memory, and what they did is measured.
+Tracing shows where a model recalls a fact, but edits do not always work best there (Hase et al., 2023, "Does
+localization inform editing?"). So facts that the model knows are rewritten at each candidate window of layers, in
+memory, and the results are compared.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rebind.analysis.averages import PLACES, average
-from rebind.analysis.traces import TraceSettings
+from rebind.analysis.traces import POSITIONS, SUBJECT_LAST, TraceSettings, average_traces
 from rebind.analysis.tracing import Tracer
-from rebind.analysis.trial_facts import HELD, Held
-from rebind.edit.cache import cache_folder
-from rebind.edit.facts.fact import Fact
+from rebind.analysis.trial_facts import TRIAL_FACTS, TrialFact
+from rebind.edit.editor import Editor
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.progress import Progress
-from rebind.edit.solve.layer_writes import Place
+from rebind.edit.settings import layers_file, save_measured_layers
 from rebind.errors import InputError
-from rebind.files import write_atomically
-from rebind.models.sites import module_at
+from rebind.models.prompts import Prompt
+from rebind.storage.atomic import read_json_object
 
-if TYPE_CHECKING:
-    from rebind.edit.editor import Editor
+MIN_FACTS = 3  # known facts: results of fewer mean nothing
+MAX_FACTS = 8  # facts that are tried: each one costs a target search per candidate
 
-VERSION = 1  # of this procedure: a choice made by another one is not used
-FEWEST = 3  # known facts; with fewer the numbers say nothing
-MOST = 8  # that are tried: a trial costs a search for targets
-SUBJECT_LAST = PLACES.index("last subject token")
+Report = Callable[[str, int, int], None]  # (phase, done, total)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A window of layers and what a trial edit there did, each but drift in [0, 1]."""
+    """A window of layers and the results of a trial edit there; all but the drift are in [0, 1]."""
 
     layers: tuple[int, ...]
-    why: str  # what proposed it
-    effect: float  # the trace's: mean indirect effect of the MLPs at the subject's last token, at the window's middle
-    efficacy: float  # the new answer against the true one, after the prompt
-    paraphrase: float | None  # the same, after another wording; None where no fact has one
-    neighbour: float | None  # the true answer against the new one, about other subjects; None where none is named
-    drift: float  # nats on unrelated prompts
+    why: str  # why it was tried
+    effect: float  # mean indirect effect of the MLPs at the subject's last token, at the middle of the window
+    efficacy: float | None  # preference for the new answer over the true one, after the prompt
+    paraphrase: float | None  # the same after a paraphrase; None if no fact has one
+    neighbor: float | None  # preference for the true answer over the new one, after neighbors; None if there are none
+    drift: float  # nats, on canary prompts
+    score: float  # see `overall_score`
 
-    @property
-    def score(self) -> float:
-        """The harmonic mean of those of the three that were asked, less the drift."""
-        parts = [part for part in (self.efficacy, self.paraphrase, self.neighbour) if part is not None]
-        return len(parts) / sum(1 / max(part, 1e-9) for part in parts) - self.drift
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"score": self.score}
+def overall_score(drift: float, *preferences: float | None) -> float:
+    """Return the harmonic mean of the preferences that were measured, minus the drift."""
+    measured = [preference for preference in preferences if preference is not None]
+    return len(measured) / sum(1 / max(preference, 1e-9) for preference in measured) - drift
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The layers to edit, and the table that decided."""
+class LayerChoice:
+    """The layers to edit, and the measurements that decided."""
 
     model: str
     fingerprint: str
     layers: tuple[int, ...]
     candidates: tuple[Candidate, ...]
-    trace: tuple[float, ...]  # a layer's mean indirect effect of the MLPs at the subject's last token
+    trace: tuple[float, ...]  # per layer, mean indirect effect of the MLPs at the subject's last token
     known: int  # facts that the model knows
-    asked: int  # of so many
+    asked: int  # facts in all
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"version": VERSION, "candidates": [one.to_json() for one in self.candidates]}
+        return asdict(self)
 
 
-def chosen_layers(fingerprint: str) -> tuple[int, ...] | None:
-    """The layers chosen for this model on this machine; None where no choice was made. Reads one small file."""
-    made = cached_choice(fingerprint)
-    return None if made is None else made.layers
-
-
-def cached_choice(fingerprint: str) -> Choice | None:
-    """The choice as it was stored; a file that cannot be read is as good as none."""
+def saved_layer_choice(fingerprint: str) -> LayerChoice | None:
+    """Return the stored result of `search_layers` for a model; None if there is none that can be read."""
+    stored = read_json_object(layers_file(fingerprint)) or {}
+    if stored.get("fingerprint") != fingerprint:
+        return None
     try:
-        stored = json.loads(choice_path(fingerprint).read_bytes())
-        if (stored.pop("version"), stored["fingerprint"]) != (VERSION, fingerprint):
-            return None
-        rows = [dict(one) for one in stored.pop("candidates")]
-        for row in rows:
-            row.pop("score")
-            row["layers"] = tuple(row["layers"])
-        stored |= {"layers": tuple(stored["layers"]), "trace": tuple(stored["trace"])}
-        return Choice(**stored, candidates=tuple(Candidate(**row) for row in rows))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        candidates = tuple(Candidate(**{**row, "layers": tuple(row["layers"])}) for row in stored["candidates"])
+        sequences = {name: tuple(stored[name]) for name in ("layers", "trace")}
+        return LayerChoice(**{**stored, **sequences, "candidates": candidates})
+    except (KeyError, TypeError):
         return None
 
 
-def choice_path(fingerprint: str) -> Path:
-    return cache_folder() / "layers" / f"{fingerprint[:32]}-{VERSION}.json"
-
-
-def choose_layers(
+def search_layers(
     editor: Editor,
-    held: Sequence[Held] = HELD,
+    trials: Sequence[TrialFact] = TRIAL_FACTS,
     *,
-    most: int = MOST,
-    told: Callable[[str, int, int], None] = lambda phase, done, of: None,
-) -> Choice:
-    """Trace, try, decide, and keep the choice in the cache. The model and its ledger are left as they were."""
-    with _apart(editor):
-        known = [one for one in held if _known(editor, one)]
-        if len(known) < FEWEST:
+    limit: int = MAX_FACTS,
+    check_known: bool = True,
+    report: Report = lambda phase, done, total: None,
+) -> LayerChoice:
+    """Find the layers of a model where edits work best, and store them for later edits of that model.
+
+    Args:
+        editor: its model and ledger are left as they were.
+        trials: the facts to try.
+        limit: try at most this many of the facts that the model knows.
+        check_known: leave out facts that the model does not know.
+        report: called with (phase, done, total) as the work proceeds.
+    """
+    with _isolated(editor):
+        known = [trial for trial in trials if not check_known or _knows(editor, trial)]
+        if len(known) < MIN_FACTS:
             raise InputError(
-                f"{editor.loaded.name} knows {len(known)} of {len(held)} facts (such as {held[0].fact.text!r} → "
-                f"{held[0].fact.old!r}), expected {FEWEST} or more to try edits on: pass facts that it knows with "
-                f"--facts, or choose layers yourself"
-                if held
-                else "got no facts, expected some to try edits on: pass facts that the model knows"
+                f"{editor.language_model.name} knows {len(known)} of {len(trials)} facts",
+                expected=f"at least {MIN_FACTS} facts for trial edits",
+                advice="Give {facts} that the model knows, or choose {layers} by hand",
+                settings={"facts": None, "layers": None},
+                code="too_few_known_facts",
             )
-        tried = known[:most]
-        effects = _subject_effects(editor, [one.fact for one in tried], told)
-        windows = _windows(editor, effects)
-        _learn_old_keys(editor, windows)
-        rows = []
-        with _quietly(editor):
-            for done, (layers, why) in enumerate(windows.items()):
-                told("trial edits", done, len(windows))
-                rows.append(_tried(editor, layers, why, effects[layers[len(layers) // 2]], tried))
-            told("trial edits", len(windows), len(windows))
-    best = max(rows, key=lambda row: row.score)
-    made = Choice(
-        editor.loaded.name, editor.fingerprint, best.layers, tuple(rows), tuple(effects), len(known), len(held)
+        tried = known[:limit]
+        effects = _subject_effects(editor, tried, report)
+        windows = candidate_windows(editor.settings("memit").layers, effects)
+        editor.progress.phase("moments")
+        layers = sorted({layer for window in windows for layer in window})
+        editor.weights.load_old_keys([editor.sites[layer].name for layer in layers])  # one pass for all trial edits
+        editor.progress = Progress()  # the phases of each trial edit are not reported
+        candidates = []
+        for done, (window, why) in enumerate(windows.items()):
+            report("trial edits", done, len(windows))
+            candidates.append(_try_edit(editor, window, why, effects[window[len(window) // 2]], tried))
+        report("trial edits", len(windows), len(windows))
+    choice = LayerChoice(
+        model=editor.language_model.name,
+        fingerprint=editor.fingerprint,
+        layers=max(candidates, key=lambda candidate: candidate.score).layers,
+        candidates=tuple(candidates),
+        trace=tuple(effects),
+        known=len(known),
+        asked=len(trials),
     )
-    data = json.dumps(made.to_json(), indent=1).encode()
-    write_atomically(choice_path(editor.fingerprint), data + b"\n")
-    return made
-
-
-def held_from(facts: Sequence[Fact]) -> list[Held]:
-    """Facts of the user's own: they need the true answer (`old`). Their neighbours are taken to share it, as
-    CounterFact's do."""
-    if missing := [fact for fact in facts if fact.old is None]:
-        raise InputError(
-            f"fact {missing[0].text!r} has no old answer ({len(missing)} of {len(facts)} have none), expected what "
-            f"is true now beside what to write: add old to each"
-        )
-    return [Held(fact, tuple((text, str(fact.old)) for text in fact.neighbours)) for fact in facts]
+    save_measured_layers(editor.fingerprint, choice.layers, choice.to_json())
+    return choice
 
 
 @contextmanager
-def _apart(editor: Editor) -> Iterator[None]:
-    """The base model and a ledger that is thrown away; trials may fail the guard's checks, that is what they show."""
-    ledger, guard = editor.ledger, editor.guard
+def _isolated(editor: Editor) -> Iterator[None]:
+    """Use a temporary ledger and no guard (trial edits that fail its checks are results, too); restore everything."""
+    ledger, guard, progress = editor.ledger, editor.guard, editor.progress
     try:
         editor.guard = None
-        editor.use(Ledger.in_memory(editor.fingerprint, editor.loaded.name))
+        editor.use_ledger(Ledger.in_memory(editor.fingerprint, editor.language_model.name))
         yield
     finally:
-        editor.guard = guard
-        editor.use(ledger)
+        editor.guard, editor.progress = guard, progress
+        editor.use_ledger(ledger)
 
 
-@contextmanager
-def _quietly(editor: Editor) -> Iterator[None]:
-    """Trials are told one by one, and not each by its phases."""
-    progress = editor.progress
-    try:
-        editor.progress = Progress()
-        yield
-    finally:
-        editor.progress = progress
+def _knows(editor: Editor, trial: TrialFact) -> bool:
+    return editor.language_model.score([trial.fact.as_prompt(trial.fact.old)])[0].rank == 1
 
 
-def _known(editor: Editor, one: Held) -> bool:
-    true = Fact(one.fact.prompt, one.fact.subject, str(one.fact.old))
-    return editor.score([true])[0].rank == 1
-
-
-def _subject_effects(editor: Editor, facts: Sequence[Fact], told: Callable[[str, int, int], None]) -> list[float]:
-    """Each layer's mean indirect effect of the MLPs at the subject's last token."""
-    tracer = Tracer.of(editor, TraceSettings(kinds=("mlp",)))
+def _subject_effects(editor: Editor, trials: Sequence[TrialFact], report: Report) -> list[float]:
+    """Return, for each layer, the mean indirect effect of the MLPs at the subject's last token."""
+    tracer = Tracer(editor.language_model, TraceSettings(kinds=("mlp",)))
     traces = []
-    for done, fact in enumerate(facts):
-        told("tracing", done, len(facts))
-        traces.append(tracer.trace(fact, tokens="subject"))
-    told("tracing", len(facts), len(facts))
-    found: list[float] = average(traces).effects["mlp"][SUBJECT_LAST].tolist()
-    return found
+    for done, trial in enumerate(trials):
+        report("tracing", done, len(trials))
+        traces.append(tracer.trace(trial.fact, tokens="subject"))
+    report("tracing", len(trials), len(trials))
+    effects: list[float] = average_traces(traces).effects["mlp"][POSITIONS.index(SUBJECT_LAST)].tolist()
+    return effects
 
 
-def _windows(editor: Editor, effects: Sequence[float]) -> dict[tuple[int, ...], str]:
-    """What to try: the layers used without a choice, the trace's peak, and steps up to the middle of the model."""
+def candidate_windows(default: tuple[int, ...], effects: Sequence[float]) -> dict[tuple[int, ...], str]:
+    """Return the candidates: the default layers, those around the trace's peak, and steps up to half the depth."""
     depth = len(effects)
-    default = editor.settings("memit")[1].layers
     width = min(len(default), depth - 1)
 
-    def ending(last: int) -> tuple[int, ...]:
+    def ending_at(last: int) -> tuple[int, ...]:
         last = max(width - 1, min(depth - 2, last))
         return tuple(range(last - width + 1, last + 1))
 
     peak = max(range(depth), key=lambda layer: effects[layer])
-    round_peak = ending(peak + (width - 1) // 2)
-    found = {default: "used now"}
-    found[round_peak] = "used now, the trace's peak" if round_peak == default else "round the trace's peak"
+    around_peak = ending_at(peak + (width - 1) // 2)
+    windows = {default: "default"}
+    windows[around_peak] = "default and peak of the trace" if around_peak == default else "peak of the trace"
     for share in (6, 4, 3, 2):
-        found.setdefault(ending(round(depth / share)), f"up to 1/{share} of the depth")
-    return found
+        windows.setdefault(ending_at(round(depth / share)), f"up to 1/{share} of the depth")
+    return windows
 
 
-def _learn_old_keys(editor: Editor, windows: Iterable[tuple[int, ...]]) -> None:
-    """The moments of all windows in one pass: each trial alone would read, or sample, the text anew."""
-    sites = [(editor.sites[layer].name, layer) for layer in sorted({layer for window in windows for layer in window})]
-    editor.progress.phase("moments")
-    editor.weights.learn_old_keys([Place(name, layer, module_at(editor.model, name)) for name, layer in sites])
-
-
-def _tried(editor: Editor, layers: tuple[int, ...], why: str, effect: float, held: Sequence[Held]) -> Candidate:
-    edit = editor.rewrite_many([one.fact for one in held], layers=layers)
+def _try_edit(
+    editor: Editor, layers: tuple[int, ...], why: str, effect: float, trials: Sequence[TrialFact]
+) -> Candidate:
+    facts = [trial.fact for trial in trials]
+    edit = editor.rewrite_many(facts, layers=layers)
     try:
-        prompts = [(one.fact.text, one.fact.target, str(one.fact.old)) for one in held]
-        others = [
-            [(text, one.fact.target, str(one.fact.old)) for one in held for text in one.fact.paraphrases],
-            [(text, true, one.fact.target) for one in held for text, true in one.neighbours if true != one.fact.target],
-        ]
-        paraphrase, neighbour = (_preferred(editor, asked) if asked else None for asked in others)
-        return Candidate(layers, why, effect, _preferred(editor, prompts), paraphrase, neighbour, editor.drift().kl)
+        efficacy = _preference(editor, [(fact.text, fact.target, str(fact.old)) for fact in facts])
+        paraphrases = [(text, fact.target, str(fact.old)) for fact in facts for text in fact.paraphrases]
+        neighbors = [(text, true, trial.fact.target) for trial in trials for text, true in trial.neighbors]
+        paraphrase, neighbor = _preference(editor, paraphrases), _preference(editor, neighbors)
+        drift = editor.drift().kl
     finally:
         editor.undo(edit.id)
+    score = overall_score(drift, efficacy, paraphrase, neighbor)
+    return Candidate(layers, why, effect, efficacy, paraphrase, neighbor, drift, score)
 
 
-def _preferred(editor: Editor, asked: Sequence[tuple[str, str, str]]) -> float:
-    """How much the first answer is preferred to the second, in [0, 1], over (prompt, first, second).
+def _preference(editor: Editor, questions: Sequence[tuple[str, str, str]]) -> float | None:
+    """Return how much the model prefers the first answer to the second, in [0, 1], over (prompt, first, second).
 
-    ES, PS and NS count whether NLL(first) < NLL(second); a handful of facts would give them a handful of values. The
-    sigmoid of the difference says how clearly, too.
+    ES, PS and NS count how often NLL(first) < NLL(second), which takes few values for a handful of facts; the sigmoid
+    of the difference also shows how clear the preference is. Questions with equal answers do not count.
     """
-    facts = [Fact("{}", prompt, answer) for prompt, *answers in asked for answer in answers]
-    scores = editor.score(facts)
+    prompts = [Prompt(text, answer) for text, *answers in questions if answers[0] != answers[1] for answer in answers]
+    if not prompts:
+        return None
+    scores = editor.language_model.score(prompts)
     gaps = [second.nll - first.nll for first, second in zip(scores[::2], scores[1::2], strict=True)]
     return sum(1 / (1 + math.exp(-max(-60.0, min(60.0, gap)))) for gap in gaps) / len(gaps)

@@ -1,20 +1,21 @@
-"""What is traced and what comes of it: a prompt as a model reads it, how it is traced, its states' effects."""
+"""Settings and results of causal tracing: one trace, and the average over the traces of many facts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rebind.edit.facts.encoding import encode
-from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
+from rebind.models.language_model import LanguageModel
+from rebind.models.prompts import Prompt
 
 KINDS = ("hidden", "mlp", "attention")
-PAPER_WINDOW, PAPER_DEPTH = 10, 48  # of GPT-2 XL, where ROME's window comes from
+ROME_WINDOW, ROME_DEPTH = 10, 48  # ROME restores 10 layers of the 48 of GPT-2 XL together
 
 
 @dataclass(frozen=True)
@@ -22,65 +23,82 @@ class TraceSettings:
     """How to trace."""
 
     kinds: tuple[str, ...] = KINDS
-    noise: float = 3.0  # its standard deviation, in those of the embeddings' entries: ROME's 3
-    draws: int = 4  # of noise, averaged over; ROME takes 10
-    window: int | None = None  # layers restored together (mlp, attention); None: 10 of 48 as in ROME, by the depth
+    noise: float = 3.0  # standard deviation of the noise, in standard deviations of the embeddings; 3 in ROME
+    draws: int = 4  # draws of noise to average over; 10 in ROME
+    window: int | None = None  # layers restored together (mlp, attention); None: ROME's share of the depth
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if unknown := [kind for kind in self.kinds if kind not in KINDS] or not self.kinds:
-            raise InputError(f"kinds are {self.kinds!r} ({unknown}), expected some of {', '.join(KINDS)}: choose these")
+        if not self.kinds or not set(self.kinds) <= set(KINDS):
+            raise InputError(
+                f"Kinds of states are {self.kinds!r}", expected=f"some of {', '.join(KINDS)}", code="unknown_kind"
+            )
         for name in ("noise", "draws", "window"):
-            given = getattr(self, name)
-            if given is not None and not 0 < given < math.inf:
-                raise InputError(f"{name} is {given}, expected a finite number above 0: leave it out")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"Setting {name} is {value}", expected="a finite number above 0", code="not_positive")
 
-    def window_of(self, depth: int) -> int:
-        return self.window or max(1, round(PAPER_WINDOW * depth / PAPER_DEPTH))
+    def window_for(self, depth: int) -> int:
+        """Return the number of layers restored together in a model with `depth` layers."""
+        return self.window or max(1, round(ROME_WINDOW * depth / ROME_DEPTH))
 
 
 @dataclass(frozen=True)
-class Question:
+class PromptTokens:
     """A prompt as the model reads it."""
 
     ids: tuple[int, ...]
-    labels: tuple[str, ...]  # what to call each token: the text it stands for
-    subject: tuple[int, int]  # its first and its last token
+    labels: tuple[str, ...]  # the text that each token stands for
+    subject: tuple[int, int]  # the first and the last token of the subject
     text: str
+
+
+def read_prompt(model: LanguageModel, prompt: Prompt) -> tuple[PromptTokens, int | None]:
+    """Return the tokens of a prompt and the first token of its target, if it has one."""
+    encoded = model.encode([prompt])[0]
+    text = prompt.text.rstrip(" ")
+    batch = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    spans, start = batch["offset_mapping"], len(encoded.ids) - len(batch["input_ids"])
+    begin, end = prompt.subject or (0, len(prompt.text))
+    first = next(index for index, (left, right) in enumerate(spans) if max(left, begin) < min(right, end))
+    labels = [str(model.tokenizer.decode([token])) for token in encoded.ids[:start]]
+    labels += [text[left:right] for left, right in spans]
+    tokens = PromptTokens(encoded.ids, tuple(labels), (start + first, encoded.subject_last), prompt.text)
+    return tokens, encoded.target[0] if encoded.target else None
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What each restored state brings back of one answer."""
+    """How much of one answer's probability each restored state brings back."""
 
-    question: Question
-    answer: str  # the token whose probability is traced
+    prompt: PromptTokens
+    answer: str  # the traced token
     answer_id: int
-    first_choice: bool  # whether it is the clean model's likeliest next token
+    first_choice: bool  # whether it is the likeliest next token of the clean run
     clean: float  # its probability P
     corrupted: float  # P*, the mean over the draws of noise
-    effects: dict[str, Tensor]  # a kind's indirect effects [tokens, layers], float64; nan at tokens that were left out
+    effects: dict[str, Tensor]  # kind → indirect effects [tokens, layers], float64; NaN for tokens that were left out
     settings: TraceSettings
-    noise: float  # the noise's standard deviation as it was added
+    noise: float  # standard deviation of the noise
     window: int
     seconds: float
 
     @property
     def labels(self) -> list[str]:
-        """Tokens, the subject's marked with a star."""
-        first, last = self.question.subject
-        return [f"{label}*" if first <= at <= last else label for at, label in enumerate(self.question.labels)]
+        """The tokens, those of the subject marked with a star."""
+        first, last = self.prompt.subject
+        return [f"{label}*" if first <= index <= last else label for index, label in enumerate(self.prompt.labels)]
 
     def peak(self, kind: str) -> tuple[int, int]:
-        """(token, layer) of the largest effect."""
+        """Return (token, layer) of the largest effect."""
         flat = int(self.effects[kind].nan_to_num(-torch.inf).argmax())
         return divmod(flat, self.effects[kind].shape[1])
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "prompt": self.question.text,
-            "tokens": list(self.question.labels),
-            "subject": list(self.question.subject),
+            "prompt": self.prompt.text,
+            "tokens": list(self.prompt.labels),
+            "subject": list(self.prompt.subject),
             "answer": self.answer,
             "first_choice": self.first_choice,
             "clean": self.clean,
@@ -93,16 +111,83 @@ class Trace:
         }
 
 
-def ask(fact: Fact, tokenizer: Any, start: tuple[int, ...], limit: int | None = None) -> tuple[Question, int]:
-    """The prompt of a fact and the first token of its target."""
-    encoded = encode(fact, tokenizer, start, limit=limit)
-    text = fact.text.rstrip(" ")
-    batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    spans, front = batch["offset_mapping"], len(encoded.ids) - len(batch["input_ids"])
-    begin = len(fact.parts[0])
-    end = begin + len(fact.subject)
-    inside = [at for at, (left, right) in enumerate(spans) if max(left, begin) < min(right, end)]
-    labels = [str(tokenizer.decode([token])) for token in encoded.ids[:front]]
-    labels += [text[left:right] for left, right in spans]
-    question = Question(encoded.ids, tuple(labels), (front + inside[0], encoded.subject_last), fact.text)
-    return question, encoded.target[0]
+# Averages: the figure in section 2 of ROME
+
+SUBJECT_LAST = "last subject token"
+POSITIONS = (
+    "first subject token",
+    "middle subject tokens",
+    SUBJECT_LAST,
+    "first token after",
+    "further tokens",
+    "last token",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class AverageTrace:
+    """Mean indirect effects by the position of a token relative to the subject."""
+
+    effects: dict[str, Tensor]  # kind → [positions, layers], float64; 0 where no fact has such a token
+    counts: tuple[int, ...]  # facts with a token at each position
+    clean: float
+    corrupted: float
+    traces: tuple[Trace, ...]
+
+    @property
+    def facts(self) -> int:
+        return len(self.traces)
+
+    @property
+    def labels(self) -> list[str]:
+        return list(POSITIONS)
+
+    def to_json(self) -> dict[str, Any]:
+        first = self.traces[0]
+        return {
+            "facts": self.facts,
+            "places": list(POSITIONS),
+            "counts": list(self.counts),
+            "clean": self.clean,
+            "corrupted": self.corrupted,
+            "effects": {kind: rows.tolist() for kind, rows in self.effects.items()},
+            "settings": asdict(first.settings),
+            "noise": first.noise,
+            "window": first.window,
+            "prompts": [
+                {"prompt": one.prompt.text, "answer": one.answer, "clean": one.clean, "corrupted": one.corrupted}
+                for one in self.traces
+            ],
+        }
+
+
+def tokens_by_position(prompt: PromptTokens) -> list[list[int]]:
+    """Return the tokens at each of `POSITIONS`. A subject, or text after it, of one token has only a last one."""
+    first, last = prompt.subject
+    end = len(prompt.ids) - 1
+    return [
+        [first] if first < last else [],
+        list(range(first + 1, last)),
+        [last],
+        [last + 1] if last + 1 < end else [],
+        list(range(last + 2, end)),
+        [end] if end > last else [],
+    ]
+
+
+def average_traces(traces: Sequence[Trace]) -> AverageTrace:
+    """Average traces. Each fact counts once at every position it has, however many tokens it has there."""
+    if not traces:
+        raise InputError("There are no traces to average", advice="Trace facts that the model knows", code="no_traces")
+    tokens = [tokens_by_position(trace.prompt) for trace in traces]
+    counts = [sum(bool(positions[index]) for positions in tokens) for index in range(len(POSITIONS))]
+    effects = {}
+    for kind, like in traces[0].effects.items():
+        total = torch.zeros(len(POSITIONS), like.shape[1], dtype=torch.float64)
+        for trace, positions in zip(traces, tokens, strict=True):
+            for index, rows in enumerate(positions):
+                if rows:
+                    total[index] += trace.effects[kind][rows].mean(0)
+        effects[kind] = total / torch.tensor(counts).clamp_min(1).unsqueeze(-1)
+    clean, corrupted = (sum(getattr(trace, run) for trace in traces) / len(traces) for run in ("clean", "corrupted"))
+    return AverageTrace(effects, tuple(counts), clean, corrupted, tuple(traces))

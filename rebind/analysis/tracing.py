@@ -4,21 +4,21 @@ Three runs of one prompt:
 
 - *clean*: the model gives the answer the probability P;
 - *corrupted*: noise is added to the embeddings of the subject's tokens, and the probability falls to P*;
-- *corrupted with restoration*: as before, but one state, at one token and one layer, is put back to what it was in the
-  clean run. The probability that comes back, P*(restored) − P*, is that state's *indirect effect*.
+- *restored*: as before, but one state, at one token and one layer, is put back to its value in the clean run. The
+  probability that comes back, P*(restored) − P*, is the *indirect effect* of that state.
 
-A state is a block's output (`hidden`), or what the MLP (`mlp`) or attention (`attention`) adds to it. The latter two
-are restored over a window of layers: one layer's contribution alone hardly shows.
+A state is the output of a block (`hidden`), or what the MLP (`mlp`) or attention (`attention`) adds to it. The latter
+two are restored over a window of layers, because the contribution of one layer alone hardly shows.
 
-The plain way is one full pass for every token, layer, kind and draw of noise. Here nearly all of it is known before
-it is run, and left out; the result is the same:
+A plain loop makes one full pass for every token, layer, kind and draw of noise. Nearly all of that work is known
+before it is done, and is left out here without changing the result:
 
-- below the restored layer everything is the corrupted run: a pass starts above it, from kept hidden states;
-- in front of the restored token everything is the corrupted run, at every layer: a pass holds only what comes after, on
-  top of the corrupted run's keys and values;
-- in front of the subject nothing was corrupted, and restoring it has no effect;
-- the output head is asked about the last position alone;
-- all draws of noise, and as many tokens as pay, go through together.
+- below the restored layer everything equals the corrupted run: a pass starts above it, from stored hidden states;
+- before the restored token everything equals the corrupted run, at every layer: a pass runs only the tokens after it,
+  on top of the keys and values of the corrupted run;
+- before the subject nothing was corrupted, so restoring has no effect;
+- the output head is applied to the last position only;
+- all draws of noise, and as many tokens as pay off, go through the model together.
 """
 
 from __future__ import annotations
@@ -26,54 +26,53 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from rebind.analysis.mixers import mixer_outputs
-from rebind.analysis.traces import Question, Trace, TraceSettings, ask
+from rebind.analysis.attention_outputs import attention_outputs
+from rebind.analysis.traces import PromptTokens, Trace, TraceSettings, read_prompt
 from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError, NumericalError
-from rebind.models.sites import Site, module_at
-from rebind.models.trunk import Hidden, Tokens, Trunk, select_cache
+from rebind.models.language_model import LanguageModel
+from rebind.models.sites import module_at
+from rebind.models.trunk import Hidden, Tokens, select_cache
 
-if TYPE_CHECKING:
-    from rebind.edit.editor import Editor
+CPU_TOKENS, GPU_TOKENS = 96, 16_384  # per pass: on a CPU just enough for efficient matrix products
+EMBEDDINGS_AT_ONCE = 1 << 24  # entries of the embedding table
 
-CPU_TOKENS, GPU_TOKENS = 96, 16_384  # a pass: on a CPU large enough for a matrix product to be efficient, no larger
-ENTRIES_AT_ONCE = 1 << 24  # of the embedding table
+Hook = Callable[[nn.Module, Any, Any], Any]  # a forward hook: (module, inputs, output) → another output or None
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """What one run left behind."""
+    """What one run of the prompt produced."""
 
-    hidden: list[Hidden]  # each block's output
-    parts: dict[str, list[Hidden]]  # what MLPs and attention added
+    hidden: list[Hidden]  # the output of each block
+    parts: dict[str, list[Hidden]]  # what each MLP and each attention added
     logits: Tensor  # at the last position, [rows, vocabulary]
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Restorations that go through the model together: row = token-major, draw of noise within."""
+    """Restorations that go through the model together; rows are ordered by token, then by draw of noise."""
 
-    begin: int  # the first token that is run; those in front come from the cache
+    begin: int  # the first token that is run; the cache holds those before it
     tokens: Tokens
     cache: Any
-    restored: Tensor  # [rows]: the token restored in each
-    draw: Tensor  # [rows]: the draw of noise in each
-    where: Tensor  # [rows, 2]: the last position of each
+    restored: Tensor  # [rows]: the token restored in each row
+    draw: Tensor  # [rows]: the draw of noise in each row
 
-    def of(self, states: Tensor) -> Tensor:
-        """Each row's share of something the corrupted run has, [draws, tokens, width]."""
+    def select(self, states: Tensor) -> Tensor:
+        """Return the part of [draws, tokens, width], taken from the corrupted run, that belongs to each row."""
         return states[self.draw.to(states.device), self.begin :]
 
-    def with_restored(self, states: Tensor, clean: Tensor) -> Tensor:
-        """States [rows, tokens, width] with one token a row as in the clean run [1, tokens, width]."""
+    def restore(self, states: Tensor, clean: Tensor) -> Tensor:
+        """Return states [rows, tokens, width] with one token per row replaced from the clean run [1, tokens, width]."""
         states = states.clone()
         rows = torch.arange(len(states), device=states.device)
         states[rows, self.restored.to(states.device) - self.begin] = clean[0, self.restored.to(clean.device)]
@@ -81,240 +80,217 @@ class _Group:
 
 
 class Tracer:
-    """Traces prompts through one model."""
+    """Traces prompts through one model.
+
+    Args:
+        model: the language model; prompts are traced without its chat template.
+        settings: how to trace.
+        on_progress: called with (states restored, states in all) during a trace.
+        batch_tokens: tokens per pass; by default what suits the device.
+    """
 
     def __init__(
         self,
-        trunk: Trunk,
-        sites: Sequence[Site],
-        tokenizer: Any,
-        start: tuple[int, ...],
+        model: LanguageModel,
         settings: TraceSettings | None = None,
         *,
-        on_pass: Callable[[int, int], None] = lambda done, of: None,
-        tokens_at_once: int | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        batch_tokens: int | None = None,
     ) -> None:
-        self.trunk, self.tokenizer, self.start = trunk, tokenizer, start
+        self.model, self.trunk = model.with_chat(False), model.trunk
         self.settings = settings or TraceSettings()
-        self.on_pass = on_pass
-        self.tokens_at_once = tokens_at_once or (CPU_TOKENS if trunk.device.type == "cpu" else GPU_TOKENS)
-        self.window = self.settings.window_of(len(trunk.blocks))
+        self.on_progress = on_progress
+        self.batch_tokens = batch_tokens or (CPU_TOKENS if self.trunk.device.type == "cpu" else GPU_TOKENS)
+        self.window = self.settings.window_for(len(self.trunk.blocks))
+        self._embeddings: Any = model.model.get_input_embeddings()
         self._parts: dict[str, list[nn.Module]] = {}
-        if "mlp" in self.settings.kinds:  # the down projection's output, in every family what the stream gets
-            self._parts["mlp"] = [module_at(trunk.model, site.name) for site in sites]
+        if "mlp" in self.settings.kinds:  # in every family the residual stream gets the output of the down projection
+            self._parts["mlp"] = [module_at(model.model, site.name) for site in model.sites]
         if "attention" in self.settings.kinds:
-            self._parts["attention"] = mixer_outputs(trunk.model, sites)
-
-    @classmethod
-    def of(cls, editor: Editor, settings: TraceSettings | None = None, **options: Any) -> Tracer:
-        return cls(editor.trunk, editor.sites, editor.tokenizer, editor.loaded.start, settings, **options)
+            self._parts["attention"] = attention_outputs(model.model, model.sites)
 
     @cached_property
     def embedding_std(self) -> float:
-        """Standard deviation of all entries of the embedding table, as it leaves its module: some families scale it."""
-        table = self.trunk.model.get_input_embeddings()
-        count, width = table.weight.shape
-        step = max(1, ENTRIES_AT_ONCE // width)
-        sums = torch.zeros(2, dtype=torch.float64, device=table.weight.device)
+        """Standard deviation of all embeddings, as they leave their module: some families scale them there."""
+        count, width = self._embeddings.weight.shape
+        device = self._embeddings.weight.device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
         with torch.no_grad():
-            for begin in range(0, count, step):
-                rows = table(torch.arange(begin, min(count, begin + step), device=sums.device)).double()
+            for ids in torch.arange(count, device=device).split(max(1, EMBEDDINGS_AT_ONCE // width)):
+                rows = self._embeddings(ids).double()
                 sums += torch.stack([rows.sum(), rows.square().sum()])
         mean, square = (sums / (count * width)).tolist()
         return float((square - mean**2) ** 0.5)
 
     @torch.no_grad()
-    def trace(self, fact: Fact, *, own: bool = True, tokens: Sequence[int] | str | None = None) -> Trace:
-        """Restore every state of a prompt in turn.
+    def trace(
+        self, fact: Fact, *, use_target: bool = False, tokens: Sequence[int] | Literal["subject"] | None = None
+    ) -> Trace:
+        """Trace the answer to a fact's prompt.
 
         Args:
-            fact: the prompt and its subject.
-            own: trace the model's own first choice; otherwise the first token of the fact's target.
-            tokens: the tokens to restore, if not all; "subject" is the subject's last one.
+            fact: the prompt, with its subject.
+            use_target: trace the first token of the fact's target instead of the model's own first choice.
+            tokens: the tokens to restore; None: all, "subject": the last one of the subject.
         """
-        begun = time.perf_counter()
-        question, target = ask(fact, self.tokenizer, self.start, self.trunk.context)
-        wanted = self._wanted(question, tokens)
-        noise = self._noise(question)
-        clean = self._run(question, None)
-        corrupted = self._run(question, noise)
-        said = torch.softmax(clean.logits[0], -1)
-        answer = said.argmax() if own else torch.tensor(target, device=said.device)
-        base = torch.softmax(corrupted.logits, -1)[:, answer].double().mean()
-        back = self._restore_all(question, wanted, noise, clean, corrupted, answer)
-        # All that was asked of the device, fetched at once: until here nothing waited for it.
-        effects = {kind: self._effects(question, wanted, rows, base).cpu() for kind, rows in back.items()}
-        odds = float(said[answer]), float(base)
-        if not all(map(math.isfinite, odds)):
+        started = time.perf_counter()
+        prompt, target = read_prompt(self.model, fact.as_prompt())
+        chosen = self._tokens_to_restore(prompt, tokens)
+        noise = self._noise(prompt)
+        clean = self._run(prompt, None)
+        corrupted = self._run(prompt, noise)
+        probabilities = torch.softmax(clean.logits[0], -1)
+        answer = torch.tensor(target, device=probabilities.device) if use_target else probabilities.argmax()
+        baseline = torch.softmax(corrupted.logits, -1)[:, answer].double().mean()
+        restored = self._restore_all(prompt, chosen, noise, clean, corrupted, answer)
+        # Everything is fetched from the device here at once: until now nothing waited for it.
+        effects = {kind: self._effects(prompt, chosen, rows, baseline).cpu() for kind, rows in restored.items()}
+        clean_probability, corrupted_probability = float(probabilities[answer]), float(baseline)
+        if not (math.isfinite(clean_probability) and math.isfinite(corrupted_probability)):
             raise NumericalError(
-                f"the answer's probability is {odds[0]}, {odds[1]} corrupted (noise {self.settings.noise}), expected "
-                f"numbers: take less noise, or load the model in a wider dtype"
+                f"The probability of the answer is {clean_probability}, and {corrupted_probability} with noise",
+                expected="finite numbers",
+                advice="Lower {noise}, or load the model in a wider dtype",
+                settings={"noise": self.settings.noise},
+                code="probability_not_finite",
             )
         return Trace(
-            question=question,
-            answer=str(self.tokenizer.decode([int(answer)])),
+            prompt=prompt,
+            answer=str(self.model.tokenizer.decode([int(answer)])),
             answer_id=int(answer),
-            first_choice=bool(answer == said.argmax()),
-            clean=odds[0],
-            corrupted=odds[1],
+            first_choice=bool(answer == probabilities.argmax()),
+            clean=clean_probability,
+            corrupted=corrupted_probability,
             effects=effects,
             settings=self.settings,
             noise=self.settings.noise * self.embedding_std,
             window=self.window,
-            seconds=time.perf_counter() - begun,
+            seconds=time.perf_counter() - started,
         )
 
-    def predicts(self, fact: Fact) -> tuple[int, int]:
-        """(the model's first choice after the prompt, the first token of the fact's answer).
-
-        The answer is what the model said before an edit (`old`) where the fact has it, else the target.
-        """
-        known = fact if fact.old is None else Fact(fact.prompt, fact.subject, fact.old)
-        question, answer = ask(known, self.tokenizer, self.start, self.trunk.context)
-        with torch.no_grad():
-            return int(self._run(question, None, record=False).logits[0].argmax()), answer
+    @torch.no_grad()
+    def knows(self, fact: Fact) -> bool:
+        """Return whether the model's first choice after the prompt begins the fact's answer: `old`, else its target."""
+        prompt, answer = read_prompt(self.model, fact.as_prompt(fact.old))
+        return int(self._run(prompt, None).logits[0].argmax()) == answer
 
     # Runs
 
-    def _wanted(self, question: Question, tokens: Sequence[int] | str | None) -> list[int]:
-        """The tokens to restore, those in front of the subject left out: there the two runs are the same."""
-        if isinstance(tokens, str):
-            if tokens != "subject":
-                raise InputError(f"tokens are {tokens!r}, expected a list of places or 'subject': choose one of these")
-            tokens = [question.subject[1]]
-        if outside := [at for at in tokens or () if not 0 <= at < len(question.ids)]:
-            raise InputError(f"tokens {outside} are not there, expected some of 0 to {len(question.ids) - 1}")
-        listed = range(len(question.ids)) if tokens is None else sorted(set(tokens))
-        return [at for at in listed if at >= question.subject[0]]
+    def _tokens_to_restore(self, prompt: PromptTokens, tokens: Sequence[int] | str | None) -> list[int]:
+        """Return the tokens to restore, without those before the subject, where both runs are equal."""
+        if tokens is None:
+            tokens = range(len(prompt.ids))
+        elif tokens == "subject":
+            tokens = [prompt.subject[1]]
+        if isinstance(tokens, str) or not all(0 <= token < len(prompt.ids) for token in tokens):
+            raise InputError(
+                f"Tokens to restore are {tokens!r}",
+                expected=f"some of 0 to {len(prompt.ids) - 1}, or 'subject'",
+                code="unknown_tokens",
+            )
+        return [token for token in sorted(set(tokens)) if token >= prompt.subject[0]]
 
-    def _noise(self, question: Question) -> Tensor:
-        """[draws, tokens, width]: zero but at the subject. Drawn on the CPU, so that devices agree."""
-        table = self.trunk.model.get_input_embeddings().weight
-        first, last = question.subject
+    def _noise(self, prompt: PromptTokens) -> Tensor:
+        """Return noise [draws, tokens, width], zero outside the subject; drawn on the CPU, so that devices agree."""
+        table = self._embeddings.weight
+        first, last = prompt.subject
         generator = torch.Generator().manual_seed(self.settings.seed)
         drawn = torch.randn(self.settings.draws, last + 1 - first, table.shape[-1], generator=generator)
-        noise = torch.zeros(self.settings.draws, len(question.ids), table.shape[-1], dtype=torch.float64)
+        noise = torch.zeros(self.settings.draws, len(prompt.ids), table.shape[-1], dtype=torch.float64)
         noise[:, first : last + 1] = self.settings.noise * self.embedding_std * drawn.double()
         return noise.to(table.device, table.dtype)
 
-    def _run(self, question: Question, noise: Tensor | None, *, record: bool = True) -> _Run:
-        """The whole prompt, once for each draw of noise."""
-        rows = 1 if noise is None else len(noise)
-        tokens = self._tokens(question, 0, len(question.ids), rows)
+    def _run(self, prompt: PromptTokens, noise: Tensor | None) -> _Run:
+        """Run the whole prompt, once for each draw of noise."""
+        tokens = Tokens.left_padded([prompt.ids] * (1 if noise is None else len(noise)), self.trunk.device)
         hidden: list[Hidden] = []
         parts: dict[str, list[Hidden]] = {kind: [] for kind in self._parts}
-        with ExitStack() as stack:
-            stack.enter_context(_added(self.trunk.model.get_input_embeddings(), noise))
-            if record:
-                stack.enter_context(_recorded(self.trunk.blocks, hidden, tokens))
-            if record and noise is None:
-                for kind, modules in self._parts.items():
-                    stack.enter_context(_recorded(modules, parts[kind], tokens))
-            logits = self.trunk.logits(tokens, self._last(tokens))
-        return _Run(hidden, parts, logits)
+        hooks = [(block, record_in(hidden, tokens)) for block in self.trunk.blocks]
+        if noise is None:
+            for kind, modules in self._parts.items():
+                hooks += [(module, record_in(parts[kind], tokens)) for module in modules]
+        else:
+            hooks.append((self._embeddings, _add(noise)))
+        with hooked(hooks):
+            return _Run(hidden, parts, self.trunk.logits(tokens, _last_positions(tokens)))
 
     def _restore_all(
-        self, question: Question, wanted: list[int], noise: Tensor, clean: _Run, corrupted: _Run, answer: Tensor
-    ) -> dict[str, list[list[Tensor]]]:
-        """For each kind and group of tokens, each layer's probabilities [tokens, draws]."""
-        groups = self._groups(question, wanted, noise)
+        self, prompt: PromptTokens, chosen: list[int], noise: Tensor, clean: _Run, corrupted: _Run, answer: Tensor
+    ) -> dict[str, list[Tensor]]:
+        """Return, for each kind and group of tokens, the mean probability [tokens, layers] over the draws of noise."""
         layers = range(len(self.trunk.blocks))
-        total, done = len(self.settings.kinds) * len(layers) * len(wanted), 0
-        back: dict[str, list[list[Tensor]]] = {kind: [] for kind in self.settings.kinds}
-        for group in groups:
+        total, done = len(self.settings.kinds) * len(layers) * len(chosen), 0
+        restored: dict[str, list[Tensor]] = {kind: [] for kind in self.settings.kinds}
+        for group in self._groups(prompt, chosen, noise):
             count = len(group.restored) // len(noise)
-            for kind, rows in back.items():
-                rows.append([])
+            for kind, groups in restored.items():
+                columns = []
                 for layer in layers:
-                    logits = self._restored(kind, layer, group, noise, clean, corrupted)
-                    # Not [:, answer]: an index in a tensor of no dimensions is waited for.
-                    said = torch.softmax(logits, -1).index_select(-1, answer.view(1)).squeeze(-1)
-                    rows[-1].append(said.double().unflatten(0, (count, len(noise))))
+                    logits = self._restore(kind, layer, group, noise, clean, corrupted)
+                    # Not [:, answer]: indexing with a tensor without dimensions waits for the device.
+                    probability = torch.softmax(logits, -1).index_select(-1, answer.view(1)).squeeze(-1)
+                    columns.append(probability.double().unflatten(0, (count, len(noise))).mean(-1))
                     done += count
-                    self.on_pass(done, total)
-        return back
+                    self.on_progress(done, total)
+                groups.append(torch.stack(columns, dim=-1))
+        return restored
 
-    def _groups(self, question: Question, wanted: list[int], noise: Tensor) -> Iterator[_Group]:
-        """Tokens that are restored in one pass: more of them where little comes after."""
-        left = list(wanted)
-        while left:
-            after = len(question.ids) - left[0]
-            count = max(1, min(len(left), self.tokens_at_once // (after * len(noise))))
-            yield self._group(question, left[:count], noise)
-            left = left[count:]
+    def _groups(self, prompt: PromptTokens, chosen: list[int], noise: Tensor) -> Iterator[_Group]:
+        """Yield tokens that are restored in one pass: more of them where few tokens come after."""
+        draws, device = len(noise), self.trunk.device
+        while chosen:
+            begin = chosen[0]
+            count = max(1, min(len(chosen), self.batch_tokens // ((len(prompt.ids) - begin) * draws)))
+            group, chosen = chosen[:count], chosen[count:]
+            before = Tokens.left_padded([prompt.ids[:begin]] * draws, device)
+            with hooked([(self._embeddings, _add(noise[:, :begin]))]):
+                cache = self.trunk.cache(before)
+            draw = torch.arange(draws, device=device).repeat(count)
+            tokens = Tokens.following(before.select(draw), [prompt.ids[begin:]] * len(draw))
+            restored = torch.tensor(group, device=device).repeat_interleave(draws)
+            yield _Group(begin, tokens, select_cache(cache, draw), restored, draw)
 
-    def _group(self, question: Question, restored: list[int], noise: Tensor) -> _Group:
-        begin, draws, device = restored[0], len(noise), self.trunk.device
-        with _added(self.trunk.model.get_input_embeddings(), noise[:, :begin]):
-            cache = self.trunk.cache(self._tokens(question, 0, begin, draws))
-        draw = torch.arange(draws, device=device).repeat(len(restored))
-        tokens = self._tokens(question, begin, len(question.ids), len(draw))
-        each = torch.tensor(restored, device=device).repeat_interleave(draws)
-        return _Group(begin, tokens, select_cache(cache, draw), each, draw, self._last(tokens))
-
-    def _restored(self, kind: str, layer: int, group: _Group, noise: Tensor, clean: _Run, corrupted: _Run) -> Tensor:
-        """Logits [rows, vocabulary] with one state a row restored."""
+    def _restore(self, kind: str, layer: int, group: _Group, noise: Tensor, clean: _Run, corrupted: _Run) -> Tensor:
+        """Return logits [rows, vocabulary] with one state per row restored."""
+        hooks: list[tuple[nn.Module, Hook]] = []
         if kind == "hidden":
-            states = group.with_restored(group.of(corrupted.hidden[layer]), clean.hidden[layer])
-            return self.trunk.logits(group.tokens, group.where, cache=group.cache, start=(layer, states))
-        first = max(0, layer - self.window // 2)
-        last = min(len(self.trunk.blocks), layer + (self.window + 1) // 2)  # not included
-        start = (first - 1, group.of(corrupted.hidden[first - 1])) if first else None
-        with ExitStack() as stack:
-            if start is None:
-                stack.enter_context(_added(self.trunk.model.get_input_embeddings(), group.of(noise)))
-            for at in range(first, last):
-                stack.enter_context(_restoring(self._parts[kind][at], clean.parts[kind][at], group))
-            return self.trunk.logits(group.tokens, group.where, cache=group.cache, start=start)
+            states = group.restore(group.select(corrupted.hidden[layer]), clean.hidden[layer])
+            resume: tuple[int, Hidden] | None = (layer, states)
+        else:
+            first = max(0, layer - self.window // 2)
+            end = min(len(self.trunk.blocks), layer + (self.window + 1) // 2)
+            hooks = [(self._parts[kind][at], _restore_from(clean.parts[kind][at], group)) for at in range(first, end)]
+            resume = (first - 1, group.select(corrupted.hidden[first - 1])) if first else None
+            if not first:
+                hooks.append((self._embeddings, _add(group.select(noise))))
+        with hooked(hooks):
+            where = _last_positions(group.tokens)
+            return self.trunk.logits(group.tokens, where, cache=group.cache, resume=resume)
 
-    def _effects(self, question: Question, wanted: list[int], groups: list[list[Tensor]], corrupted: Tensor) -> Tensor:
-        """[tokens, layers]: means over the draws, less what there was without restoring."""
+    def _effects(self, prompt: PromptTokens, chosen: list[int], restored: list[Tensor], corrupted: Tensor) -> Tensor:
+        """Return [tokens, layers]: the probabilities with a state restored, less the one without."""
         depth = len(self.trunk.blocks)
-        effects = torch.full((len(question.ids), depth), torch.nan, dtype=torch.float64, device=corrupted.device)
-        effects[: question.subject[0]] = 0.0
-        rows = [torch.stack([layer.mean(-1) for layer in layers], dim=-1) for layers in groups]  # [tokens, layers] each
-        if rows:
-            effects[torch.tensor(wanted, device=corrupted.device)] = torch.cat(rows) - corrupted
+        effects = torch.full((len(prompt.ids), depth), torch.nan, dtype=torch.float64, device=corrupted.device)
+        effects[: prompt.subject[0]] = 0.0
+        if chosen:
+            effects[torch.tensor(chosen, device=corrupted.device)] = torch.cat(restored) - corrupted
         return effects
 
-    def _tokens(self, question: Question, begin: int, end: int, rows: int) -> Tokens:
-        """The same tokens in every row, nothing padded."""
-        device = self.trunk.device
-        ids = torch.tensor(question.ids[begin:end], dtype=torch.long, device=device).expand(rows, -1)
-        mask = torch.ones(rows, end, dtype=torch.long, device=device)
-        return Tokens(ids, mask, torch.arange(begin, end, device=device).expand(rows, -1))
 
-    def _last(self, tokens: Tokens) -> Tensor:
-        rows, width = tokens.ids.shape
-        last = torch.full((rows,), width - 1, device=self.trunk.device)
-        return torch.stack([torch.arange(rows, device=self.trunk.device), last], dim=-1)
+def _last_positions(tokens: Tokens) -> Tensor:
+    """Return (row, last token) of each row, [rows, 2]."""
+    rows, width = tokens.ids.shape
+    last = torch.full((rows,), width - 1, device=tokens.ids.device)
+    return torch.stack([torch.arange(rows, device=tokens.ids.device), last], dim=-1)
 
 
 # Hooks
 
 
 @contextmanager
-def _added(module: nn.Module, noise: Tensor | None) -> Iterator[None]:
-    """Noise on top of a module's output."""
-    if noise is None:
-        yield
-        return
-    handle = module.register_forward_hook(lambda _, __, out: out + noise.to(out))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _recorded(modules: Sequence[nn.Module], into: list[Hidden], tokens: Tokens) -> Iterator[None]:
-    """What each module answers, [rows, tokens, width], in the order they are run."""
-
-    def see(_: nn.Module, __: Any, out: Any) -> None:
-        states = out[0] if isinstance(out, tuple) else out
-        into.append(states.reshape(*tokens.ids.shape, -1))
-
-    handles = [module.register_forward_hook(see) for module in modules]
+def hooked(hooks: Sequence[tuple[nn.Module, Hook]]) -> Iterator[None]:
+    """Register forward hooks, and remove them afterwards."""
+    handles = [module.register_forward_hook(hook) for module, hook in hooks]
     try:
         yield
     finally:
@@ -322,16 +298,22 @@ def _recorded(modules: Sequence[nn.Module], into: list[Hidden], tokens: Tokens) 
             handle.remove()
 
 
-@contextmanager
-def _restoring(module: nn.Module, clean: Tensor, group: _Group) -> Iterator[None]:
-    """One token of a module's output in each row as it was in the clean run."""
+def record_in(outputs: list[Hidden], tokens: Tokens) -> Hook:
+    """Return a hook that appends the output of a module, [rows, tokens, width]."""
 
-    def put(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        states = out.reshape(*group.tokens.ids.shape, -1)
-        return group.with_restored(states, clean).reshape(out.shape)
+    def record(_: nn.Module, __: Any, out: Any) -> None:
+        states = out[0] if isinstance(out, tuple) else out
+        outputs.append(states.reshape(*tokens.ids.shape, -1))
 
-    handle = module.register_forward_hook(put)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return record
+
+
+def _add(noise: Tensor) -> Hook:
+    return lambda _, __, out: out + noise.to(out)
+
+
+def _restore_from(clean: Tensor, group: _Group) -> Hook:
+    def restore(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        return group.restore(out.reshape(*group.tokens.ids.shape, -1), clean).reshape(out.shape)
+
+    return restore

@@ -1,23 +1,21 @@
-"""The lens shows what each layer would say, and at the last what the model does say."""
+"""The lens shows what each layer would say; its last row is what the model says."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
 
-from rebind.analysis.lens import look
+from rebind.analysis.lens import logit_lens
 from rebind.errors import InputError
 from tests import tiny
-from tests.analysis.test_tracing import family
+from tests.analysis.test_tracing import family, language_model
 from tests.support import assert_close
 
 PROMPT = "The capital of France is"
 
 
 def looked(model, **options):
-    return look(tiny.trunk(model), tiny.tokenizer(), (0,), PROMPT, **options)
+    return logit_lens(language_model(model), PROMPT, **options)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt-j", "llama", "opt-post-norm", "gemma2", "cohere", "modernbert-decoder"])
@@ -25,7 +23,7 @@ def test_the_last_layer_is_what_the_model_says(name):
     """Final norms, projections, scales and soft caps included."""
     model = family(name)
     got = looked(model)
-    ids = torch.tensor([got.question.ids])
+    ids = torch.tensor([got.prompt.ids])
     with torch.no_grad():
         said = torch.softmax(model(input_ids=ids, use_cache=False).logits[0].double(), -1)
     assert got.answer_id == int(said[-1].argmax())
@@ -40,19 +38,11 @@ def test_a_layer_is_read_through_the_final_norm_and_the_head():
     model = tiny.llama(dtype=torch.float64)
     got = looked(model, target="Rome")
     with torch.no_grad():
-        states = model(input_ids=torch.tensor([got.question.ids]), use_cache=False, output_hidden_states=True)
+        states = model(input_ids=torch.tensor([got.prompt.ids]), use_cache=False, output_hidden_states=True)
         for layer in range(tiny.LAYERS - 1):  # the last of hidden_states is normed already
             said = torch.softmax(model.lm_head(model.model.norm(states.hidden_states[layer + 1]))[0], -1)
             assert_close(got.probability[layer], said[:, got.answer_id], 1e-6)
             assert got.rank[layer].tolist() == ((said > said[:, [got.answer_id]]).sum(-1) + 1).tolist()
-
-
-def test_few_layers_at_a_time_give_the_same(monkeypatch):
-    model = tiny.llama()
-    whole = looked(model)
-    monkeypatch.setattr("rebind.analysis.lens.LOGITS_AT_ONCE", 1)
-    assert json.dumps(looked(model).to_json()["top"]) == json.dumps(whole.to_json()["top"])
-    assert_close(looked(model).probability, whole.probability, 1e-6)
 
 
 def test_where_the_answer_appears():
@@ -69,5 +59,6 @@ def test_another_models_answer_can_be_looked_for():
 
 
 def test_a_prompt_longer_than_the_context_is_refused():
-    with pytest.raises(InputError, match="takes 96"):
-        look(tiny.trunk(tiny.llama()), tiny.tokenizer(), (0,), "very " * 200)
+    with pytest.raises(InputError) as caught:
+        logit_lens(language_model(tiny.llama()), "very " * 200)
+    assert caught.value.code == "prompt_too_long"

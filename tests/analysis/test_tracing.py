@@ -1,23 +1,32 @@
-"""A trace finds a memory that was planted, and is what the plain loop of full passes gives."""
+"""A trace equals a plain loop of full passes, and finds a memory that was planted."""
 
 from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rebind.analysis.averages import PLACES, average, places_of
-from rebind.analysis.mixers import mixer_outputs
-from rebind.analysis.traces import KINDS, Question, Trace, TraceSettings, ask
-from rebind.analysis.tracing import Tracer
+from rebind.analysis.attention_outputs import attention_outputs
+from rebind.analysis.traces import (
+    KINDS,
+    POSITIONS,
+    PromptTokens,
+    Trace,
+    TraceSettings,
+    average_traces,
+    read_prompt,
+    tokens_by_position,
+)
+from rebind.analysis.tracing import Tracer, hooked
 from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError, NumericalError
+from rebind.models.language_model import LanguageModel
 from rebind.models.sites import find_sites, module_at
-from rebind.models.trunk import Trunk
 from tests import tiny
 from tests.families import FAMILIES
 from tests.support import assert_close
@@ -27,8 +36,12 @@ EXACT = {"gpt2": 1e-12, "gpt-j": 1e-9}  # elsewhere norms and rotations run in f
 PLAIN_FAMILIES = ("gpt2", "gpt-j", "gpt-neox", "llama", "opt", "bloom", "gemma3")
 
 
+def language_model(model: Any) -> LanguageModel:
+    return LanguageModel(model, tiny.tokenizer(), start=(0,))
+
+
 def tracer_of(model: Any, settings: TraceSettings | None = None, **options: Any) -> Tracer:
-    return Tracer(tiny.trunk(model), find_sites(model), tiny.tokenizer(), (0,), settings, **options)
+    return Tracer(language_model(model), settings, **options)
 
 
 @functools.cache
@@ -38,20 +51,6 @@ def family(name: str) -> Any:
 
 
 # The plain loop: one full pass for every state and every draw
-
-
-class hooked:  # noqa: N801 - reads as a verb
-    """Hooks while inside."""
-
-    def __init__(self, *pairs: tuple[nn.Module, Any]) -> None:
-        self.handles = [module.register_forward_hook(hook) for module, hook in pairs]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 def first_of(out: Any) -> Tensor:
@@ -72,14 +71,14 @@ def put(at: int, clean: Tensor) -> Any:
 
 
 def plain_trace(model: Any, tracer: Tracer, fact: Fact, answer: int) -> tuple[float, float, dict[str, Tensor]]:
-    """Effects by hooks and nothing else."""
+    """Return the clean and corrupted probability and all effects, computed with hooks alone."""
     sites, settings = find_sites(model), tracer.settings
-    question, _ = ask(fact, tiny.tokenizer(), (0,))
-    ids = torch.tensor([question.ids])
+    prompt, _ = read_prompt(language_model(model), fact.as_prompt())
+    ids = torch.tensor([prompt.ids])
     modules = {
         "hidden": [module_at(model, site.block) for site in sites],
         "mlp": [module_at(model, site.name) for site in sites],
-        "attention": mixer_outputs(model, sites),
+        "attention": attention_outputs(model, sites),
     }
     clean: dict[tuple[str, int], Tensor] = {}
 
@@ -91,15 +90,15 @@ def plain_trace(model: Any, tracer: Tracer, fact: Fact, answer: int) -> tuple[fl
 
     every = [(module, keep((kind, at))) for kind, listed in modules.items() for at, module in enumerate(listed)]
     depth, embeddings = len(sites), model.get_input_embeddings()
-    first, last = question.subject
+    first, last = prompt.subject
     generator = torch.Generator().manual_seed(settings.seed)
     drawn = torch.randn(settings.draws, last + 1 - first, embeddings.weight.shape[-1], generator=generator)
     with torch.no_grad():
-        with hooked(*every):
+        with hooked(every):
             before = said()
         table = embeddings(torch.arange(embeddings.weight.shape[0])).double()
         scale = settings.noise * table.std(correction=0)
-        total = {kind: torch.zeros(len(question.ids), depth, dtype=torch.float64) for kind in settings.kinds}
+        total = {kind: torch.zeros(len(prompt.ids), depth, dtype=torch.float64) for kind in settings.kinds}
         corrupted = 0.0
         for draw in drawn:
 
@@ -108,24 +107,24 @@ def plain_trace(model: Any, tracer: Tracer, fact: Fact, answer: int) -> tuple[fl
                 out[:, first : last + 1] += (scale * draw.double()).to(out)
                 return out
 
-            with hooked((embeddings, add)):
+            with hooked([(embeddings, add)]):
                 corrupted += said() / settings.draws
             for kind in settings.kinds:
                 for layer in range(depth):
                     half = tracer.window // 2
                     span = range(max(0, layer - half), min(depth, layer - half + tracer.window))
                     span = range(layer, layer + 1) if kind == "hidden" else span
-                    for at in range(len(question.ids)):
+                    for at in range(len(prompt.ids)):
                         pairs = [(modules[kind][one], put(at, clean[kind, one])) for one in span]
-                        with hooked((embeddings, add), *pairs):
+                        with hooked([(embeddings, add), *pairs]):
                             total[kind][at, layer] += said() / settings.draws
     return before, corrupted, {kind: rows - corrupted for kind, rows in total.items()}
 
 
-@pytest.mark.parametrize(("tokens_at_once", "window"), [(1, 2), (50, 3), (10_000, 1)])
-def test_it_is_the_plain_loop(tokens_at_once, window):
+@pytest.mark.parametrize(("batch_tokens", "window"), [(1, 2), (50, 3), (10_000, 1)])
+def test_a_trace_equals_the_plain_loop(batch_tokens, window):
     model = tiny.gpt2(dtype=torch.float64)
-    tracer = tracer_of(model, TraceSettings(draws=2, window=window), tokens_at_once=tokens_at_once)
+    tracer = tracer_of(model, TraceSettings(draws=2, window=window), batch_tokens=batch_tokens)
     got = tracer.trace(FACT)
     before, corrupted, expected = plain_trace(model, tracer, FACT, got.answer_id)
     assert got.clean == pytest.approx(before, abs=1e-12)
@@ -136,7 +135,7 @@ def test_it_is_the_plain_loop(tokens_at_once, window):
 
 
 @pytest.mark.parametrize("name", PLAIN_FAMILIES)
-def test_it_is_the_plain_loop_in_every_family(name):
+def test_a_trace_equals_the_plain_loop_in_every_family(name):
     model = family(name)
     tracer = tracer_of(model, TraceSettings(draws=1, window=2))
     fact = Fact.parse("In {Norway} we", "Rome")
@@ -149,17 +148,17 @@ def test_it_is_the_plain_loop_in_every_family(name):
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_without_attentions_outputs_tokens_do_not_hear_each_other(name):
-    """What makes these the right modules, whatever they are called."""
+def test_without_attention_outputs_tokens_do_not_influence_each_other(name):
+    """This is what makes them the right modules, whatever they are called."""
     model = family(name)
-    outputs = mixer_outputs(model, find_sites(model))
+    outputs = attention_outputs(model, find_sites(model))
     ids = torch.tensor([[5, 9, 20, 31], [7, 3, 44, 31]])
     with torch.no_grad():
-        heard = model(input_ids=ids, use_cache=False).logits[:, -1]
-        with hooked(*((module, lambda _, __, out: torch.zeros_like(out)) for module in outputs)):
-            deaf = model(input_ids=ids, use_cache=False).logits[:, -1]
-    assert not torch.allclose(heard[0], heard[1])
-    assert_close(deaf[0], deaf[1], 1e-12)
+        with_attention = model(input_ids=ids, use_cache=False).logits[:, -1]
+        with hooked([(module, lambda _, __, out: torch.zeros_like(out)) for module in outputs]):
+            without_attention = model(input_ids=ids, use_cache=False).logits[:, -1]
+    assert not torch.allclose(with_attention[0], with_attention[1])
+    assert_close(without_attention[0], without_attention[1], 1e-12)
 
 
 # A planted memory
@@ -225,15 +224,17 @@ class FixedTokenizer:
 
 @pytest.mark.parametrize(("memory", "reader"), [(1, 4), (2, 3), (0, 5)])
 @pytest.mark.parametrize("subject_at", [1, 3])
-def test_it_finds_a_planted_memory(memory, reader, subject_at):
+def test_a_trace_finds_a_planted_memory(memory, reader, subject_at):
     model = planted(memory, reader)
-    trunk = Trunk(model, model.model.layers)
     words = ["20", "21", "22", "23", "24", "25"]
     words[subject_at] = "{11}"
     fact = Fact.parse(" ".join(words), str(ANSWER))
     settings = TraceSettings(window=1, draws=6, noise=40.0)  # the table is nearly constant: its deviation is small
-    got = Tracer(trunk, find_sites(model), FixedTokenizer(), (), settings).trace(fact)
+    tracer = Tracer(LanguageModel(model, FixedTokenizer(), start=()), settings)
+    got = tracer.trace(fact)
     assert got.answer_id == ANSWER
+    assert tracer.knows(fact)
+    assert not tracer.knows(replace(fact, old="20")), "the old answer is the one to know"
     assert got.clean > 0.9 > 0.6 > got.corrupted
     last = len(words) - 1
     total = got.clean - got.corrupted
@@ -254,7 +255,7 @@ def test_it_finds_a_planted_memory(memory, reader, subject_at):
     assert (hidden[last, :reader].abs() < 0.1 * total).all()
 
 
-# What it promises
+# Promises
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not():
@@ -265,7 +266,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not():
     assert other.corrupted != first["corrupted"]
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_left_unchanged():
     model = tiny.llama()
     before = tiny.weights(model)
     tracer_of(model).trace(FACT)
@@ -274,11 +275,11 @@ def test_the_model_is_left_as_it_was():
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_tokens_in_front_of_the_subject_have_no_effect_and_chosen_ones_are_the_same():
+def test_tokens_before_the_subject_have_no_effect_and_tokens_can_be_chosen():
     tracer = tracer_of(tiny.llama(dtype=torch.float64))
     whole = tracer.trace(FACT)
-    first, last = whole.question.subject
-    assert first > 1, "the test is about tokens in front"
+    first, last = whole.prompt.subject
+    assert first > 1, "the test needs tokens before the subject"
     only = tracer.trace(FACT, tokens="subject")
     for kind in KINDS:
         assert (whole.effects[kind][:first] == 0).all()
@@ -287,19 +288,18 @@ def test_tokens_in_front_of_the_subject_have_no_effect_and_chosen_ones_are_the_s
     assert only.peak("hidden")[0] == last
 
 
-def test_restoring_the_last_state_brings_back_everything():
+def test_restoring_the_last_state_restores_everything():
     got = tracer_of(tiny.llama(dtype=torch.float64)).trace(FACT)
     assert float(got.effects["hidden"][-1, -1]) == pytest.approx(got.clean - got.corrupted, abs=1e-6)
     assert float(got.effects["hidden"][:-1, -1].abs().max()) < 1e-6, "nothing reads the last block's other tokens"
 
 
-def test_the_answer_is_the_models_own_or_the_facts():
+def test_the_answer_is_the_models_own_or_the_target():
     tracer = tracer_of(tiny.llama())
-    own, given = tracer.trace(FACT), tracer.trace(FACT, own=False)
+    own, target = tracer.trace(FACT), tracer.trace(FACT, use_target=True)
     assert own.first_choice
-    assert own.clean >= given.clean
-    assert given.answer_id == ask(FACT, tiny.tokenizer(), (0,))[1]
-    assert tracer.predicts(FACT) == (own.answer_id, given.answer_id)
+    assert own.clean >= target.clean
+    assert target.answer_id == read_prompt(tracer.model, FACT.as_prompt())[1]
 
 
 def test_noise_is_measured_as_embeddings_leave_their_module():
@@ -321,76 +321,68 @@ def test_noise_is_measured_as_embeddings_leave_their_module():
     ],
 )
 def test_subjects_in_any_script(prompt, subject):
-    question, _ = ask(Fact.parse(prompt, "x"), tiny.tokenizer(), (0,))
-    first, last = question.subject
-    covered = tiny.tokenizer().decode(question.ids[first : last + 1])
+    read, _ = read_prompt(language_model(tiny.llama()), Fact.parse(prompt, "x").as_prompt())
+    first, last = read.subject
+    covered = tiny.tokenizer().decode(read.ids[first : last + 1])
     assert subject in covered
-    assert subject not in tiny.tokenizer().decode(question.ids[first + 1 : last + 1])
-    assert len(question.labels) == len(question.ids)
+    assert subject not in tiny.tokenizer().decode(read.ids[first + 1 : last + 1])
+    assert len(read.labels) == len(read.ids)
     got = tracer_of(tiny.llama(), TraceSettings(draws=1, kinds=("hidden",))).trace(Fact.parse(prompt, "x"))
     assert (got.effects["hidden"][:first] == 0).all()
     assert torch.isfinite(got.effects["hidden"]).all()
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "code"),
     [
-        (lambda: Fact.parse("The capital is", "x", subject="France"), "is not in prompt"),
-        (lambda: Fact.parse("France is France", "x", subject="France"), "2 times"),
-        (lambda: tracer_of(tiny.llama()).trace(Fact.parse("{France} is" + " very" * 200, "x")), "takes 96"),
-        (lambda: tracer_of(tiny.llama()).trace(FACT, tokens=[99]), "not there"),
-        (lambda: tracer_of(tiny.llama()).trace(FACT, tokens="all of them"), "expected a list"),
-        (lambda: TraceSettings(kinds=("heads",)), "hidden, mlp, attention"),
-        (lambda: TraceSettings(kinds=()), "hidden, mlp, attention"),
-        (lambda: TraceSettings(draws=0), "above 0"),
-        (lambda: TraceSettings(noise=0.0), "above 0"),
-        (lambda: TraceSettings(noise=float("inf")), "noise is inf, expected a finite number above 0"),
-        (lambda: TraceSettings(noise=float("nan")), "noise is nan, expected a finite number above 0"),
-        (lambda: TraceSettings(window=0), "above 0"),
-        (lambda: average([]), "no traces"),
+        (lambda: tracer_of(tiny.llama()).trace(Fact.parse("{France} is" + " very" * 200, "x")), "prompt_too_long"),
+        (lambda: tracer_of(tiny.llama()).trace(FACT, tokens=[99]), "unknown_tokens"),
+        (lambda: tracer_of(tiny.llama()).trace(FACT, tokens="all of them"), "unknown_tokens"),
+        (lambda: TraceSettings(kinds=("heads",)), "unknown_kind"),
+        (lambda: TraceSettings(kinds=()), "unknown_kind"),
+        (lambda: TraceSettings(draws=0), "not_positive"),
+        (lambda: TraceSettings(noise=float("inf")), "not_positive"),
+        (lambda: TraceSettings(noise=float("nan")), "not_positive"),
+        (lambda: TraceSettings(window=0), "not_positive"),
+        (lambda: average_traces([]), "no_traces"),
     ],
 )
-def test_bad_input_says_what_to_do(make, says):
-    with pytest.raises(InputError, match=says):
+def test_invalid_input_is_refused(make, code):
+    with pytest.raises(InputError) as caught:
         make()
+    assert caught.value.code == code
 
 
-def test_probabilities_that_are_no_numbers_are_refused():
+def test_probabilities_that_are_not_finite_are_refused():
     settings = TraceSettings(draws=1, kinds=("hidden",), noise=1e300)  # infinite in float32
-    with pytest.raises(NumericalError, match=r"probability is 0\.\d+, nan corrupted \(noise 1e\+300\).*less noise"):
+    with pytest.raises(NumericalError) as caught:
         tracer_of(tiny.llama(), settings).trace(FACT)
-    model = tiny.llama()
-    with torch.no_grad():
-        model.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(NumericalError, match="probability is nan, nan corrupted"):
-        tracer_of(model).trace(FACT)
+    assert caught.value.code == "probability_not_finite"
 
 
-def test_the_window_is_the_papers_at_the_papers_depth():
-    assert [TraceSettings().window_of(depth) for depth in (48, 24, 30, 4, 1)] == [10, 5, 6, 1, 1]
-    assert TraceSettings(window=3).window_of(48) == 3
+def test_the_window_is_romes_share_of_the_depth():
+    assert [TraceSettings().window_for(depth) for depth in (48, 24, 30, 4, 1)] == [10, 5, 6, 1, 1]
+    assert TraceSettings(window=3).window_for(48) == 3
 
 
 # Averages
 
 
 def made(subject: tuple[int, int], tokens: int, effects: Tensor) -> Trace:
-    question = Question(tuple(range(tokens)), ("x",) * tokens, subject, "x")
-    return Trace(question, "y", 0, True, 0.8, 0.2, {"mlp": effects}, TraceSettings(), 1.0, 1, 0.0)
+    prompt = PromptTokens(tuple(range(tokens)), ("x",) * tokens, subject, "x")
+    return Trace(prompt, "y", 0, True, 0.8, 0.2, {"mlp": effects}, TraceSettings(), 1.0, 1, 0.0)
 
 
 def test_averages_by_hand():
     long = made((1, 4), 8, torch.arange(16.0, dtype=torch.float64).reshape(8, 2))
     short = made((0, 0), 2, torch.tensor([[10.0, 20.0], [30.0, 40.0]], dtype=torch.float64))
-    assert places_of(long) == [[1], [2, 3], [4], [5], [6], [7]]
-    assert places_of(short) == [[], [], [0], [], [], [1]]
-    got = average([long, short])
+    ending = made((1, 2), 3, torch.zeros(3, 1))
+    assert tokens_by_position(long.prompt) == [[1], [2, 3], [4], [5], [6], [7]]
+    assert tokens_by_position(short.prompt) == [[], [], [0], [], [], [1]]
+    assert tokens_by_position(ending.prompt) == [[1], [], [2], [], [], []], "a subject that ends the prompt counts once"
+    got = average_traces([long, short])
     assert got.counts == (1, 1, 2, 1, 1, 2)
-    assert len(got.labels) == len(PLACES)
+    assert len(got.labels) == len(POSITIONS)
     assert got.effects["mlp"].tolist() == [[2, 3], [5, 6], [9, 14.5], [10, 11], [12, 13], [22, 27.5]]
     assert (got.clean, got.corrupted, got.facts) == (pytest.approx(0.8), pytest.approx(0.2), 2)
     assert json.loads(json.dumps(got.to_json()))["facts"] == 2
-
-
-def test_a_subject_that_ends_the_prompt_counts_once():
-    assert places_of(made((1, 2), 3, torch.zeros(3, 1))) == [[1], [], [2], [], [], []]
