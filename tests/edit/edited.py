@@ -1,4 +1,4 @@
-"""A tiny model, the same model edited, and what lies between them: for the tests of what leaves the editor."""
+"""A tiny model, the same model with edits, and the change between them: for the tests of exports."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from rebind.edit.export.checkpoint import export_peft, save_model
-from rebind.edit.export.low_rank_change import changes
-from rebind.edit.export.model_card import model_card
+from rebind.edit.export.low_rank_change import compute_changes
 from rebind.edit.facts.fact import Fact
-from rebind.edit.ledger.edit import Edit, fold
+from rebind.edit.ledger.edit import Edit, fold, pack_writes
 from rebind.models.sites import find_sites, memory_of, module_at, write_memory
 from tests.families import FAMILIES, tokens
 from tests.support import Draw
@@ -20,23 +18,19 @@ from tests.support import Draw
 KINDS = ["llama", "gpt2", "gpt-neox", "gemma2"]
 
 
-def make_edit(model, layers, rows, seed=0, **given):
-    """An edit of random writes, as strong as the weights they change."""
+def make_edit(model, layers, rows, seed=0, **fields):
+    """Return an edit of random writes, as large as the weights they change."""
     draw = Draw(seed, torch.float32)
     sites = [find_sites(model)[layer] for layer in layers]
-    tensors = {}
-    for site in sites:
-        write = draw.write(rows, site.d_k, site.d_v)
-        parts = zip(("keys", "values", "gain"), write.tensors(), strict=True)
-        tensors |= {f"{site.name}/{part}": tensor for part, tensor in parts}
+    tensors = pack_writes({site.name: draw.write(rows, site.d_k, site.d_v) for site in sites})
     facts = tuple(Fact.parse(f"The {{thing {seed}-{row}}} is", "new") for row in range(rows))
     names = tuple(site.name for site in sites)
-    plain = {"facts": facts, "method": "memit", "settings": {"layers": list(layers)}, "sites": names}
-    return Edit(**{**plain, "tensors": tensors, **given})
+    default = {"facts": facts, "method": "memit", "settings": {"layers": list(layers)}, "sites": names}
+    return Edit(**{**default, "tensors": tensors, **fields})
 
 
 class Case:
-    """A base model, the same model edited at two sites (of 2 and 5 rows), and what lies between them."""
+    """A base model, the same model edited at two sites (with 2 and 5 rows), and the change between them."""
 
     def __init__(self, family, dtype=torch.float32, layers=(0, 1), **options):
         self.build = lambda: FAMILIES[family](**options).to(dtype)
@@ -51,13 +45,13 @@ class Case:
 
     @property
     def changes(self):
-        return changes(self.base, self.edits, self.edited)
+        return compute_changes(self.base, self.edits, self.edited)
 
     def logits(self):
         return self.model(tokens()).logits
 
 
-def left_in(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -66,24 +60,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def word_tokenizer():
-    """A word a token."""
+    """Return a tokenizer with one token per word."""
     vocab = {token: index for index, token in enumerate(["<unk>", *"abcdef"])}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(vocab, unk_token="<unk>")), unk_token="<unk>"
     )
-
-
-def saved_as(kind, case, folder, name="first"):
-    """An export of either kind, again into the same folder."""
-    card = model_card(case.edits, name, "0" * 64, library="peft" if kind == "adapter" else "transformers")
-    if kind == "adapter":
-        export_peft(case.model, case.changes, folder, base_name=name, card=card, overwrite=True)
-    else:
-        save_model(case.model, word_tokenizer(), folder, card, overwrite=True)
-
-
-def put(folder, files):
-    for name, text in files.items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)

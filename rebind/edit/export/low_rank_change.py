@@ -1,99 +1,81 @@
-"""What the edits changed: the change of each site, exactly low-rank.
+"""The change that edits made to each site, as an exactly low-rank matrix.
 
-The edits of a site compose to one write, and what a write adds to a memory is one row of the right factor for
-each fact. It is returned only where base and change together make the weights that the model holds.
+The edits of a site compose to one write, and the change that a write makes to a memory has one row per fact. The
+change is returned only if it explains the weights that the model holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from rebind.edit.ledger.edit import Edit, Gain, writes
+from rebind.edit.ledger.edit import Edit, Gain, writes_at
 from rebind.errors import InputError, NumericalError, ShapeError
-from rebind.memory.checks import unknown_name
 from rebind.memory.low_rank import LowRank
 from rebind.memory.precision import solving_dtype
 from rebind.memory.write import Write
-from rebind.models.sites import memory_of, module_at
-
-GainAt: TypeAlias = Callable[[str], Gain]
-
-NO_EDITS = "write a fact first, or redo an edit that was undone"
+from rebind.models.sites import memory_of
 
 
-def changes(
-    base: Mapping[str, Tensor], edits: Sequence[Edit], edited: Mapping[str, Tensor], *, gain_at: GainAt | None = None
+def compute_changes(
+    base: Mapping[str, Tensor],
+    edits: Sequence[Edit],
+    edited: Mapping[str, Tensor],
+    *,
+    gain_at: Callable[[str], Gain] | None = None,
 ) -> dict[str, LowRank]:
-    """What the edits add to each site: one row a fact, at most min(d_v, d_k), in float64.
+    """Compute what the edits add to each site: one row per fact, at most min(d_v, d_k) rows, in float64.
 
     Args:
         base: the unedited memory [d_v, d_k] of each site.
-        edits: those that are active, in order.
-        edited: the memories as they are now. They must be what base and edits make, else nothing is returned.
-        gain_at: what `fold` was given as `gain`, for each site, where gains depend on earlier edits.
+        edits: the active edits, in order.
+        edited: the memories that the model holds now; they must equal base plus changes.
+        gain_at: returns the `gain` argument of `fold` for a site, for methods whose gain depends on earlier edits.
     """
-    sites = dict.fromkeys(site for edit in edits for site in edit.sites)
-    if not sites:
-        raise InputError(f"got {len(edits)} edits that touch no site, expected at least one that does: {NO_EDITS}")
-    found = {}
-    for site in sites:
-        for what, memories in (("base", base), ("edited", edited)):
-            if site not in memories:
-                raise unknown_name(f"site of the {what} weights", site, memories)
-        full = base[site].detach().to(solving_dtype(base[site]))
-        composed = _compose(list(writes(site, edits, full, gain_at and gain_at(site))))
-        change = composed.delta(full)
-        limit = min(full.shape)
-        found[site] = change.truncate(limit) if change.rank > limit else change
-        _require_same(site, base[site], edited[site], found[site])
-    return found
-
-
-def rounding_errors(
-    base: Mapping[str, Tensor], edited: Mapping[str, Tensor], changes: Mapping[str, LowRank]
-) -> dict[str, float]:
-    """‖(edited − base) − Δ‖ / ‖Δ‖ for each site: how much of a change the weights' dtype rounded away."""
-    errors = {}
-    for site, change in changes.items():
-        dense = change.dense()
-        errors[site] = relative_error(edited[site].to(dense) - base[site].to(dense), dense)
-    return errors
+    changes = {}
+    for site in dict.fromkeys(site for edit in edits for site in edit.sites):
+        weights = base[site].detach().to(solving_dtype(base[site]))
+        writes = list(writes_at(site, edits, weights, gain_at and gain_at(site)))
+        change = _compose(writes).delta(weights)
+        rank_limit = min(weights.shape)
+        changes[site] = change.truncate(rank_limit) if change.rank > rank_limit else change
+        _require_explained(site, base[site], edited[site], changes[site])
+    require_changes(changes)
+    return changes
 
 
 def require_changes(changes: Mapping[str, LowRank]) -> None:
-    """Nothing is written of edits that change nothing."""
+    """Raise if there is nothing to export."""
     if not any(change.rank for change in changes.values()):
-        raise InputError(f"got no changes to write, expected those of at least one edit: {NO_EDITS}")
+        raise InputError(
+            "There are no changes to export",
+            expected="at least one active edit",
+            advice="Write a fact first, or redo an edit",
+            code="no_changes",
+        )
 
 
-def require_fitting(model: nn.Module, changes: Mapping[str, LowRank]) -> None:
-    """The changes are of the shape of the weights that the model has there."""
+def require_matching(model: nn.Module, changes: Mapping[str, LowRank]) -> None:
+    """Raise if a change belongs to a module that the model does not have, or has in another shape."""
+    advice, code = "Pass the model that was edited, or its base", "change_of_other_model"
+    modules = dict(model.named_modules())
     for site, change in changes.items():
-        holds = list(memory_of(module_at(model, site)).shape)
-        got = [change.left.shape[-2], change.right.shape[-1]]
-        if got != holds:
-            raise ShapeError(
-                f"the change of {site} is {got}, the model holds {holds} there (as [d_v, d_k]): "
-                f"take the model that was edited, or its base"
-            )
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """‖got − expected‖ / ‖expected‖; where nothing was expected, the gap itself."""
-    norm = float(torch.linalg.vector_norm(expected))
-    gap = float(torch.linalg.vector_norm(got - expected))
-    return gap / norm if norm else gap
+        if site not in modules:
+            raise InputError(f"{type(model).__name__} has no module {site}", advice=advice, code=code)
+        shape = list(memory_of(modules[site]).shape)
+        change_shape = [change.left.shape[-2], change.right.shape[-1]]
+        if change_shape != shape:
+            problem = f"The change of {site} has shape {change_shape}"
+            raise ShapeError(problem, expected=f"{shape} ([d_v, d_k])", advice=advice, code=code)
 
 
 def _compose(writes: list[Write]) -> Write:
-    """One write that does them all.
+    """Return one write that equals all of them in order.
 
-    Neighbours first, then neighbours of those: composition is associative, and so a row is copied log n
-    times instead of n.
+    Neighbors are composed first, then neighbors of those: composition is associative, and this way a row is copied
+    log n times instead of n times.
     """
     while len(writes) > 1:
         pairs = [later @ earlier for earlier, later in zip(writes[::2], writes[1::2], strict=False)]
@@ -101,14 +83,16 @@ def _compose(writes: list[Write]) -> Write:
     return writes[0]
 
 
-def _require_same(site: str, base: Tensor, edited: Tensor, change: LowRank) -> None:
-    """The model holds base + change, cast once. Against the cast: in bf16 its rounding may outweigh the change."""
-    full, dense = base.to(change.left), change.dense()
-    gap = torch.linalg.vector_norm(edited.to(dense) - (full + dense).to(edited.dtype).to(dense))
+def _require_explained(site: str, base: Tensor, edited: Tensor, change: LowRank) -> None:
+    """Raise unless the model holds base plus change, cast once. In bfloat16 the cast may outweigh the change."""
+    weights, dense = base.to(change.left), change.dense()
+    gap = torch.linalg.vector_norm(edited.to(dense) - (weights + dense).to(edited.dtype).to(dense))
     norm = torch.linalg.vector_norm(dense)
-    allowed = 1e-3 * norm + 1e3 * torch.finfo(dense.dtype).eps * torch.linalg.vector_norm(full)
-    if not gap <= allowed:  # NaN too
+    allowed = 1e-3 * norm + 1e3 * torch.finfo(dense.dtype).eps * torch.linalg.vector_norm(weights)
+    if not gap <= allowed:  # also for NaN
         raise NumericalError(
-            f"the weights of {site} are {float(gap / norm):.1e} of the change away from base and edits together, "
-            f"expected less than 1e-3: something else wrote to the model, so refresh the editor and export again"
+            f"The weights of {site} differ from base and edits by {float(gap / norm):.1e} of the change",
+            expected="less than 1e-3",
+            advice="Something else wrote to the model: call refresh on the editor, then export again",
+            code="weights_not_explained",
         )

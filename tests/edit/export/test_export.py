@@ -1,7 +1,8 @@
-"""Out of the editor: what other programs load is what was edited here."""
+"""transformers and peft load from an export exactly the model that was edited."""
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -12,12 +13,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rebind.edit.export.checkpoint import Exported, export_peft, save_model
-from rebind.edit.export.listing import LIST
-from rebind.errors import InputError, ShapeError, UnknownNameError
+from rebind.edit.export.checkpoint import save_model
+from rebind.edit.export.peft import AdapterExport, export_peft
+from rebind.errors import InputError, ShapeError, StorageError
 from rebind.memory.low_rank import LowRank
 from rebind.models.sites import memory_of, module_at
-from tests.edit.edited import KINDS, Case, contents, left_in
+from tests.edit.edited import KINDS, Case, contents, names_in
 from tests.families import FAMILIES, HIDDEN, INNER, tokens
 from tests.support import Draw, assert_close
 
@@ -28,10 +29,11 @@ from tests.support import Draw, assert_close
 def test_peft_gives_the_edited_models_logits(kind, tmp_path):
     case = Case(kind)
     done = export_peft(case.model, case.changes, tmp_path / "adapter", base_name="tiny")
-    assert done == Exported((tmp_path / "adapter").resolve(), dict(zip(case.sites, (2, 5), strict=True)), done.errors)
+    ranks = dict(zip(case.sites, (2, 5), strict=True))
+    assert done == AdapterExport((tmp_path / "adapter").resolve(), ranks, done.errors)
     assert all(error < 1e-6 for error in done.errors.values())
-    assert left_in(tmp_path) == ["adapter"]
-    assert left_in(tmp_path / "adapter") == [LIST, "adapter_config.json", "adapter_model.safetensors"]
+    assert names_in(tmp_path) == ["adapter"]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(names_in(tmp_path / "adapter"))
 
     base = case.build()
     unedited = base(tokens()).logits
@@ -138,7 +140,7 @@ def test_an_adapter_of_a_bf16_model_carries_the_unrounded_change(tmp_path):
 
 
 def test_writing_an_adapter_needs_no_peft():
-    code = "import sys, rebind.edit.export.checkpoint; sys.exit('peft' in sys.modules)"
+    code = "import sys, rebind.edit.export; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
@@ -151,14 +153,16 @@ def test_the_same_change_gives_the_same_bytes(llama, tmp_path):
 
 def test_changes_of_another_model_are_refused(llama, tmp_path):
     wide = FAMILIES["llama"](intermediate_size=INNER + 8)
-    with pytest.raises(ShapeError, match=rf"\[{HIDDEN}, {INNER}\], the model holds \[{HIDDEN}, {INNER + 8}\]"):
+    with pytest.raises(ShapeError) as caught:
         export_peft(wide, llama.changes, tmp_path / "adapter", base_name="tiny")
-    with pytest.raises(UnknownNameError, match="has no module 'model.layers.0.mlp.down_proj'"):
+    assert caught.value.code == "change_of_other_model"
+    with pytest.raises(InputError) as caught:
         export_peft(FAMILIES["gpt2"](), llama.changes, tmp_path / "adapter", base_name="tiny")
-    for rank in (0, -1):
-        with pytest.raises(InputError, match=f"rank is {rank}, expected 1 or more: leave it out"):
-            export_peft(llama.model, llama.changes, tmp_path / "adapter", rank=rank, base_name="tiny")
-    assert left_in(tmp_path) == []
+    assert caught.value.code == "change_of_other_model"
+    with pytest.raises(InputError) as caught:
+        export_peft(llama.model, llama.changes, tmp_path / "adapter", rank=0, base_name="tiny")
+    assert caught.value.code == "bad_rank"
+    assert names_in(tmp_path) == []
 
 
 # A checkpoint
@@ -169,9 +173,9 @@ def test_changes_of_another_model_are_refused(llama, tmp_path):
 def test_a_checkpoint_comes_back_bit_for_bit(kind, dtype, tokenizer, tmp_path, capfd):
     case = Case(kind, dtype)
     assert save_model(case.model, tokenizer, tmp_path / "new" / "out", "# card") == (tmp_path / "new" / "out").resolve()
-    assert left_in(tmp_path / "new") == ["out"]
+    assert names_in(tmp_path / "new") == ["out"]
     assert (tmp_path / "new" / "out" / "README.md").read_text() == "# card"
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(left_in(tmp_path / "new" / "out"))
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(names_in(tmp_path / "new" / "out"))
     assert capfd.readouterr().err == ""  # no progress bar
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "out", dtype="auto")
     expected = case.model.state_dict()
@@ -182,19 +186,67 @@ def test_a_checkpoint_comes_back_bit_for_bit(kind, dtype, tokenizer, tmp_path, c
     assert AutoTokenizer.from_pretrained(tmp_path / "new" / "out")("a").input_ids == tokenizer("a").input_ids
 
 
-def test_the_base_is_never_overwritten(llama, tokenizer, tmp_path):
+def test_the_base_model_is_never_overwritten(llama, tokenizer, tmp_path):
     save_model(llama.build(), tokenizer, tmp_path / "base", "card")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    with pytest.raises(InputError, match="holds the base model, expected another folder: .* save beside it"):
+    with pytest.raises(InputError) as caught:
         save_model(loaded, tokenizer, tmp_path / "x" / ".." / "base", "card", overwrite=True)
+    assert caught.value.code == "folder_of_base_model"
     save_model(loaded, tokenizer, tmp_path / "beside", "card")
 
 
-def test_a_config_that_transformers_will_not_save(llama, tmp_path):
+def test_a_config_that_transformers_does_not_save(llama, tmp_path):
     llama.model.generation_config.temperature = -1.0
     llama.model.generation_config.do_sample = False
-    with pytest.raises(
-        InputError, match="will not save this LlamaForCausalLM .*temperature.*: correct model.config or"
-    ):
+    with pytest.raises(InputError) as caught:
         save_model(llama.model, None, tmp_path / "out", "card")
-    assert left_in(tmp_path) == []
+    assert caught.value.code == "invalid_config"
+    assert names_in(tmp_path) == []
+
+
+# Folders
+
+
+def test_only_an_earlier_export_of_the_same_kind_is_replaced(llama, tokenizer, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "config.json").write_text("years of work")
+    export_peft(llama.model, llama.changes, tmp_path / "adapter", base_name="tiny")
+    save_model(llama.model, tokenizer, tmp_path / "model", "first")
+    before = contents(tmp_path)
+    for name, overwrite, code in (
+        ("thesis", True, "not_an_export"),
+        ("adapter", True, "not_an_export"),
+        ("model", False, "folder_not_empty"),
+    ):
+        with pytest.raises(InputError) as caught:
+            save_model(llama.model, tokenizer, tmp_path / name, "second", overwrite=overwrite)
+        assert caught.value.code == code
+    assert contents(tmp_path) == before
+    save_model(llama.build(), tokenizer, tmp_path / "model", "second", overwrite=True)
+    assert (tmp_path / "model" / "README.md").read_text() == "second"
+    assert contents(tmp_path)["model/model.safetensors"] != before["model/model.safetensors"]
+    export_peft(llama.model, llama.changes, tmp_path / "adapter", base_name="other", overwrite=True)
+    assert "other" in (tmp_path / "adapter" / "adapter_config.json").read_text()
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failed_export_leaves_what_was_there(failure, exists, llama, tokenizer, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    if exists:
+        save_model(llama.build(), tokenizer, out, "old")
+    before = contents(tmp_path)
+
+    def fail(*args, **options):
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "save_pretrained", fail)  # after the weights
+        with pytest.raises((StorageError, KeyboardInterrupt)) as caught:
+            save_model(llama.model, tokenizer, out, "new", overwrite=True)
+    if isinstance(failure, OSError):
+        assert (caught.value.code, caught.value.errno) == ("disk_full", errno.ENOSPC)
+    assert contents(tmp_path) == before
+    assert names_in(tmp_path) == (["out"] if exists else [])
+    save_model(llama.model, tokenizer, out, "new", overwrite=True)  # and then it works
+    assert (out / "README.md").read_text() == "new"
