@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, signature
@@ -13,8 +13,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rebind.cli.options import OutputOptions
+from rebind.cli.ui import Terminal
 from rebind.cli.ui.errors import INVALID_INPUT, run
-from rebind.cli.ui.terminal import Terminal
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
@@ -36,13 +36,13 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Show the help where no command is named."""
-        if not args and self.no_args_is_help:
+        if not args and self.no_args_is_help and not ctx.resilient_parsing:
             typer.echo(ctx.get_help())
             raise typer.Exit(INVALID_INPUT)
         return super().parse_args(ctx, args)
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:
-        """Run the command line and exit; click's own handling of errors would print them in another form."""
+    def main(self, args: Any = None, prog_name: str | None = None, *_: Any, **__: Any) -> None:
+        """Run the command line and exit; click would report errors in another form."""
         words = list(sys.argv[1:] if args is None else args)
         terminal = Terminal(as_json="--json" in words, debug="--debug" in words)  # for errors in the options themselves
 
@@ -56,12 +56,7 @@ class Group(TyperGroup):
 def new_app(**settings: Any) -> typer.Typer:
     """Return a group of commands."""
     return typer.Typer(
-        cls=Group,
-        rich_markup_mode="rich",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings=HELP_NAMES,
-        **settings,
+        cls=Group, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP_NAMES, **settings
     )
 
 
@@ -81,11 +76,9 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
         group = OutputOptions if parameter.annotation is Terminal else parameter.annotation
         if is_dataclass(group):
             groups[parameter.name] = group
-            hints = get_type_hints(group, include_extras=True)
-            parameters += [
-                Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-                for field in fields(group)
-            ]
+            for name, hint in get_type_hints(group, include_extras=True).items():
+                default = getattr(group, name)
+                parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
 
@@ -94,7 +87,7 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
             if group is OutputOptions:
-                values[name] = _prepared_terminal(context, values[name])
+                values[name] = _prepare(context.obj, values[name], context.command.params)
         if context.invoked_subcommand is None:
             function(**values)
 
@@ -103,19 +96,10 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _prepared_terminal(context: typer.Context, output: OutputOptions) -> Terminal:
-    terminal: Terminal = context.obj
+def _prepare(terminal: Terminal, output: OutputOptions, params: list[Any]) -> Terminal:
     terminal.as_json, terminal.quiet, terminal.debug = output.as_json, output.quiet, output.debug
-    terminal.options = {
-        param.name: max(param.opts, key=len) for param in context.command.params if param.param_type_name == "option"
-    }
+    terminal.options = {one.name: max(one.opts, key=len) for one in params if one.param_type_name == "option"}
     return terminal
-
-
-def usage(argument: Any) -> str:
-    """Return an argument as it stands behind its command."""
-    name = (argument.metavar or argument.name).upper() + ("..." if argument.nargs == -1 else "")
-    return name if argument.required else f"[{name}]"
 
 
 def _plain(params: list[Any]) -> list[Any]:
@@ -126,9 +110,9 @@ def _plain(params: list[Any]) -> list[Any]:
     """
     for param in params:
         if param.param_type_name == "argument":
-            param.metavar = (param.metavar or param.name).upper()
-            param.get_usage_pieces = lambda ctx, param=param: [usage(param)]
-            param.display_type_rich = lambda ctx: None
-        elif param.is_flag:
+            name = param.metavar + ("..." if param.nargs == -1 else "")
+            usage = name if param.required else f"[{name}]"
+            param.get_usage_pieces = lambda ctx, usage=usage: [usage]
+        if param.param_type_name == "argument" or param.is_flag:
             param.display_type_rich = lambda ctx: None
     return params

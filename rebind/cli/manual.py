@@ -8,14 +8,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from rebind.cli.app import app
-from rebind.cli.command import usage
 
 HEAD = """# The command line
 
@@ -25,71 +23,23 @@ HEAD = """# The command line
 the bare result) and `--debug` (tracebacks and all warnings). Progress, warnings and errors go to standard error.
 With `--json` an error is a document too: `{"error": {"code", "problem", "expected", "advice"}, "exit_code"}`.
 """
-CODE = ("rebind ", "torchrun ")  # how a line to copy begins
-TAG = re.compile(r"\[/?[a-z ]+\]")  # markup of rich
+WIDTH = 110
+MARKUP = re.compile(r"\[/?(bold|dim)\]|\\(?=\[)")
 
 
 def manual() -> str:
     """Return the text of docs/cli.md."""
-    root: Any = typer.main.get_command(app)
-    pages = list(_pages("rebind", root))
-    index = "\n".join(f"- [`{name}`](#{name.replace(' ', '-')}): {_plain(command.help)}" for name, command in pages)
-    body = "\n".join(_page(name, command) for name, command in pages)
-    return f"{HEAD}\n{_epilog(root.epilog)}\n{index}\n\n{body}".rstrip() + "\n"
+    return "\n".join([HEAD, *_pages("rebind", typer.main.get_command(app))])
 
 
-def _pages(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every command that does something, those of groups too."""
+def _pages(name: str, command: Any) -> Iterator[str]:
+    """Yield the help of a command and of its subcommands."""
+    command.rich_markup_mode = None  # plain text, without boxes
+    with command.make_context(name, [], resilient_parsing=True, terminal_width=WIDTH) as context:
+        text = MARKUP.sub("", command.get_help(context))
+    yield f"## {name}\n\n```\n{text}\n```\n"
     for inner_name, inner in getattr(command, "commands", {}).items():
-        is_group = bool(getattr(inner, "commands", None))
-        if not is_group or inner.invoke_without_command:
-            yield f"{name} {inner_name}", inner
-        if is_group:
-            yield from _pages(f"{name} {inner_name}", inner)
-
-
-def _page(name: str, command: Any) -> str:
-    arguments = [param for param in command.params if param.param_type_name == "argument"]
-    options = [param for param in command.params if param.param_type_name == "option"]
-    line = " ".join([name, "[OPTIONS]", *(usage(argument) for argument in arguments)])
-    parts = [f"## {name}", "", _plain(command.help), "", "```", line, "```", ""]
-    if arguments:
-        rows = [f"| `{usage(one)}` | {_description(one)} |" for one in arguments]
-        parts += ["| argument | |", "| --- | --- |", *rows, ""]
-    panels = list(dict.fromkeys(option.rich_help_panel or "Options" for option in options))  # as --help orders them
-    for panel in panels:
-        members = [option for option in options if (option.rich_help_panel or "Options") == panel]
-        rows = [f"| {_names(one)} | {_description(one)} |" for one in members]
-        parts += [f"| {panel} | |", "| --- | --- |", *rows, ""]
-    return "\n".join(parts) + "\n" + _epilog(command.epilog)
-
-
-def _names(option: Any) -> str:
-    value = "" if option.is_flag else f" {option.metavar}"
-    return ", ".join(f"`{name}{value}`" for name in [*option.opts, *option.secondary_opts])
-
-
-def _description(param: Any) -> str:
-    """Return the help of a parameter, and its default if there is one."""
-    has_default = isinstance(param.default, (str, int, float, Path)) and not isinstance(param.default, bool)
-    notes = f" [default: {param.default}]" if has_default else ""
-    if param.required and param.param_type_name == "option":
-        notes = " [required]"
-    return (_plain(param.help) + notes).replace("|", "\\|")
-
-
-def _epilog(text: str | None) -> str:
-    """Return examples as code, the rest as prose."""
-    lines = [line for line in (_plain(line) for line in (text or "").splitlines()) if line]
-    parts = []
-    for is_code, group in groupby(lines, key=lambda line: line.startswith(CODE)):
-        rows = list(group)
-        parts.append("```\n" + "\n".join(rows) + "\n```\n" if is_code else "\n\n".join(rows) + "\n")
-    return "\n".join(parts)
-
-
-def _plain(text: str | None) -> str:
-    return " ".join(TAG.sub("", text or "").replace("\\[", "[").split())
+        yield from _pages(f"{name} {inner_name}", inner)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Options that several commands share, declared once."""
+"""Options that several commands share, declared once, and how options are typed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_MODEL = "smollm2"
-METHODS = "memit, rome, emmet, alphaedit or recursive"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 MODEL, OUTPUT = "Model", "Output"  # headings in the help
 
 
-def option(metavar: str, help: str, *names: str, default: str = "", panel: str | None = None, **limits: float) -> Any:
+def value(metavar: str, help: str, *names: str, default: str = "", panel: str = "", **limits: Any) -> Any:
     """Declare an option that takes a value; `default` says in words what happens without it."""
-    shown = f" [dim]\\[default: {default}][/dim]" if default else ""  # as typer shows a default that is a value
-    return typer.Option(*names, metavar=metavar, help=help + shown, rich_help_panel=panel, **limits)
+    note = f" [dim]\\[default: {default}][/dim]" if default else ""  # the style in which typer shows defaults
+    return typer.Option(*names, metavar=metavar, help=help + note, rich_help_panel=panel or None, **limits)
 
 
-def flag(help: str, *names: str, panel: str | None = None) -> Any:
+def flag(name: str, help: str, *names: str, panel: str = "") -> Any:
     """Declare an option that is either there or not."""
-    return typer.Option(*names, help=help, rich_help_panel=panel)
+    return typer.Option(name, *names, help=help, rich_help_panel=panel or None)
 
 
 def argument(metavar: str, help: str) -> Any:
@@ -36,32 +35,34 @@ def argument(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, help=help)
 
 
+def examples(*commands: str, note: str = "") -> str:
+    """Return the end of a command's help: commands to copy, and a remark."""
+    title = "Example" if len(commands) == 1 else "Examples"
+    return "\n\n".join([f"[bold]{title}[/bold]", *commands, *([note] if note else [])])
+
+
 ModelName = Annotated[
-    str, option("MODEL", "smollm2 (built in), a Hub id, a model folder or a GGUF file.", "--model", "-m", panel=MODEL)
+    str, value("MODEL", "smollm2 (built in), a Hub id, a model folder or a GGUF file.", "--model", "-m", panel=MODEL)
 ]
 LedgerFolder = Annotated[
-    Path | None,
-    option("DIR", "Ledger folder.", "--ledger", "-l", default="one per model, in the data folder", panel=MODEL),
+    Path | None, value("DIR", "Ledger folder.", "--ledger", "-l", default="one per model", panel=MODEL)
 ]
-Device = Annotated[str | None, option("NAME", "cpu, cuda, cuda:1 or mps.", default="cpu", panel=MODEL)]
-Dtype = Annotated[str | None, option("NAME", f"{', '.join(DTYPES)}.", default="as stored", panel=MODEL)]
-Chat = Annotated[bool, flag("Put prompts into the model's chat template.", "--chat", panel=MODEL)]
-Layers = Annotated[str | None, option("LIST", "Layers to edit, such as 2,3,4 or 2-6.", default="chosen for the model")]
-Lambda = Annotated[
-    float | None,
-    option("X", "Weight of old keys against new ones (λ).", "--lam", default="chosen from the keys"),
-]
-Method = Annotated[str, option("NAME", f"Editing method: {METHODS}.")]
-SkipBad = Annotated[bool, flag("Skip invalid records instead of stopping at the first one.", "--skip-bad")]
+Device = Annotated[str | None, value("NAME", "cpu, cuda, cuda:1 or mps.", default="cpu", panel=MODEL)]
+Dtype = Annotated[str | None, value("NAME", f"{', '.join(DTYPES)}.", default="as stored", panel=MODEL)]
+Chat = Annotated[bool, flag("--chat", "Put prompts into the model's chat template.", panel=MODEL)]
+Method = Annotated[str, value("NAME", "Editing method: memit, rome, emmet, alphaedit or recursive.")]
+Layers = Annotated[str | None, value("LIST", "Layers to edit, such as 2,3,4 or 2-6.", default="chosen for the model")]
+Lambda = Annotated[float | None, value("X", "Weight of old keys against new ones (λ).", default="chosen from the keys")]
+SkipBad = Annotated[bool, flag("--skip-bad", "Skip invalid records instead of stopping at the first one.")]
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """How to print the result."""
 
-    as_json: Annotated[bool, flag("Print one JSON document and nothing else.", "--json", panel=OUTPUT)] = False
-    quiet: Annotated[bool, flag("Print only the bare result.", "--quiet", "-q", panel=OUTPUT)] = False
-    debug: Annotated[bool, flag("Show tracebacks and all warnings.", "--debug", panel=OUTPUT)] = False
+    as_json: Annotated[bool, flag("--json", "Print one JSON document and nothing else.", panel=OUTPUT)] = False
+    quiet: Annotated[bool, flag("--quiet", "Print only the bare result.", "-q", panel=OUTPUT)] = False
+    debug: Annotated[bool, flag("--debug", "Show tracebacks and all warnings.", panel=OUTPUT)] = False
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,10 @@ class ModelOptions:
     device: Device = None
     dtype: Dtype = None
     corpus: Annotated[
-        Path | None,
-        option("FILE", "Text that old keys are collected from.", default="text that the model samples", panel=MODEL),
+        Path | None, value("FILE", "Text to collect old keys from.", default="sampled from the model", panel=MODEL)
     ] = None
     moment_tokens: Annotated[
-        int | None,
-        option(
-            "N", "Number of tokens of that text to read.", default="8192 on a CPU, 100000 on a GPU", panel=MODEL, min=1
-        ),
+        int | None, value("N", "Tokens of that text to read.", default="8192, on a GPU 100000", panel=MODEL, min=1)
     ] = None
 
 
@@ -106,9 +103,8 @@ def as_typed(options: ModelOptions | LedgerOptions, **flags: bool) -> str:
     """
     words = []
     for field in fields(options):
-        value = getattr(options, field.name)
-        if value != field.default:
-            words += [f"--{field.name.replace('_', '-')}", str(value)]
+        if (setting := getattr(options, field.name)) != field.default:
+            words += [f"--{field.name.replace('_', '-')}", str(setting)]
     return shlex.join([*words, *(f"--{name}" for name, is_set in flags.items() if is_set)])
 
 
@@ -124,12 +120,6 @@ def command_line(command: str, *arguments: str, options: str = "") -> str:
     return " ".join(filter(None, words))
 
 
-def examples(*commands: str, note: str = "") -> str:
-    """Return the end of a command's help: commands to copy, and a remark."""
-    title = "Example" if len(commands) == 1 else "Examples"
-    return "\n\n".join([f"[bold]{title}[/bold]", *commands, *([note] if note else [])])
-
-
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
     """Return the layers in a text.
 
@@ -142,11 +132,8 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)) or (dash and int(last) < int(first)):
-            raise InputError(
-                f"{text!r} is not a list of layers",
-                expected="numbers such as 2,3,4 or a range such as 2-6",
-                code="invalid_layers",
-            )
+            expected = "numbers such as 2,3,4 or a range such as 2-6"
+            raise InputError(f"{text!r} is not a list of layers", expected=expected, code="invalid_layers")
         layers |= set(range(int(first), int(last if dash else first) + 1))
     return tuple(sorted(layers))
 

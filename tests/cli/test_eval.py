@@ -19,7 +19,7 @@ RECORDS = [
         "target": "Rome",
         "old": "Paris",
         "paraphrases": ["France is ruled from"],
-        "neighbours": ["The answer is"],
+        "neighbors": ["The answer is"],
         "consequences": [{"prompt": "The answer of France is", "answer": "Rome"}],
     },
     {"id": "italy", "prompt": "The capital of {Italy} is", "target": "Paris", "old": "Rome"},

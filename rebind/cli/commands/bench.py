@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rebind.cli import options
+from rebind.cli import options as opt
 from rebind.cli.command import add_command, new_app
-from rebind.cli.options import examples, flag, option
-from rebind.cli.ui.progress import Phases
-from rebind.cli.ui.terminal import Terminal
+from rebind.cli.ui import Phases, Terminal
 from rebind.storage import check_writable
 
 if TYPE_CHECKING:
     from rebind.bench.scan import Report, Row
 
-EXAMPLES = examples(
+EXAMPLES = opt.examples(
     "rebind bench scan --quick",
     "rebind bench scan --shapes 1x2048x8x64,1x8192x8x64 --only ours,transformers --threads 2",
     note="Writes scan-DEVICE.json, .png and .svg. transformers and flash-linear-attention are measured if they are "
@@ -25,25 +23,19 @@ EXAMPLES = examples(
 
 def scan(
     shapes: Annotated[
-        str | None, option("LIST", "Shapes BxTxHxD, separated by commas.", default="chosen for the device")
+        str | None, opt.value("LIST", "Shapes BxTxHxD, separated by commas.", default="chosen for the device")
     ] = None,
-    quick: Annotated[bool, flag("Measure two shapes in few rounds; takes a minute or two.", "--quick")] = False,
+    quick: Annotated[bool, opt.flag("--quick", "Measure two shapes in few rounds; takes a minute or two.")] = False,
     only: Annotated[
-        str | None, option("NAMES", "Implementations: ours, transformers, fla, SDPA, loop.", default="all")
+        str | None, opt.value("NAMES", "Implementations: ours, transformers, fla, SDPA, loop.", default="all")
     ] = None,
-    rules: Annotated[
-        str | None, option("NAMES", "Rules: gated_delta, delta, sum, softmax.", default="all, and decoding")
-    ] = None,
-    rounds: Annotated[int, option("N", "Time each implementation at most N times.", min=3)] = 30,
-    seconds: Annotated[float, option("X", "Spend about X seconds per column.", min=0.1)] = 15.0,
-    threads: Annotated[int | None, option("N", "Number of CPU threads.", default="torch's choice", min=1)] = None,
-    out: Annotated[Path, option("DIR", "Folder for the results.")] = Path("runs/bench"),
-    device: Annotated[
-        str | None, option("NAME", "cpu, cuda, cuda:1 or mps.", default="cuda if available, else cpu")
-    ] = None,
-    dtype: Annotated[
-        str | None, option("NAME", "Dtype of the inputs.", default="float32 on a CPU, else bfloat16")
-    ] = None,
+    rules: Annotated[str | None, opt.value("NAMES", "Rules: gated_delta, delta, sum, softmax.", default="all")] = None,
+    rounds: Annotated[int, opt.value("N", "Time each implementation at most N times.", min=3)] = 30,
+    seconds: Annotated[float, opt.value("X", "Spend about X seconds per column.", min=0.1)] = 15.0,
+    threads: Annotated[int | None, opt.value("N", "Number of CPU threads.", default="torch's choice", min=1)] = None,
+    out: Annotated[Path, opt.value("DIR", "Folder for the results.")] = Path("runs/bench"),
+    device: Annotated[str | None, opt.value("NAME", "cpu, cuda, cuda:1 or mps.", default="cuda, else cpu")] = None,
+    dtype: Annotated[str | None, opt.value("NAME", "Dtype.", default="float32 on a CPU, else bfloat16")] = None,
     *,
     terminal: Terminal,
 ) -> None:
@@ -51,12 +43,12 @@ def scan(
     import torch
 
     from rebind.bench.scan import Setup, parse_shape, run
-    from rebind.bench.table import spared
+    from rebind.bench.table import notes, spared, tables
     from rebind.memory.checks import usable_device
 
     setup = Setup.of(
         device,
-        options.parse_dtype(dtype),
+        opt.parse_dtype(dtype),
         tuple(map(parse_shape, _split(shapes))),
         quick=quick,
         rounds=rounds,
@@ -65,11 +57,10 @@ def scan(
         rules=_split(rules),
     )
     usable_device(setup.device)
-    check_writable(out, advice="Choose another folder for {out}", settings={"out": None})
+    check_writable(out)
     path = out / f"scan-{setup.device.replace(':', '-')}.json"
     usual_threads = torch.get_num_threads()
     torch.set_num_threads(threads or usual_threads)
-    phases = Phases(terminal)
     shapes_done: list[list[Row]] = []
 
     def shape_done(report: Report, rows: list[Row]) -> None:
@@ -77,13 +68,16 @@ def scan(
         shapes_done.append(rows)
 
     try:
-        with phases.shown():
+        with Phases(terminal) as phases:
             report = run(
                 setup, told=lambda done, total, what: phases.count("measuring", done, total, what), found=shape_done
             )
     finally:
         torch.set_num_threads(usual_threads)
-        _print(terminal, shapes_done)
+        for rows in shapes_done:
+            terminal.print(*tables(rows, terminal.out.width))
+            for note in notes(rows):
+                terminal.hint(note)
     for note in filter(None, [spared(report.rows, terminal.out.width), *report.missing, report.note]):
         terminal.hint(note)
     files = [path, *_draw(terminal, report, path)]
@@ -93,16 +87,6 @@ def scan(
 
 def _split(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
-
-
-def _print(terminal: Terminal, shapes: list[list[Row]]) -> None:
-    """Print one table per shape; not while the progress bar is shown."""
-    from rebind.bench.table import notes, tables
-
-    for rows in shapes:
-        terminal.print(*tables(rows, terminal.out.width))
-        for note in notes(rows):
-            terminal.hint(note)
 
 
 def _draw(terminal: Terminal, report: Report, path: Path) -> list[Path]:
@@ -120,12 +104,6 @@ def _draw(terminal: Terminal, report: Report, path: Path) -> list[Path]:
     return []
 
 
-app = new_app(help="Measure speed and memory on this machine.", no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """Measure speed and memory on this machine."""
-
+app = new_app(help="Measure speed and memory on this machine.", callback=lambda: None, no_args_is_help=True)
 
 add_command(app, "scan", scan, EXAMPLES)

@@ -16,14 +16,14 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from rebind.cli.options import examples
+from rebind.cli import options as opt
+from rebind.cli.ui import Terminal
 from rebind.cli.ui.errors import FAILED_CHECK
 from rebind.cli.ui.tables import seconds, size
-from rebind.cli.ui.terminal import Terminal
 from rebind.errors import RebindError
 from rebind.storage import cache_dir, check_writable, ledgers_dir
 
-EXAMPLES = examples("rebind doctor --json", note="Exits with 1 if something that edits need is missing or broken.")
+EXAMPLES = opt.examples("rebind doctor --json", note="Exits with 1 if something that edits need is missing or broken.")
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors")
 OPTIONAL = {
@@ -81,11 +81,8 @@ def _devices() -> Iterator[Finding]:
 
 
 def _folders() -> Iterator[Finding]:
-    for name, folder, variable in (
-        ("cache", cache_dir(), "REBIND_CACHE"),
-        ("ledgers", ledgers_dir(), "REBIND_LEDGERS"),
-    ):
-        advice = f"Set {variable} to a folder that you can write"
+    for name, folder in (("cache", cache_dir()), ("ledgers", ledgers_dir())):
+        advice = f"Set REBIND_{name.upper()} to a folder that you can write"
         try:
             check_writable(folder)
         except RebindError as error:
@@ -112,58 +109,39 @@ def _tiny_edit() -> Iterator[Finding]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            rank, restored = _edit_and_undo()
+            rank, is_restored = _edit_and_undo()
     except Exception as problem:  # whatever it is, it is what the user came to find out
         advice = "Reinstall the packages above; if that does not help, report this line"
         yield Finding("edit and undo", False, f"{type(problem).__name__}: {problem}", advice)
         return
-    state = "restored exactly" if restored else "not restored"
+    state = "restored exactly" if is_restored else "not restored"
     detail = f"the fact has rank {rank}, the weights were {state} ({seconds(time.perf_counter() - start)})"
-    yield Finding("edit and undo", rank == 1 and restored, detail, "Run the test suite and report what fails")
+    yield Finding("edit and undo", rank == 1 and is_restored, detail, "Run the test suite and report what fails")
 
 
 def _edit_and_undo() -> tuple[int, bool]:
     """Return the rank of the target after the edit, and whether undo restored every weight exactly."""
     import torch
-
-    from rebind.edit.editor import Editor
-    from rebind.edit.moments.corpus import Texts
-    from rebind.edit.targets.optimize import TargetSettings
-
-    corpus = Texts(["The answer is here. The capital of France is Paris. " * 8], "doctor")
-    editor = Editor(*_tiny_llama(), corpus=corpus, moment_tokens=256, guard=None)
-    before = {name: weights.clone() for name, weights in editor.model.state_dict().items()}
-    edit = editor.rewrite("The answer is {France}", "Rome", targets=TargetSettings(steps=10, clamp=4.0))
-    editor.undo(edit.id)
-    after = editor.model.state_dict()
-    scores: Any = edit.scores
-    return scores["after"][0]["rank"], all(torch.equal(before[name], after[name]) for name in before)
-
-
-def _tiny_llama() -> tuple[Any, Any]:
-    """Return a random model of four layers that reads bytes; its weights are large enough for an edit to matter."""
-    import torch
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from rebind.edit import Editor, TargetSettings
+    from rebind.edit.moments.corpus import Texts
 
     library: Any = transformers  # untyped
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    config = library.LlamaConfig(
-        vocab_size=len(alphabet),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = library.LlamaConfig(vocab_size=len(alphabet), initializer_range=0.2, **sizes)  # large enough to matter
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = library.LlamaForCausalLM(config).train(False)
-    return model, library.PreTrainedTokenizerFast(tokenizer_object=inner)
+        model = library.LlamaForCausalLM(config).eval()
+    corpus = Texts(["The answer is here. The capital of France is Paris. " * 8], "doctor")
+    tokenizer = library.PreTrainedTokenizerFast(tokenizer_object=inner)
+    editor = Editor(model, tokenizer, corpus=corpus, moment_tokens=256, guard=None)
+    before = {name: weights.clone() for name, weights in model.state_dict().items()}
+    edit = editor.rewrite("The answer is {France}", "Rome", targets=TargetSettings(steps=10, clamp=4.0))
+    editor.undo(edit.id)
+    scores: Any = edit.scores
+    return scores["after"][0]["rank"], all(torch.equal(before[name], one) for name, one in model.state_dict().items())

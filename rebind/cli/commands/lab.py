@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
@@ -12,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.text import Text
 
-from rebind.cli import options
-from rebind.cli.options import argument, flag, option
-from rebind.cli.ui.progress import ProgressBar
+from rebind.cli import options as opt
+from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.tables import pairs, table
-from rebind.cli.ui.terminal import Terminal
 
 if TYPE_CHECKING:
     from rebind.lab.experiment import Experiment, Point
@@ -37,14 +34,18 @@ A run that was stopped or killed goes on where it was when the same command is g
 
 
 def lab(
-    name: Annotated[str | None, argument("NAME", "An experiment, or list.")] = None,
+    name: Annotated[str | None, opt.argument("NAME", "An experiment, or list.")] = None,
     overrides: Annotated[
-        list[str] | None, argument("KEY=VALUE", "Settings of the experiment; separate list items by commas.")
+        list[str] | None, opt.argument("KEY=VALUE", "Settings of the experiment; separate list items by commas.")
     ] = None,
-    quick: Annotated[bool, flag("Run a small version whose curves already have the right shape.", "--quick")] = False,
-    seeds: Annotated[int | None, option("N", "Number of seeds per point.", default="the experiment's", min=1)] = None,
-    out: Annotated[Path | None, option("DIR", "Folder for the results.", default="a new one in runs/")] = None,
-    device: options.Device = None,
+    quick: Annotated[
+        bool, opt.flag("--quick", "Run a small version whose curves already have the right shape.")
+    ] = False,
+    seeds: Annotated[
+        int | None, opt.value("N", "Number of seeds per point.", default="the experiment's", min=1)
+    ] = None,
+    out: Annotated[Path | None, opt.value("DIR", "Folder for the results.", default="a new one in runs/")] = None,
+    device: opt.Device = None,
     *,
     terminal: Terminal,
 ) -> None:
@@ -62,7 +63,8 @@ def lab(
     experiment = get_experiment(name)
     words = [*(overrides or []), *([] if seeds is None else [f"seeds={seeds}"])]
     config = configure(experiment.quick if quick else experiment.config, words)
-    with _bar(terminal, experiment.name) as progress:
+    with Phases(terminal) as phases:
+        progress = _report_to(phases, experiment.name)
         result = run(experiment, config, out, device=device or "cpu", progress=progress)
     _show(terminal, experiment, result)
 
@@ -101,17 +103,12 @@ def _brief(experiments: list[Experiment[Any]], width: int) -> Iterator[Text]:
         yield Text(" " * (name + GAP) + shorten(one.answers, behind, placeholder=" …"), style="dim")
 
 
-@contextmanager
-def _bar(terminal: Terminal, name: str) -> Iterator[Told]:
-    drawn = ProgressBar(terminal, "doing")
-    task = drawn.add_task(name, total=None, doing="")
-
+def _report_to(phases: Phases, name: str) -> Told:
     def told(done: int, total: int, point: Point) -> None:
         doing = ", ".join(f"{key} {value}" for key, value in point.items() if key != "seed") if done < total else ""
-        drawn.update(task, completed=done, total=total, doing=doing)
+        phases.count(name, done, total, doing)
 
-    with drawn:
-        yield told
+    return told
 
 
 def _show(terminal: Terminal, experiment: Experiment[Any], result: Result) -> None:

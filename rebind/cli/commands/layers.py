@@ -7,23 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
 
-from rebind.cli import options
-from rebind.cli.fact_input import FactInput, quoted, read_fact_file
-from rebind.cli.options import ModelOptions, examples, flag, option
+from rebind.cli import options as opt
+from rebind.cli.fact_input import consistent_facts, facts_of_file, print_skipped, valid_facts
 from rebind.cli.session import load_editor
+from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.heatmap import heatmap
-from rebind.cli.ui.progress import Phases
 from rebind.cli.ui.tables import seconds, table
-from rebind.cli.ui.terminal import Terminal
 from rebind.edit.wording import percent
-from rebind.errors import InputError
 
 if TYPE_CHECKING:
-    from rebind.analysis.layer_search import Choice
+    from rebind.analysis.layer_search import LayerChoice
     from rebind.edit.editor import Editor
     from rebind.edit.facts.fact import Fact
 
-EXAMPLES = examples(
+EXAMPLES = opt.examples(
     "rebind layers --model Qwen/Qwen3-0.6B",
     "rebind layers --facts facts.jsonl --again",
     note='Each fact needs the true answer beside the new one: {"prompt": "The capital of {France} is", '
@@ -32,50 +29,41 @@ EXAMPLES = examples(
 
 
 def layers(
-    facts: Annotated[
-        Path | None, option("FILE", "Facts to try, with their true answers.", default="facts that come with rebind")
-    ] = None,
-    limit: Annotated[int, option("N", "Try at most N facts, 3 or more.", min=3)] = 8,
-    skip_bad: options.SkipBad = False,
-    again: Annotated[bool, flag("Measure again instead of using the cached result.", "--again")] = False,
+    facts: Annotated[Path | None, opt.value("FILE", "Facts to try.", default="facts that come with rebind")] = None,
+    limit: Annotated[int, opt.value("N", "Try at most N facts, 3 or more.", min=3)] = 8,
+    skip_bad: opt.SkipBad = False,
+    again: Annotated[bool, opt.flag("--again", "Measure again instead of using the cached result.")] = False,
     *,
-    source: ModelOptions,
+    source: opt.ModelOptions,
     terminal: Terminal,
 ) -> None:
     """Choose the layers to edit: trace a few facts, then try an edit at each candidate."""
-    given = FactInput()
-    if facts is not None:
-        given = read_fact_file(terminal, facts, skip_bad).checked(_require_old, terminal, skip_bad=skip_bad)
-        given = given.without_conflicts(terminal, skip_bad=skip_bad)
-    phases = Phases(terminal)
-    with phases.shown():
-        editor = load_editor(source, phases)
-        from rebind.analysis.layer_search import cached_choice, choice_path, choose_layers, held_from
-        from rebind.analysis.trial_facts import HELD
+    from rebind.edit.facts.readers import Facts
+
+    given = Facts(()) if facts is None else facts_of_file(terminal, facts, skip_bad)
+    with Phases(terminal) as phases:
+        from rebind.analysis.layer_search import saved_layer_choice, search_layers
+        from rebind.analysis.trial_facts import TRIAL_FACTS, trial_facts_from
+        from rebind.edit.settings import layers_file
 
         if facts is not None:
-            phases.start("contexts")
-            given = given.checked(lambda fact: _require_fit(editor, fact), terminal, skip_bad=skip_bad)
-        trials = HELD if facts is None else held_from(given.facts)
-        choice = None if again or facts is not None else cached_choice(editor.fingerprint)
-        cached = choice is not None
+            given = valid_facts(terminal, given, lambda fact: trial_facts_from([fact]), skip_bad)
+            given = consistent_facts(terminal, given, skip_bad)
+        editor = load_editor(source, phases)
+        if facts is not None:
+            phases.begin("contexts")
+            given = valid_facts(terminal, given, lambda fact: _require_fit(editor, fact), skip_bad)
+        choice = None if again or facts is not None else saved_layer_choice(editor.fingerprint)
+        is_cached = choice is not None
         if choice is None:
-            choice = choose_layers(editor, trials, most=limit, told=phases.count)
-    given.print_skipped(terminal)
+            trials = TRIAL_FACTS if facts is None else trial_facts_from(given.facts)
+            choice = search_layers(editor, trials, limit=limit, report=phases.count)
+    print_skipped(terminal, given)
     _print(terminal, choice)
-    path = choice_path(editor.fingerprint)
-    terminal.hint(f"cached in {path}" if cached else f"measured in {seconds(phases.total_seconds)}, stored in {path}")
-    more = {"skipped": given.skipped, "cached": cached, "path": str(path), "seconds": phases.seconds}
+    path, spent = layers_file(editor.fingerprint), seconds(sum(phases.seconds.values()))
+    terminal.hint(f"cached in {path}" if is_cached else f"measured in {spent}, stored in {path}")
+    more = {"skipped": len(given.skipped), "cached": is_cached, "path": str(path), "seconds": phases.seconds}
     terminal.result(choice.to_json() | more, ",".join(map(str, choice.layers)))
-
-
-def _require_old(fact: Fact) -> None:
-    if fact.old is None:
-        raise InputError(
-            f"The fact {quoted(fact.text)} has no true answer",
-            advice="Add the field 'old': what the model answers now",
-            code="missing_old_answer",
-        )
 
 
 def _require_fit(editor: Editor, fact: Fact) -> None:
@@ -84,10 +72,10 @@ def _require_fit(editor: Editor, fact: Fact) -> None:
 
     texts = (fact.text, *fact.paraphrases, *fact.neighbors)
     editor.language_model.encode([Prompt(text, str(target)) for text in texts for target in (fact.target, fact.old)])
-    editor.requests([fact])  # behind contexts as well
+    editor.fact_prompts([fact])  # behind contexts as well
 
 
-def _print(terminal: Terminal, choice: Choice) -> None:
+def _print(terminal: Terminal, choice: LayerChoice) -> None:
     known = f"{choice.known} of {choice.asked} facts known"
     terminal.print(f"Effect of restoring the MLPs at the subject's last token, by layer ({known})")
     terminal.print(*heatmap(["effect"], [choice.trace], "mlp", width=terminal.out.width, top=max(choice.trace)))

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rebind.cli import options as opt
 from rebind.cli.command import add_command, new_app
 from rebind.cli.commands import export
-from rebind.cli.commands.edit import LISTED, uses_lambda
-from rebind.cli.options import LedgerOptions, argument, as_typed, command_line, examples, flag
-from rebind.cli.session import check_ledger, find_ledger
+from rebind.cli.commands.edit import uses_lambda
+from rebind.cli.session import find_ledger, require_ledger
+from rebind.cli.ui import Terminal, tables
 from rebind.cli.ui.errors import FAILED_CHECK
-from rebind.cli.ui.tables import add_answer, answers_table, counted, drift_rows, first_words, pairs, table
-from rebind.cli.ui.terminal import Terminal
-from rebind.errors import InputError
+from rebind.cli.ui.tables import counted, table
 
 if TYPE_CHECKING:
     from rebind.edit.ledger.edit import Edit
@@ -23,10 +22,11 @@ if TYPE_CHECKING:
 
 DATE_WIDTH = 72  # columns of a terminal on which the list shows dates
 
-Ids = Annotated[list[str], argument("IDS", "Ids of edits such as e0001, or unique beginnings of them.")]
+Ids = Annotated[list[str], opt.argument("IDS", "Ids of edits such as e0001, or unique beginnings of them.")]
+Force = Annotated[bool, opt.flag("--force", "Redo edits even if they contradict an active edit.")]
 
 
-def list_edits(*, source: LedgerOptions, terminal: Terminal) -> None:
+def list_edits(*, source: opt.LedgerOptions, terminal: Terminal) -> None:
     """List all edits, active and undone. With --quiet, print the ids of the active ones."""
     ledger = _open(source)
     rows = [_summary(ledger, edit) for edit in ledger.edits]
@@ -47,80 +47,71 @@ def list_edits(*, source: LedgerOptions, terminal: Terminal) -> None:
 
 
 def show(
-    id: Annotated[str, argument("ID", "Id of an edit, such as e0001.")], *, source: LedgerOptions, terminal: Terminal
+    id: Annotated[str, opt.argument("ID", "Id of an edit, such as e0001.")],
+    *,
+    source: opt.LedgerOptions,
+    terminal: Terminal,
 ) -> None:
     """Show one edit: its facts, scores, settings and software versions."""
     ledger = _open(source)
     edit = ledger.get(id)
+    is_active = ledger.is_active(edit.id)
     scores: Any = edit.scores
-    made = answers_table("fact")
-    for fact, before, after in list(zip(edit.facts, scores["before"], scores["after"], strict=True))[:LISTED]:
-        texts = (first_words(before, fact.target), first_words(after, fact.target))
-        add_answer(made, f"{fact.text} → {fact.target}", before, after, *texts)
-    terminal.print(made)
-    if len(edit.facts) > LISTED:
-        terminal.hint(f"… and {counted(len(edit.facts) - LISTED, 'more fact')}; --json lists all of them")
+    texts = [f"{fact.text} → {fact.target}" for fact in edit.facts]
+    targets = [fact.target for fact in edit.facts]
+    tables.print_answers(terminal, "fact", list(zip(texts, targets, scores["before"], scores["after"], strict=True)))
     settings: Any = edit.settings
     hidden = {"chat"} if uses_lambda(edit.method) else {"chat", "lam"}
     rows = [
-        ("edit", f"{edit.id}, {'active' if ledger.is_active(edit.id) else 'undone'}"),
+        ("edit", f"{edit.id}, {'active' if is_active else 'undone'}"),
         ("created", edit.created),
         ("method", f"{edit.method} (forced)" if edit.forced else edit.method),
-        *drift_rows(scores),
+        *tables.drift_rows(scores),
         *([("prompts", "in the chat template")] if settings.get("chat") else []),
         *[(name, _plain(value)) for name, value in settings.items() if name not in hidden],
         ("sites", ", ".join(edit.sites)),
         ("versions", _plain(edit.versions)),
     ]
-    terminal.print(pairs(rows))
-    document = {"id": edit.id, "active": ledger.is_active(edit.id), "ledger": str(ledger.path)} | edit.to_json()
-    terminal.result(document, "\n".join(f"{fact.text} → {fact.target}" for fact in edit.facts))
+    terminal.print(tables.pairs(rows))
+    document = {"id": edit.id, "active": is_active, "ledger": str(ledger.path)} | edit.to_json()
+    terminal.result(document, "\n".join(texts))
 
 
-def undo(ids: Ids, *, source: LedgerOptions, terminal: Terminal) -> None:
+def undo(ids: Ids, *, source: opt.LedgerOptions, terminal: Terminal) -> None:
     """Undo edits. The other edits stay, and an undone edit can be redone."""
     _switch(terminal, source, ids, on=False)
 
 
-def redo(
-    ids: Ids,
-    force: Annotated[bool, flag("Redo edits even if they contradict an active edit.", "--force")] = False,
-    *,
-    source: LedgerOptions,
-    terminal: Terminal,
-) -> None:
+def redo(ids: Ids, force: Force = False, *, source: opt.LedgerOptions, terminal: Terminal) -> None:
     """Redo undone edits, each in its original place."""
     _switch(terminal, source, ids, on=True, force=force)
 
 
 def diff(
-    other: Annotated[Path, argument("OTHER", "Folder of the ledger to compare with.")],
+    other: Annotated[Path, opt.argument("OTHER", "Folder of the ledger to compare with.")],
     *,
-    source: LedgerOptions,
+    source: opt.LedgerOptions,
     terminal: Terminal,
 ) -> None:
     """Compare the active edits of two ledgers by their facts, methods and settings."""
     from rebind.edit.ledger.ledger import Ledger
 
-    check_ledger(other, "read")
-    here, there = _open(source), Ledger.open(other.expanduser())
+    here, there = _open(source), Ledger.open(require_ledger(other))
     difference = here.diff(there)
-    sides = {"only here": (difference.only_here, here), "only there": (difference.only_there, there)}
+    groups = {"only_here": difference.only_here, "only_there": difference.only_there, "both": difference.both}
     made = table("", "edit", "method", "facts", "first", right=("facts",))
-    for name, (edits, ledger) in {**sides, "both": (difference.both, here)}.items():
-        for row in (_summary(ledger, edit) for edit in edits):
-            made.add_row(name, row["id"], row["method"], str(row["facts"]), row["first"])
+    for name, edits in groups.items():
+        for edit in edits:
+            text = f"{edit.facts[0].text} → {edit.facts[0].target}"
+            made.add_row(name.replace("_", " "), edit.id, edit.method, str(len(edit.facts)), text)
     terminal.print(made)
-    only_here, only_there, both = (
-        [edit.id for edit in edits] for edits in (difference.only_here, difference.only_there, difference.both)
-    )
     terminal.hint(f"here: {here.path}; there: {there.path}")
-    document = {"here": str(here.path), "there": str(there.path)}
-    ids = {"only_here": only_here, "only_there": only_there, "both": both}
-    terminal.result(document | ids, "\n".join([*(f"-{id}" for id in only_here), *(f"+{id}" for id in only_there)]))
+    ids = {name: [edit.id for edit in edits] for name, edits in groups.items()}
+    brief = [f"-{id}" for id in ids["only_here"]] + [f"+{id}" for id in ids["only_there"]]
+    terminal.result({"here": str(here.path), "there": str(there.path), **ids}, "\n".join(brief))
 
 
-def verify(*, source: LedgerOptions, terminal: Terminal) -> None:
+def verify(*, source: opt.LedgerOptions, terminal: Terminal) -> None:
     """Check that nothing in a ledger was altered, damaged or lost."""
     folder = find_ledger(source)
     from rebind.edit.ledger.verify import verify_folder
@@ -130,13 +121,12 @@ def verify(*, source: LedgerOptions, terminal: Terminal) -> None:
         terminal.print(f"✗ {problem}", style="red")
     if not problems:
         terminal.print(f"✓ {folder} is intact", style="green")
-    document = {"ledger": str(folder), "intact": not problems, "problems": problems}
-    terminal.result(document, "\n".join(problems))
+    terminal.result({"ledger": str(folder), "intact": not problems, "problems": problems}, "\n".join(problems))
     if problems:
         raise typer.Exit(FAILED_CHECK)
 
 
-def _open(source: LedgerOptions) -> Ledger:
+def _open(source: opt.LedgerOptions) -> Ledger:
     """Open the ledger alone; no model is loaded."""
     folder = find_ledger(source)
     from rebind.edit.ledger.ledger import Ledger
@@ -167,71 +157,51 @@ def _plain(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _switch(terminal: Terminal, source: LedgerOptions, ids: list[str], *, on: bool, force: bool = False) -> None:
+def _switch(terminal: Terminal, source: opt.LedgerOptions, ids: list[str], *, on: bool, force: bool = False) -> None:
     """Undo or redo all of the edits, or none."""
     ledger = _open(source)
-    action, opposite = ("redone", "undo") if on else ("undone", "redo")
-    typed = as_typed(source)
     with ledger.locked():
-        edits = list({edit.id: edit for edit in map(ledger.get, ids)}.values())
-        if unchanged := [edit.id for edit in edits if ledger.is_active(edit.id) is on]:
-            raise InputError(
-                f"{', '.join(unchanged)} already {'active' if on else 'undone'}",
-                advice=f"See `{command_line('ledger list', options=typed)}`",
-                code="already_active" if on else "already_undone",
-            )
-        contradictions = _contradictions(ledger, edits, typed) if on else {}
-        if contradictions and not force:
-            raise next(iter(contradictions.values()))
-        problems = {id: error.problem for id, error in contradictions.items()}
-        ledger.switch([edit.id for edit in edits], on=on, forced=problems)
+        contradictions = _contradictions(ledger, ids, force) if on else []
+        edits = ledger.switch(ids, on=on, forced=contradictions)
         active = [edit.id for edit in ledger.active]
-        total = len(ledger.edits)
-    for problem in problems.values():
-        terminal.report("warning", problem)
+    action, opposite = ("redone", "undo") if on else ("undone", "redo")
     for edit in edits:
         first, more = edit.facts[0], len(edit.facts) - 1
         terminal.print(f"{action} {edit.id}: {first.text} → {first.target}" + (f" and {more} more" if more else ""))
-    terminal.hint(f"{len(active)} of {counted(total, 'edit')} active")
+    terminal.hint(f"{len(active)} of {counted(len(ledger.edits), 'edit')} active")
     changed = [edit.id for edit in edits]
-    terminal.suggest(opposite, command_line(f"ledger {opposite}", *changed, options=typed))
+    terminal.suggest(opposite, opt.command_line(f"ledger {opposite}", *changed, options=opt.as_typed(source)))
     terminal.result({"ledger": str(ledger.path), action: changed, "active": active}, "\n".join(active))
 
 
-def _contradictions(ledger: Ledger, edits: list[Edit], typed: str) -> dict[str, InputError]:
-    """Return, by id, the edits that give a prompt another target than an active edit or one that is redone first."""
-    from rebind.edit.guard import find_earlier
+def _contradictions(ledger: Ledger, ids: list[str], force: bool) -> list[str]:
+    """Return the edits that give a prompt another target than an active edit, or one that is redone before it."""
+    from rebind.edit.guard import check_earlier_edits, find_earlier_edits
 
-    active, errors = list(ledger.active), {}
-    for edit in edits:
-        if earlier := next((one for one in find_earlier(edit.facts, active) if one.clashes), None):
-            undo_first = f"Undo it first (`{command_line('ledger undo', earlier.edit, options=typed)}`)"
-            errors[edit.id] = InputError(
-                f"Edit {edit.id} contradicts edit {earlier.edit}, which makes {earlier.text!r} say {earlier.target!r}",
-                expected="one target per prompt",
-                advice=f"{undo_first if ledger.is_active(earlier.edit) else 'Redo one of the two'}, or use {{force}}",
-                settings={"force": True},
-                code="contradicts_active_edit",
-            )
+    active, contradictions = list(ledger.active), []
+    for edit in map(ledger.get, ids):
+        if clashes := [one for one in find_earlier_edits(edit.facts, active) if one.clashes]:
+            check_earlier_edits(clashes, force=force)
+            contradictions.append(edit.id)
         active.append(edit)
-    return errors
+    return contradictions
 
 
 app = new_app(
     help="List, show, undo, redo, compare, verify, export and replay edits.",
-    epilog=examples("rebind ledger list", "rebind ledger undo e0001"),
+    epilog=opt.examples("rebind ledger list", "rebind ledger undo e0001"),
     no_args_is_help=True,
 )
 VERIFY_NOTE = (
-    "Exits with 1 if something is wrong. A change to the header, the log or an edit's tensors is found, and so is "
-    "anything missing before the last line of the log. Not found are undo and redo lines cut off at the end of the log, "
-    "an edit cut off there together with its tensors, and a ledger rewritten with matching digests; compare with a copy."
+    "Exits with 1 if something is wrong. It finds any change to the header, the log or an edit's tensors, and anything "
+    "missing before the last line of the log. It cannot find undo and redo lines cut off at the end of the log, an edit "
+    "cut off there together with its tensors, or a ledger rewritten with matching digests; compare with a copy."
 )
-add_command(app, "list", list_edits, examples("rebind ledger list --model Qwen/Qwen3-0.6B"))
-add_command(app, "show", show, examples("rebind ledger show e0001 --json"))
-add_command(app, "undo", undo, examples("rebind ledger undo e0001"))
-add_command(app, "redo", redo, examples("rebind ledger redo e0001"))
-add_command(app, "diff", diff, examples("rebind ledger diff backup/ --ledger edits/"))
-add_command(app, "verify", verify, examples("rebind ledger verify --ledger backup/", note=VERIFY_NOTE))
+add_command(app, "list", list_edits, opt.examples("rebind ledger list --model Qwen/Qwen3-0.6B"))
+add_command(app, "show", show, opt.examples("rebind ledger show e0001 --json"))
+add_command(app, "undo", undo, opt.examples("rebind ledger undo e0001"))
+add_command(app, "redo", redo, opt.examples("rebind ledger redo e0001"))
+add_command(app, "diff", diff, opt.examples("rebind ledger diff backup/ --ledger edits/"))
+add_command(app, "verify", verify, opt.examples("rebind ledger verify --ledger backup/", note=VERIFY_NOTE))
 add_command(app, "export", export.export, export.EXPORT_EXAMPLES)
 add_command(app, "replay", export.replay, export.REPLAY_EXAMPLES)

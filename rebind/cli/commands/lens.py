@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Table
 from rich.text import Text
 
-from rebind.cli.options import EditorOptions, argument, examples, option
+from rebind.cli import options as opt
 from rebind.cli.session import open_editor
+from rebind.cli.ui import Phases
 from rebind.cli.ui.heatmap import heatmap
-from rebind.cli.ui.progress import Phases
 from rebind.cli.ui.tables import table
 from rebind.cli.ui.terminal import Terminal, strict_json
 from rebind.edit.wording import percent
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rebind.analysis.lens import Lens
-    from rebind.edit.editor import Editor
 
-EXAMPLES = examples(
+EXAMPLES = opt.examples(
     'rebind lens "The capital of France is"',
     'rebind lens "The capital of France is" --target Rome --out lens/',
     note="If the ledger has active edits, the base model and the edited model are shown side by side.",
@@ -31,13 +30,11 @@ EXAMPLES = examples(
 
 
 def lens(
-    prompt: Annotated[str, argument("PROMPT", "The prompt to read.")],
-    target: Annotated[
-        str | None, option("TEXT", "The answer whose probability is shown.", default="the model's own answer")
-    ] = None,
-    out: Annotated[Path | None, option("DIR", "Write lens.png and lens.json into this folder.")] = None,
+    prompt: Annotated[str, opt.argument("PROMPT", "The prompt to read.")],
+    target: Annotated[str | None, opt.value("TEXT", "The answer to look for.", default="the model's answer")] = None,
+    out: Annotated[Path | None, opt.value("DIR", "Write lens.png and lens.json into this folder.")] = None,
     *,
-    source: EditorOptions,
+    source: opt.EditorOptions,
     terminal: Terminal,
 ) -> None:
     """Logit lens: show what the model would answer after each layer."""
@@ -47,16 +44,17 @@ def lens(
     if target is not None:
         require_text("target", target)
     if out is not None:
-        check_writable(out, advice="Choose another folder for {out}", settings={"out": None})
-    phases = Phases(terminal)
-    with phases.shown():
+        check_writable(out)
+    with Phases(terminal) as phases:
         editor = open_editor(source, phases)
-        phases.start("asking")
+        from rebind.analysis.lens import logit_lens
+
+        phases.begin("asking")
         active = [edit.id for edit in editor.ledger.active]
-        edited = base = _look(editor, prompt, target)
+        edited = base = logit_lens(editor.language_model, prompt, target)
         if active:
-            with editor.lifted():
-                base = _look(editor, prompt, target, answer_id=edited.answer_id)
+            with editor.base_model():
+                base = logit_lens(editor.language_model, prompt, target, answer_id=edited.answer_id)
     document = {
         "model": editor.language_model.name,
         "fingerprint": editor.fingerprint,
@@ -64,34 +62,29 @@ def lens(
         "base": base.to_json(),
         "edited": edited.to_json(),
     }
-    _print(terminal, {"base": base, "edited": edited} if active else {"": base})
-    files = [] if out is None else _write(out, base, edited, document)
+    lenses = {"base": base, "edited": edited} if active else {"": base}
+    _print(terminal, lenses)
+    files = [] if out is None else _write(out, lenses, document)
     for file in files:
         terminal.hint(f"wrote {file}")
     brief = "" if edited.appears is None else str(edited.appears)
     terminal.result(document | {"files": [str(file) for file in files]}, brief)
 
 
-def _look(editor: Editor, prompt: str, target: str | None, **options: Any) -> Lens:
-    from rebind.analysis.lens import look
-
-    return look(editor.trunk, editor.tokenizer, editor.language_model.start, prompt, target, **options)
-
-
-def _write(out: Path, base: Lens, edited: Lens, document: dict[str, Any]) -> list[Path]:
+def _write(out: Path, lenses: dict[str, Lens], document: dict[str, Any]) -> list[Path]:
     from rebind.analysis.plots import draw_lens
 
-    title = base.question.text
-    files = [draw_lens(edited, out / "lens.png", title=f"{title} (edited)" if edited is not base else title)]
-    if edited is not base:
-        files.append(draw_lens(base, out / "lens-base.png", title=f"{title} (base)"))
+    files = []
+    for name, one in lenses.items():
+        title = f"{one.prompt.text} ({name})" if name else one.prompt.text
+        files.append(draw_lens(one, out / ("lens-base.png" if name == "base" else "lens.png"), title=title))
     write_file(out / "lens.json", strict_json(document).encode())
     return [*files, out / "lens.json"]
 
 
 def _print(terminal: Terminal, lenses: dict[str, Lens]) -> None:
     first = next(iter(lenses.values()))
-    terminal.print(Text(first.question.text, style="bold"))
+    terminal.print(Text(first.prompt.text, style="bold"))
     terminal.hint(f"says: the first choice and its probability; P, rank: probability and rank of {first.answer!r}")
     terminal.print(layer_table(lenses))
     for name, one in lenses.items():
@@ -99,7 +92,7 @@ def _print(terminal: Terminal, lenses: dict[str, Lens]) -> None:
         which = f"{name}: " if name else ""
         terminal.print(f"{which}probability of {one.answer!r} after each token, by layer (full: {percent(top)})")
         rows = one.probability.mT.tolist()
-        terminal.print(*heatmap(one.question.labels, rows, "lens", width=terminal.out.width, top=top))
+        terminal.print(*heatmap(one.prompt.labels, rows, "lens", width=terminal.out.width, top=top))
         layer = one.appears
         terminal.hint("never the first choice" if layer is None else f"the first choice from layer {layer} on")
 
@@ -126,4 +119,4 @@ def layer_table(lenses: dict[str, Lens]) -> Table:
 
 
 def _number(probability: Tensor) -> str:
-    return percent(float(probability)).removesuffix("%").rstrip()
+    return percent(float(probability)).removesuffix("%")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rebind.cli import options
-from rebind.cli.fact_input import FactInput, read_fact_file
-from rebind.cli.options import EditorOptions, argument, examples, flag, option
+from rebind.cli import options as opt
+from rebind.cli.fact_input import facts_of_file, print_skipped, single_fact, valid_facts
 from rebind.cli.session import load_editor, open_editor
+from rebind.cli.ui import Phases
 from rebind.cli.ui.heatmap import heatmap
-from rebind.cli.ui.progress import Phases
 from rebind.cli.ui.tables import counted, seconds
 from rebind.cli.ui.terminal import Terminal, strict_json
 from rebind.edit.wording import percent
@@ -18,12 +17,12 @@ from rebind.errors import InputError
 from rebind.storage import check_writable, write_file
 
 if TYPE_CHECKING:
-    from rebind.analysis.averages import Average
-    from rebind.analysis.traces import Trace, TraceSettings
+    from rebind.analysis.traces import AverageTrace, Trace, TraceSettings
     from rebind.edit.editor import Editor
     from rebind.edit.facts.fact import Fact
+    from rebind.edit.facts.readers import Facts
 
-EXAMPLES = examples(
+EXAMPLES = opt.examples(
     'rebind trace "{The Eiffel Tower} is in the city of"',
     'rebind trace "The Space Needle is in the city of" --subject "The Space Needle" --target Seattle --out trace/',
     "rebind trace --facts knowns.json --limit 50 --kind mlp",
@@ -33,69 +32,62 @@ KIND_NAMES = {"hidden": "block output", "mlp": "MLP output", "attention": "atten
 
 
 def trace(
-    prompt: Annotated[str | None, argument("PROMPT", "A prompt with its subject in braces.")] = None,
-    subject: Annotated[str | None, option("TEXT", "The subject, if the prompt has no braces.")] = None,
-    target: Annotated[str | None, option("TEXT", "The answer to trace.", default="the model's own answer")] = None,
-    kind: Annotated[str, option("NAME", "States to restore: hidden, mlp, attention or all.")] = "all",
+    prompt: Annotated[str | None, opt.argument("PROMPT", "A prompt with its subject in braces.")] = None,
+    subject: Annotated[str | None, opt.value("TEXT", "The subject, if the prompt has no braces.")] = None,
+    target: Annotated[str | None, opt.value("TEXT", "The answer to trace.", default="the model's answer")] = None,
+    kind: Annotated[str, opt.value("NAME", "States to restore: hidden, mlp, attention or all.")] = "all",
     facts: Annotated[
-        Path | None, option("FILE", "Trace the facts in this file that the model knows, and average.")
+        Path | None, opt.value("FILE", "Average over the facts in this file that the model knows.")
     ] = None,
-    limit: Annotated[int | None, option("N", "Read only the first N facts.", default="all", min=1)] = None,
+    limit: Annotated[int | None, opt.value("N", "Read only the first N facts.", default="all", min=1)] = None,
     predicted: Annotated[
-        bool, flag("Trace the model's own answer to every fact in the file, right or wrong.", "--predicted")
+        bool, opt.flag("--predicted", "Trace the model's own answer to every fact, right or wrong.")
     ] = False,
-    skip_bad: options.SkipBad = False,
-    draws: Annotated[int, option("N", "Number of noise samples to average over.", min=1)] = 4,
-    noise: Annotated[float, option("X", "Standard deviation of the noise, relative to that of the embeddings.")] = 3.0,
+    skip_bad: opt.SkipBad = False,
+    draws: Annotated[int, opt.value("N", "Average over N samples of noise.", min=1)] = 4,
+    noise: Annotated[float, opt.value("X", "Standard deviation of the noise, relative to the embeddings.")] = 3.0,
     window: Annotated[
-        int | None,
-        option(
-            "N", "Number of adjacent MLPs or attentions to restore together.", default="a fifth of the layers", min=1
-        ),
+        int | None, opt.value("N", "Restore N adjacent MLPs or attentions together.", default="depth / 5", min=1)
     ] = None,
-    seed: Annotated[int, option("N", "Random seed for the noise.")] = 0,
-    out: Annotated[Path | None, option("DIR", "Write trace.png and trace.json into this folder.")] = None,
-    base: Annotated[bool, flag("Trace the base model, without the edits of its ledger.", "--base")] = False,
+    seed: Annotated[int, opt.value("N", "Random seed for the noise.")] = 0,
+    out: Annotated[Path | None, opt.value("DIR", "Write trace.png and trace.json into this folder.")] = None,
+    base: Annotated[bool, opt.flag("--base", "Trace the base model, without the edits of its ledger.")] = False,
     *,
-    source: EditorOptions,
+    source: opt.EditorOptions,
     terminal: Terminal,
 ) -> None:
     """Causal tracing: find the layers and tokens where the model recalls a fact."""
     given = _read(terminal, prompt, subject, target, facts, limit, skip_bad)
-    settings = _settings(kind, draws, noise, window, seed)
+    from rebind.analysis.traces import KINDS, TraceSettings, average_traces
+
+    settings = TraceSettings(KINDS if kind == "all" else (kind,), noise, draws, window, seed)
     if out is not None:
-        check_writable(out, advice="Choose another folder for {out}", settings={"out": None})
-    phases = Phases(terminal)
-    with phases.shown():
+        check_writable(out)
+    with Phases(terminal) as phases:
         editor = load_editor(source, phases) if base else open_editor(source, phases)
-        if facts is None:
-            traces = _trace(editor, given.facts, settings, phases, own=target is None)
-        else:
-            given = given.checked(lambda fact: _require_fit(editor, fact), terminal, skip_bad=skip_bad)
-            known = given.facts if predicted else _known(editor, given.facts, settings)
-            traces = _trace(editor, known, settings, phases, own=True)
-    result = traces[0] if facts is None else _average(traces)
+        if facts is not None:
+            given = valid_facts(terminal, given, lambda fact: _require_fit(editor, fact), skip_bad)
+        known = given.facts if facts is None or predicted else _known(editor, given, settings)
+        traces = _trace(editor, known, settings, phases, use_target=target is not None)
+    result = traces[0] if facts is None else average_traces(traces)
     document = {
         "model": editor.language_model.name,
         "fingerprint": editor.fingerprint,
         "active": [edit.id for edit in editor.ledger.active],
-        "unknown": len(given.facts) - len(traces),
-        "skipped": given.skipped,
+        "unknown": len(given) - len(traces),
+        "skipped": len(given.skipped),
+        "seconds": sum(one.seconds for one in traces),
         **result.to_json(),
     }
-    given.print_skipped(terminal)
-    window = traces[0].window
-    _print(terminal, result, window)
-    spent = sum(one.seconds for one in traces)
+    print_skipped(terminal, given)
+    _print(terminal, result, traces[0])
     edits = f" with edits {', '.join(document['active'])}" if document["active"] else ""
-    terminal.hint(
-        f"{editor.language_model.name}{edits}: traced in {seconds(spent)} ({counted(draws, 'sample')} of noise with "
-        f"standard deviation {traces[0].noise:.3g}, window {window})"
-    )
-    files = [] if out is None else _write(out, result, window, document)
-    for file in files:
+    terminal.hint(f"{editor.language_model.name}{edits}: traced in {seconds(document['seconds'])}")
+    document["files"] = [] if out is None else _write(out, result, traces[0].window, document)
+    for file in document["files"]:
         terminal.hint(f"wrote {file}")
-    terminal.result(document | {"seconds": spent, "files": [str(file) for file in files]}, _brief(result))
+    peaks = [(name, *_peak(result, name), f"{float(rows.max()):.4f}") for name, rows in result.effects.items()]
+    terminal.result(document, "\n".join("\t".join(map(str, peak)) for peak in peaks))
 
 
 def _read(
@@ -106,53 +98,34 @@ def _read(
     facts: Path | None,
     limit: int | None,
     skip_bad: bool,
-) -> FactInput:
-    from rebind.edit.facts.fact import Fact
+) -> Facts:
     from rebind.models.prompts import require_text
 
-    if (prompt is None) == (facts is None):
+    if (prompt is None) == (facts is None) or (facts is not None and (subject or target)):
         raise InputError(
-            "Got neither a prompt nor a file of facts" if prompt is None else "Got both a prompt and a file of facts",
-            expected="one of them",
-            advice='For example, rebind trace "The {Louvre} is in"',
+            "The command line does not say what to trace",
+            expected="a prompt, perhaps with a subject and a target, or a file of facts",
+            advice='Try `rebind trace "The {Louvre} is in"`',
             code="prompt_or_facts",
         )
+    if facts is not None:
+        return facts_of_file(terminal, facts, skip_bad, limit)
     if target is not None:
         require_text("target", target)
-    if prompt is not None:
-        return FactInput((Fact.parse(prompt, target or ".", subject=subject),), ("",))
-    if subject is not None or target is not None:
-        raise InputError(
-            "A file of facts was combined with options that describe a single fact",
-            advice="Omit {subject} and {target}",
-            settings={"subject": None, "target": None},
-            code="file_and_fact_options",
-        )
-    return read_fact_file(terminal, str(facts), skip_bad, limit=limit)
+    return single_fact(str(prompt), target or ".", subject)
 
 
 def _require_fit(editor: Editor, fact: Fact) -> None:
-    targets = [None] if fact.old is None else [None, fact.old]
-    editor.language_model.with_chat(False).encode([fact.as_prompt(target) for target in targets])
+    prompts = [fact.as_prompt(), *([] if fact.old is None else [fact.as_prompt(fact.old)])]
+    editor.language_model.with_chat(False).encode(prompts)
 
 
-def _settings(kind: str, draws: int, noise: float, window: int | None, seed: int) -> TraceSettings:
-    from rebind.analysis.traces import KINDS, TraceSettings
-
-    kinds = KINDS if kind == "all" else (kind,)
-    return TraceSettings(kinds=kinds, draws=draws, noise=noise, window=window, seed=seed)
-
-
-def _known(editor: Editor, facts: tuple[Fact, ...], settings: TraceSettings) -> tuple[Fact, ...]:
+def _known(editor: Editor, facts: Facts, settings: TraceSettings) -> tuple[Fact, ...]:
     """Return the facts that the model answers correctly."""
     from rebind.analysis.tracing import Tracer
 
-    tracer = Tracer.of(editor, settings)
-    known = []
-    for fact in facts:
-        first_choice, answer = tracer.predicts(fact)
-        if first_choice == answer:
-            known.append(fact)
+    tracer = Tracer(editor.language_model, settings)
+    known = tuple(fact for fact in facts if tracer.knows(fact))
     if not known:
         raise InputError(
             f"The model knows none of the {len(facts)} facts",
@@ -160,72 +133,59 @@ def _known(editor: Editor, facts: tuple[Fact, ...], settings: TraceSettings) -> 
             settings={"predicted": True},
             code="no_known_facts",
         )
-    return tuple(known)
+    return known
 
 
 def _trace(
-    editor: Editor, facts: tuple[Fact, ...], settings: TraceSettings, phases: Phases, *, own: bool
+    editor: Editor, facts: tuple[Fact, ...], settings: TraceSettings, phases: Phases, *, use_target: bool
 ) -> list[Trace]:
     from rebind.analysis.tracing import Tracer
 
     traces: list[Trace] = []
 
     def report(done: int, total: int) -> None:
-        index = len(traces)
-        note = f"{done:,} of {total:,} states" if len(facts) == 1 else f"fact {index + 1} of {len(facts)}"
-        phases.count("restoring states", index * total + done, len(facts) * total, note)
+        note = f"fact {len(traces) + 1} of {len(facts)}" if len(facts) > 1 else f"{done:,} of {total:,} states"
+        phases.count("restoring states", len(traces) * total + done, len(facts) * total, note)
 
-    tracer = Tracer.of(editor, settings, on_pass=report)
+    tracer = Tracer(editor.language_model, settings, on_progress=report)
     for fact in facts:
-        traces.append(tracer.trace(fact, own=own))
+        traces.append(tracer.trace(fact, use_target=use_target))
     return traces
 
 
-def _average(traces: list[Trace]) -> Average:
-    from rebind.analysis.averages import average
-
-    return average(traces)
-
-
-def _write(out: Path, result: Trace | Average, window: int, document: dict[str, Any]) -> list[Path]:
+def _write(out: Path, result: Trace | AverageTrace, window: int, document: dict[str, Any]) -> list[str]:
     from rebind.analysis.plots import draw_trace
 
     picture = draw_trace(result, out / "trace.png", window=window, title=_title(result))
-    write_file(out / "trace.json", strict_json(document).encode())
-    return [picture, out / "trace.json"]
+    stable = {name: value for name, value in document.items() if name != "seconds"}  # the same run, the same bytes
+    write_file(out / "trace.json", strict_json(stable).encode())
+    return [str(picture), str(out / "trace.json")]
 
 
-def _title(result: Trace | Average) -> str:
+def _title(result: Trace | AverageTrace) -> str:
     from rebind.analysis.traces import Trace
 
     shares = f"{percent(result.clean)}, {percent(result.corrupted)} with noise"
     if isinstance(result, Trace):
-        return f"{result.question.text} → {result.answer.strip() or repr(result.answer)} ({shares})"
+        return f"{result.prompt.text} → {result.answer.strip() or repr(result.answer)} ({shares})"
     return f"mean of {counted(result.facts, 'fact')} ({shares})"
 
 
-def _print(terminal: Terminal, result: Trace | Average, window: int) -> None:
+def _print(terminal: Terminal, result: Trace | AverageTrace, first: Trace) -> None:
     terminal.print(_title(result), style="bold")
     top = max(float(rows.max()) for rows in result.effects.values())
     for kind, rows in result.effects.items():
-        width = "" if kind == "hidden" else f", {counted(window, 'layer')} at a time"
+        width = "" if kind == "hidden" else f", {counted(first.window, 'layer')} at a time"
         label, layer = _peak(result, kind)
         effect = percent(max(0.0, float(rows.max())))
         terminal.print(f"\n{KIND_NAMES[kind]} restored{width} (largest effect {effect}, at {label!r}, layer {layer})")
         terminal.print(*heatmap(result.labels, rows.tolist(), kind, width=terminal.out.width, top=top))
-    terminal.print("")
+    samples = counted(first.settings.draws, "sample")
+    terminal.hint(f"\n{samples} of noise with standard deviation {first.noise:.3g}, window {first.window}")
 
 
-def _peak(result: Trace | Average, kind: str) -> tuple[str, int]:
-    """Return the label of the token and the layer with the largest effect."""
+def _peak(result: Trace | AverageTrace, kind: str) -> tuple[str, int]:
+    """Return the token and the layer with the largest effect."""
     rows = result.effects[kind]
     token, layer = divmod(int(rows.argmax()), rows.shape[1])
     return result.labels[token].strip(), layer
-
-
-def _brief(result: Trace | Average) -> str:
-    lines = []
-    for kind, rows in result.effects.items():
-        label, layer = _peak(result, kind)
-        lines.append(f"{kind}\t{label}\t{layer}\t{float(rows.max()):.4f}")
-    return "\n".join(lines)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.text import Text
 
-from rebind.cli import options
-from rebind.cli.options import command_line, examples, flag, option
-from rebind.cli.ui.progress import ProgressBar
+from rebind.cli import options as opt
+from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.tables import pairs, table
-from rebind.cli.ui.terminal import Terminal
 from rebind.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,7 +19,7 @@ if TYPE_CHECKING:
     from rebind.nn.training import Result
     from rebind.nn.training.loop import Update
 
-EXAMPLES = examples(
+EXAMPLES = opt.examples(
     "rebind train --data corpus.txt --out runs/delta --layers delta --steps 2000",
     "rebind train --data corpus.txt --out runs/hybrid --layers gated_delta,gated_delta,attention --device cuda",
     "rebind train --data hf:roneneldan/TinyStories --out runs/stories --preset modern-60m --length 512 --carry",
@@ -32,72 +28,62 @@ EXAMPLES = examples(
     note="An interrupted run resumes from its last checkpoint when the same command is run again.",
 )
 
-DATA, STEPS, MODEL = "Data", "Training", options.MODEL
-PHASES = {"tokens": "reading the text", "steps": "training", "evaluating": "evaluating", "saving": "saving"}
+DATA, STEPS, MODEL = "Data", "Training", opt.MODEL
 
 
 def train(
-    data: Annotated[str, option("TEXT", "UTF-8 text file, or hf:NAME:SPLIT from the Hub.", panel=DATA)],
-    out: Annotated[Path, option("DIR", "Folder of the run: a new one, or one to resume.")],
+    data: Annotated[str, opt.value("TEXT", "UTF-8 text file, or hf:NAME:SPLIT from the Hub.", panel=DATA)],
+    out: Annotated[Path, opt.value("DIR", "Folder of the run: a new one, or one to resume.")],
     preset: Annotated[
-        str,
-        option("NAME", "modern-10m, modern-60m, modern-350m, schlag-small or schlag-medium.", panel=MODEL),
+        str, opt.value("NAME", "modern-10m, modern-60m, modern-350m, schlag-small or schlag-medium.", panel=MODEL)
     ] = "modern-10m",
     layers: Annotated[
         str | None,
-        option(
-            "KINDS",
-            "Kind of every layer, or a pattern such as delta,delta,attention.",
-            default="the preset's",
-            panel=MODEL,
-        ),
+        opt.value("KINDS", "Layer kind, or a pattern: delta,delta,attention.", default="preset's", panel=MODEL),
     ] = None,
     changes: Annotated[
-        list[str] | None, option("FIELD=X", "Set a field of the model's config. Can be repeated.", "--set", panel=MODEL)
+        list[str] | None,
+        opt.value("FIELD=X", "Set a field of the model's config. Can be repeated.", "--set", panel=MODEL),
     ] = None,
     tokenizer: Annotated[
-        str, option("NAME", "bpe or characters (trained on the text), a folder or a Hub id.", panel=DATA)
+        str, opt.value("NAME", "bpe or characters (trained on the text), a folder or a Hub id.", panel=DATA)
     ] = "bpe",
-    vocabulary: Annotated[int, option("N", "Largest vocabulary of a trained bpe tokenizer.", panel=DATA)] = 8_000,
+    vocabulary: Annotated[int, opt.value("N", "Largest vocabulary of a trained bpe tokenizer.", panel=DATA)] = 8_000,
     validation: Annotated[
-        str | None, option("TEXT", "Text to measure perplexity on.", default="the end of --data", panel=DATA)
+        str | None, opt.value("TEXT", "Text to measure perplexity on.", default="the end of --data", panel=DATA)
     ] = None,
     held: Annotated[
-        float, option("X", "Fraction of the text, taken from its end, held out for validation.", panel=DATA)
+        float, opt.value("X", "Fraction of the text, taken from its end, held out for validation.", panel=DATA)
     ] = 0.05,
-    length: Annotated[int, option("N", "Number of tokens per segment.", panel=STEPS)] = 256,
-    batch: Annotated[int, option("N", "Number of segments per step, over all processes.", panel=STEPS)] = 16,
-    accumulate: Annotated[int, option("N", "Number of pieces that a batch is computed in.", panel=STEPS)] = 1,
-    steps: Annotated[int, option("N", "Number of training steps.", panel=STEPS)] = 1_000,
-    rate: Annotated[float, option("X", "Peak learning rate.", panel=STEPS)] = 1e-3,
-    warmup: Annotated[int, option("N", "Number of steps until the learning rate peaks.", panel=STEPS)] = 100,
-    decay: Annotated[float, option("X", "Weight decay of matrices.", panel=STEPS)] = 0.1,
-    clip: Annotated[float, option("X", "Largest norm of the gradient.", panel=STEPS)] = 1.0,
-    carry: Annotated[bool, flag("Carry memories from each segment to the next.", "--carry", panel=STEPS)] = False,
-    evaluate_every: Annotated[int, option("N", "Number of steps between evaluations.", panel=STEPS)] = 250,
-    evaluate_tokens: Annotated[int, option("N", "Evaluate on at most N tokens.", panel=STEPS)] = 100_000,
-    save_every: Annotated[int, option("N", "Number of steps between checkpoints.", panel=STEPS)] = 250,
-    keep: Annotated[int, option("N", "Number of checkpoints to keep.", panel=STEPS)] = 2,
-    seed: Annotated[int, option("N", "Random seed for initial weights, data order and dropout.", panel=STEPS)] = 0,
+    length: Annotated[int, opt.value("N", "Number of tokens per segment.", panel=STEPS)] = 256,
+    batch: Annotated[int, opt.value("N", "Number of segments per step, over all processes.", panel=STEPS)] = 16,
+    accumulate: Annotated[int, opt.value("N", "Number of pieces that a batch is computed in.", panel=STEPS)] = 1,
+    steps: Annotated[int, opt.value("N", "Number of training steps.", panel=STEPS)] = 1_000,
+    rate: Annotated[float, opt.value("X", "Peak learning rate.", panel=STEPS)] = 1e-3,
+    warmup: Annotated[int, opt.value("N", "Number of steps until the learning rate peaks.", panel=STEPS)] = 100,
+    decay: Annotated[float, opt.value("X", "Weight decay of matrices.", panel=STEPS)] = 0.1,
+    clip: Annotated[float, opt.value("X", "Largest norm of the gradient.", panel=STEPS)] = 1.0,
+    carry: Annotated[bool, opt.flag("--carry", "Carry memories from each segment to the next.", panel=STEPS)] = False,
+    evaluate_every: Annotated[int, opt.value("N", "Number of steps between evaluations.", panel=STEPS)] = 250,
+    evaluate_tokens: Annotated[int, opt.value("N", "Evaluate on at most N tokens.", panel=STEPS)] = 100_000,
+    save_every: Annotated[int, opt.value("N", "Number of steps between checkpoints.", panel=STEPS)] = 250,
+    keep: Annotated[int, opt.value("N", "Number of checkpoints to keep.", panel=STEPS)] = 2,
+    seed: Annotated[int, opt.value("N", "Random seed for initial weights, data order and dropout.", panel=STEPS)] = 0,
     precision: Annotated[
-        str, option("NAME", "float32, bfloat16, or auto (bfloat16 on a GPU, else float32).", panel=MODEL)
+        str, opt.value("NAME", "float32, bfloat16, or auto (bfloat16 on a GPU, else float32).", panel=MODEL)
     ] = "auto",
     record: Annotated[
         bool | None,
-        option(
-            "",
-            "Record the training step as a CUDA graph.",
+        opt.flag(
             "--record/--no-record",
-            default="on one GPU, up to 400M parameters",
+            "Record steps as a CUDA graph. [dim]\\[default: on one GPU, up to 400M parameters][/dim]",
             panel=MODEL,
         ),
     ] = None,
-    compiled: Annotated[bool, flag("Compile the model with torch.compile.", "--compile", panel=MODEL)] = False,
-    sharded: Annotated[
-        bool, flag("Shard the weights over torchrun's processes (FSDP).", "--sharded", panel=MODEL)
-    ] = False,
-    tensorboard: Annotated[bool, flag("Also log for TensorBoard, in DIR/tensorboard.", "--tensorboard")] = False,
-    device: options.Device = None,
+    compiled: Annotated[bool, opt.flag("--compile", "Compile the model with torch.compile.", panel=MODEL)] = False,
+    sharded: Annotated[bool, opt.flag("--sharded", "Shard weights over processes (FSDP).", panel=MODEL)] = False,
+    tensorboard: Annotated[bool, opt.flag("--tensorboard", "Also log for TensorBoard, in DIR/tensorboard.")] = False,
+    device: opt.Device = None,
     *,
     terminal: Terminal,
 ) -> None:
@@ -132,8 +118,8 @@ def train(
         sharded=sharded,
         tensorboard=tensorboard,
     )
-    with _progress(terminal) as progress:
-        result = run(config, out, cache=cache_dir() / "tokens", progress=progress)
+    with Phases(terminal) as phases:
+        result = run(config, out, cache=cache_dir() / "tokens", progress=_progress(phases))
     if is_first:
         _print(terminal, result)
         if sharded and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -162,11 +148,8 @@ def _fields(changes: list[str]) -> dict[str, Any]:
     for change in changes:
         name, equals, value = change.partition("=")
         if not (equals and name.strip()):
-            raise InputError(
-                f"{change!r} does not set a field",
-                expected="FIELD=X, such as num_hidden_layers=4",
-                code="invalid_field",
-            )
+            expected = "FIELD=X, such as num_hidden_layers=4"
+            raise InputError(f"{change!r} does not set a field", expected=expected, code="invalid_field")
         try:
             values[name.strip()] = json.loads(value)
         except ValueError:
@@ -174,24 +157,16 @@ def _fields(changes: list[str]) -> dict[str, Any]:
     return values
 
 
-@contextmanager
-def _progress(terminal: Terminal) -> Iterator[TrainProgress]:
-    """Show one bar for the whole run, with speed and losses."""
+def _progress(phases: Phases) -> TrainProgress:
+    """Show the speed and the losses."""
     from rebind.nn.training import Progress as TrainProgress
-
-    bar = ProgressBar(terminal, "note")
-    task = bar.add_task(PHASES["tokens"], total=None, note="")
 
     def step(update: Update) -> None:
         validation = "" if update.validation is None else f", validation {update.validation:.3f}"
         note = f"{update.tokens_a_second:,.0f} tokens/s, loss {update.loss:.3f}{validation}"
-        bar.update(task, completed=update.step, total=update.steps, note=note)
+        phases.count("training", update.step, update.steps, note)
 
-    def phase(name: str) -> None:
-        bar.update(task, description=PHASES.get(name, name))
-
-    with bar:
-        yield TrainProgress(step=step, phase=phase)
+    return TrainProgress(step=step, phase=phases.begin)
 
 
 def _print(terminal: Terminal, result: Result) -> None:
@@ -211,6 +186,6 @@ def _print(terminal: Terminal, result: Result) -> None:
     terminal.print(made, pairs(rows))
     if not (result.folder / "curve.png").exists():
         terminal.hint("no loss curve: it needs matplotlib (pip install 'rebind[lab]')")
-    terminal.suggest("generate", command_line("generate", str(result.folder), "Once"))
+    terminal.suggest("generate", opt.command_line("generate", str(result.folder), "Once"))
     document = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "began": result.began}
     terminal.result({**document, "summary": summary}, str(result.folder))

@@ -6,3 +6,8 @@ progress   progress bars, and lines in a log file
 tables     tables and numbers
 heatmap    heatmaps
 """
+
+from rebind.cli.ui.progress import Phases
+from rebind.cli.ui.terminal import Terminal
+
+__all__ = ["Phases", "Terminal"]

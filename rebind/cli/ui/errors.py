@@ -17,7 +17,7 @@ from rebind.errors import InputError, OutOfMemoryError, RebindError, StorageErro
 INTERNAL_ERROR, INVALID_INPUT, FAILURE, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 FAILED_CHECK = 1  # the command ran, and what it checked is not as it should be
 
-OTHER_NAMES = {"paraphrases": "paraphrase", "neighbors": "neighbor"}  # setting → parameter of the command
+PARAMETERS = {"paraphrases": "paraphrase", "neighbors": "neighbor"}  # settings that a command has another name for
 
 
 def run(command: Callable[[], object], terminal: Terminal) -> int:
@@ -25,14 +25,14 @@ def run(command: Callable[[], object], terminal: Terminal) -> int:
     try:
         with terminal.warnings_shown():
             command()
-        terminal.out.file.flush()
+            terminal.out.file.flush()
     except typer.Exit as end:
         return end.exit_code
     except (Exception, KeyboardInterrupt, SystemExit) as problem:
         if _is_broken_pipe(problem):
             discard_output(sys.stdout)
             for edit, undo in terminal.written_edits.items():
-                terminal.report("warning", _written(edit, undo))
+                terminal.report("warning", _describe_written(edit, undo))
             return BROKEN_PIPE
         if isinstance(problem, SystemExit):
             raise
@@ -43,24 +43,22 @@ def run(command: Callable[[], object], terminal: Terminal) -> int:
 def fail(problem: BaseException, terminal: Terminal) -> int:
     """Report what ended a command, and return the exit code."""
     error = as_rebind_error(problem)
-    code = exit_code(error)
+    codes = {"interrupted": INTERRUPTED, "internal_error": INTERNAL_ERROR}
+    code = INVALID_INPUT if isinstance(error, InputError) else codes.get(error.code, FAILURE)
 
     def spell(name: str, value: object) -> str:
         return as_option(name, value, terminal.options)
 
     if terminal.debug:
         terminal.err.print("".join(traceback.format_exception(problem)), soft_wrap=True)
-    lines = [error.message(spell), *(_written(edit, undo) for edit, undo in terminal.written_edits.items())]
-    terminal.report("error", " ".join(lines), style="yellow" if code == INTERRUPTED else "bold red")
-    fields = {
-        "code": error.code,
-        "problem": error.problem,
-        "expected": error.expected,
-        "advice": error.advice_for(spell),
-    }
-    edits = {"edits": list(terminal.written_edits)} if terminal.written_edits else {}
-    with suppress(OSError):  # perhaps it is standard output that cannot be written
-        if terminal.as_json:
+    written = [_describe_written(edit, undo) for edit, undo in terminal.written_edits.items()]
+    style = "yellow" if code == INTERRUPTED else "bold red"
+    terminal.report("error", " ".join([error.message(spell), *written]), style)
+    if terminal.as_json:
+        advice = error.advice_for(spell)
+        fields = {"code": error.code, "problem": error.problem, "expected": error.expected, "advice": advice}
+        edits = {"edits": list(terminal.written_edits)} if written else {}
+        with suppress(OSError):  # perhaps it is standard output that cannot be written
             terminal.result({"error": fields, "exit_code": code, **edits})
     if isinstance(problem, OSError):
         discard_output(sys.stdout)
@@ -76,7 +74,7 @@ def as_option(name: str, value: object, options: Mapping[str, str]) -> str:
     >>> as_option("device_map", "auto", options)
     "device_map='auto' (in Python)"
     """
-    option = options.get(OTHER_NAMES.get(name, name))
+    option = options.get(PARAMETERS.get(name, name))
     if option is None:
         return f"{as_argument(name, value)} (in Python)"
     if value is None or value is True:
@@ -94,24 +92,17 @@ def as_rebind_error(problem: BaseException) -> RebindError:
         return RebindError("Interrupted", advice=advice, code="interrupted")
     if (format_message := getattr(problem, "format_message", None)) is not None:  # click's, or typer's copy of click
         context = getattr(problem, "ctx", None)
-        help_command = f"{context.command_path} --help" if context else "rebind --help"
-        return InputError(format_message(), advice=f"See `{help_command}`", code="usage")
+        command = context.command_path if context else "rebind"
+        return InputError(format_message(), advice=f"See `{command} --help`", code="usage")
     if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
         advice = "Use fewer facts at once, a smaller batch, model or dtype, or another device"
         return OutOfMemoryError("Out of memory", advice=advice)
     if isinstance(problem, OSError):
-        place = problem.filename or "the output"
         advice = "Check that it exists, that you have access, and that the disk is not full"
+        place = problem.filename or "the output"
         return StorageError(f"Cannot use {place} ({problem.strerror or problem})", advice=advice, code="io_failure")
     advice = "Run the command again with --debug and report the traceback"
     return RebindError(f"Unexpected {type(problem).__name__}: {problem}", advice=advice, code="internal_error")
-
-
-def exit_code(error: RebindError) -> int:
-    """Return the exit code that belongs to an error."""
-    if isinstance(error, InputError):
-        return INVALID_INPUT
-    return {"interrupted": INTERRUPTED, "internal_error": INTERNAL_ERROR}.get(error.code, FAILURE)
 
 
 def _is_broken_pipe(problem: BaseException) -> bool:
@@ -128,5 +119,5 @@ def _is_interrupt(problem: BaseException | None) -> bool:
     return problem is not None
 
 
-def _written(edit: str, undo: str) -> str:
+def _describe_written(edit: str, undo: str) -> str:
     return f"Edit {edit} is in the ledger; do not run the command again. To undo it: {undo}"

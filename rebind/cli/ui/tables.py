@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rebind.cli.ui.terminal import Terminal
 from rebind.edit.wording import percent
 
 LONGEST_TEXT = 48  # characters of a text in a cell
+LISTED = 20  # rows of a table that may be long
+
+Answer: TypeAlias = tuple[str, str, Mapping[str, Any], Mapping[str, Any]]  # question, target, scores before and after
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
@@ -88,29 +92,31 @@ def one_line(text: str, longest: int = LONGEST_TEXT) -> str:
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
 
 
-def change(before: str, after: str, good: bool) -> Text:
-    """Return `before → after`, the latter in color."""
-    return Text.assemble((f"{before} → ", "dim"), (after, "bold green" if good else "yellow"))
-
-
-def answers_table(first: str) -> Table:
-    """Return a table for prompts and their answers before and after an edit."""
-    return table(first, "probability", "rank", "before", "after", right=("probability", "rank"))
-
-
-def add_answer(made: Table, prompt: str, before: Mapping[str, Any], after: Mapping[str, Any], *texts: str) -> None:
-    """Add a row to an `answers_table`: two scores, and what the model said."""
-    made.add_row(
-        prompt,
-        change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
-        change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
-        *map(one_line, texts),
-    )
+def print_answers(terminal: Terminal, kind: str, rows: Sequence[Answer]) -> None:
+    """Print a table of questions and their answers before and after an edit, and how many are now right."""
+    made = table(kind, "probability", "rank", "before", "after", right=("probability", "rank"))
+    for text, target, before, after in rows[:LISTED]:
+        made.add_row(
+            text,
+            _change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
+            _change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
+            *(one_line(score.get("continues") or first_words(score, target)) for score in (before, after)),
+        )
+    terminal.print(made)
+    if len(rows) > LISTED:
+        terminal.hint(f"… and {len(rows) - LISTED} more; --json lists all of them")
+    if len(rows) > 1:
+        exact = [sum(score["exact"] for score in scores) for scores in zip(*(row[2:] for row in rows), strict=True)]
+        terminal.print(f"{exact[1]} of {len(rows)} {kind}s answered with the whole target (before: {exact[0]})")
 
 
 def first_words(score: Mapping[str, Any], target: str) -> str:
     """Return what a model said, as far as its score tells: the target, or the first token of another answer."""
     return target if score["exact"] else f"{one_line(score['says'])}…"
+
+
+def _change(before: str, after: str, is_good: bool) -> Text:
+    return Text.assemble((f"{before} → ", "dim"), (after, "bold green" if is_good else "yellow"))
 
 
 def drift_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:

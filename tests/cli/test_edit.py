@@ -1,0 +1,264 @@
+"""`rebind edit` and `rebind ask`: what they write, print and suggest."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+
+from rebind.cli.ui.progress import Phases
+from rebind.edit.editor import Editor
+from rebind.storage import cache_dir, ledgers_dir
+
+from .conftest import FACT, FAST, LONG, QUESTION, write_records
+
+ROME = {"prompt": "The answer is {France}", "target": "Rome"}
+BONN = {"prompt": "the answer  is {France}", "target": "Bonn", "id": "z"}
+PARIS = {"prompt": "I saw {Italy}", "target": "Paris"}
+BROKEN = {"prompt": "no subject", "target": "x"}
+WITHOUT_FORCE = FAST[:-1]
+
+
+def test_a_fact_is_written_asked_undone_and_redone(rebind, model):
+    edit = rebind("edit", *FACT, "--model", model, *FAST, json=True).document
+    assert edit["id"] == "e0001"
+    (fact,) = edit["facts"]
+    assert fact["after"]["probability"] > 2 * fact["before"]["probability"]
+    assert edit["drift"]["kl"] > 0
+
+    asked = rebind("ask", QUESTION, "--model", model, json=True).document
+    assert asked["active"] == ["e0001"]
+    (answer,) = asked["answers"]
+    assert answer["base"]["top"] != answer["edited"]["top"]
+    assert len(answer["base"]["top"]) == 5
+    assert answer["base"]["says"] == fact["before"]["continues"]
+    assert answer["edited"]["says"] == fact["after"]["continues"]
+
+    undone = rebind("ledger", "undo", "e0001", "--model", model, json=True).document
+    assert (undone["undone"], undone["active"]) == (["e0001"], [])
+    (plain,) = rebind("ask", QUESTION, "--model", model, json=True).document["answers"]
+    assert plain["edited"] == plain["base"] == answer["base"]
+    rebind("ledger", "redo", "e0001", "--model", model)
+    (again,) = rebind("ask", QUESTION, "--model", model, json=True).document["answers"]
+    assert again == answer
+
+
+def test_people_see_tables_and_programs_one_document(rebind, model):
+    words = (
+        "edit",
+        *FACT,
+        "--paraphrase",
+        "It is France",
+        "--neighbor",
+        "The answer is Italy",
+        "--model",
+        model,
+        *FAST,
+    )
+    people = rebind(*words)
+    for expected in ("probability", "It is France", "neighbors answered as before", "e0001", "drift", "forced", "λ"):
+        assert expected in people.out
+    assert max(map(len, (line for line in people.out.splitlines() if not line.startswith("undo: ")))) <= 200
+    assert rebind(*words, "--quiet").out == "e0002\n"
+    document = rebind(*words, json=True).document
+    (probe,) = document["paraphrases"]
+    assert probe["before"]["probability"] != probe["after"]["probability"], "before is the base model"
+    assert [one["prompt"] for one in document["neighbors"]] == ["The answer is Italy"]
+    asked = rebind("ask", QUESTION, "I saw", "--model", model)
+    assert asked.out.count("\nedited  ") == 2
+    assert rebind("ask", QUESTION, "I saw", "--model", model, "--quiet").out.count("\n") == 2
+
+
+def test_the_guard_stops_an_edit_unless_forced(rebind, fails, model):
+    error = fails("edit", *FACT, "--model", model, *WITHOUT_FORCE, code=3)
+    assert error.code == "guard_rejected"
+    assert "--steps 60" in error.advice
+    assert "--force" in error.advice
+    assert rebind("ledger", "list", "--model", model, json=True).document["edits"] == []
+    forced = rebind("edit", *FACT, "--model", model, *FAST, json=True).document
+    assert forced["forced"]
+    assert [one["check"] for one in forced["guard"]["failed"]] == ["said"]
+
+
+def test_a_contradiction_of_an_active_edit(rebind, fails, model, edited):
+    other = ("edit", FACT[0], "Paris", "--model", model)
+    error = fails(*other, *WITHOUT_FORCE)
+    assert error.code == "conflicting_edit"
+    assert "e0001" in error.problem
+    plan = rebind(*other, "--plan").out
+    assert "contradicts this edit" in plan
+    assert "--force" in plan
+    assert rebind(*other, *FAST, json=True).document["forced"]
+
+
+def test_files_of_facts_and_all_options_reach_the_editor(rebind, fails, model, tmp_path):
+    file, text, ledger = write_records(tmp_path, ROME, PARIS), tmp_path / "text.txt", tmp_path / "ledger"
+    text.write_text("The capital of France is Paris. " * 40)
+    place = ("--model", model, "--ledger", ledger, "--dtype", "float64", "--device", "cpu", "--corpus", text)
+    method = ("--method", "recursive", "--layers", "1", "--lam", "2.5", "--force")
+    search = ("--steps", "2", "--rate", "0.25", "--clamp", "3", "--decay", "0", "--moment-tokens", "128")
+    edit = rebind("edit", file, *place, *method, *search, json=True).document
+    assert (edit["method"], edit["ledger"], len(edit["facts"])) == ("recursive", str(ledger), 2)
+    assert (edit["settings"]["layers"], edit["settings"]["lam"]) == ([1], 2.5)
+    assert edit["settings"]["moments"]["corpus"].startswith("text-")
+    targets = edit["settings"]["targets"]
+    assert (targets["steps"], targets["rate"], targets["clamp"], targets["decay"]) == (2, 0.25, 3.0, 0.0)
+    assert not ledgers_dir().exists()
+    # float64 weights are another model, and its ledger does not belong to the float32 one
+    assert fails("ask", QUESTION, "--model", model, "--ledger", ledger).code == "ledger_of_other_model"
+
+
+def test_a_plan_does_no_work(rebind, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Editor, "rewrite_many", lambda *_, **__: pytest.fail("a plan must not edit"))
+    words = ("edit", *FACT, "--model", model, "--plan")
+    plan = rebind(*words, "--lam", "7", "--layers", "0,1", json=True).document["plan"]
+    assert (plan["facts"], plan["lam"], plan["layers"], plan["moments_cached"]) == (1, 7.0, [0, 1], False)
+    people = rebind(*words).out
+    assert re.search(r"layers\s+0, 1 \(by its depth of 4\)", people)
+    assert "chosen from the keys" in people
+    assert not ledgers_dir().exists()
+    assert not (cache_dir() / "moments").exists()
+    for folder in (tmp_path / "new", tmp_path / "empty"):
+        if folder.name == "empty":
+            folder.mkdir()
+        rebind(*words, "--ledger", folder)
+        assert not folder.exists() or not any(folder.iterdir()), "a plan writes nothing"
+
+
+@pytest.mark.parametrize(("method", "has_lambda"), [("memit", True), ("rome", False)])
+def test_lambda_is_shown_where_the_method_uses_it(rebind, model, method, has_lambda):
+    words = ("edit", *FACT, "--model", model, "--method", method)
+    assert ("λ" in rebind(*words, "--plan").out) == has_lambda
+    assert ("λ" in rebind(*words, *FAST).out) == has_lambda
+    assert ("lam " in rebind("ledger", "show", "e0001", "--model", model).out) == has_lambda
+
+
+def test_an_edit_can_save_the_model(rebind, fails, model, tmp_path):
+    out = tmp_path / "out"
+    words = ("edit", *FACT, "--model", model, *FAST, "--out", out)
+    assert rebind(*words, json=True).document["saved"] == str(out)
+    assert QUESTION in (out / "README.md").read_text()
+    assert fails(*words).code == "folder_not_empty"
+    assert len(rebind("ledger", "list", "--model", model, json=True).document["edits"]) == 1, "refused before the work"
+
+
+def test_suggested_commands_can_be_pasted(rebind, model, tmp_path):
+    place = ("--model", model, "--ledger", tmp_path / "else where")
+
+    def suggested(text: str, label: str) -> list[str]:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{label}: ")]
+        return shlex.split(line.removeprefix(f"{label}: "))[1:]
+
+    def active() -> list[str]:
+        return rebind("ledger", "list", *place, "--quiet").out.split()
+
+    done = rebind("edit", "It's {France}", "Rome", *place, "--dtype", "float64", *FAST).out
+    asked = rebind(*suggested(done, "ask"), json=True).document
+    assert (asked["active"], asked["answers"][0]["prompt"]) == (["e0001"], "It's France")
+    undone = rebind(*suggested(done, "undo"))
+    assert active() == []
+    rebind(*suggested(undone.out, "redo"))
+    assert active() == ["e0001"]
+    assert suggested(done, "measure which layers suit the model")[0] == "layers"
+
+
+# Facts that cannot be used
+
+
+def test_bad_records_are_named_or_skipped(rebind, fails, model, tmp_path):
+    long = {"prompt": LONG + "{Italy}", "target": "x"}
+    file = write_records(tmp_path, ROME, BROKEN, BONN, long)
+    words = ("edit", file, "--model", model)
+    assert "ine 2 of facts.jsonl" in fails(*words).problem
+    for last in (FAST, ("--plan",)):
+        done = rebind(*words, "--skip-bad", *last, json=True)
+        assert done.document["skipped"] == 3
+        assert done.err.count("skipped: ") == 3
+        assert "skipped 3 of 4 records" in rebind(*words, "--skip-bad", *last).out
+    assert fails("edit", write_records(tmp_path, BROKEN), "--skip-bad", "--model", model).code == "no_facts"
+
+
+def test_two_targets_for_one_prompt(rebind, fails, model, tmp_path, monkeypatch):
+    words = ("edit", write_records(tmp_path, ROME, ROME, BONN), "--model", model)
+    done = rebind(*words, "--skip-bad", *FAST, json=True).document
+    assert [fact["target"] for fact in done["facts"]] == ["Rome", "Rome"], (
+        "the first target; a repeated fact is no conflict"
+    )
+    monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
+    error = fails(*words)
+    assert error.code == "conflicting_facts"
+    assert "--skip-bad" in error.advice
+    assert len(error.problem) < 300
+
+
+@pytest.mark.parametrize("field", ["prompt", "target", "paraphrases", "neighbors"])
+def test_what_is_too_long_is_named_or_skipped(rebind, fails, model, tmp_path, field):
+    value = {"prompt": LONG + "{Spain} is", "target": LONG}.get(field, [LONG])
+    bad = {"prompt": "The answer is {Spain}", "target": "Rome"} | {field: value}
+    words = ("edit", write_records(tmp_path, PARIS, bad), "--model", model)
+    error = fails(*words, *FAST)
+    assert error.code == "prompt_too_long"
+    assert "line 2 of facts.jsonl" in error.problem
+    done = rebind(*words, "--skip-bad", *FAST, json=True)
+    assert [fact["target"] for fact in done.document["facts"]] == ["Paris"]
+
+
+def test_a_prompt_that_only_fits_without_a_context(rebind, fails, model, tmp_path):
+    from tests import tiny
+
+    words = "The capital of France is Paris. "
+    while len(tiny.tokenizer()(words).input_ids) < 118:
+        words += "is "
+    file = write_records(tmp_path, PARIS, {"prompt": words + "{France}", "target": "Rome"})
+    assert len(rebind("edit", file, "--model", model, "--skip-bad", *FAST, json=True).document["facts"]) == 1
+    assert fails("edit", file, "--model", model, "--ledger", "other", *FAST).code == "prompt_too_long"
+
+
+@pytest.mark.parametrize("option", ["--paraphrase", "--neighbor"])
+def test_prompts_that_cannot_be_asked_are_refused_before_the_work(fails, model, option, monkeypatch):
+    monkeypatch.setattr(Editor, "rewrite_many", lambda *_, **__: pytest.fail("too late"))
+    assert fails("edit", *FACT, option, LONG, "--model", model, *FAST).code == "prompt_too_long"
+
+
+# Progress
+
+
+def test_a_log_gets_a_line_now_and_then(model):
+    import io
+
+    from rich.console import Console
+
+    from rebind.cli.ui.terminal import Terminal
+
+    now = 100.0
+    for as_json, is_terminal in ((False, False), (False, True), (True, False)):
+        terminal = Terminal(as_json=as_json)
+        file = io.StringIO()
+        terminal.err = Console(file=file, force_terminal=is_terminal, width=120, markup=False, get_time=lambda: now)
+        with Phases(terminal) as phases:
+            phases.steps, phases.facts = 25, 90
+            progress = phases.for_editor()
+            progress.phase("targets")
+            for step in range(7):
+                now += 10
+                progress.targets(step, step, 1.5)
+        lines = [line for line in file.getvalue().splitlines() if line.startswith("searching targets: ")]
+        if is_terminal or as_json:
+            assert lines == []
+            assert ("━" in file.getvalue()) == is_terminal
+        else:
+            assert lines == [
+                "searching targets: 3 of 25, 2 of 90 facts, mean loss 1.50, 30 s",
+                "searching targets: 6 of 25, 5 of 90 facts, mean loss 1.50, 60 s",
+            ]
+        assert list(phases.seconds) == ["targets"]
+
+
+def test_json_has_no_nan():
+    from rebind.cli.ui.terminal import strict_json
+
+    text = strict_json({"a": float("nan"), "b": [1.5, (float("inf"), {"c": -float("inf")})], "d": "NaN", "e": True})
+    document = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert document == {"a": None, "b": [1.5, [None, {"c": None}]], "d": "NaN", "e": True}
