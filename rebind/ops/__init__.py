@@ -1,8 +1,34 @@
-"""Many writes, fast: one scan over sequences for every fast rule, and what goes before it."""
+"""Many writes, fast: operations over whole sequences for every fast rule, and what layers need around them.
 
-from rebind.ops.convolve import short_convolution
+- `scan`, `scan_rule`, `explain`: write and read a whole sequence; `step`: one token, for decoding.
+- `short_convolution`, `gated_linear`, `rms_norm`, `add_norm`, `row_losses`: the operations of layers that have fused
+  kernels on a GPU.
+- `inputs`: the arguments of a scan in one object; `backend`, `dispatch`: the interface of a backend, and the choice of
+  one; `autograd`: any backend as a differentiable, compilable operation.
+- `reference`, `chunked` (with `layout`), `triton`: the three backends.
+- `kernels`: whether fused kernels can run here, and whether they can be trusted.
+"""
+
+from __future__ import annotations
+
+from rebind.ops.convolution import short_convolution, split_convolution
 from rebind.ops.dispatch import Explanation
+from rebind.ops.entropy import row_losses
+from rebind.ops.gated import gated_linear
+from rebind.ops.norm import add_norm, rms_norm
 from rebind.ops.scan import explain, scan, scan_rule
 from rebind.ops.step import step
 
-__all__ = ["Explanation", "explain", "scan", "scan_rule", "short_convolution", "step"]
+__all__ = [
+    "Explanation",
+    "add_norm",
+    "explain",
+    "gated_linear",
+    "rms_norm",
+    "row_losses",
+    "scan",
+    "scan_rule",
+    "short_convolution",
+    "split_convolution",
+    "step",
+]

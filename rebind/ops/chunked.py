@@ -1,4 +1,4 @@
-"""The recurrence a chunk of C tokens at a time, with the backward pass written out by hand.
+"""The recurrence, one chunk of C tokens at a time, with the backward pass written out by hand.
 
 A token's write is W_t = α_t W_{t−1} + u_t k_tᵀ with u_t = η_t v_t − ε_t α_t W_{t−1} k_t: what it adds at its key.
 Unrolled over a chunk that starts from W, with γ_i = α_1⋯α_i, Γ_ij = α_{j+1}⋯α_i (0 above the diagonal) and the
@@ -8,9 +8,9 @@ tokens' u, k, q, v as rows of U, K, Q, V,
     O  = diag(γ) Q Wᵀ + (Q Kᵀ ⊙ Γ) U
     W' = γ_C W + Uᵀ diag(Γ_C·) K
 
-Every path of L's entries from j to i picks up the same Γ_ij, so (I + Γ ⊙ L)⁻¹ = Γ ⊙ T0 with T0 = (I + L)⁻¹: the
-gates stay out of the solve, zeros among them are harmless, and a token that forgets everything needs no case of
-its own. ε = 0 makes T0 = I, and so does the definition of a mini-batch: all of its tokens read the first W.
+Every path of L's entries from j to i picks up the same Γ_ij, so (I + Γ ⊙ L)⁻¹ = Γ ⊙ T0 with T0 = (I + L)⁻¹: the gates
+stay out of the solve, zeros among them do no harm, and a token that forgets everything needs no special case. ε = 0
+makes T0 = I, and so does the definition of a mini-batch: all of its tokens read the first W.
 
 **Backward.** Given Ō and W̄', and with R the right-hand side of the first line,
 
@@ -30,8 +30,8 @@ is read later the factor e^{−c_j}; adding up what each of them is worth, U's o
 
 (O is linear in Q, U in V). The gradient of ln α_t is the sum of c̄_i over i ≥ t, chunk by chunk.
 
-Memory in T: the inputs, the output, T0 and the state at the start of each chunk. All else is made for one group of
-chunks (see `layout`) and dropped.
+What grows with T is the inputs, the output, T0 and the state at the start of each chunk. All else is computed for one
+group of chunks (see `layout`) and dropped.
 """
 
 from __future__ import annotations
@@ -44,20 +44,23 @@ from torch import Tensor
 
 from rebind.memory.checks import known
 from rebind.ops.backend import Gradients
-from rebind.ops.inputs import Inputs
+from rebind.ops.inputs import ScanInputs
 from rebind.ops.layout import Group, Layout
 
 
 class Chunked:
-    """The chunk form in plain torch: the CPU's backend, and any other device's where there is no kernel."""
+    """The chunk form in plain torch: the backend of CPUs, and of every device without kernels."""
 
     name = "chunked"
 
-    def refuses(self, inputs: Inputs) -> str | None:
+    def __init__(self, group_size: int | None = None) -> None:
+        self.group_size = group_size  # of a group's largest tensor; None: what suits the device
+
+    def refuses(self, inputs: ScanInputs) -> str | None:
         return None
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
-        layout = Layout.of(inputs, _size(inputs))
+    def forward(self, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+        layout = Layout.of(inputs, _size(inputs), self.group_size)
         saved = _Saved.empty(inputs) if inputs.keep else _Saved()
         out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
         state = layout.in_waves(_zeros(inputs) if inputs.state is None else inputs.state)
@@ -66,20 +69,21 @@ class Chunked:
             layout.store(_forward(chunks, saved.of(group, inputs.heads), state), out, group)
         return out, layout.in_order(state), saved.tensors
 
-    def saved_like(self, inputs: Inputs) -> list[Tensor]:
+    def saved_like(self, inputs: ScanInputs) -> list[Tensor]:
         return _Saved.empty(inputs).tensors if inputs.keep else []
 
-    def backward(self, inputs: Inputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
-        layout = Layout.of(inputs, _size(inputs))
-        kept = _Saved.named(inputs, saved)
-        given = inputs.tensors[:6]
-        grads = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
+    def backward(self, inputs: ScanInputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
+        layout = Layout.of(inputs, _size(inputs), self.group_size)
+        from_forward = _Saved(*saved)
+        grads = [
+            None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.tensors[:6]
+        ]
         d_state = layout.in_waves(_zeros(inputs) if d_final is None else d_final)
         for group in reversed(layout.groups):
             chunks = _Chunks.load(inputs, layout, group)
-            errors = chunks.probes.new_empty(*chunks.probes.shape[:2], inputs.v.shape[3])
+            errors = chunks.probes.new_empty(*chunks.probes.shape[:2], inputs.d_v)
             layout.load(d_out, group, errors[:, : layout.size])
-            parts = _backward(chunks, kept.of(group, inputs.heads), errors, d_state)
+            parts = _backward(chunks, from_forward.of(group, inputs.heads), errors, d_state)
             for grad, part in zip(grads, parts, strict=True):
                 if grad is not None and part is not None:
                     layout.store(part, grad if grad.ndim == 4 else grad.unsqueeze(-1), group)
@@ -89,68 +93,50 @@ class Chunked:
 CHUNKED = Chunked()
 
 
-def _size(inputs: Inputs) -> int:
-    """Tokens a chunk, no more than there are.
+def _size(inputs: ScanInputs) -> int:
+    """Return the number of tokens per chunk, no more than there are.
 
-    Work inside a chunk grows with its size, states to keep and steps to take grow with the number of chunks. For
-    narrow heads on a CPU, where a step costs little, small chunks win: measured at widths 16 to 256.
+    Work inside a chunk grows with its size; the number of states and of steps falls. For narrow heads on a CPU, where
+    a step costs little, small chunks win: measured at widths 16 to 256.
     """
-    narrow = max(inputs.k.shape[3], inputs.v.shape[3]) <= 64
+    narrow = max(inputs.d_k, inputs.d_v) <= 64
     best = 32 if narrow and inputs.v.device.type == "cpu" else 64
     return min(inputs.mini_batch or inputs.chunk or best, max(inputs.length, 1))
 
 
-def _solves(inputs: Inputs) -> bool:
-    return inputs.erase is not None and inputs.mini_batch is None
-
-
-def _zeros(inputs: Inputs) -> Tensor:
-    return torch.zeros(inputs.state_shape, dtype=inputs.working, device=inputs.v.device)
+def _zeros(inputs: ScanInputs) -> Tensor:
+    return torch.zeros(inputs.state_shape, dtype=inputs.working_dtype, device=inputs.v.device)
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the backward pass wants again, chunks in the order of the layout."""
+    """What the backward pass needs again, chunks in the order of the layout."""
 
-    starts: Tensor | None = None  # [chunks · H, Dv, Dk]: the state before each chunk
+    starts: Tensor | None = None  # [chunks · H, d_v, d_k]: the state before each chunk
     inverse: Tensor | None = None  # [chunks · H, C, C]: T0, where there is a system to solve
 
     @classmethod
-    def empty(cls, inputs: Inputs) -> _Saved:
+    def empty(cls, inputs: ScanInputs) -> _Saved:
         size = _size(inputs)
         n, h, d_v, d_k = inputs.state_shape
-        # Of packed sequences, as many chunks as there can be: a shape may not depend on the boundaries.
+        # For packed sequences, the largest possible number of chunks: a shape may not depend on the boundaries.
         chunks = n * -(-inputs.length // size) if inputs.cu_seqlens is None else inputs.length // size + n
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=inputs.working, device=inputs.v.device)
-
-        return cls(
-            empty(chunks * h, d_v, d_k),
-            empty(chunks * h, size, size) if _solves(inputs) else None,
-        )
-
-    @classmethod
-    def named(cls, inputs: Inputs, tensors: list[Tensor]) -> _Saved:
-        rest = iter(tensors)
-        return cls(
-            next(rest),
-            next(rest) if _solves(inputs) else None,
-        )
+        starts = torch.empty((chunks * h, d_v, d_k), dtype=inputs.working_dtype, device=inputs.v.device)
+        return cls(starts, starts.new_empty((chunks * h, size, size)) if inputs.solves else None)
 
     @property
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.starts, self.inverse) if x is not None]
 
     def of(self, group: Group, heads: int) -> _Saved:
-        """The part of one group."""
+        """Return the part of one group."""
         here = slice(group.first * heads, (group.first + group.chunks) * heads)
-        return _Saved(*(None if x is None else x[here] for x in (self.starts, self.inverse)))
+        return _Saved(*(x[here] for x in self.tensors))
 
 
 @dataclass(frozen=True)
 class _Decay:
-    """How much of what was there is left, between any two moments of a chunk."""
+    """How much of an earlier memory is left, between any two moments of a chunk."""
 
     between: Tensor  # [n, C, C] Γ: from after token j to after token i; 0 for i < j
     since: Tensor  # [n, C] γ: from the chunk's start to after token i
@@ -160,18 +146,18 @@ class _Decay:
 
     @classmethod
     def of(cls, log: Tensor) -> _Decay:
-        """From ln α [n, C].
+        """Compute it from ln α [n, C].
 
-        Differences of logarithms, never ratios of products: those underflow. Sums run in float64, since a difference
-        of two large sums must still be exact; tokens that leave nothing, which no difference can express, are
-        counted instead of added: Γ_ij is 0 when one lies between j and i.
+        It takes differences of logarithms, since ratios of products underflow. Sums run in float64, so that a
+        difference of two large sums is still exact. Tokens that leave nothing, which no difference can express, are
+        counted instead of added: Γ_ij is 0 if one lies between j and i.
         """
         forgets = log < math.log(torch.finfo(log.dtype).smallest_normal)
         wide = log.dtype if log.device.type == "mps" else torch.float64
         sums = log.masked_fill(forgets, 0.0).to(wide).cumsum(-1)
         logs = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(log.dtype)
         since = sums.to(log.dtype).exp_()
-        if log.device.type != "cpu" or known(forgets.any()) is not False:  # elsewhere than on a CPU, asking would wait
+        if log.device.type != "cpu" or known(forgets.any()) is not False:  # elsewhere than on a CPU, reading would wait
             times = forgets.cumsum(-1)
             logs.masked_fill_(times.unsqueeze(-1) != times.unsqueeze(-2), -math.inf)
             since.masked_fill_(times > 0, 0.0)
@@ -179,7 +165,7 @@ class _Decay:
         return cls(between, since, between[:, -1], since[:, -1, None, None], forgets)
 
     def gradient(self, slope: Tensor) -> Tensor:
-        """Of ln α, from that of every ln γ_i [n, C]."""
+        """Return the gradient of ln α from that of every ln γ_i [n, C]."""
         return slope.flip(-1).cumsum(-1).flip(-1).masked_fill_(self.forgets, 0.0)
 
 
@@ -187,33 +173,33 @@ class _Decay:
 class _Chunks:
     """The chunks of a group: n of them, heads included.
 
-    Queries and keys both probe the memory, one for the output and one for what to erase. Where keys do, both lie in
-    one tensor, queries first: R is 2C then and C where nothing is erased.
+    Queries and keys both probe the memory, one for the output and one for what to erase. If keys do, both are in one
+    tensor, queries first: then R is 2C, and C if nothing is erased.
     """
 
-    probes: Tensor  # [n, R, Dk] Q, K
-    reach: Tensor  # [n, R, Dk] diag(γ) Q, −diag(εγ) K: what each probe has to do with the state at the chunk's start
-    K: Tensor  # [n, C, Dk]
-    V: Tensor  # [n, C, Dv]
+    probes: Tensor  # [n, R, d_k] Q, K
+    reach: Tensor  # [n, R, d_k] diag(γ) Q, −diag(εγ) K: what each probe reads of the state at the chunk's start
+    K: Tensor  # [n, C, d_k]
+    V: Tensor  # [n, C, d_v]
     erase: Tensor | None  # [n, C]
     write: Tensor | None  # [n, C]
     decay: _Decay | None
     solves: bool  # whether a token reads what the chunk's earlier ones have written: T0 ≠ I
-    waves: list[int]  # how many of the chunks are in each wave
+    waves: list[int]  # number of chunks in each wave
 
     @classmethod
-    def load(cls, inputs: Inputs, layout: Layout, group: Group) -> _Chunks:
+    def load(cls, inputs: ScanInputs, layout: Layout, group: Group) -> _Chunks:
         n, size = group.chunks * inputs.heads, layout.size
         reads = inputs.erase is not None
 
         def empty(rows: int, width: int) -> Tensor:
-            return torch.empty((n, rows, width), dtype=inputs.working, device=inputs.v.device)
+            return torch.empty((n, rows, width), dtype=inputs.working_dtype, device=inputs.v.device)
 
         def numbers(x: Tensor | None) -> Tensor | None:
             return None if x is None else layout.load(x.unsqueeze(-1), group, empty(size, 1)).squeeze(-1)
 
-        probes = empty(2 * size if reads else size, inputs.k.shape[3])
-        keys = probes[:, size:] if reads else empty(size, inputs.k.shape[3])
+        probes = empty(2 * size if reads else size, inputs.d_k)
+        keys = probes[:, size:] if reads else empty(size, inputs.d_k)
         layout.load(inputs.q, group, probes[:, :size])
         layout.load(inputs.k, group, keys)
         log, erase = numbers(inputs.log_decay), numbers(inputs.erase)
@@ -222,30 +208,30 @@ class _Chunks:
             probes,
             _reach(probes, erase, decay),
             keys,
-            layout.load(inputs.v, group, empty(size, inputs.v.shape[3])),
+            layout.load(inputs.v, group, empty(size, inputs.d_v)),
             erase,
             numbers(inputs.write),
             decay,
-            _solves(inputs),
+            inputs.solves,
             [count * inputs.heads for count in group.waves],
         )
 
     @property
     def size(self) -> int:
-        """C: tokens a chunk."""
+        """C: tokens per chunk."""
         return self.V.shape[1]
 
     def split(self, *tensors: Tensor | None) -> list[tuple[Tensor, ...]]:
-        """Each wave's part of the tensors [n, …]; None stays None."""
+        """Return each wave's part of the tensors [n, …]; None stays None."""
         none = [None] * len(self.waves)
         return list(zip(*(none if x is None else x.split(self.waves) for x in tensors), strict=True))
 
     def causal(self, products: Tensor) -> Tensor:
-        """products [n, C, C] ⊙ Γ, in place: nothing above the diagonal."""
+        """Return products [n, C, C] ⊙ Γ, in place: nothing above the diagonal."""
         return products.tril_() if self.decay is None else products.mul_(self.decay.between)
 
     def inverse(self, overlaps: Tensor, out: Tensor | None) -> Tensor:
-        """T0 = (I + L)⁻¹ from K Kᵀ [n, C, C], which is lost."""
+        """Return T0 = (I + L)⁻¹ from K Kᵀ [n, C, C], which is overwritten."""
         assert self.erase is not None
         eye = torch.eye(self.size, dtype=overlaps.dtype, device=overlaps.device).expand_as(overlaps)
         # Into a row-major result: more than twice as fast as the column-major one torch would make.
@@ -254,11 +240,11 @@ class _Chunks:
         return torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True, out=into)
 
     def gated(self, inverse: Tensor) -> Tensor:
-        """T = Γ ⊙ T0."""
+        """Return T = Γ ⊙ T0."""
         return inverse if self.decay is None else inverse * self.decay.between
 
     def write_keys(self) -> Tensor:
-        """diag(Γ_C·) K."""
+        """Return diag(Γ_C·) K."""
         return _rows(self.K, None if self.decay is None else self.decay.until)
 
 
@@ -270,7 +256,7 @@ def _reach(probes: Tensor, erase: Tensor | None, decay: _Decay | None) -> Tensor
 
 
 def _forward(chunks: _Chunks, saved: _Saved, state: Tensor) -> Tensor:
-    """The output of a group's chunks [n, C, Dv]; the states move on, in place."""
+    """Return the output of a group's chunks [n, C, d_v]; the states advance in place."""
     C, K, decay = chunks.size, chunks.K, chunks.decay
     starts = state.new_empty(len(K), *state.shape[1:]) if saved.starts is None else saved.starts
     write_keys, read_keys = chunks.write_keys(), None if chunks.erase is None else chunks.reach[:, C:]
@@ -292,9 +278,9 @@ def _forward(chunks: _Chunks, saved: _Saved, state: Tensor) -> Tensor:
 
 
 def _backward(chunks: _Chunks, saved: _Saved, errors: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of a group's q, k, v, log_decay, erase and write; those of the states move back, in place.
+    """Return the gradients of a group's q, k, v, log_decay, erase and write; those of the states go back in place.
 
-    `errors` [n, R, Dv] holds Ō, and room for R̄ where keys probe the memory too.
+    `errors` [n, R, d_v] holds Ō, and room for R̄ if keys probe the memory too.
     """
     C, K, V, erase, decay, starts = chunks.size, chunks.K, chunks.V, chunks.erase, chunks.decay, saved.starts
     assert starts is not None
@@ -336,37 +322,36 @@ def _backward(chunks: _Chunks, saved: _Saved, errors: Tensor, d_state: Tensor) -
 
 
 def _retreat(chunks: _Chunks, T: Tensor | None, errors: Tensor, d_U: Tensor, d_state: Tensor) -> Tensor:
-    """The gradients of the states after each chunk [n, Dv, Dk], last wave first.
+    """Return the gradients of the states after each chunk [n, d_v, d_k], last wave first.
 
-    On the way d_U gains what later chunks read, and `errors` R̄ = TᵀŪ.
+    On the way d_U gains what later chunks read, and `errors` gains R̄ = TᵀŪ.
     """
     C, decay = chunks.size, chunks.decay
     d_ends = d_state.new_empty(len(d_U), *d_state.shape[1:])
-    total = None if decay is None else decay.total
-    waves = chunks.split(d_ends, d_U, T, errors, chunks.reach, chunks.write_keys(), total)
-    for d_end, d_u, t, error, reach, write, kept in reversed(waves):
+    totals = None if decay is None else decay.total
+    waves = chunks.split(d_ends, d_U, T, errors, chunks.reach, chunks.write_keys(), totals)
+    for d_end, d_u, t, error, reach, write, total in reversed(waves):
         d_W = d_state[: len(d_end)]
         d_end.copy_(d_W)
         d_u.baddbmm_(write, d_W.mT)
         if chunks.erase is not None:
             error[:, C:] = d_u if T is None else torch.bmm(t.mT, d_u)
         if decay is not None:
-            d_W.mul_(kept)
+            d_W.mul_(total)
         d_W.baddbmm_(error.mT, reach)
     return d_ends
 
 
-def _rows(x: Tensor, *scales: Tensor | None) -> Tensor:
-    """x [n, C, D], each row times the scales [n, C] that there are: x itself where there are none."""
-    given = [scale for scale in scales if scale is not None]
-    return x * math.prod(given[1:], start=given[0]).unsqueeze(-1) if given else x
+def _rows(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return x [n, C, width] with each row times its scale [n, C]; x itself if there is no scale."""
+    return x if scale is None else x * scale.unsqueeze(-1)
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """The inner product of every row [n, C]."""
+    """Return the inner product of every row [n, C]."""
     return (a * b).sum(-1)
 
 
 def _above(like: Tensor, value: float) -> Tensor:
-    """`value` above the diagonal, 0 elsewhere [C, C]."""
+    """Return `value` above the diagonal, 0 elsewhere [C, C]."""
     return torch.full(like.shape[-2:], value, dtype=like.dtype, device=like.device).triu_(1)

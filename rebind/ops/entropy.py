@@ -1,9 +1,9 @@
-"""Cross-entropy from logits a row, whose slope takes the logits' place.
+"""Cross-entropy of each row of logits, with its gradient written over the logits.
 
-    loss = log Σ exp(x) − x[target]      slope = softmax(x) − onehot(target)
+    loss = log Σ exp(x) − x[target]      gradient = softmax(x) − onehot(target)
 
-Plain torch goes over the logits ten times, in float32. On a GPU a kernel reads them where they are, twice, and writes
-once. No gradient is taken through this; whoever wants one has the slope.
+Plain torch passes over the logits ten times, in float32. On a GPU a kernel reads them twice where they are and writes
+them once. This operation is not differentiable itself; it returns the gradient.
 """
 
 from __future__ import annotations
@@ -15,67 +15,39 @@ from torch import Tensor
 
 from rebind.errors import ShapeError
 from rebind.memory.precision import working_dtype
-from rebind.ops.dispatch import triton_backend
-from rebind.ops.trust import difference, distrusted, noise
+from rebind.ops.kernels import compare_results, draw, usable
 
-IGNORED = -100  # a target that asks for nothing
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernel takes
+IGNORED = -100  # a target without a loss
 
 
 @torch.no_grad()
 def row_losses(logits: Tensor, targets: Tensor, *, slope: bool) -> Tensor:
-    """Losses [n], at least float32, of logits [n, words] and targets [n]; 0 where a target is −100.
+    """Return the losses [n], at least float32, of logits [n, words] and targets [n]; 0 where a target is −100.
 
-    With `slope` the logits are overwritten by softmax − onehot, 0 where a target is −100. Of a target that is no word
-    the kernel's loss and slope are NaN; plain torch has an error.
+    With `slope` the logits are overwritten by softmax − onehot, 0 where a target is −100. For a target that is not a
+    word the loss and the slope of the kernel are NaN; plain torch raises an error.
     """
     if targets.shape != logits.shape[:1]:
         raise ShapeError(
-            f"targets are {list(targets.shape)} and logits {list(logits.shape)}, expected [n] and [n, words]: give "
-            f"each row one target"
+            f"Targets have shape {list(targets.shape)} and logits {list(logits.shape)}",
+            expected="[n] and [n, words]: one target per row",
+            code="targets_do_not_match",
         )
     if logits.is_contiguous() and _has_kernels(logits):
         losses: Tensor = _kernels().row_losses(logits, targets, slope)
         return losses
-    return _plain(logits, targets, slope)
+    return _row_losses_in_torch(logits, targets, slope)
 
 
 def bytes_of_logit(like: Tensor) -> int:
-    """What `row_losses` needs for a logit of this dtype and device: itself, and in plain torch a wide copy."""
+    """Return the memory that `row_losses` needs per logit of this dtype and device: plain torch makes a wide copy."""
     return like.element_size() + (0 if _has_kernels(like) else working_dtype(like).itemsize)
 
 
-def _plain(logits: Tensor, targets: Tensor, slope: bool) -> Tensor:
-    real = (targets != IGNORED).unsqueeze(1)
-    place = targets.unsqueeze(1).where(real, 0)
-    x = logits.to(working_dtype(logits), copy=not slope)
-    asked, largest = x.gather(1, place), x.amax(1, keepdim=True)
-    shares = x.sub_(largest).exp_()  # no second copy, as logsumexp makes
-    total = shares.sum(1, keepdim=True)
-    if slope:
-        shares.div_(total)
-        logits.copy_(shares.scatter_(1, place, shares.gather(1, place) - 1).masked_fill_(~real, 0))
-    return (largest - asked + total.log()).masked_fill_(~real, 0).squeeze(1)
-
-
-def _kernels() -> Any:
-    from rebind.ops.triton import entropy
-
-    return entropy
-
-
-def _has_kernels(logits: Tensor) -> bool:
-    if not (logits.is_cuda and logits.dtype in DTYPES and logits.numel()) or torch.compiler.is_compiling():
-        return False
-    if isinstance(triton_backend(), str):
-        return False
-    return distrusted(("entropy", logits.device, logits.dtype), lambda: _compare(logits), "plain torch") is None
-
-
 @torch.no_grad()
-def _compare(logits: Tensor) -> str | None:
-    """Why the kernel is not to be trusted with such logits, or None."""
-    drawn = (3 * noise((4, 5000), logits, 0)).to(logits.dtype)  # more than a block of words, some far likelier
+def compare_kernels(logits: Tensor) -> str | None:
+    """Compare the kernel for such logits with plain torch; return what is wrong with it, or None."""
+    drawn = (3 * draw((4, 5000), logits, 0)).to(logits.dtype)  # more than one block of words, some far likelier
     targets = torch.tensor([4999, IGNORED, 0, 70], device=logits.device)
 
     def kernels() -> list[Tensor]:
@@ -84,7 +56,30 @@ def _compare(logits: Tensor) -> str | None:
 
     def truth() -> list[Tensor]:
         slopes = drawn.double()
-        losses = _plain(slopes, targets, True)
+        losses = _row_losses_in_torch(slopes, targets, True)
         return [losses, losses, slopes]
 
-    return difference(f"the kernels of cross-entropy in {logits.dtype}", kernels, truth, logits, "plain torch")
+    return compare_results(f"The kernels of cross-entropy in {logits.dtype}", kernels, truth, logits)
+
+
+def _row_losses_in_torch(logits: Tensor, targets: Tensor, slope: bool) -> Tensor:
+    counted = (targets != IGNORED).unsqueeze(1)
+    place = targets.unsqueeze(1).where(counted, 0)
+    x = logits.to(working_dtype(logits), copy=not slope)
+    wanted, largest = x.gather(1, place), x.amax(1, keepdim=True)
+    shares = x.sub_(largest).exp_()  # no second copy, as logsumexp makes
+    total = shares.sum(1, keepdim=True)
+    if slope:
+        shares.div_(total)
+        logits.copy_(shares.scatter_(1, place, shares.gather(1, place) - 1).masked_fill_(~counted, 0))
+    return (largest - wanted + total.log()).masked_fill_(~counted, 0).squeeze(1)
+
+
+def _has_kernels(logits: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and usable(logits, ("entropy",), lambda: compare_kernels(logits))
+
+
+def _kernels() -> Any:
+    from rebind.ops.triton import entropy
+
+    return entropy

@@ -1,8 +1,8 @@
-"""W (silu(g) · u), the gated product of MLPs and of reads, which keeps g and u and nothing that is as wide.
+"""W (silu(g) · u), the gated product of MLPs and of reads, which saves only g and u for the backward pass.
 
-Autograd would keep silu(g) and silu(g) · u too, in large models a sixth of all that training holds. Here they are
-computed again; on a GPU by kernels, one each way, so that this takes no more time. Gradients of gradients, and whatever
-looks through the operation (compilers, torch.func, forward differentiation, tracing), get the formula itself.
+Autograd would also save silu(g) and silu(g) · u, in large models a sixth of all the memory of training. Here they are
+computed again, on a GPU by one kernel in each direction, so that this takes no more time. Gradients of gradients, and
+whatever follows single operations (compilers, torch.func, forward differentiation, tracing), get the formula itself.
 """
 
 from __future__ import annotations
@@ -13,48 +13,59 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rebind.ops.dispatch import many_at_once, seen_through, triton_backend
-from rebind.ops.trust import difference, distrusted, noise
+from rebind.ops.kernels import compare_results, draw, is_followed, usable
 from rebind.precision import without_autocast
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels take
 
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """(silu(gate) · up) Wᵀ for gate and up [..., width] of one dtype and a weight [out, width].
+    """Return (silu(gate) · up) Wᵀ for gate and up [..., width] of one dtype and a weight [out, width].
 
-    Under autocast the weight is taken in the others' dtype.
+    Under autocast the weight is converted to the dtype of the others.
     """
     alike = gate.dtype == up.dtype and gate.shape == up.shape
     learned = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    if not alike or seen_through() or not (learned or _has_kernels(gate)):
+    if not alike or is_followed() or not (learned or _has_kernels(gate)):
         return functional.linear(functional.silu(gate) * up, weight)
-    narrows = torch.is_autocast_enabled(gate.device.type)
+    narrow = torch.is_autocast_enabled(gate.device.type)
     with without_autocast(gate):
         if learned:
-            out: Tensor = _GatedLinear.apply(gate, up, weight, narrows)  # type: ignore[no-untyped-call]
+            out: Tensor = _GatedLinear.apply(gate, up, weight, narrow)  # type: ignore[no-untyped-call]
             return out
-        return functional.linear(_product(gate, up), weight.to(gate.dtype) if narrows else weight)
+        return functional.linear(_product(gate, up), weight.to(gate.dtype) if narrow else weight)
+
+
+@torch.no_grad()
+def compare_kernels(gate: Tensor) -> str | None:
+    """Compare the kernels for such tensors with plain torch; return what is wrong with them, or None."""
+    slope, g, u = (draw((3, 70), gate, seed).to(gate.dtype) for seed in range(3))
+
+    def truth() -> list[Tensor]:
+        wide, passed = slope.double(), functional.silu(g.double())
+        product = passed * u.double()
+        return [product, torch.ops.aten.silu_backward(wide * u.double(), g.double()), wide * passed, product]
+
+    name = f"The kernels of gated products in {gate.dtype}"
+    return compare_results(name, lambda: [_kernels().forward(g, u), *_kernels().backward(slope, g, u)], truth, gate)
 
 
 def _product(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, of which no gradient is taken."""
+    """Return silu(gate) · up, without gradients."""
     product: Tensor = _kernels().forward(gate, up) if _has_kernels(gate) else functional.silu(gate).mul_(up)
     return product
 
 
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, narrows: bool) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)  # not as narrow as it is used: the parameter is there anyway
-        return functional.linear(_product(gate, up), weight.to(gate.dtype) if narrows else weight)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, narrow: bool) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)  # the weight as it is: the parameter exists anyway
+        return functional.linear(_product(gate, up), weight.to(gate.dtype) if narrow else weight)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
         slope = slope.to(gate.dtype)
         d_product = slope @ weight.to(gate.dtype)
-        if torch.is_grad_enabled() or seen_through() or many_at_once(slope):  # or gradients of these gradients
+        if torch.is_grad_enabled() or is_followed(slope):  # the caller may want gradients of these gradients
             share = gate.sigmoid()
             d_gate = d_product * up * share * (1 + gate * (1 - share))
             d_up, product = d_product * (gate * share), gate * share * up
@@ -72,32 +83,11 @@ class _GatedLinear(torch.autograd.Function):
         return d_gate, d_up, d_weight, None
 
 
+def _has_kernels(gate: Tensor) -> bool:
+    return usable(gate, ("gated",), lambda: compare_kernels(gate))
+
+
 def _kernels() -> Any:
     from rebind.ops.triton import gated
 
     return gated
-
-
-def _has_kernels(gate: Tensor) -> bool:
-    if not (gate.is_cuda and gate.dtype in DTYPES and gate.numel()) or isinstance(triton_backend(), str):
-        return False
-    return distrusted(("gated", gate.device, gate.dtype), lambda: _compare(gate), "plain torch") is None
-
-
-@torch.no_grad()
-def _compare(gate: Tensor) -> str | None:
-    """Why kernels for such tensors are not to be trusted, or None."""
-    slope, g, u = (noise((3, 70), gate, seed).to(gate.dtype) for seed in range(3))
-
-    def truth() -> list[Tensor]:
-        wide, passed = slope.double(), functional.silu(g.double())
-        product = passed * u.double()
-        return [product, torch.ops.aten.silu_backward(wide * u.double(), g.double()), wide * passed, product]
-
-    return difference(
-        f"the kernels of gated products in {gate.dtype}",
-        lambda: [_kernels().forward(g, u), *_kernels().backward(slope, g, u)],
-        truth,
-        gate,
-        "plain torch",
-    )

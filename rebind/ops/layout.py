@@ -1,9 +1,9 @@
-"""Where the tokens of each chunk lie.
+"""The order in which a chunked scan processes the chunks of all sequences.
 
-Every sequence is cut in chunks of `size` tokens, the last one filled up with zeros. Chunks that can be worked on
-at the same time form a *wave*: wave w holds the w-th chunk of every sequence that has one, longest sequences
-first, so that a wave's states are always the first few. Waves follow one another; the chunks of some consecutive
-waves form a *group*, small enough for what is computed from it to stay in the cache.
+Every sequence is cut in chunks of `size` tokens, the last one filled up with zeros. Chunks that can be processed at the
+same time form a *wave*: wave w holds the w-th chunk of every sequence that has one, longest sequences first, so that
+the states of a wave are always the first few. Waves follow one another; the chunks of some consecutive waves form a
+*group*, small enough for what is computed from it to stay in the cache.
 
     sequences of 5, 2 and 3 chunks:     wave   0 0 0  1 1 1  2 2  3  4
                                     sequence   0 2 1  0 2 1  0 2  0  0
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rebind.ops.inputs import Inputs, check_boundary_values
+from rebind.ops.inputs import ScanInputs, check_boundary_values
 
-# Numbers in a group's largest tensor, about: what a core's cache holds several of, or what keeps a GPU busy.
-CACHED, BUSY = 2**17, 2**25
+# Approximate size of a group's largest tensor: a core's cache holds several of the first; the second keeps a GPU busy.
+CPU_GROUP, GPU_GROUP = 2**17, 2**25
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Group:
 
     first_wave: int
     first: int  # index of the first chunk
-    waves: tuple[int, ...]  # how many chunks each wave has
+    waves: tuple[int, ...]  # number of chunks in each wave
 
     @property
     def chunks(self) -> int:
@@ -37,7 +37,7 @@ class Group:
 
 
 class Layout(ABC):
-    """Sequences as waves of chunks. Chunks come as [chunks · H, size, D], states as [N · H, Dv, Dk]."""
+    """Sequences as waves of chunks: [chunks · H, size, width] for tokens, [N · H, d_v, d_k] for states."""
 
     size: int
     heads: int
@@ -45,30 +45,32 @@ class Layout(ABC):
     groups: list[Group]
 
     @staticmethod
-    def of(inputs: Inputs, size: int) -> Layout:
-        return _Rows(inputs, size) if inputs.cu_seqlens is None else _Packed(inputs, size)
+    def of(inputs: ScanInputs, size: int, group_size: int | None = None) -> Layout:
+        """Return the layout of these inputs in chunks of `size` tokens and groups of about `group_size` numbers."""
+        group_size = group_size or (CPU_GROUP if inputs.v.device.type == "cpu" else GPU_GROUP)
+        kind = _RowLayout if inputs.cu_seqlens is None else _PackedLayout
+        return kind(inputs, size, group_size)
 
     @abstractmethod
     def load(self, x: Tensor, group: Group, into: Tensor) -> Tensor:
-        """Copy a group's part of x [B, T, H or Hk, D] `into` [chunks · H, size, D], zeros past a sequence's end."""
+        """Copy a group's part of x [B, T, H or H_k, width] `into` [chunks · H, size, width], zeros past the end."""
 
     @abstractmethod
     def store(self, chunks: Tensor, x: Tensor, group: Group) -> None:
-        """The way back; where value heads share a key head their chunks are added up."""
+        """Copy chunks back into x; chunks of value heads that share a key head are added up."""
 
     @abstractmethod
     def in_waves(self, state: Tensor) -> Tensor:
-        """States [N, H, Dv, Dk] in the order of the waves: a new [N · H, Dv, Dk]."""
+        """Return states [N, H, d_v, d_k] in the order of the waves: a new [N · H, d_v, d_k]."""
 
     @abstractmethod
     def in_order(self, state: Tensor) -> Tensor:
-        """States [N · H, Dv, Dk] in the order they were given: [N, H, Dv, Dk]."""
+        """Return states [N · H, d_v, d_k] in their original order: [N, H, d_v, d_k]."""
 
-    def _group(self, counts: list[int], inputs: Inputs) -> list[Group]:
-        """Consecutive waves of `counts` chunks in groups that are small enough, of one wave at least."""
-        room = CACHED if inputs.v.device.type == "cpu" else BUSY
-        widest = max(self.size, inputs.k.shape[3], inputs.v.shape[3])
-        most = max(room // max(self.heads * self.size * widest, 1), 1)
+    def _group(self, counts: list[int], inputs: ScanInputs, group_size: int) -> list[Group]:
+        """Put consecutive waves of `counts` chunks in groups that are small enough, of at least one wave."""
+        widest = max(self.size, inputs.d_k, inputs.d_v)
+        most = max(group_size // max(self.heads * self.size * widest, 1), 1)
         groups = [Group(0, 0, ())]
         for wave, count in enumerate(counts):
             last = groups[-1]
@@ -79,28 +81,28 @@ class Layout(ABC):
         return [group for group in groups if group.waves]
 
     def _fold(self, chunks: Tensor, heads: int) -> Tensor:
-        """[chunks · H, size, D] as [chunks, heads, size, D], added up where heads < H."""
+        """Return [chunks · H, size, width] as [chunks, heads, size, width], added up if heads < H."""
         split = chunks.unflatten(0, (-1, heads, self.heads // heads))
         return split.squeeze(2) if heads == self.heads else split.sum(2)
 
 
-class _Rows(Layout):
+class _RowLayout(Layout):
     """Every row of the batch is a sequence of T tokens: chunks are slices."""
 
-    def __init__(self, inputs: Inputs, size: int) -> None:
+    def __init__(self, inputs: ScanInputs, size: int, group_size: int) -> None:
         self.size, self.heads = size, inputs.heads
         self.rows, self.length = inputs.q.shape[0], inputs.length
         waves = -(-self.length // size) if self.rows else 0
-        self.groups = self._group([self.rows] * waves, inputs)
+        self.groups = self._group([self.rows] * waves, inputs, group_size)
 
     def load(self, x: Tensor, group: Group, into: Tensor) -> Tensor:
         heads = x.shape[2]
         chunks = into.view(len(group.waves), self.rows, heads, self.heads // heads, *into.shape[1:])
         for tokens, here in self._slices(x, group):
-            held = tokens.shape[2]
-            chunks[here, :, :, :, :held] = tokens.permute(0, 1, 3, 2, 4).unsqueeze(3)
-            if held < self.size:
-                chunks[here, :, :, :, held:] = 0
+            count = tokens.shape[2]
+            chunks[here, :, :, :, :count] = tokens.permute(0, 1, 3, 2, 4).unsqueeze(3)
+            if count < self.size:
+                chunks[here, :, :, :, count:] = 0
         return into
 
     def store(self, chunks: Tensor, x: Tensor, group: Group) -> None:
@@ -115,7 +117,7 @@ class _Rows(Layout):
         return state.view(self.rows, self.heads, *state.shape[1:])
 
     def _slices(self, x: Tensor, group: Group) -> list[tuple[Tensor, slice]]:
-        """Views [waves, B, tokens, H, D] of a group's whole chunks and of a last part of one, with their place."""
+        """Return views [waves, B, tokens, H, width] of a group's whole chunks and of a last partial one."""
         begin = group.first_wave * self.size
         end = min(begin + len(group.waves) * self.size, self.length)
         whole, rest = divmod(end - begin, self.size)
@@ -128,10 +130,10 @@ class _Rows(Layout):
         return parts
 
 
-class _Packed(Layout):
-    """Sequences laid end to end: chunks are gathered. The boundaries are read on the host, which waits for a GPU."""
+class _PackedLayout(Layout):
+    """Sequences laid end to end: chunks are gathered. Reading the boundaries on the host waits for a GPU."""
 
-    def __init__(self, inputs: Inputs, size: int) -> None:
+    def __init__(self, inputs: ScanInputs, size: int, group_size: int) -> None:
         assert inputs.cu_seqlens is not None
         self.size, self.heads = size, inputs.heads
         device = inputs.q.device
@@ -144,8 +146,8 @@ class _Packed(Layout):
         self.order = order.to(device)
         waves = int(counts.max()) if len(counts) else 0
         active = [int((counts > wave).sum()) for wave in range(waves)]
-        self.groups = self._group(active, inputs)
-        # For every chunk, in order of waves: its first token, and how many of its tokens there are.
+        self.groups = self._group(active, inputs, group_size)
+        # For every chunk, in the order of waves: its tokens, and which of them exist.
         sequence = torch.cat([order[:count] for count in active]) if active else order[:0]
         wave = torch.repeat_interleave(torch.arange(waves), torch.tensor(active, dtype=torch.long))
         offset = wave * size + torch.arange(size)[:, None]  # [size, chunks]

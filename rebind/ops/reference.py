@@ -1,8 +1,8 @@
-"""The recurrence token by token: the truth that every other backend is held to.
+"""The recurrence token by token: the reference that every other backend is tested against.
 
     W_t = α_t W_{t−1} (I − ε_t k_t k_tᵀ) + η_t v_t k_tᵀ        o_t = W_t q_t
 
-Plain torch operations and nothing else, so that autograd gives gradients of every order.
+It uses plain torch operations only, so that autograd gives gradients of every order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rebind.ops.backend import Gradients
-from rebind.ops.inputs import Inputs
+from rebind.ops.inputs import ScanInputs
 
 
-def recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The output [B, T, H, Dv] and the final state [N, H, Dv, Dk]."""
-    dtype = inputs.working
+def recurrence(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
+    """Return the output [B, T, H, d_v] and the final state [N, H, d_v, d_k]."""
+    dtype = inputs.working_dtype
     q, k = (x.to(dtype).repeat_interleave(inputs.sharing, dim=2) for x in (inputs.q, inputs.k))
     v = inputs.v.to(dtype)
     ones = v.new_ones(v.shape[:3])
@@ -43,7 +43,7 @@ def recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _sequence(
     W: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor, *, mini_batch: int
 ) -> tuple[Tensor, Tensor]:
-    """One sequence a row: W [B, H, Dv, Dk]; q, k, v [B, T, H, D]; the coefficients [B, T, H]."""
+    """Run one sequence per row: W [B, H, d_v, d_k]; q, k, v [B, T, H, width]; the coefficients [B, T, H]."""
     outs = [v[:, :0]]
     W = W.clone()  # a sequence of no tokens returns its state, and never the same tensor
     for t in range(q.shape[1]):
@@ -57,26 +57,19 @@ def _sequence(
     return torch.cat(outs, dim=1), W
 
 
-def gradients(inputs: Inputs, d_out: Tensor, d_final: Tensor | None, *, create_graph: bool) -> Gradients:
-    """The gradients of the recurrence, by autograd; with `create_graph` they can be differentiated again."""
-    given = [x if x is None or x.requires_grad else x.detach().requires_grad_() for x in inputs.tensors]
+def gradients(inputs: ScanInputs, d_out: Tensor, d_final: Tensor | None, *, create_graph: bool) -> Gradients:
+    """Return the gradients of the recurrence, by autograd; with `create_graph` they can be differentiated again."""
+    leaves = [x if x is None or x.requires_grad else x.detach().requires_grad_() for x in inputs.tensors]
     with torch.enable_grad():
-        out, final = recurrence(inputs.replaced(given))
-        pairs = [(out, d_out)]
-        if d_final is not None and final.requires_grad:  # it does not where no token wrote and no state was given
-            pairs.append((final, d_final))
-        wanted = [x for x in given if x is not None]
-        found = iter(
-            torch.autograd.grad(
-                [result for result, _ in pairs],
-                wanted,
-                [slope for _, slope in pairs],
-                create_graph=create_graph,
-                allow_unused=True,
-                materialize_grads=True,
-            )
+        results, slopes = list(recurrence(inputs.with_tensors(leaves))), [d_out, d_final]
+        if d_final is None or not results[1].requires_grad:  # no token wrote, and there was no state
+            del results[1], slopes[1]
+        wanted = [x for x in leaves if x is not None]
+        grads = torch.autograd.grad(
+            results, wanted, slopes, create_graph=create_graph, allow_unused=True, materialize_grads=True
         )
-    return tuple(None if x is None else next(found) for x in given)
+    computed = iter(grads)
+    return tuple(None if x is None else next(computed) for x in leaves)
 
 
 class Reference:
@@ -84,20 +77,20 @@ class Reference:
 
     name = "reference"
 
-    def refuses(self, inputs: Inputs) -> str | None:
+    def refuses(self, inputs: ScanInputs) -> str | None:
         return None
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
         with torch.no_grad():
             out, final = recurrence(inputs)
         return out, final, []
 
-    def saved_like(self, inputs: Inputs) -> list[Tensor]:
+    def saved_like(self, inputs: ScanInputs) -> list[Tensor]:
         return []
 
-    def backward(self, inputs: Inputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
-        given = [None if x is None else x.detach() for x in inputs.tensors]
-        return gradients(inputs.replaced(given), d_out, d_final, create_graph=False)
+    def backward(self, inputs: ScanInputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
+        detached = [None if x is None else x.detach() for x in inputs.tensors]
+        return gradients(inputs.with_tensors(detached), d_out, d_final, create_graph=False)
 
 
 REFERENCE = Reference()

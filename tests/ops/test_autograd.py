@@ -7,7 +7,7 @@ import torch
 
 from rebind.errors import InputError
 from rebind.ops import dispatch, scan, scan_rule
-from rebind.ops.inputs import Inputs, checked
+from rebind.ops.inputs import ScanInputs
 from tests.ops.problems import COEFFICIENTS, compare, outcome, problem
 from tests.support import Draw, assert_close
 
@@ -130,12 +130,12 @@ class TestCompile:
     def test_rules(self, rule):
         t = problem(20).tensors
         gates = {"gated_delta": {"alpha": 0.9, "beta": t["erase"]}, "sum": {}}.get(rule, {"beta": t["erase"]})
-        call = lambda q, k, v: scan_rule(rule, q, k, v, normalise=rule == "sum", **gates)[0]
+        call = lambda q, k, v: scan_rule(rule, q, k, v, normalize=rule == "sum", **gates)[0]
         assert_close(compiled(call)(t["q"], t["k"], t["v"]), call(t["q"], t["k"], t["v"]), 1e-12)
 
     def test_bad_input_is_still_refused(self):
         t = problem(20).tensors
-        with pytest.raises(Exception, match="expected the same shape"):
+        with pytest.raises(Exception, match="The shape of q is"):
             compiled(lambda q, k, v: scan(q, k, v)[0])(t["q"], t["k"][:, 1:], t["v"])
 
 
@@ -147,7 +147,7 @@ def test_registered_operators_keep_torchs_rules(coefficients):
     leaves = [None if x is None else x.clone().requires_grad_() for x in tensors]
     rest = (None, None, None, True, "chunked")
     torch.library.opcheck(torch.ops.rebind.scan.default, (*leaves, *rest))
-    inputs = Inputs(*tensors, keep=True)
+    inputs = ScanInputs(*tensors, keep=True)
     saved = torch.ops.rebind.scan(*tensors, *rest)[2:]
     draw = Draw(1)
     d_out, d_final = draw.normal(*inputs.v.shape), draw.normal(*inputs.state_shape)
@@ -160,7 +160,7 @@ def test_registered_operators_keep_torchs_rules(coefficients):
 
 def test_unknown_backend_under_compile():
     t = problem(5).tensors
-    with pytest.raises((InputError, torch._dynamo.exc.TorchRuntimeError), match="unknown backend"):
+    with pytest.raises((InputError, torch._dynamo.exc.TorchRuntimeError), match="Unknown backend"):
         compiled(lambda q, k, v: scan(q, k, v, backend="cuda")[0])(t["q"], t["k"], t["v"])
 
 
@@ -173,7 +173,7 @@ class Recorder:
         return None
 
     def forward(self, inputs):
-        self.kept = inputs.keep
+        self.keep = inputs.keep
         return torch.zeros_like(inputs.v), torch.zeros(inputs.state_shape), []
 
     def backward(self, inputs, saved, d_out, d_final):
@@ -188,9 +188,9 @@ def test_what_a_backend_is_promised(monkeypatch):
     t = problem(8).to(torch.float32).tensors
     q, k, v = (t[name] for name in "qkv")
     scan(q, k, v)
-    assert backend.kept is False
+    assert backend.keep is False
     out, final = scan(q.clone().requires_grad_(), k, v)
-    assert backend.kept is True
+    assert backend.keep is True
     (out.transpose(1, 2) * torch.ones(3, 8, 1)).sum().backward(retain_graph=True)
     d_out, d_final = backend.slopes
     assert d_out.is_contiguous()
@@ -199,7 +199,8 @@ def test_what_a_backend_is_promised(monkeypatch):
     d_out, d_final = backend.slopes
     assert (d_out == 0).all()
     assert d_final.is_contiguous()
-    made = checked(q, k, v, erase=t["erase"].mT.contiguous().mT, state=t["state"].half().mT.contiguous().mT)
-    assert made.erase.is_contiguous()
-    assert made.state.is_contiguous()
-    assert made.state.dtype == torch.float32
+    turned = t["erase"].mT.contiguous().mT, t["state"].half().mT.contiguous().mT
+    inputs = ScanInputs(q, k, v, erase=turned[0], state=turned[1]).checked()
+    assert inputs.erase.is_contiguous()
+    assert inputs.state.is_contiguous()
+    assert inputs.state.dtype == torch.float32

@@ -1,33 +1,38 @@
-"""What is particular to the chunked backend: groups of waves, and what it keeps."""
+"""What is particular to the chunked backend: groups of waves, and what it saves."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from rebind.ops import layout, scan
-from rebind.ops.chunked import CHUNKED
-from rebind.ops.inputs import Inputs
+from rebind.ops import scan
+from rebind.ops.chunked import CHUNKED, Chunked
+from rebind.ops.inputs import ScanInputs
 from rebind.ops.layout import Layout
-from tests.ops.problems import compare, outcome, problem, tolerance_of
+from rebind.ops.reference import REFERENCE
+from tests.ops.problems import compare, problem, tolerance_of
 
 TOLERANCE = tolerance_of(torch.float64)
 
 
-@pytest.mark.parametrize("room", [1, 700, 1500])
+@pytest.mark.parametrize("group_size", [1, 700, 1500])
 @pytest.mark.parametrize("lengths", [None, (40, 3, 70, 0, 71, 16), (100,)], ids=str)
-def test_groups_do_not_matter(room, lengths, monkeypatch):
-    monkeypatch.setattr(layout, "CACHED", room)
+def test_groups_do_not_matter(group_size, lengths):
     case = problem(77, lengths=lengths, chunk=8, heads=4, key_heads=2)
-    inputs = Inputs(*(case.tensors[x] for x in "qkv"), cu_seqlens=case.options.get("cu_seqlens"))
-    assert len(Layout.of(inputs, 8).groups) > 1, "too much room to test anything"
-    compare(outcome(case, "chunked"), outcome(case, "reference"), TOLERANCE)
+    inputs = ScanInputs(**case.tensors, **case.options, keep=True)
+    assert len(Layout.of(inputs, 8, group_size).groups) > 1, "too large a group to test anything"
+
+    def results(backend):
+        out, final, saved = backend.forward(inputs)
+        return dict(enumerate((out, final, *backend.backward(inputs, saved, out.cos(), final.sin()))))
+
+    compare(results(Chunked(group_size)), results(REFERENCE), TOLERANCE)
 
 
 def test_waves():
     """The picture in the module's docstring."""
     x = torch.arange(20.0).reshape(1, 20, 1, 1)
-    inputs = Inputs(x, x, x, cu_seqlens=torch.tensor([0, 10, 14, 20]))
+    inputs = ScanInputs(x, x, x, cu_seqlens=torch.tensor([0, 10, 14, 20]))
     cut = Layout.of(inputs, 2)
     (group,) = cut.groups
     assert group.waves == (3, 3, 2, 1, 1)
@@ -38,8 +43,8 @@ def test_waves():
     assert torch.equal(cut.in_order(cut.in_waves(states)), states)
 
 
-def test_it_keeps_what_it_says():
-    """One state a chunk and T0; nothing where no gradient is asked for."""
+def test_it_saves_what_it_says():
+    """One state per chunk and T0; nothing if no gradient is wanted."""
     case = problem(70, 6, 5, chunk=16)
     tensors = [case.tensors.get(name) for name in ("q", "k", "v", "log_decay", "erase", "write", "state")]
     for lengths in (None, [0, 10, 40, 40, 70]):
@@ -48,14 +53,14 @@ def test_it_keeps_what_it_says():
         if lengths is not None:
             bounds = torch.tensor(lengths)
             rows[6] = case.tensors["state"][:1].repeat(4, 1, 1, 1)
-        inputs = Inputs(*rows, cu_seqlens=bounds, chunk=16, keep=True)
+        inputs = ScanInputs(*rows, cu_seqlens=bounds, chunk=16, keep=True)
         _, _, saved = CHUNKED.forward(inputs)
         like = CHUNKED.saved_like(inputs)
         assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in like]
         chunks = 2 * 5 if lengths is None else 70 // 16 + 4
         heads = 3
         assert [tuple(x.shape) for x in saved[:2]] == [(chunks * heads, 5, 6), (chunks * heads, 16, 16)]
-    assert CHUNKED.forward(Inputs(*tensors))[2] == []
+    assert CHUNKED.forward(ScanInputs(*tensors))[2] == []
 
 
 def test_saved_tensors_are_freed_with_the_graph():

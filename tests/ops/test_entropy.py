@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.nn import functional
 
-from rebind.errors import NumericalWarning, ShapeError
-from rebind.ops import entropy, trust
-from rebind.ops.entropy import IGNORED, bytes_of_logit, row_losses
-from tests.support import Draw, assert_close
+from rebind.errors import ShapeError
+from rebind.ops.entropy import IGNORED, bytes_of_logit, compare_kernels, row_losses
+from rebind.ops.kernels import kernels_on_cpu
+from tests.support import Draw, assert_close, raises
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 4096  # words that the kernel takes at a time
@@ -161,7 +159,7 @@ class Contract:
 
     @pytest.mark.parametrize("shape", [(3,), (5,), (4, 1), ()], ids=str)
     def test_a_row_has_one_target(self, shape, dtype):
-        with pytest.raises(ShapeError, match=r"logits \[4, 20\], expected \[n\] and \[n, words\]"):
+        with raises(ShapeError, "targets_do_not_match"):
             row_losses(drawn(4, 20, dtype)[0], torch.zeros(shape, dtype=torch.int64), slope=True)
 
 
@@ -169,8 +167,9 @@ class TestPlain(Contract):
     WIDE, NARROW = torch.float64, torch.bfloat16
 
     @pytest.fixture(autouse=True)
-    def _alone(self, monkeypatch):
-        monkeypatch.setattr(entropy, "_has_kernels", lambda logits: False)
+    def _on_a_cpu(self):
+        if DEVICE == "cuda":
+            pytest.skip("kernels run there")
 
     def test_no_rows(self):
         assert row_losses(torch.empty(0, 5), torch.empty(0, dtype=torch.int64), slope=True).shape == (0,)
@@ -183,9 +182,8 @@ class TestPlain(Contract):
         assert_close(logits, slopes, 1e-13)
 
     def test_a_target_that_is_no_word(self):
-        if DEVICE == "cpu":  # a GPU would stop
-            with pytest.raises(RuntimeError, match="out of bounds"):
-                row_losses(torch.zeros(1, 3), torch.tensor([3]), slope=True)
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            row_losses(torch.zeros(1, 3), torch.tensor([3]), slope=True)
 
     @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 6), (torch.float32, 8), (torch.float64, 16)])
     def test_a_logit_takes_a_copy(self, dtype, size):
@@ -196,16 +194,11 @@ class TestKernel(Contract):
     """On a GPU, or in Triton's interpreter."""
 
     @pytest.fixture(autouse=True)
-    def _there(self, monkeypatch):
-        kernels = pytest.importorskip("rebind.ops.triton.entropy")
-        monkeypatch.setattr(entropy, "_has_kernels", lambda logits: True)
-        assert kernels.BLOCK == BLOCK
-
-    @pytest.fixture
     def kernels(self):
-        from rebind.ops.triton import entropy as kernels
-
-        return kernels
+        kernels = pytest.importorskip("rebind.ops.triton.entropy")
+        assert kernels.BLOCK == BLOCK
+        with kernels_on_cpu():
+            yield kernels
 
     def test_it_is_the_kernel_that_runs(self, kernels, monkeypatch):
         monkeypatch.setattr(kernels, "row_losses", lambda logits, targets, slope: (logits, targets, slope))
@@ -225,10 +218,10 @@ class TestKernel(Contract):
 
     @pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 2), (torch.bfloat16, 2), (torch.float32, 4)])
     def test_a_logit_takes_itself(self, dtype, size):
-        assert bytes_of_logit(torch.empty(1, dtype=dtype)) == size
+        assert bytes_of_logit(torch.empty(1, dtype=dtype, device=DEVICE)) == size
 
     def test_a_kernel_that_is_right_is_trusted(self, dtype):
-        assert entropy._compare(torch.empty(2, 3, dtype=dtype, device=DEVICE)) is None
+        assert compare_kernels(torch.empty(2, 3, dtype=dtype, device=DEVICE)) is None
 
     @pytest.mark.parametrize("wrong", ["losses", "losses alone", "slopes", "shares", "the rest", "ignored rows"])
     def test_a_kernel_that_is_wrong_is_not(self, kernels, monkeypatch, wrong, dtype):
@@ -249,49 +242,11 @@ class TestKernel(Contract):
             return losses
 
         monkeypatch.setattr(kernels, "row_losses", broken)
-        assert "differ from plain torch by" in entropy._compare(torch.empty(2, 3, dtype=dtype, device=DEVICE))
+        assert "differ from plain torch by" in compare_kernels(torch.empty(2, 3, dtype=dtype, device=DEVICE))
 
     def test_a_kernel_that_does_not_compile_is_not(self, kernels, monkeypatch):
         def fail(*given):
             raise RuntimeError("no compiler")
 
         monkeypatch.setattr(kernels, "row_losses", fail)
-        assert "do not compile (no compiler)" in entropy._compare(torch.empty(2, 3, device=DEVICE))
-
-
-class TestChoice:
-    """Whether the kernel is chosen, for what says it is on a GPU."""
-
-    @pytest.fixture(autouse=True)
-    def _on_a_gpu(self, monkeypatch):
-        monkeypatch.setattr(trust, "_known", {})
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.delenv("REBIND_SELF_CHECK", raising=False)
-        monkeypatch.setattr(entropy, "triton_backend", lambda: object())
-        monkeypatch.setattr(entropy, "_compare", lambda logits: None)
-
-    def logits(self, dtype=torch.bfloat16, size=6, is_cuda=True):
-        return SimpleNamespace(is_cuda=is_cuda, dtype=dtype, device="cuda:0", numel=lambda: size)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    def test_where_it_is_trusted(self, dtype):
-        assert entropy._has_kernels(self.logits(dtype))
-
-    @pytest.mark.parametrize("other", [{"dtype": torch.float64}, {"size": 0}, {"is_cuda": False}], ids=str)
-    def test_not_for_what_it_does_not_take(self, other):
-        assert not entropy._has_kernels(self.logits(**other))
-
-    def test_not_without_triton(self, monkeypatch):
-        monkeypatch.setattr(entropy, "triton_backend", lambda: "triton is not installed")
-        assert not entropy._has_kernels(self.logits())
-
-    def test_not_while_compiling(self, monkeypatch):
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert not entropy._has_kernels(self.logits())
-
-    def test_not_where_it_is_wrong_for_that_dtype(self, monkeypatch):
-        wrong = {torch.bfloat16: "they are wrong", torch.float16: None}
-        monkeypatch.setattr(entropy, "_compare", lambda logits: wrong[logits.dtype])
-        with pytest.warns(NumericalWarning, match="they are wrong: plain torch runs instead"):
-            assert not entropy._has_kernels(self.logits())
-        assert entropy._has_kernels(self.logits(torch.float16))
+        assert "do not compile (no compiler)" in compare_kernels(torch.empty(2, 3, device=DEVICE))

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rebind.ops import gated
-from rebind.ops.gated import gated_linear
+from rebind.ops import gated_linear
+from rebind.ops.gated import compare_kernels
+from rebind.ops.kernels import kernels_on_cpu
 from tests.support import Draw, assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,36 +102,36 @@ def test_whoever_looks_through_it_gets_the_formula():
         assert_close(one, true, 1e-12)
 
 
-def kept(*tensors):
-    """Of what size and dtype the tensors are that wait for the gradients."""
-    found = []
+def saved_sizes(*tensors):
+    """Return the size and dtype of the tensors saved for the backward pass."""
+    saved = []
 
     def noted(tensor):
-        found.append((tensor.numel(), tensor.dtype))
+        saved.append((tensor.numel(), tensor.dtype))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
         gated_linear(*tensors)
-    return sorted(found, key=str)
+    return sorted(saved, key=str)
 
 
-def test_only_gate_and_up_are_kept():
+def test_only_gate_and_up_are_saved_sizes():
     gate, up, weight = drawn((40, 50), 64, 3, torch.float32)
     sizes = [(weight.numel(), torch.float32), (gate.numel(), torch.float32), (gate.numel(), torch.float32)]
-    assert kept(gate, up, weight) == sorted(sizes, key=str)
+    assert saved_sizes(gate, up, weight) == sorted(sizes, key=str)
 
 
-def test_under_autocast_the_weight_itself_is_kept_and_no_narrow_copy():
+def test_under_autocast_the_weight_itself_is_saved_and_no_narrow_copy():
     gate, up, weight = drawn((40, 50), 64, 3, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = kept(gate.bfloat16(), up.bfloat16(), weight)
+        found = saved_sizes(gate.bfloat16(), up.bfloat16(), weight)
     assert (weight.numel(), torch.float32) in found
     assert (weight.numel(), torch.bfloat16) not in found
 
 
-def test_where_the_weight_alone_learns_the_product_is_kept():
+def test_where_the_weight_alone_learns_the_product_is_saved_sizes():
     gate, up, weight = drawn((40, 50), 64, 3, torch.float32)
-    assert kept(gate.detach(), up.detach(), weight) == [(gate.numel(), torch.float32)]
+    assert saved_sizes(gate.detach(), up.detach(), weight) == [(gate.numel(), torch.float32)]
 
 
 def test_it_compiles_whole():
@@ -148,12 +149,11 @@ class TestKernels:
     """On a GPU, or in Triton's interpreter."""
 
     @pytest.fixture(autouse=True)
-    def _there(self, monkeypatch):
-        pytest.importorskip("triton")
-        monkeypatch.setattr(gated, "_has_kernels", lambda x: True)
+    def kernels(self):
+        kernels = pytest.importorskip("rebind.ops.triton.gated")
         # A backward pass that begins with a product would be the first to use cuBLAS in autograd's own thread.
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
+        with kernels_on_cpu(), torch.autograd.set_multithreading_enabled(False):
+            yield kernels
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
     @pytest.mark.parametrize("width", [1, 7, 1024, 1500])
@@ -171,53 +171,42 @@ class TestKernels:
             assert one.dtype == dtype
             assert_close(one.cpu().double(), true, 1e-5 if dtype == torch.float32 else 5e-3)
 
-    def test_parts_of_a_wider_tensor_are_read_where_they_are(self):
-        from rebind.ops.triton import gated as kernels
+    def test_parts_of_a_wider_tensor(self, kernels):
+        gate, up = Draw(5).normal(2, 3, 50).float().to(DEVICE).split([20, 30], dim=-1)
+        turned, up = Draw(6).normal(3, 2, 20).float().to(DEVICE).transpose(0, 1), up[..., :20]
+        for first in (gate, turned):
+            product = kernels.forward(first, up)
+            assert_close(product, functional.silu(first) * up, 1e-6)
+            assert product.is_contiguous()
 
-        both = Draw(5).normal(2, 3, 50).float().to(DEVICE)
-        gate, up = both.split([20, 30], dim=-1)
-        assert kernels._in_rows(gate) is gate
-        up = up[..., :20]
-        assert_close(kernels.forward(gate, up), functional.silu(gate) * up, 1e-6)
-        turned = Draw(6).normal(3, 2, 20).float().to(DEVICE).transpose(0, 1)
-        assert kernels._in_rows(turned) is not turned
-        assert_close(kernels.forward(turned, up), functional.silu(turned) * up, 1e-6)
-        assert kernels.forward(turned, up).is_contiguous()
-
-    def test_gates_that_are_wide_open(self):
+    def test_gates_that_are_wide_open(self, kernels):
         """silu is the identity there, and its slope 1."""
         gate = torch.full((1, 3), 3e7, device=DEVICE)
-        from rebind.ops.triton import gated as kernels
-
         d_gate, d_up, product = kernels.backward(torch.ones_like(gate), gate, torch.ones_like(gate))
         assert torch.equal(d_gate, torch.ones_like(gate))
         assert torch.equal(d_up, gate)
         assert torch.equal(product, gate)
 
     def test_kernels_that_are_right_are_trusted(self):
-        assert gated._compare(torch.empty(2, 3, device=DEVICE)) is None
+        assert compare_kernels(torch.empty(2, 3, device=DEVICE)) is None
 
     @pytest.mark.parametrize("wrong", ["forward", "backward"])
-    def test_kernels_that_are_wrong_are_not(self, monkeypatch, wrong):
-        from rebind.ops.triton import gated as kernels
-
+    def test_kernels_that_are_wrong_are_not(self, kernels, monkeypatch, wrong):
         right = getattr(kernels, wrong)
 
-        def broken(*given):
-            found = right(*given)
-            return -found if isinstance(found, torch.Tensor) else (found[0], -found[1], found[2])
+        def broken(*tensors):
+            results = right(*tensors)
+            return -results if isinstance(results, torch.Tensor) else (results[0], -results[1], results[2])
 
         monkeypatch.setattr(kernels, wrong, broken)
-        assert "differ from plain torch by" in gated._compare(torch.empty(2, 3, device=DEVICE))
+        assert "differ from plain torch by" in compare_kernels(torch.empty(2, 3, device=DEVICE))
 
-    def test_kernels_that_do_not_compile_are_not(self, monkeypatch):
-        from rebind.ops.triton import gated as kernels
-
-        def fail(*given):
+    def test_kernels_that_do_not_compile_are_not(self, kernels, monkeypatch):
+        def fail(*tensors):
             raise RuntimeError("no compiler")
 
         monkeypatch.setattr(kernels, "forward", fail)
-        assert "do not compile (no compiler)" in gated._compare(torch.empty(2, 3, device=DEVICE))
+        assert "do not compile (no compiler)" in compare_kernels(torch.empty(2, 3, device=DEVICE))
 
     def test_many_gradients_at_once(self):
         tensors = [tensor.detach().to(DEVICE).requires_grad_() for tensor in drawn((2, 3), 4, 3, torch.float32)]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 
 from rebind.errors import NumericalWarning
-from rebind.ops import step, trust
-from rebind.ops.inputs import checked
+from rebind.ops import scan, step
+from rebind.ops.inputs import ScanInputs
+from rebind.ops.kernels import forget_faults, interpreted
+from rebind.ops.reference import REFERENCE
+from rebind.ops.step import step_in_torch
 from tests.ops.problems import COEFFICIENTS, compare, home, outcome, problem, tolerance_of
 from tests.support import Draw, assert_close
 
@@ -19,33 +21,58 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from rebind.ops.step import _step
-from rebind.ops.triton import TRITON, selfcheck, tiles
+from rebind.ops.triton import TRITON, selfcheck
 from rebind.ops.triton.calls import aligned, call, compile_ahead
 from rebind.ops.triton.decode import decode
-from rebind.ops.triton.launch import INTERPRETED, Plan
+from rebind.ops.triton.launch import LaunchPlan
+from rebind.ops.triton.tiles import Tiles, segments_of
 
+INTERPRETED = interpreted()
 SINGLE = tolerance_of(torch.float32)
+
+
+def compare_segments(case, segments):
+    """Run a scan in segments, which a few long heads on a large device need, and compare it with the reference."""
+    case = case.to(torch.float32)
+
+    def results(run, tensors, dtype):
+        inputs = replace(ScanInputs(**tensors).checked(), keep=True)
+        out, final, saved, backward = run(inputs)
+        draw = Draw(99)
+        slopes = draw.normal(*out.shape).to(out), draw.normal(*final.shape).to(final)
+        return dict(enumerate(x.cpu() for x in (out, final, *backward(saved, *slopes)) if x is not None))
+
+    def kernels(inputs):
+        plan = LaunchPlan(inputs, Tiles.of(inputs), segments)
+        return *plan.forward(), plan.backward
+
+    def reference(inputs):
+        return *REFERENCE.forward(inputs), lambda saved, *slopes: REFERENCE.backward(inputs, saved, *slopes)
+
+    there = {name: x.to(home("triton")) for name, x in case.tensors.items()}
+    with torch.no_grad():
+        got = results(kernels, there, torch.float32)
+    compare(got, results(reference, case.double().tensors, torch.float64), SINGLE)
 
 
 @pytest.mark.parametrize("coefficients", [COEFFICIENTS, ("log_decay",), ("erase",)], ids=str)
 @pytest.mark.parametrize("state", [True, False])
-def test_a_sequence_cut_in_segments_is_the_sequence(monkeypatch, coefficients, state):
-    """Few heads on a large device: segments run side by side, from states that their composed maps give."""
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 64)
-    monkeypatch.setattr(tiles, "SHORTEST", 1)
-    case = problem(200, 6, 40, batch=1, heads=2, coefficients=coefficients, state=state).to(torch.float32)
-    assert Plan.of(checked(**{name: x.to(home("triton")) for name, x in case.tensors.items()})).segments > 4
-    compare(outcome(case, "triton"), outcome(case.double(), "reference"), SINGLE)
+def test_a_sequence_cut_in_segments_is_the_sequence(coefficients, state):
+    """Segments run side by side, from states that their composed maps give."""
+    compare_segments(problem(200, 6, 40, batch=1, heads=2, coefficients=coefficients, state=state), 7)
 
 
 @pytest.mark.parametrize("widths", [(32, 16), (64, 16), (16, 32), (48, 17)], ids=str)
-def test_segments_of_heads_with_wider_keys_stay_inside(monkeypatch, widths):
+def test_segments_of_heads_with_wider_keys_stay_inside(widths):
     """A segment's map has as many columns as keys are wide: those must not be looked for in the values."""
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 64)
-    monkeypatch.setattr(tiles, "SHORTEST", 1)
-    case = problem(100, *widths, batch=1, heads=2).to(torch.float32)
-    compare(outcome(case, "triton"), outcome(case.double(), "reference"), SINGLE)
+    compare_segments(problem(100, *widths, batch=1, heads=2), 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_few_heads_and_long_sequences_are_cut():
+    x = torch.zeros(1, 2**16, 1, 16, device="cuda")
+    inputs = ScanInputs(x, x, x)
+    assert segments_of(inputs, Tiles.of(inputs)) > 1
 
 
 @pytest.mark.parametrize("length", [1.0, 4.0, 60.0] if INTERPRETED else [1.0, 4.0, 1000.0])
@@ -96,16 +123,16 @@ def _copy(x, out, length):
 
 
 @pytest.mark.parametrize("widths", [(1, 1), (24, 40), (64, 64), (200, 16)], ids=str)
-@pytest.mark.parametrize("given", [COEFFICIENTS, ()], ids=["gated", "plain"])
-def test_one_token_is_the_plain_step(widths, given):
+@pytest.mark.parametrize("names", [COEFFICIENTS, ()], ids=["gated", "plain"])
+def test_one_token_is_the_plain_step(widths, names):
     draw, there = Draw(7), home("triton")
     d_k, d_v = widths
     q, k = (draw.unit(3, 2, d_k).float().to(there) for _ in range(2))
     v, state = draw.normal(3, 4, d_v).float().to(there), draw.normal(3, 4, d_v, d_k).float().to(there)
-    numbers = [draw.uniform(3, 4).float().to(there) if name in given else None for name in COEFFICIENTS]
+    numbers = [draw.uniform(3, 4).float().to(there) if name in names else None for name in COEFFICIENTS]
     numbers[0] = None if numbers[0] is None else -numbers[0]
     other = state.clone()
-    assert_close(decode(q, k, v, state, *numbers), _step(q, k, v, other, *numbers), 1e-5)
+    assert_close(decode(q, k, v, state, *numbers), step_in_torch(q, k, v, other, *numbers), 1e-5)
     assert_close(state, other, 1e-5)
 
 
@@ -120,93 +147,62 @@ def test_decoding_is_the_scan():
     assert_close(state.cpu(), expected["final"], 1e-4)
 
 
-def _inputs(dtype=torch.float32, **changes):
+def inputs_of(dtype=torch.float32, **changes):
     tensors = dict(problem(70, 8, 8).to(dtype).tensors, **changes)
-    return checked(**{name: x.to(home("triton")) for name, x in tensors.items()})
+    return ScanInputs(**{name: x.to(home("triton")) for name, x in tensors.items()}).checked()
 
 
-def test_kernels_that_are_right_are_trusted():
-    assert selfcheck._compare(_inputs()) is None
+@pytest.mark.parametrize("cut", [True, False])
+def test_kernels_that_are_right_are_trusted(cut):
+    """In full precision: autocast would round the products that compose segments by more than kernels may be off."""
+    inputs = replace(inputs_of(), log_decay=None)  # nothing fades: a segment's first state is seen to its end
+    with torch.autocast(inputs.v.device.type, dtype=torch.bfloat16):
+        assert selfcheck.compare_kernels(inputs, cut=cut) is None
 
 
-@pytest.mark.parametrize("wrong", ["forward", "backward"])
+@pytest.mark.parametrize("wrong", ["forward", "backward", "segments"])
 def test_kernels_that_are_wrong_are_not(monkeypatch, wrong):
     """As if the compiler had mixed up the signs of one result."""
-    right = getattr(Plan, wrong)
+    name = "backward" if wrong == "backward" else "forward"
+    right, seen = getattr(LaunchPlan, name), []
 
     def broken(plan, *args):
-        first, second, *rest = right(plan, *args)
-        return first, -second, *rest
-
-    monkeypatch.setattr(Plan, wrong, broken)
-    reason = selfcheck._compare(replace(_inputs(), keep=True))
-    assert reason is not None
-    assert "differ from the reference by" in reason
-
-
-def test_what_is_checked_is_what_will_run(monkeypatch):
-    """The tiles of the problem at hand, and segments where it is cut: a wrong map of a segment is found."""
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 64)
-    monkeypatch.setattr(tiles, "SHORTEST", 1)
-    inputs = _inputs()
-    assert selfcheck._compare(inputs) is None
-    seen, right = [], Plan._maps
-
-    def wrong(plan, *args):
         seen.append(plan.tiles)
-        return 2 * right(plan, *args)
+        first, second, *rest = right(plan, *args)
+        return first, second if wrong == "segments" and plan.segments == 1 else -second, *rest
 
-    monkeypatch.setattr(Plan, "_maps", wrong)
-    assert "differ from the reference by" in selfcheck._compare(inputs)
-    assert {*seen} == {tiles.Tiles.of(inputs)}  # on a GPU more than once: everything is compiled first
-
-
-def test_the_check_is_made_in_full_precision(monkeypatch):
-    """Segments are composed by torch's products, which autocast would round by far more than kernels may be off."""
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 64)
-    monkeypatch.setattr(tiles, "SHORTEST", 1)
-    inputs = replace(_inputs(), log_decay=None)  # nothing fades: what a segment begins with is seen to its end
-    with torch.autocast(inputs.v.device.type, dtype=torch.bfloat16):
-        assert selfcheck._compare(inputs) is None
-    asked = []
-
-    @contextmanager
-    def noted(on):
-        asked.append(on)
-        yield
-
-    monkeypatch.setattr(selfcheck, "tensor_float", noted)
-    selfcheck._compare(inputs)
-    assert asked == [False]
+    monkeypatch.setattr(LaunchPlan, name, broken)
+    inputs = replace(inputs_of(), keep=True)
+    fault = selfcheck.compare_kernels(inputs, cut=wrong == "segments")
+    assert "differ from the reference by" in fault
+    assert {*seen} == {Tiles.of(inputs)}, "the tiles of the problem at hand"
 
 
 def test_kernels_that_do_not_compile_are_not_trusted(monkeypatch):
     def fail(plan):
         raise RuntimeError("ptxas died")
 
-    monkeypatch.setattr(Plan, "forward", fail)
-    assert "do not compile (ptxas died)" in selfcheck._compare(_inputs())
+    monkeypatch.setattr(LaunchPlan, "forward", fail)
+    assert "do not compile (ptxas died)" in selfcheck.compare_kernels(inputs_of())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_wrong_kernels_give_way_aloud(monkeypatch):
-    from rebind.ops import scan
-
-    monkeypatch.setattr(trust, "_known", {})
-    monkeypatch.setattr(selfcheck, "_compare", lambda inputs: "the kernels are wrong")
-    inputs = _inputs()
-    with pytest.warns(NumericalWarning, match="the kernels are wrong: the slower chunked backend runs instead"):
+def test_wrong_kernels_give_way_with_a_warning(monkeypatch):
+    forget_faults()
+    monkeypatch.setattr(selfcheck, "compare_kernels", lambda inputs, cut: "the kernels are wrong")
+    inputs = inputs_of()
+    with pytest.warns(NumericalWarning, match="the kernels are wrong; the slower chunked backend runs instead"):
         out, _ = scan(inputs.q, inputs.k, inputs.v)
+    forget_faults()
     assert_close(out.cpu(), scan(inputs.q.cpu(), inputs.k.cpu(), inputs.v.cpu())[0], 1e-4)
 
 
 def test_what_kernels_refuse():
-    refuses = lambda **changes: TRITON.refuses(_inputs(**changes))
-    assert refuses() is None
+    assert TRITON.refuses(inputs_of()) is None
     wide = torch.zeros(2, 70, 3, 300)
-    assert "300 and 8 wide" in TRITON.refuses(_inputs(q=wide, k=wide, state=torch.zeros(2, 3, 8, 300)))
-    assert "float64" in TRITON.refuses(_inputs(torch.float64))
-    narrow = TRITON.refuses(_inputs(torch.bfloat16))
+    assert "300 and 8 wide" in TRITON.refuses(inputs_of(q=wide, k=wide, state=torch.zeros(2, 3, 8, 300)))
+    assert "float64" in TRITON.refuses(inputs_of(torch.float64))
+    narrow = TRITON.refuses(inputs_of(torch.bfloat16))
     assert "bits of bfloat16" in narrow if INTERPRETED else narrow is None
 
 
@@ -214,37 +210,37 @@ def test_a_kernel_is_for_the_tensors_that_are_aligned():
     """Compiled where one tensor begins anywhere, it may count on the others: it is not the one for another of them."""
     whole, odd = torch.zeros(16), torch.zeros(17)[1:]
     assert aligned(whole, odd) != aligned(odd, whole)
-    assert aligned(whole, None) == (True, True)
+    assert aligned(whole, None) == (True, None)
 
 
 class _Kernel:
-    """What `call` needs of a kernel, and a note of what it was asked."""
+    """What `call` needs of a kernel, and a record of its calls."""
 
     arg_names = ("x", "SIZE")
 
     def __init__(self, problem: Exception | None = None) -> None:
-        self.asked: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
         self.problem = problem
 
-    def warmup(self, *given: object, grid: tuple[int, ...], **constants: object) -> None:
-        self.asked.append(("compile", given, grid, constants))
+    def warmup(self, *tensors: object, grid: tuple[int, ...], **constants: object) -> None:
+        self.calls.append(("compile", tensors, grid, constants))
         if self.problem is not None:
             raise self.problem
 
     def __getitem__(self, grid: tuple[int, ...]):
-        return lambda *given, **constants: self.asked.append(("run", given, grid, constants))
+        return lambda *tensors, **constants: self.calls.append(("run", tensors, grid, constants))
 
 
 def test_kernels_are_compiled_ahead_and_not_run():
     kernel = _Kernel()
     compile_ahead(lambda: call(kernel, (3,), (), (1,), warps=4, SIZE=2))
-    assert kernel.asked == [("compile", (1,), (3,), {"SIZE": 2, "num_warps": 4})]
+    assert kernel.calls == [("compile", (1,), (3,), {"SIZE": 2, "num_warps": 4})]
     call(kernel, (3,), (), (1,), warps=4, SIZE=2)
-    assert kernel.asked[1] == ("run", (1,), (3,), {"SIZE": 2, "num_warps": 4})
+    assert kernel.calls[1] == ("run", (1,), (3,), {"SIZE": 2, "num_warps": 4})
 
 
 def test_what_does_not_compile_ahead_is_left_to_the_call():
     kernel = _Kernel(RuntimeError("no"))
     compile_ahead(lambda: call(kernel, (3,), (), (1,), warps=4, SIZE=2))
     call(kernel, (3,), (), (1,), warps=4, SIZE=2)
-    assert [what for what, *_ in kernel.asked] == ["compile", "run"]
+    assert [what for what, *_ in kernel.calls] == ["compile", "run"]

@@ -1,11 +1,15 @@
-"""The scan on a GPU, in Triton.
+"""The scan on a GPU, in Triton, and the kernels of the other operations.
 
-`prepare`: what a chunk is without its state, for all chunks at once. `forward`: states and outputs, chunk after chunk.
-`backward`: the states' gradients, chunk after chunk the other way, then everything else for all chunks at once. Where
-heads are too few to fill the device, sequences are cut in segments, each segment's effect on any state is found first
-(writes compose), and all segments then run side by side.
+- `prepare`: everything about a chunk that does not depend on the state, for all chunks at once.
+- `forward`: states and outputs, chunk after chunk. `backward`: the states' gradients, chunk after chunk the other way,
+  then everything else for all chunks at once.
+- `launch`: which kernels run; `places`: where tokens and chunks are; `tiles`: all tuning; `calls`: quick calls of
+  compiled kernels; `selfcheck`: the comparison with the reference.
+- `decode`: one token. `convolution`, `entropy`, `gated`, `norm`: the operations of the same names in `rebind.ops`.
 
-Nothing here waits for the device but the self-check, once for each kind of problem.
+Where heads are too few to fill the device, sequences are cut in segments, each segment's effect on any state is
+computed first (writes compose), and all segments then run side by side. Nothing here waits for the device except the
+self-check, once for each kind of problem.
 """
 
 from __future__ import annotations
@@ -14,30 +18,31 @@ import torch
 from torch import Tensor
 
 from rebind.ops.backend import Gradients
-from rebind.ops.inputs import Inputs
+from rebind.ops.inputs import ScanInputs
 from rebind.ops.triton.decode import decode
-from rebind.ops.triton.launch import Plan
-from rebind.ops.triton.selfcheck import trusted
+from rebind.ops.triton.launch import LaunchPlan
+from rebind.ops.triton.selfcheck import fault_of
+
+__all__ = ["TRITON", "Triton", "decode"]
 
 
 class Triton:
-    """Kernels for the whole recurrence: decay, erase and write a token; any head sizes up to 256."""
+    """Kernels for the whole recurrence: decay, erase and write per token; any head sizes up to 256."""
 
     name = "triton"
-    step = staticmethod(decode)  # one token, in place on the state
 
-    def refuses(self, inputs: Inputs) -> str | None:
-        return Plan.refuses(inputs) or trusted(inputs)
+    def refuses(self, inputs: ScanInputs) -> str | None:
+        return LaunchPlan.refuses(inputs) or fault_of(inputs)
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
-        return Plan.of(inputs).forward()
+    def forward(self, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+        return LaunchPlan.of(inputs).forward()
 
-    def saved_like(self, inputs: Inputs) -> list[Tensor]:
-        return Plan.of(inputs).saved_like()
+    def saved_like(self, inputs: ScanInputs) -> list[Tensor]:
+        return LaunchPlan.of(inputs).saved_like()
 
-    def backward(self, inputs: Inputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
+    def backward(self, inputs: ScanInputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
         with torch.no_grad():
-            return Plan.of(inputs).backward(saved, d_out, d_final)
+            return LaunchPlan.of(inputs).backward(saved, d_out, d_final)
 
 
 TRITON = Triton()

@@ -1,6 +1,6 @@
 """The gradients: states walked backwards, then everything else, many chunks at once.
 
-With the forward of `forward.py`, a bar for a gradient, S the state before a chunk and S' the one after it:
+With the notation of `forward.py`, a bar for a gradient, S the state before a chunk and S' the one after it:
 
     Ū = Pᵀ Ō + diag(γ_C/γ) K S̄'          R̄ = Tᵀ Ū          V̄ = diag(η) R̄
     S̄ = γ_C S̄' + Qᵀ diag(γ) Ō − Kᵀ diag(ε γ) R̄                    (walked backwards; R̄ and S̄' are stored)
@@ -45,8 +45,8 @@ def walk_backward(
     H,
     G,
     segment,
-    Dk: tl.constexpr,
-    Dv: tl.constexpr,
+    D_K: tl.constexpr,
+    D_V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
@@ -59,19 +59,19 @@ def walk_backward(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program a (block of columns, sequence and head, segment). STORE leaves R̄ and S̄' for `all_gradients`."""
+    """One program per (block of columns, sequence and head, segment). STORE saves R̄ and S̄' for the other kernels."""
     block, sequence_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, head = sequence_head // H, sequence_head % H
     begin, length, first_chunk = sequence_at(n, boundaries, first, T, NT, PACKED)
     dtype = k.dtype.element_ty
     low = part * segment
     high = tl.minimum(low + segment, tl.cdiv(length, C))
-    place = ((n * tl.num_programs(2) + part).to(tl.int64) * H + head) * (Dv * Dk)
+    place = ((n * tl.num_programs(2) + part).to(tl.int64) * H + head) * (D_V * D_K)
     row = tl.arange(0, BK)
     local = block * BV
     column = local + tl.arange(0, BV)
-    inside = (row < Dk)[:, None] & (column < Dv)[None, :]
-    where = place + column[None, :] * Dk + row[:, None]
+    inside = (row < D_K)[:, None] & (column < D_V)[None, :]
+    where = place + column[None, :] * D_K + row[:, None]
     dS = tl.zeros([BK, BV], tl.float32)
     if FINAL:
         dS = tl.load(d_final + where, mask=inside, other=0.0).to(tl.float32)
@@ -79,13 +79,13 @@ def walk_backward(
     for back in tl.range(0, high - low, num_stages=STAGES):
         number = high - 1 - back
         here = (first_chunk + number) * H + head
-        b_k = load_rows(k, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
-        b_q = load_rows(q, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
+        b_k = load_rows(k, begin, number * C, length, head // G, H // G, D_K, 0, BK, C)
+        b_q = load_rows(q, begin, number * C, length, head // G, H // G, D_K, 0, BK, C)
         b_p = load_tile(products, here, 0, 0, C, C, C, C)
-        b_do = load_rows(d_out, begin, number * C, length, head, H, Dv, local, BV, C)
+        b_do = load_rows(d_out, begin, number * C, length, head, H, D_V, local, BV, C)
         ds = dS.to(dtype)
         if STORE:
-            store_tile(d_states, ds, here, 0, local, Dk, Dv, BK, BV)
+            store_tile(d_states, ds, here, 0, local, D_K, D_V, BK, BV)
         dU = tl.dot(b_k, ds, input_precision=PRECISION)
         if DECAY:
             dU *= load_numbers(table, here, 1, C)[:, None]
@@ -94,7 +94,7 @@ def walk_backward(
             b_t = load_tile(inverses, here, 0, 0, C, C, C, C)
             dU = tl.dot(tl.trans(b_t), dU.to(dtype), input_precision=PRECISION)
         if STORE:
-            store_rows(d_written, dU, begin, number * C, length, head, H, Dv, local, BV, C)
+            store_rows(d_written, dU, begin, number * C, length, head, H, D_V, local, BV, C)
         if DECAY:
             dS *= tl.load(table + here * (5 * C) + C - 1)
             b_do = (b_do * load_numbers(table, here, 0, C)[:, None]).to(dtype)
@@ -133,8 +133,8 @@ def row_gradients(
     H,
     G,
     run,
-    Dk: tl.constexpr,
-    Dv: tl.constexpr,
+    D_K: tl.constexpr,
+    D_V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
@@ -146,9 +146,9 @@ def row_gradients(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """What a token does to those before it: one program a run of chunks of a head. dq and dk are a value head's.
+    """What a token does to those before it: one program per run of chunks of a head. dq and dk are per value head.
 
-    Leaves diag(ε) X in dk, P̄ and diag(ε) Ā for `column_gradients`, and q·q̄ − η η̄ in `d_sums`.
+    It leaves diag(ε) X in dk, P̄ and diag(ε) Ā for `column_gradients`, and q·q̄ − η η̄ in `d_sums`.
     """
     group, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
@@ -171,19 +171,19 @@ def row_gradients(
         dP = tl.zeros([C, C], tl.float32)
         dA = tl.zeros([C, C], tl.float32)
         d_eta = tl.zeros([C], tl.float32)
-        for at in tl.static_range(0, Dv, BV):
-            b_do = load_rows(d_out, begin, start, length, head, H, Dv, at, BV, C)
-            b_u = load_rows(written, begin, start, length, head, H, Dv, at, BV, C)
+        for at in tl.static_range(0, D_V, BV):
+            b_do = load_rows(d_out, begin, start, length, head, H, D_V, at, BV, C)
+            b_u = load_rows(written, begin, start, length, head, H, D_V, at, BV, C)
             dP = tl.dot(b_do, tl.trans(b_u), acc=dP, input_precision=PRECISION)
             if ERASE or WRITE or DECAY:
-                b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
+                b_dr = load_rows(d_written, begin, start, length, head, H, D_V, at, BV, C)
             if SOLVE:
                 dA = tl.dot(b_dr, tl.trans(b_u), acc=dA, input_precision=PRECISION)
             if WRITE or DECAY:
-                b_v = load_rows(v, begin, start, length, head, H, Dv, at, BV, C)
+                b_v = load_rows(v, begin, start, length, head, H, D_V, at, BV, C)
                 d_eta += tl.sum(b_v.to(tl.float32) * b_dr.to(tl.float32), 1)
             if WRITE:  # else it is R̄
-                store_rows(dv, b_dr.to(tl.float32) * eta[:, None], begin, start, length, head, H, Dv, at, BV, C)
+                store_rows(dv, b_dr.to(tl.float32) * eta[:, None], begin, start, length, head, H, D_V, at, BV, C)
         ratio = tl.exp(tl.where(lower, g[:, None] - g[None, :], FLOOR * 4).to(tl.float32))
         p = (dP * ratio).to(dtype)
         a = tl.where(i[:, None] > i[None, :], -dA * ratio, 0.0)
@@ -193,31 +193,31 @@ def row_gradients(
 
         d_g = -eta * d_eta
         d_eps = tl.zeros([C], tl.float32)
-        for kat in tl.static_range(0, Dk, BK):
-            b_k = load_rows(k, begin, start, length, head // G, H // G, Dk, kat, BK, C)
+        for kat in tl.static_range(0, D_K, BK):
+            b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
             b_dq = tl.zeros([C, BK], tl.float32)
             X = tl.zeros([C, BK], tl.float32)
-            for at in tl.static_range(0, Dv, BV):
-                if Dv > BV:  # else they are still here
-                    b_do = load_rows(d_out, begin, start, length, head, H, Dv, at, BV, C)
+            for at in tl.static_range(0, D_V, BV):
+                if D_V > BV:  # else they are still loaded
+                    b_do = load_rows(d_out, begin, start, length, head, H, D_V, at, BV, C)
                     if ERASE:
-                        b_dr = load_rows(d_written, begin, start, length, head, H, Dv, at, BV, C)
-                b_s = load_tile(states, here, kat, at, Dk, Dv, BK, BV)
+                        b_dr = load_rows(d_written, begin, start, length, head, H, D_V, at, BV, C)
+                b_s = load_tile(states, here, kat, at, D_K, D_V, BK, BV)
                 b_dq = tl.dot(b_do, tl.trans(b_s), acc=b_dq, input_precision=PRECISION)
                 if ERASE:
                     X = tl.dot(b_dr, tl.trans(b_s), acc=X, input_precision=PRECISION)
             b_dq *= gamma[:, None]
             b_dq = tl.dot(p, b_k, acc=b_dq, input_precision=PRECISION)
-            store_rows(dq, b_dq, begin, start, length, head, H, Dk, kat, BK, C)
+            store_rows(dq, b_dq, begin, start, length, head, H, D_K, kat, BK, C)
             if DECAY:
-                b_q = load_rows(q, begin, start, length, head // G, H // G, Dk, kat, BK, C)
+                b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
                 d_g += tl.sum(b_q.to(tl.float32) * b_dq, 1)
             if ERASE:
                 X *= -gamma[:, None]
                 if SOLVE:
                     X = tl.dot(a.to(dtype), b_k, acc=X, input_precision=PRECISION)
                 d_eps += tl.sum(b_k.to(tl.float32) * X, 1)
-                store_rows(dk, eps[:, None] * X, begin, start, length, head, H, Dk, kat, BK, C)
+                store_rows(dk, eps[:, None] * X, begin, start, length, head, H, D_K, kat, BK, C)
         if WRITE:
             tl.store(d_write + flat, d_eta.to(d_write.dtype.element_ty), mask=mask)
         if ERASE:
@@ -249,8 +249,8 @@ def column_gradients(
     H,
     G,
     run,
-    Dk: tl.constexpr,
-    Dv: tl.constexpr,
+    D_K: tl.constexpr,
+    D_V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
@@ -261,7 +261,7 @@ def column_gradients(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """What those after a token do to its key and its decay: one program a run of chunks of a head."""
+    """What later tokens do to a key and a decay: one program per run of chunks of a head."""
     group, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
     i = tl.arange(0, C)
@@ -275,28 +275,28 @@ def column_gradients(
         if SOLVE:
             b_a = load_tile(d_erased, here, 0, 0, C, C, C, C)
         anchor = 0.0
-        for kat in tl.static_range(0, Dk, BK):
+        for kat in tl.static_range(0, D_K, BK):
             b_dk = tl.zeros([C, BK], tl.float32)
-            kept = tl.zeros([BK], tl.float32)  # ⟨S, S̄'⟩, a row of the state each
-            for at in tl.static_range(0, Dv, BV):
-                b_u = load_rows(written, begin, start, length, head, H, Dv, at, BV, C)
-                b_ds = load_tile(d_states, here, kat, at, Dk, Dv, BK, BV)
+            retained = tl.zeros([BK], tl.float32)  # ⟨S, S̄'⟩, for each row of the state
+            for at in tl.static_range(0, D_V, BV):
+                b_u = load_rows(written, begin, start, length, head, H, D_V, at, BV, C)
+                b_ds = load_tile(d_states, here, kat, at, D_K, D_V, BK, BV)
                 b_dk = tl.dot(b_u, tl.trans(b_ds), acc=b_dk, input_precision=PRECISION)
                 if DECAY:
-                    b_s = load_tile(states, here, kat, at, Dk, Dv, BK, BV)
-                    kept += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
+                    b_s = load_tile(states, here, kat, at, D_K, D_V, BK, BV)
+                    retained += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
             b_dk *= tail[:, None]
-            b_k = load_rows(k, begin, start, length, head // G, H // G, Dk, kat, BK, C)
-            if DECAY:  # ⟨S', S̄'⟩: what was kept, and the chunk's own writes
-                anchor += tl.sum(kept, 0) * tl.load(table + here * (5 * C) + C - 1)
+            b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+            if DECAY:  # ⟨S', S̄'⟩: what was retained, and the chunk's own writes
+                anchor += tl.sum(retained, 0) * tl.load(table + here * (5 * C) + C - 1)
                 anchor += tl.sum(tl.sum(b_k.to(tl.float32) * b_dk, 1), 0)
-            b_q = load_rows(q, begin, start, length, head // G, H // G, Dk, kat, BK, C)
+            b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
             b_dk = tl.dot(tl.trans(b_p), b_q, acc=b_dk, input_precision=PRECISION)
             if SOLVE:
                 b_dk = tl.dot(tl.trans(b_a), b_k, acc=b_dk, input_precision=PRECISION)
             if ERASE:
-                b_dk += load_rows(dk, begin, start, length, head, H, Dk, kat, BK, C).to(tl.float32)
-            store_rows(dk, b_dk, begin, start, length, head, H, Dk, kat, BK, C)
+                b_dk += load_rows(dk, begin, start, length, head, H, D_K, kat, BK, C).to(tl.float32)
+            store_rows(dk, b_dk, begin, start, length, head, H, D_K, kat, BK, C)
         if DECAY:
             token = start + i
             flat = (begin + token) * H + head

@@ -1,4 +1,4 @@
-"""One token for every memory of a batch: one kernel, the state read and written once."""
+"""One token for every memory of a batch, in one kernel that reads and writes the state once."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def _decode(
     out,
     H,
     G,
-    Dk: tl.constexpr,
-    Dv: tl.constexpr,
+    D_K: tl.constexpr,
+    D_V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
     ERASE: tl.constexpr,
     WRITE: tl.constexpr,
 ):
-    """One program a (block of a state's rows, memory): W [Dv, Dk] ← α W + u kᵀ, u = η v − ε α W k; o = W q."""
+    """One program per (block of a state's rows, memory): W [D_V, D_K] ← α W + u kᵀ, u = η v − ε α W k; o = W q."""
     block, place = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = block * BV + tl.arange(0, BV)
     column = tl.arange(0, BK)
-    inside = (row < Dv)[:, None] & (column < Dk)[None, :]
-    at = state + place * (Dv * Dk) + row[:, None] * Dk + column[None, :]
-    key = (place // H * (H // G) + place % H // G) * Dk + column
+    inside = (row < D_V)[:, None] & (column < D_K)[None, :]
+    at = state + place * (D_V * D_K) + row[:, None] * D_K + column[None, :]
+    key = (place // H * (H // G) + place % H // G) * D_K + column
     W = tl.load(at, mask=inside, other=0.0)
-    b_k = tl.load(k + key, mask=column < Dk, other=0.0).to(tl.float32)
-    b_q = tl.load(q + key, mask=column < Dk, other=0.0).to(tl.float32)
-    u = tl.load(v + place * Dv + row, mask=row < Dv, other=0.0).to(tl.float32)
+    b_k = tl.load(k + key, mask=column < D_K, other=0.0).to(tl.float32)
+    b_q = tl.load(q + key, mask=column < D_K, other=0.0).to(tl.float32)
+    u = tl.load(v + place * D_V + row, mask=row < D_V, other=0.0).to(tl.float32)
     if DECAY:
         W *= tl.exp(tl.load(log_decay + place).to(tl.float32))
     if WRITE:
@@ -47,7 +47,7 @@ def _decode(
         u -= tl.load(erase + place).to(tl.float32) * tl.sum(W * b_k[None, :], 1)
     W += u[:, None] * b_k[None, :]
     tl.store(at, W, mask=inside)
-    tl.store(out + place * Dv + row, tl.sum(W * b_q[None, :], 1).to(out.dtype.element_ty), mask=row < Dv)
+    tl.store(out + place * D_V + row, tl.sum(W * b_q[None, :], 1).to(out.dtype.element_ty), mask=row < D_V)
 
 
 def decode(
@@ -59,18 +59,17 @@ def decode(
     erase: Tensor | None,
     write: Tensor | None,
 ) -> Tensor:
-    """The output [B, H, Dv]; `state` [B, H, Dv, Dk] in float32, contiguous, is changed in place."""
+    """Return the output [B, H, d_v]; `state` [B, H, d_v, d_k] in float32, contiguous, is changed in place."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     log_decay, erase, write = (x if x is None else x.contiguous() for x in (log_decay, erase, write))
-    rows, heads, Dv = v.shape
-    Dk = k.shape[2]
+    (rows, heads, d_v), d_k = v.shape, k.shape[2]
     out = torch.empty_like(v)
-    wide = max(16, triton.next_power_of_2(Dk))
-    tall = min(max(16, triton.next_power_of_2(Dv)), max(4096 // wide, 1))
+    wide = max(16, triton.next_power_of_2(d_k))
+    tall = min(max(16, triton.next_power_of_2(d_v)), max(4096 // wide, 1))
     with torch.cuda.device_of(v):
-        _decode[(triton.cdiv(Dv, tall), rows * heads)](
+        _decode[(triton.cdiv(d_v, tall), rows * heads)](
             q, k, v, state, log_decay, erase, write, out, heads, heads // k.shape[1],
-            Dk=Dk, Dv=Dv, BK=wide, BV=tall,
+            D_K=d_k, D_V=d_v, BK=wide, BV=tall,
             DECAY=log_decay is not None, ERASE=erase is not None, WRITE=write is not None,
         )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
-"""Cross-entropy from logits, a row a program, and its slope written over them.
+"""Cross-entropy from logits, one row per program, and its gradient written over them.
 
     loss = log Σ exp(x) − x[target]      slope = exp(x) / Σ exp(x) − [word = target]
 
-A row is read twice: for its largest logit and the sum of exponentials below it, found together, and for the slope.
+A row is read twice: once for its largest logit and the sum of exponentials, and once for the slope.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARPS = 8
 
 @triton.jit
 def _exp(x):
-    """By base 2, which takes half the instructions."""
+    """Return exp(x) by base 2, which takes half the instructions."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -47,7 +47,7 @@ def _row_losses(
                 tl.store(logits + word, tl.zeros([BLOCK], kind), mask=word < WORDS)
     else:
         known = (target >= 0) & (target < WORDS)
-        asked = tl.load(logits + target, mask=known, other=0.0).to(tl.float32)  # before slopes are written
+        wanted = tl.load(logits + target, mask=known, other=0.0).to(tl.float32)  # before slopes are written
         largest = float("-inf")
         total = 0.0
         for first in range(0, WORDS, BLOCK):
@@ -58,7 +58,7 @@ def _row_losses(
             total = total * _exp(largest - base) + tl.sum(_exp(x - base), 0)
             largest = above
         total = tl.where(known, total, float("nan"))
-        tl.store(losses + row, largest - asked + tl.log(total))
+        tl.store(losses + row, largest - wanted + tl.log(total))
         if SLOPE:
             share = 1 / total
             place = target.to(tl.int32)
@@ -71,7 +71,7 @@ def _row_losses(
 
 
 def row_losses(logits: Tensor, targets: Tensor, slope: bool) -> Tensor:
-    """Losses [n] in float32 of contiguous logits [n, words], which with `slope` hold their slope afterwards."""
+    """Return the losses [n] in float32 of contiguous logits [n, words], which `slope` overwrites by their gradient."""
     rows, words = logits.shape
     targets = targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

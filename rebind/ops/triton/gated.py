@@ -1,4 +1,4 @@
-"""silu(g) · u, and its gradients with the product itself, element by element in one kernel each."""
+"""silu(g) · u, and its gradients with the product itself, element by element, in one kernel each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rebind.ops.triton.calls import aligned, call
 
-BLOCK = 1024  # elements of a program
+BLOCK = 1024  # elements per program
 
 
 @triton.jit
 def _places(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's row, columns, and which of them are there."""
+    """Return this program's row, its columns, and which of them exist."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     column = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -25,7 +25,7 @@ def _places(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _forward(gate, up, out, GATE: tl.constexpr, UP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """GATE and UP: from one row to the next."""
+    """GATE and UP are the strides of their rows."""
     row, column, inside = _places(WIDTH, BLOCK)
     g = tl.load(gate + row * GATE + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * UP + column, mask=inside, other=0.0).to(tl.float32)
@@ -59,7 +59,7 @@ def _backward(
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up [..., width], contiguous."""
+    """Return silu(gate) · up [..., width], contiguous."""
     gate, up = _in_rows(gate), _in_rows(up)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _launch(_forward, gate, up, (gate, up, out))
@@ -67,11 +67,11 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def backward(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate and up from that of their product, and the product."""
+    """Return the gradients of gate and up from that of their product, and the product."""
     slope, gate, up = slope.contiguous(), _in_rows(gate), _in_rows(up)
-    made = [torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(3)]
-    _launch(_backward, gate, up, (slope, gate, up, *made))
-    return made[0], made[1], made[2]
+    d_gate, d_up, product = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(3))
+    _launch(_backward, gate, up, (slope, gate, up, d_gate, d_up, product))
+    return d_gate, d_up, product
 
 
 def _launch(kernel: Any, gate: Tensor, up: Tensor, tensors: tuple[Tensor, ...]) -> None:
@@ -83,19 +83,19 @@ def _launch(kernel: Any, gate: Tensor, up: Tensor, tensors: tuple[Tensor, ...]) 
             (gate.device, *(tensor.dtype for tensor in tensors), aligned(*tensors)),
             tensors,
             warps=4,
-            GATE=_row(gate),
-            UP=_row(up),
+            GATE=_row_stride(gate),
+            UP=_row_stride(up),
             WIDTH=width,
             BLOCK=BLOCK,
         )
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """x with its rows side by side or evenly spaced, as part of a wider tensor has them; copied where it is neither."""
+    """Return x with its rows evenly spaced, as a part of a wider tensor has them; a copy if they are not."""
     last = x.stride(-1) == 1 or x.shape[-1] == 1
     even = all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.ndim - 2))
     return x if last and even else x.contiguous()
 
 
-def _row(x: Tensor) -> int:
+def _row_stride(x: Tensor) -> int:
     return x.stride(-2) if x.ndim > 1 else x.shape[-1]

@@ -1,8 +1,7 @@
-"""Which kernels run, and what they hand to one another."""
+"""Which kernels run, and what they pass to one another."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rebind.ops.backend import Gradients
-from rebind.ops.inputs import Inputs
+from rebind.ops.inputs import ScanInputs
+from rebind.ops.kernels import interpreted
 from rebind.ops.triton.backward import column_gradients, row_gradients, walk_backward
 from rebind.ops.triton.calls import aligned, call
 from rebind.ops.triton.forward import walk_forward
@@ -19,39 +19,39 @@ from rebind.ops.triton.places import Places
 from rebind.ops.triton.prepare import NUMBERS, prepare_plain, prepare_solve
 from rebind.ops.triton.tiles import Tiles, segments_of
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 WIDEST = 256  # largest head size: a state's columns and a chunk's keys must fit in a multiprocessor
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class LaunchPlan:
     """One scan, ready to be launched."""
 
-    inputs: Inputs
+    inputs: ScanInputs
     tiles: Tiles
-    segments: int = 1  # parts that a sequence is cut in
+    segments: int = 1  # number of segments into which a sequence is cut
 
     @staticmethod
-    def refuses(inputs: Inputs) -> str | None:
-        """Why these inputs cannot run on kernels, or None."""
-        if not (inputs.q.is_cuda or INTERPRETED):
-            return f"the tensors are on {inputs.q.device.type}, kernels want a CUDA device"
-        if INTERPRETED and inputs.v.dtype == torch.bfloat16:
+    def refuses(inputs: ScanInputs) -> str | None:
+        """Return why these inputs cannot run on kernels, or None."""
+        if not (inputs.q.is_cuda or interpreted()):
+            return f"the tensors are on {inputs.q.device.type}, and its kernels need a CUDA device"
+        if interpreted() and inputs.v.dtype == torch.bfloat16:
             return "Triton's interpreter multiplies the bits of bfloat16 as integers"
         if inputs.v.dtype == torch.float64:
             return "float64 has no tensor cores to run on"
-        if max(inputs.k.shape[3], inputs.v.shape[3]) > WIDEST:
-            return f"heads are {inputs.k.shape[3]} and {inputs.v.shape[3]} wide, the kernels take up to {WIDEST}"
+        if max(inputs.d_k, inputs.d_v) > WIDEST:
+            return f"heads are {inputs.d_k} and {inputs.d_v} wide, and its kernels take up to {WIDEST}"
         if inputs.chunk not in (None, 64 if inputs.v.element_size() == 2 else 32):
-            return f"chunk={inputs.chunk}, the kernels are made for one size: leave it out"
+            return f"the chunk size is {inputs.chunk}, and its kernels have a fixed one"
         if inputs.mini_batch is not None and inputs.mini_batch not in (16, 32, 64):
-            return f"mini_batch={inputs.mini_batch}, the kernels take 16, 32 and 64"
+            return f"the mini-batch size is {inputs.mini_batch}, and its kernels take 16, 32 and 64"
         if not inputs.v.numel() or not inputs.k.numel():
             return "there is nothing to compute"
         return None
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Plan:
+    def of(cls, inputs: ScanInputs) -> LaunchPlan:
+        """Return the plan with the tiles and segments that suit these inputs."""
         tiles = Tiles.of(inputs)
         return cls(inputs, tiles, segments_of(inputs, tiles))
 
@@ -60,17 +60,13 @@ class Plan:
         return Places.of(self.inputs, self.tiles.chunk)
 
     @property
-    def solves(self) -> bool:
-        return self.inputs.erase is not None and self.inputs.mini_batch is None
-
-    @property
     def changes(self) -> bool:
-        """Whether what is written, U, is another thing than the values."""
+        """Whether what is written, U, differs from the values."""
         return self.inputs.erase is not None or self.inputs.write is not None
 
     @property
     def segment(self) -> int:
-        """Chunks in a segment."""
+        """Number of chunks in a segment."""
         return -(-self.places.chunks // self.segments)
 
     def forward(self) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -89,14 +85,14 @@ class Plan:
         if not inputs.keep:
             return out, final, []
         saved = [products, table, sums, written, states]
-        saved += [inverses] if self.solves else []
+        saved += [inverses] if self.inputs.solves else []
         saved += [maps] if maps is not None else []
         return out, final, saved
 
     def backward(self, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
         inputs, tiles = self.inputs, self.tiles
         products, table, sums, written, states, *rest = saved
-        inverses = rest[0] if self.solves else products
+        inverses = rest[0] if self.inputs.solves else products
         with torch.cuda.device_of(inputs.v):
             written = written if self.changes else self._v
             d_written, d_states = torch.empty_like(written), torch.empty_like(states)
@@ -105,31 +101,20 @@ class Plan:
                 d_ends = self._walk_back(inverses, products, table, d_out, None, d_written, d_states, store=False)
                 ends = self._ends(rest[-1], d_ends, d_final)
             d_state = self._walk_back(inverses, products, table, d_out, ends, d_written, d_states, store=True)
-            wide = (*inputs.v.shape[:3], inputs.k.shape[3])
+            wide = (*inputs.v.shape[:3], inputs.d_k)
             dq, dk = (inputs.k.new_empty(wide) for _ in range(2))
-            # V̄ = diag(η) R̄. Each program reads R̄ before it writes V̄: they share their memory where it is read once.
-            shares = inputs.write is None or inputs.v.shape[3] <= tiles.value_part
+            # V̄ = diag(η) R̄. Each program reads R̄ before it writes V̄: they share their memory if it is read once.
+            shares = inputs.write is None or inputs.d_v <= tiles.value_part
             dv = d_written if shares else torch.empty_like(written)
-            decay, erase, write = (
-                None if given is None else torch.empty_like(given)
-                for given in (inputs.log_decay, inputs.erase, inputs.write)
-            )
+            decay, erase, write = (None if x is None else torch.empty_like(x) for x in inputs.tensors[3:6])
             d_products = torch.empty_like(products)
-            d_erased = torch.empty_like(products) if self.solves else d_products
+            d_erased = torch.empty_like(products) if inputs.solves else d_products
             d_sums = torch.empty_like(table[:, :, 0])
-            run = tiles.run
-            grid = (-(-self.places.chunks // run), self.places.rows * inputs.heads)
+            grid = (-(-self.places.chunks // tiles.run), self.places.rows * inputs.heads)
             constants = {
-                "Dk": inputs.k.shape[3],
-                "Dv": inputs.v.shape[3],
+                **self._constants,
                 "BK": tiles.key_part,
                 "BV": tiles.value_part,
-                "C": tiles.chunk,
-                "DECAY": inputs.log_decay is not None,
-                "ERASE": inputs.erase is not None,
-                "SOLVE": self.solves,
-                "PACKED": inputs.cu_seqlens is not None,
-                "PRECISION": self._precision,
                 "STAGES": self._stages(tiles.gradient_stages),
             }
             call(
@@ -139,11 +124,10 @@ class Plan:
                 (
                     *(self._q, self._k, self._v, table, sums, written, states, d_out, d_written),
                     *(dq, dk, dv, erase, write, d_products, d_erased, d_sums),
-                    *self._everywhere,
-                    run,
+                    *self._all_chunks,
+                    tiles.run,
                 ),
                 warps=tiles.gradient_warps,
-                WRITE=inputs.write is not None,
                 **constants,
             )
             call(
@@ -153,8 +137,8 @@ class Plan:
                 (
                     *(self._q, self._k, inputs.log_decay, table, written, states, d_states),
                     *(d_products, d_erased, d_sums, dk, decay),
-                    *self._everywhere,
-                    run,
+                    *self._all_chunks,
+                    tiles.run,
                 ),
                 warps=tiles.gradient_warps,
                 **constants,
@@ -166,15 +150,15 @@ class Plan:
         return dq, dk, dv, decay, erase, write, start
 
     def saved_like(self) -> list[Tensor]:
-        """What `forward` saves, not filled in."""
+        """Return uninitialized tensors like those that `forward` saves."""
         inverses, products, table, sums = self._buffers()
         saved = [products, table, sums, *self._for_backward()]
-        saved += [inverses] if self.solves else []
+        saved += [inverses] if self.inputs.solves else []
         if self.segments > 1:
-            saved.append(self.inputs.v.new_empty(self._state_shape(self.inputs.k.shape[3]), dtype=torch.float32))
+            saved.append(self.inputs.v.new_empty(self._state_shape(self.inputs.d_k), dtype=torch.float32))
         return saved
 
-    # What the kernels work on
+    # The arguments of kernels
 
     @cached_property
     def _q(self) -> Tensor:
@@ -190,44 +174,47 @@ class Plan:
 
     @property
     def _precision(self) -> str:
-        """Of products of float32 numbers: three products of their parts give nearly all of their digits."""
+        """Precision of products of float32 numbers: three products of their parts give nearly all digits."""
         return "tf32" if self.inputs.v.element_size() == 2 else "tf32x3"
 
     @cached_property
     def _kind(self) -> tuple[object, ...]:
-        """What, beside the constants, decides which compiled kernel a call means."""
+        """What decides, besides the constants, which compiled kernel a call means."""
         inputs = self.inputs
         tensors = (self._q, self._k, self._v, *inputs.tensors[3:], inputs.cu_seqlens)
         return inputs.v.device, tuple(None if x is None else x.dtype for x in tensors), aligned(*tensors)
 
     @cached_property
     def _constants(self) -> dict[str, object]:
-        """What most kernels are compiled for."""
+        """What kernels are compiled for; each takes some of it."""
         inputs = self.inputs
         return {
-            "Dk": inputs.k.shape[3],
+            "D_K": inputs.d_k,
+            "D_V": inputs.d_v,
+            "BK": self.tiles.key,
+            "BV": self.tiles.value,
             "C": self.tiles.chunk,
             "DECAY": inputs.log_decay is not None,
+            "ERASE": inputs.erase is not None,
+            "SOLVE": inputs.solves,
             "WRITE": inputs.write is not None,
             "PACKED": inputs.cu_seqlens is not None,
             "PRECISION": self._precision,
         }
 
     def _stages(self, wanted: int) -> int:
-        """How far loads run ahead of a run of chunks; where packed sequences begin must be loaded first."""
+        """Return how far loads run ahead in a run of chunks; boundaries of packed sequences must be loaded first."""
         return 1 if self.inputs.cu_seqlens is not None else wanted
 
     @property
-    def _everywhere(self) -> tuple[object, ...]:
+    def _all_chunks(self) -> tuple[object, ...]:
         """Arguments of kernels that run on all chunks at once."""
-        places = self.places
-        return (*places.arguments, self.inputs.sequences, self.inputs.heads, self.inputs.sharing)
+        return *self.places.arguments, self.inputs.sequences, self.inputs.heads, self.inputs.sharing
 
     @property
-    def _along(self) -> tuple[object, ...]:
+    def _along_sequences(self) -> tuple[object, ...]:
         """Arguments of kernels that walk along sequences."""
-        places = self.places
-        boundaries, first, _, length, chunks = places.arguments
+        boundaries, first, _, length, chunks = self.places.arguments
         return boundaries, first, length, chunks, self.inputs.heads, self.inputs.sharing, self.segment
 
     def _walks(self, columns: int) -> tuple[int, int, int]:
@@ -241,55 +228,49 @@ class Plan:
         inputs, size = self.inputs, self.tiles.chunk
         every = (self.places.all_chunks, inputs.heads)
         products = inputs.v.new_empty(*every, size, size)
-        inverses = torch.empty_like(products) if self.solves else products
+        inverses = torch.empty_like(products) if self.inputs.solves else products
         table = inputs.v.new_empty(*every, NUMBERS, size, dtype=torch.float32)
         sums = inputs.v.new_empty(*every, size, dtype=self._wide)
         return inverses, products, table, sums
 
     @property
     def _wide(self) -> torch.dtype:
-        """What the decays are summed in: differences of large sums must keep the digits that are asked for."""
+        """The dtype in which decays are summed: differences of large sums must keep their digits."""
         return torch.float32 if self.inputs.v.element_size() == 2 else torch.float64
 
     def _for_backward(self) -> tuple[Tensor, Tensor]:
         inputs = self.inputs
         written = inputs.v.new_empty(inputs.v.shape if self.changes else 0)
         every = (self.places.all_chunks, inputs.heads)
-        return written, inputs.v.new_empty(*every, inputs.k.shape[3], inputs.v.shape[3])
+        return written, inputs.v.new_empty(*every, inputs.d_k, inputs.d_v)
 
     # Launches
 
     def _prepare(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         inputs, tiles = self.inputs, self.tiles
         inverses, products, table, sums = self._buffers()
-        grid = (self.places.chunks, self.places.rows * inputs.heads)
-        given = (self._q, self._k, inputs.log_decay, inputs.erase, inputs.write)
-        wide = tl.float32 if self._wide == torch.float32 else tl.float64
-        if self.solves:
+        coefficients = (self._q, self._k, inputs.log_decay, inputs.erase, inputs.write)
+        constants = {**self._constants, "WIDE": tl.float32 if self._wide == torch.float32 else tl.float64}
+        rows = self.places.rows * inputs.heads
+        if inputs.solves:
             call(
                 prepare_solve,
-                (-(-self.places.chunks // tiles.prepare_run), grid[1]),
+                (-(-self.places.chunks // tiles.prepare_run), rows),
                 self._kind,
-                (*given, inverses, products, table, sums, *self._everywhere, tiles.prepare_run),
+                (*coefficients, inverses, products, table, sums, *self._all_chunks, tiles.prepare_run),
                 warps=2,
-                BK=tiles.key,
-                WIDE=wide,
-                SOLVE_PRECISION=self._precision,
                 HALVES=inputs.v.element_size() == 2,
                 STAGES=self._stages(tiles.prepare_stages),
-                **self._constants,
+                **constants,
             )
         else:
             call(
                 prepare_plain,
-                grid,
+                (self.places.chunks, rows),
                 self._kind,
-                (*given, products, table, sums, *self._everywhere),
+                (*coefficients, products, table, sums, *self._all_chunks),
                 warps=4,
-                BK=tiles.key,
-                WIDE=wide,
-                ERASE=inputs.erase is not None,
-                **self._constants,
+                **constants,
             )
         return inverses, products, table, sums
 
@@ -298,9 +279,9 @@ class Plan:
         out: Tensor, written: Tensor, states: Tensor, final: Tensor, *, mapped: bool = False,
     ) -> None:  # fmt: skip
         inputs, tiles = self.inputs, self.tiles
-        columns = -(-inputs.v.shape[3] // tiles.value)
+        columns = -(-inputs.d_v // tiles.value)
         if mapped:
-            columns += -(-inputs.k.shape[3] // tiles.value)
+            columns += -(-inputs.d_k // tiles.value)
         call(
             walk_forward,
             self._walks(columns),
@@ -308,15 +289,10 @@ class Plan:
             (
                 *(self._q, self._k, self._v, inverses, products, table, start),
                 *(out, written, states, final),
-                *self._along,
+                *self._along_sequences,
             ),
             warps=tiles.walk_warps,
-            BK=tiles.key,
-            BV=tiles.value,
             STAGES=tiles.walk_stages,
-            SOLVE=self.solves,
-            Dv=inputs.v.shape[3],
-            ERASE=inputs.erase is not None,
             INITIAL=start is not None,
             OUTPUT=not mapped,
             KEEP=inputs.keep and not mapped,
@@ -328,47 +304,38 @@ class Plan:
         self, inverses: Tensor, products: Tensor, table: Tensor, d_out: Tensor, ends: Tensor | None,
         d_written: Tensor, d_states: Tensor, *, store: bool,
     ) -> Tensor:  # fmt: skip
-        """The gradients of the states that segments begin with, [N, segments, H, Dv, Dk]."""
+        """Return the gradients of the states that segments begin with, [N, segments, H, d_v, d_k]."""
         inputs, tiles = self.inputs, self.tiles
         d_state = inputs.v.new_empty(self._state_shape(), dtype=torch.float32)
         call(
             walk_backward,
-            self._walks(-(-inputs.v.shape[3] // tiles.value)),
+            self._walks(-(-inputs.d_v // tiles.value)),
             (self._kind, aligned(d_out, ends)),
             (
                 *(self._q, self._k, inverses, products, table, d_out, ends),
                 *(d_written, d_states, d_state),
-                *self._along,
+                *self._along_sequences,
             ),
             warps=tiles.walk_warps,
-            Dk=inputs.k.shape[3],
-            Dv=inputs.v.shape[3],
-            BK=tiles.key,
-            BV=tiles.value,
-            C=tiles.chunk,
-            DECAY=inputs.log_decay is not None,
-            ERASE=inputs.erase is not None,
-            SOLVE=self.solves,
             FINAL=ends is not None,
             STORE=store,
-            PACKED=inputs.cu_seqlens is not None,
-            PRECISION=self._precision,
             STAGES=tiles.walk_stages,
+            **self._constants,
         )
         return d_state
 
     # Segments: S' = M S + N, as W' = W A + B with W = Sᵀ
 
     def _maps(self, inverses: Tensor, table: Tensor) -> Tensor:
-        """[N, segments, H, Dv + Dk, Dk]: B above A."""
-        maps = self.inputs.v.new_empty(self._state_shape(self.inputs.k.shape[3]), dtype=torch.float32)
+        """Return each segment's map [N, segments, H, d_v + d_k, d_k]: B above A."""
+        maps = self.inputs.v.new_empty(self._state_shape(self.inputs.d_k), dtype=torch.float32)
         self._walk(inverses, inverses, table, None, self._v, self._v, self._v, maps, mapped=True)
         return maps
 
     def _starts(self, maps: Tensor) -> Tensor:
-        """The state that each segment begins with."""
+        """Return the state that each segment begins with."""
         inputs = self.inputs
-        B, A = maps.split([inputs.v.shape[3], inputs.k.shape[3]], dim=3)
+        B, A = maps.split([inputs.d_v, inputs.d_k], dim=3)
         now = torch.zeros_like(B[:, 0]) if inputs.state is None else inputs.state.float()
         starts = [now]
         for part in range(self.segments - 1):
@@ -377,8 +344,8 @@ class Plan:
         return torch.stack(starts, dim=1)
 
     def _ends(self, maps: Tensor, d_starts: Tensor, d_final: Tensor | None) -> Tensor:
-        """The gradient of the state that each segment ends with; `d_starts` is what each gives alone."""
-        A = maps[:, :, :, self.inputs.v.shape[3] :]
+        """Return the gradient of the state that each segment ends with; `d_starts` is what each gives alone."""
+        A = maps[:, :, :, self.inputs.d_v :]
         now = torch.zeros_like(d_starts[:, 0]) if d_final is None else d_final.float()
         ends = [now]
         for part in range(self.segments - 1, 0, -1):

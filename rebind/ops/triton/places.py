@@ -1,8 +1,8 @@
-"""Where a program's tokens lie, and where what belongs to a chunk is stored.
+"""Where the tokens of a program are, and where what belongs to a chunk is stored.
 
-A sequence is cut in chunks of C tokens. What a kernel leaves for the next is stored by chunk, [chunks, H, …],
-the chunks of one sequence in order and sequences in order. Packed sequences begin their chunks anew, so there are
-at most T // C + N of them: a bound that is known without waiting for the device.
+A sequence is cut in chunks of C tokens. What a kernel leaves for the next one is stored by chunk, [chunks, H, …], the
+chunks of one sequence in order and sequences in order. Each packed sequence starts a new chunk, so there are at most
+T // C + N of them: a bound that is known without waiting for the device.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rebind.ops.inputs import Inputs
+from rebind.ops.inputs import ScanInputs
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
     """The chunks of some sequences."""
 
-    length: int  # T: tokens a row, all packed sequences together
+    length: int  # T: tokens per row, all packed sequences together
     sequences: int  # N
     rows: int  # B
-    chunks: int  # a row
+    chunks: int  # per row
     boundaries: Tensor | None  # [N + 1] first token of each packed sequence
     first: Tensor | None  # [N + 1] first chunk of each packed sequence
-    owner: Tensor | None  # [chunks] which packed sequence a chunk belongs to; N for one that is not used
+    owner: Tensor | None  # [chunks] the packed sequence that a chunk belongs to; N for an unused one
 
     @classmethod
-    def of(cls, inputs: Inputs, size: int) -> Places:
+    def of(cls, inputs: ScanInputs, size: int) -> Places:
         rows, length = inputs.q.shape[:2]
         if inputs.cu_seqlens is None:
             return cls(length, rows, rows, -(-length // size), None, None, None)
@@ -47,13 +47,13 @@ class Places:
 
     @property
     def arguments(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, int]:
-        """What `chunk_at` and `sequence_at` want, in order."""
+        """The arguments of `chunk_at` and `sequence_at`, in order."""
         return self.boundaries, self.first, self.owner, self.length, self.chunks
 
 
 @triton.jit
 def chunks_in_use(first, NT, N, PACKED: tl.constexpr):
-    """How many chunks a row has: of packed sequences, fewer than there is room for."""
+    """Return how many chunks a row has: for packed sequences, fewer than there is room for."""
     if PACKED:
         count = tl.load(first + N).to(tl.int32)
     else:
@@ -63,7 +63,7 @@ def chunks_in_use(first, NT, N, PACKED: tl.constexpr):
 
 @triton.jit
 def chunk_at(chunk, row, boundaries, first, owner, T, PACKED: tl.constexpr):
-    """A chunk of a row of the batch: (its sequence's first token and length, its number in the sequence)."""
+    """Return, for a chunk of a row, its sequence's first token and length, and its number in the sequence."""
     if PACKED:
         n = tl.load(owner + chunk)
         begin = tl.load(boundaries + n).to(tl.int64)
@@ -76,7 +76,7 @@ def chunk_at(chunk, row, boundaries, first, owner, T, PACKED: tl.constexpr):
 
 @triton.jit
 def sequence_at(n, boundaries, first, T, NT, PACKED: tl.constexpr):
-    """A sequence: (its first token, its length, its first chunk)."""
+    """Return a sequence's first token, its length, and its first chunk."""
     if PACKED:
         begin = tl.load(boundaries + n).to(tl.int64)
         length = (tl.load(boundaries + n + 1) - begin).to(tl.int32)
@@ -88,8 +88,8 @@ def sequence_at(n, boundaries, first, T, NT, PACKED: tl.constexpr):
 
 @triton.jit
 def load_rows(x, begin, row, length, head, heads, D: tl.constexpr, first, size: tl.constexpr, rows: tl.constexpr):
-    """A tile [rows, size] of x [tokens, heads, D]: tokens from `row` of a sequence, columns from `first`; zeros
-    where there is nothing."""
+    """Load a tile [rows, size] of x [tokens, heads, D]: tokens from `row` of a sequence, columns from `first`, zeros
+    past the edges."""
     line, column = tl.arange(0, rows), first + tl.arange(0, size)
     at = x + ((begin + row) * heads + head) * D + (line[:, None] * (heads * D) + column[None, :])  # one long number
     mask = (row + line < length)[:, None]
@@ -102,7 +102,7 @@ def load_rows(x, begin, row, length, head, heads, D: tl.constexpr, first, size: 
 def store_rows(
     x, tile, begin, row, length, head, heads, D: tl.constexpr, first, size: tl.constexpr, rows: tl.constexpr
 ):
-    """The way back."""
+    """Store what the corresponding load would read."""
     line, column = tl.arange(0, rows), first + tl.arange(0, size)
     at = x + ((begin + row) * heads + head) * D + (line[:, None] * (heads * D) + column[None, :])  # one long number
     mask = (row + line < length)[:, None]
@@ -115,7 +115,7 @@ def store_rows(
 def load_tile(
     x, place, first_row, first_column, R: tl.constexpr, D: tl.constexpr, rows: tl.constexpr, size: tl.constexpr
 ):
-    """A tile [rows, size] of the `place`-th matrix [R, D] of x; zeros past its edges."""
+    """Load a tile [rows, size] of the `place`-th matrix [R, D] of x; zeros past its edges."""
     row = first_row + tl.arange(0, rows)
     column = first_column + tl.arange(0, size)
     at = x + place * (R * D) + row[:, None] * D + column[None, :]
@@ -128,7 +128,7 @@ def load_tile(
 def store_tile(
     x, tile, place, first_row, first_column, R: tl.constexpr, D: tl.constexpr, rows: tl.constexpr, size: tl.constexpr
 ):
-    """The way back."""
+    """Store what the corresponding load would read."""
     row = first_row + tl.arange(0, rows)
     column = first_column + tl.arange(0, size)
     at = x + place * (R * D) + row[:, None] * D + column[None, :]

@@ -2,12 +2,12 @@
 
     P = tril(Q Kᵀ ⊙ Γ)                           what the output takes of the chunk's own writes
     T = Γ ⊙ (I + tril(diag(ε) K Kᵀ, −1))⁻¹       the writes' effect on one another, where something is erased
-    g, γ = exp g, γ_C/γ, ε γ, ε, η               a number a token
+    g, γ = exp g, γ_C/γ, ε γ, ε, η               one number per token
 
-with g the running sum of log_decay in the chunk and Γ_ij = exp(g_i − g_j), i ≥ j. The inverse is found in blocks:
-that of two neighbouring diagonal blocks D₁, D₂ and the block A below the diagonal is [[D₁, 0], [−D₂ A D₁, D₂]], so
-every level costs two products and nothing is ever divided or cancelled. Chunks are taken in halves: a quarter of the
-products is zero.
+with g the running sum of log_decay in the chunk and Γ_ij = exp(g_i − g_j), i ≥ j. The inverse is computed in blocks:
+that of two neighboring diagonal blocks D₁, D₂ and the block A below the diagonal is [[D₁, 0], [−D₂ A D₁, D₂]], so
+every level costs two products and nothing is ever divided or cancelled. Chunks are processed in halves: a quarter of
+the products is zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUMBERS = 5  # rows of a chunk's table: γ, γ_C/γ, ε γ, ε, η
 def _numbers(
     log_decay, erase, write, at, mask, wide: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr
 ):
-    """(ln α, ε, η) of some tokens; those of no write where there is no token."""
+    """Load (ln α, ε, η) of some tokens; those of no write where there is no token."""
     if DECAY:
         ld = tl.maximum(tl.load(log_decay + at, mask=mask, other=0.0).to(wide), FLOOR)
     else:
@@ -43,13 +43,13 @@ def _numbers(
 
 @triton.jit
 def _ratios(gi, gj, i, j):
-    """Γ: exp(g_i − g_j) where i ≥ j, 0 elsewhere."""
+    """Return Γ: exp(g_i − g_j) where i ≥ j, 0 elsewhere."""
     return tl.exp(tl.where(i[:, None] >= j[None, :], gi[:, None] - gj[None, :], FLOOR * 4).to(tl.float32))
 
 
 @triton.jit
 def _at_most_2(eps1, eps2, K11, K22):
-    """Whether no ε is negative, and max ε · max ‖k‖² ≤ 2. The largest product of keys is one of a key with itself."""
+    """Return whether no ε is negative and max ε · max ‖k‖² ≤ 2. The largest product of keys is of a key with itself."""
     least = tl.minimum(tl.min(eps1), tl.min(eps2))
     most = tl.maximum(tl.max(eps1), tl.max(eps2)) * tl.maximum(tl.max(K11), tl.max(K22))
     return (least >= 0.0) & (most <= 2.0)
@@ -57,20 +57,20 @@ def _at_most_2(eps1, eps2, K11, K22):
 
 @triton.jit
 def _times(x, y, kind: tl.constexpr, PRECISION: tl.constexpr):
-    """x y, its factors taken as `kind`."""
+    """Return x y, its factors converted to `kind`."""
     return tl.dot(x.to(kind), y.to(kind), input_precision=PRECISION)
 
 
 @triton.jit
 def _inverses(A11, A21, A22, i, kind: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """The blocks of (I + A)⁻¹ on the diagonal and, but for its sign, the one below."""
+    """Return the blocks of (I + A)⁻¹ on the diagonal and, except for its sign, the one below."""
     D1, D2 = _unit_lower_inverses(A11, A22, i, kind, LEVELS, PRECISION)
     return D1, _times(_times(D2, A21, kind, PRECISION), D1, kind, PRECISION), D2
 
 
 @triton.jit
 def _unit_lower_inverses(A, B, i, kind: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)⁻¹ and (I + B)⁻¹ for strictly lower triangular matrices of size 2^LEVELS, in blocks of 2, 4, 8, …"""
+    """Return (I + A)⁻¹ and (I + B)⁻¹ of strictly lower triangular A, B of size 2^LEVELS, in blocks of 2, 4, 8, …"""
     row, column = i[:, None], i[None, :]
     below = row > column
     pairs = below & (row >> 1 == column >> 1)
@@ -86,7 +86,7 @@ def _unit_lower_inverses(A, B, i, kind: tl.constexpr, LEVELS: tl.constexpr, PREC
 
 @triton.jit
 def _store_numbers(table, sums, place, first, g, last, eps, eta, C: tl.constexpr, ROWS: tl.constexpr):
-    """g apart, in its own precision; γ, γ_C/γ, ε γ, ε, η as rows of a table."""
+    """Store g in its own precision, and γ, γ_C/γ, ε γ, ε, η as rows of a table."""
     at = first + tl.arange(0, ROWS)
     tl.store((sums + place * C) + at, g)
     gamma = tl.exp(g.to(tl.float32))
@@ -118,7 +118,7 @@ def prepare_solve(
     H,
     G,
     run,
-    Dk: tl.constexpr,
+    D_K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
     DECAY: tl.constexpr,
@@ -126,11 +126,10 @@ def prepare_solve(
     PACKED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program a run of chunks of a head, for rules that erase."""
+    """One program per run of chunks of a head, for rules that erase."""
     group, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
     HALF: tl.constexpr = C // 2
@@ -145,10 +144,10 @@ def prepare_solve(
     for chunk in tl.range(group * run, high, num_stages=STAGES):
         begin, length, number = chunk_at(chunk, row, boundaries, first, owner, T, PACKED)
         place = (row * NT + chunk).to(tl.int64) * H + head
-        k1 = load_rows(k, begin, number * C, length, head // G, heads, Dk, 0, BK, HALF)
-        k2 = load_rows(k, begin, number * C + HALF, length, head // G, heads, Dk, 0, BK, HALF)
-        q1 = load_rows(q, begin, number * C, length, head // G, heads, Dk, 0, BK, HALF)
-        q2 = load_rows(q, begin, number * C + HALF, length, head // G, heads, Dk, 0, BK, HALF)
+        k1 = load_rows(k, begin, number * C, length, head // G, heads, D_K, 0, BK, HALF)
+        k2 = load_rows(k, begin, number * C + HALF, length, head // G, heads, D_K, 0, BK, HALF)
+        q1 = load_rows(q, begin, number * C, length, head // G, heads, D_K, 0, BK, HALF)
+        q2 = load_rows(q, begin, number * C + HALF, length, head // G, heads, D_K, 0, BK, HALF)
         t1 = number * C + i
         t2 = t1 + HALF
         ld1, eps1, eta1 = _numbers(
@@ -180,9 +179,9 @@ def prepare_solve(
         # While 0 ≤ ε‖k‖² ≤ 2 no I − ε k kᵀ enlarges anything, and an entry of the inverse, ε_i k_iᵀ (…) k_j, is at most
         # max ε · max ‖k‖². Up to 2 float16 holds it, with as many digits as TF32.
         if HALVES and _at_most_2(eps1, eps2, K11, K22):
-            D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float16, LEVELS, SOLVE_PRECISION)
+            D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float16, LEVELS, PRECISION)
         else:
-            D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float32, LEVELS, SOLVE_PRECISION)
+            D1, corner, D2 = _inverses(A11, A21, A22, i, tl.float32, LEVELS, PRECISION)
         inverse = (inverses + place * (C * C)) + square
         tl.store(inverse, (D1 * ratio11).to(to))
         tl.store(inverse + HALF, zero)
@@ -208,7 +207,7 @@ def prepare_plain(
     N,
     H,
     G,
-    Dk: tl.constexpr,
+    D_K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
     DECAY: tl.constexpr,
@@ -218,7 +217,7 @@ def prepare_plain(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a chunk and head, where there is nothing to solve: no erasing, or a mini-batch a chunk."""
+    """One program per chunk and head, where there is nothing to solve: no erasing, or one mini-batch per chunk."""
     chunk, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
     if chunk < chunks_in_use(first, NT, N, PACKED):
@@ -229,7 +228,7 @@ def prepare_plain(
         ld, eps, eta = _numbers(log_decay, erase, write, (begin + t) * H + head, t < length, WIDE, DECAY, ERASE, WRITE)
         g = tl.cumsum(ld, 0)
         _store_numbers(table, sums, place, 0, g, tl.sum(ld, 0), eps, eta, C, C)
-        b_k = load_rows(k, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
-        b_q = load_rows(q, begin, number * C, length, head // G, H // G, Dk, 0, BK, C)
+        b_k = load_rows(k, begin, number * C, length, head // G, H // G, D_K, 0, BK, C)
+        b_q = load_rows(q, begin, number * C, length, head // G, H // G, D_K, 0, BK, C)
         P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * _ratios(g, g, i, i)
         tl.store((products + place * (C * C)) + (i[:, None] * C + i[None, :]), P.to(products.dtype.element_ty))

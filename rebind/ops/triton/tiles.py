@@ -1,4 +1,4 @@
-"""How much each kernel holds at a time, and in how many parts sequences are cut: all that is tuned, in one place."""
+"""All tuning constants of the kernels: how much each holds at a time, and into how many segments sequences are cut."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from functools import cache
 import torch
 import triton
 
-from rebind.ops.inputs import Inputs
+from rebind.ops.inputs import ScanInputs
 
-FEW = 0.3  # programs a multiprocessor below which sequences are cut: a cut sequence is walked along three times
-SHORTEST = 16  # chunks a segment must have at least
+FEW = 0.3  # programs per multiprocessor below which sequences are cut: a cut sequence is walked along three times
+SHORTEST = 16  # least number of chunks in a segment
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How much a program holds at a time. Sizes are powers of two, at least 16: what tensor cores take."""
+    """How much a program holds at a time. Sizes are powers of two, at least 16, which tensor cores need."""
 
     chunk: int  # C
-    key: int  # all of Dk, in the kernels that walk
-    value: int  # columns of a state a walking program holds
+    key: int  # all of d_k, in the kernels that walk
+    value: int  # columns of a state that a walking program holds
     walk_warps: int
     walk_stages: int
-    key_part: int  # of the gradients' kernel
+    key_part: int  # in the kernels of gradients
     value_part: int
-    run: int  # chunks a program of the gradients takes, one after another
+    run: int  # chunks that a program of gradients processes, one after another
     gradient_warps: int
     gradient_stages: int
     prepare_run: int
     prepare_stages: int
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Tiles:
-        key, value = _tile(inputs.k.shape[3]), _tile(inputs.v.shape[3])
+    def of(cls, inputs: ScanInputs) -> Tiles:
+        """Return the tiles that are fastest for these inputs."""
+        key, value = _tile(inputs.d_k), _tile(inputs.d_v)
         narrow = inputs.v.element_size() == 2
         chunk = inputs.mini_batch or (64 if narrow else 32)
         # Wide blocks read keys less often; narrow ones fill a device that few heads would leave idle.
@@ -55,9 +56,9 @@ class Tiles:
         )
 
 
-def segments_of(inputs: Inputs, tiles: Tiles) -> int:
-    """How many parts a sequence is cut in: one, unless heads are too few and sequences long."""
-    programs = inputs.sequences * inputs.heads * -(-inputs.v.shape[3] // tiles.value)
+def segments_of(inputs: ScanInputs, tiles: Tiles) -> int:
+    """Return the number of segments of a sequence: one, unless heads are few and sequences long."""
+    programs = inputs.sequences * inputs.heads * -(-inputs.d_v // tiles.value)
     processors = multiprocessors(inputs.v.device)
     if inputs.cu_seqlens is not None or not programs or programs > FEW * processors:
         return 1
@@ -66,7 +67,7 @@ def segments_of(inputs: Inputs, tiles: Tiles) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a device; one where kernels are interpreted."""
+    """Return the number of multiprocessors of a device; 1 where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

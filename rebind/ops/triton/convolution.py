@@ -5,15 +5,15 @@
     d_x_t = Σ_s w_s d_pre_{t + (S − 1) − s}      d_w_s = Σ_t d_pre_t x_{t − (S − 1) + s}
 
 S is the size; the S − 1 tokens before the first are the window's. A program walks along a run of tokens with a block of
-channels, and holds what the next token still needs, the last S − 1 rows, in registers: every row is read once. The
-backward walk goes the same way, S − 1 tokens past its run: d_x_t is whole when token t + S − 1 has been seen. It makes
-pre again rather than read it, and leaves a sum for the weights with every run, which are then added up in order: the
-same numbers every time.
+channels and holds what the next token still needs, the last S − 1 rows, in registers: every row is read once. The
+backward walk goes the same way, S − 1 tokens past its run: d_x_t is complete after token t + S − 1. It computes pre
+again rather than read it, and stores one sum of the weights' gradient per run; these are then added up in order, so
+that the result is always the same.
 
-What comes out may be in parts, each a tensor of its own: q and k here, v there, and no copies afterwards. A kernel then
-runs once for every part, on WIDTH channels from FIRST on.
+The output may be in parts, each a tensor of its own (q and k, then v), which saves copies. A kernel then runs once for
+every part, on WIDTH channels from FIRST on.
 
-Tuples grow while loops over constants are unrolled; the compiler knows `+` for that, and no unpacking.
+Tuples grow while loops over constants are unrolled; the compiler supports `+` for that, and no unpacking.
 """
 
 # ruff: noqa: RUF005
@@ -32,27 +32,27 @@ from torch import Tensor
 
 from rebind.ops.triton.calls import aligned, call
 
-LARGEST = 8  # size; as many rows are loaded ahead
-CHANNELS = 128  # a program, which is one warp: 4 a thread
-LONGEST, SHORTEST = 128, 16  # tokens a run
-PROGRAMS = 4096  # that fill a large device; runs are shortened to have as many
+AHEAD = 8  # rows that are loaded ahead; also the largest size
+CHANNELS = 128  # per program, which is one warp: 4 per thread
+LONGEST, SHORTEST = 128, 16  # tokens per run
+PROGRAMS = 4096  # enough to fill a large device; runs are shortened to have as many
 
 
 @triton.jit
 def _before(x, window, row, first, T, channel, inside, C: tl.constexpr, S: tl.constexpr):
-    """The S − 1 rows before token `first`, as a tuple of [channels] in float32."""
-    held = ()
+    """Load the S − 1 rows before token `first`, as a tuple of [channels] in float32."""
+    last_rows = ()
     for s in tl.static_range(S - 1):
         token = first - (S - 1) + s
         early = tl.load(window + (row * (S - 1) + first + s) * C + channel, mask=inside & (token < 0), other=0.0)
         late = tl.load(x + (row * T + token) * C + channel, mask=inside & (token >= 0), other=0.0)
-        held = held + (early.to(tl.float32) + late.to(tl.float32),)
-    return held
+        last_rows = last_rows + (early.to(tl.float32) + late.to(tl.float32),)
+    return last_rows
 
 
 @triton.jit
 def _taps(weight, channel, inside, S: tl.constexpr):
-    """The weights of the S tokens, the oldest's first, as a tuple of [channels] in float32."""
+    """Load the weights of the S tokens, the oldest first, as a tuple of [channels] in float32."""
     taps = ()
     for s in tl.static_range(S):
         taps = taps + (tl.load(weight + channel * S + s, mask=inside, other=0.0).to(tl.float32),)
@@ -61,7 +61,7 @@ def _taps(weight, channel, inside, S: tl.constexpr):
 
 @triton.jit
 def _place(T, run, WIDTH: tl.constexpr, BC: tl.constexpr):
-    """Which row of the batch, run of its tokens and channels of the part are this program's."""
+    """Return this program's row of the batch, run of tokens, and channels of the part."""
     BLOCKS: tl.constexpr = (WIDTH + BC - 1) // BC
     program = tl.program_id(0)
     place = program // BLOCKS
@@ -89,21 +89,21 @@ def _forward(
     channel, inside = FIRST + column, column < WIDTH
     stop = tl.minimum(start + run, T)
     weights = _taps(weight, channel, inside, S)
-    held = _before(x, window, row, start, T, channel, inside, C, S)
+    last_rows = _before(x, window, row, start, T, channel, inside, C, S)
     for first in range(start, stop, AHEAD):
         rows = ()
         for j in tl.static_range(AHEAD):  # all loads before the first store
             at = (row * T + first + j) * C + channel
             rows = rows + (tl.load(x + at, mask=inside & (first + j < stop), other=0.0),)
         for j in tl.static_range(AHEAD):
-            seen = held + (rows[j].to(tl.float32),)
-            pre = weights[0] * seen[0]
+            window_rows = last_rows + (rows[j].to(tl.float32),)
+            pre = weights[0] * window_rows[0]
             for s in tl.static_range(1, S):
-                pre += weights[s] * seen[s]
+                pre += weights[s] * window_rows[s]
             at = (row * T + first + j) * WIDTH + column
             result = (pre * tl.sigmoid(pre)).to(out.dtype.element_ty)
             tl.store(out + at, result, mask=inside & (first + j < stop))
-            held = seen[1:]
+            last_rows = window_rows[1:]
 
 
 @triton.jit(do_not_specialize=["T", "run"])
@@ -134,21 +134,21 @@ def _backward(
         sums = sums + (tl.zeros([BC], tl.float32),)
     for _ in tl.static_range(S - 1):
         slopes = slopes + (tl.zeros([BC], tl.float32),)
-    held = _before(x, window, row, start, T, channel, inside, C, S)
+    last_rows = _before(x, window, row, start, T, channel, inside, C, S)
     for first in range(start, stop + S - 1, AHEAD):
-        rows, given = (), ()
+        rows, d_out_rows = (), ()
         for j in tl.static_range(AHEAD):  # all loads before the first store
             token = row * T + first + j
             there = inside & (first + j < last)
             rows = rows + (tl.load(x + token * C + channel, mask=there, other=0.0),)
-            given = given + (tl.load(d_out + token * WIDTH + column, mask=there, other=0.0),)
+            d_out_rows = d_out_rows + (tl.load(d_out + token * WIDTH + column, mask=there, other=0.0),)
         for j in tl.static_range(AHEAD):
-            seen = held + (rows[j].to(tl.float32),)
-            pre = weights[0] * seen[0]
+            window_rows = last_rows + (rows[j].to(tl.float32),)
+            pre = weights[0] * window_rows[0]
             for s in tl.static_range(1, S):
-                pre += weights[s] * seen[s]
+                pre += weights[s] * window_rows[s]
             share = tl.sigmoid(pre)
-            slope = given[j].to(tl.float32) * share * (1 + pre * (1 - share))
+            slope = d_out_rows[j].to(tl.float32) * share * (1 + pre * (1 - share))
             slopes = slopes + (slope,)  # those of the last S tokens
             d_row = weights[0] * slope
             for s in tl.static_range(1, S):
@@ -163,44 +163,44 @@ def _backward(
             counted = tl.where(first + j < stop, slope, 0.0)
             more = ()
             for s in tl.static_range(S):
-                more = more + (sums[s] + counted * seen[s],)
+                more = more + (sums[s] + counted * window_rows[s],)
             sums = more
             slopes = slopes[1:]
-            held = seen[1:]
+            last_rows = window_rows[1:]
     for s in tl.static_range(S):
         tl.store(d_weights + (place * S + s) * C + channel, sums[s], mask=inside)
 
 
 def forward(x: Tensor, weight: Tensor, window: Tensor, parts: Sequence[int] = ()) -> tuple[Tensor, ...]:
-    """The output [B, T, C] in x's dtype, as one tensor or in parts of so many channels."""
-    given = [tensor.contiguous() for tensor in (x, weight, window)]
-    made = [x.new_empty(*x.shape[:2], width) for width in parts or x.shape[2:]]
-    for first, out in _placed(made):
-        _launch(_forward, _run(x), x, weight, first, out.shape[2], (*given, out))
-    return tuple(made)
+    """Return the output [B, T, C] in x's dtype, as one tensor or in parts of so many channels."""
+    tensors = [tensor.contiguous() for tensor in (x, weight, window)]
+    outputs = [x.new_empty(*x.shape[:2], width) for width in parts or x.shape[2:]]
+    for first, out in _with_first_channel(outputs):
+        _launch(_forward, _run(x), x, weight, first, out.shape[2], (*tensors, out))
+    return tuple(outputs)
 
 
 def backward(d_outs: Sequence[Tensor], x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and window, each in its own dtype, of those of the parts."""
+    """Return the gradients of x, weight and window, each in its own dtype, from those of the parts."""
     x, weight, window = (tensor.contiguous() for tensor in (x, weight, window))
     run = _run(x)
     dx, d_window = torch.empty_like(x), torch.empty_like(window)
     runs = x.shape[0] * -(-x.shape[1] // run)
     d_weights = x.new_empty(runs, *reversed(weight.shape), dtype=torch.float32)
-    for first, d_out in _placed([d_out.contiguous() for d_out in d_outs]):
+    for first, d_out in _with_first_channel([d_out.contiguous() for d_out in d_outs]):
         tensors = d_out, x, weight, window, dx, d_weights, d_window
         _launch(_backward, run, x, weight, first, d_out.shape[2], tensors)
     return dx, torch.empty_like(weight).copy_(d_weights.sum(0).mT), d_window
 
 
-def _placed(parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Each part with its first channel."""
+def _with_first_channel(parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Return each part with its first channel."""
     firsts = accumulate((part.shape[2] for part in parts), initial=0)
     return zip(firsts, parts, strict=False)
 
 
 def _run(x: Tensor) -> int:
-    """Tokens a program walks along: many, as their neighbours are read twice, unless that leaves the device idle."""
+    """Return the tokens per run: many, since rows at its ends are read twice, unless that leaves the device idle."""
     rows, length, channels = x.shape
     share = rows * length * -(-channels // CHANNELS) // PROGRAMS
     return min(max(triton.next_power_of_2(share + 1) // 2, SHORTEST), LONGEST)
@@ -209,7 +209,7 @@ def _run(x: Tensor) -> int:
 def _launch(
     kernel: Any, run: int, x: Tensor, weight: Tensor, first: int, width: int, tensors: tuple[Tensor, ...]
 ) -> None:
-    """On so many channels from the first on."""
+    """Run a kernel on `width` channels from `first` on."""
     rows, length, channels = x.shape
     wide = min(CHANNELS, triton.next_power_of_2(width))
     with torch.cuda.device_of(x):
@@ -224,5 +224,5 @@ def _launch(
             WIDTH=width,
             S=weight.shape[1],
             BC=wide,
-            AHEAD=LARGEST,
+            AHEAD=AHEAD,
         )

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rebind.ops import normed
-from rebind.ops.normed import add_norm, rms_norm
+from rebind.ops import add_norm, rms_norm
+from rebind.ops.kernels import kernels_on_cpu
+from rebind.ops.norm import compare_kernels, takes_kernels
 from tests.support import Draw, assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,35 +85,35 @@ def test_the_norm_comes_in_the_dtype_that_is_asked_for():
     assert (total.dtype, found.dtype) == (torch.float32, torch.float32)
 
 
-def on_a_gpu(monkeypatch, **described):
-    """Something like float32 rows [2, 6] on a GPU, to be asked about and not computed with; kernels are trusted."""
-    monkeypatch.setattr(normed, "distrusted", lambda *given: None)
-    monkeypatch.setattr(normed, "triton_backend", lambda: None)
-    monkeypatch.setattr(normed, "_kernels", lambda: SimpleNamespace(grouped=lambda x: False))
-    told = {"is_cuda": True, "dtype": torch.float32, "device": "cuda", "shape": torch.Size([2, 6]), "numel": lambda: 12}
-    return SimpleNamespace(**told | described)
-
-
-@pytest.mark.parametrize("width", [3, 12])
-def test_kernels_are_not_for_weights_of_another_width(monkeypatch, width):
-    x = on_a_gpu(monkeypatch)
-    assert normed._has_kernels(x, None, torch.ones(6), torch.float32)
-    assert normed._has_kernels(x, None, 0.5, torch.float32)
-    assert not normed._has_kernels(x, None, torch.ones(width), torch.float32)
-
-
-def test_kernels_are_not_for_more_rows_than_they_count(monkeypatch):
-    x = on_a_gpu(monkeypatch, numel=lambda: 6 * 2**31)
-    assert not normed._has_kernels(x, None, 0.5, torch.float32)
+@pytest.mark.parametrize(
+    ("size", "weight", "runs"),
+    [
+        (12, torch.ones(6), True),
+        (12, 0.5, True),
+        (12, torch.ones(3), False),
+        (12, torch.ones(12), False),
+        (6 * 2**31, 0.5, False),
+    ],
+)
+def test_what_kernels_take(monkeypatch, size, weight, runs):
+    """A weight as wide as the rows, and not too many rows. x looks like float32 rows [2, 6] on a GPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("REBIND_SELF_CHECK", "0")
+    x = SimpleNamespace(
+        is_cuda=True, dtype=torch.float32, device="cuda", shape=torch.Size([2, 6]), numel=lambda: size,
+        is_contiguous=lambda: True,
+    )  # fmt: skip
+    assert takes_kernels(x, None, weight, torch.float32) is runs
 
 
 class TestKernels:
     """On a GPU, or in Triton's interpreter."""
 
     @pytest.fixture(autouse=True)
-    def _there(self, monkeypatch):
-        pytest.importorskip("triton")
-        monkeypatch.setattr(normed, "_has_kernels", lambda *given: True)
+    def kernels(self):
+        kernels = pytest.importorskip("rebind.ops.triton.norm")
+        with kernels_on_cpu():
+            yield kernels
 
     @pytest.mark.parametrize("kinds", ["32 32 32", "32 16 16", "16 16 16", "32 32 16"])
     @pytest.mark.parametrize("read", [True, False])
@@ -202,9 +203,7 @@ class TestKernels:
         slope = true.detach().cos()
         assert_all_close(torch.autograd.grad(found, learned, slope), torch.autograd.grad(true, learned, slope), 1e-5)
 
-    def test_a_view_of_any_length_needs_no_kernel_of_its_own(self, monkeypatch):
-        from rebind.ops.triton import normed as kernels
-
+    def test_a_view_of_any_length_needs_no_kernel_of_its_own(self, kernels, monkeypatch):
         kinds = set()
 
         def noted(kernel, grid, kind, given, *, warps, **constants):
@@ -252,16 +251,14 @@ class TestKernels:
     def test_kernels_that_are_right_are_trusted(self, width, weight):
         x, read, learned = (one.detach().to(DEVICE) for one in drawn((2,), width, torch.float32))
         factors = learned if weight else 0.3
-        assert normed._compare(x, read, factors, torch.float32, False) is None
-        assert normed._compare(x, None, factors, torch.float16, False) is None
-        assert normed._compare(x, None, factors, torch.float32, True) is None
-        assert normed._compare(x, read.half(), factors, torch.float16, False) is None
+        assert compare_kernels(x, read, factors, torch.float32, False) is None
+        assert compare_kernels(x, None, factors, torch.float16, False) is None
+        assert compare_kernels(x, None, factors, torch.float32, True) is None
+        assert compare_kernels(x, read.half(), factors, torch.float16, False) is None
 
     @pytest.mark.parametrize("apart", [True, False])
     @pytest.mark.parametrize("wrong", ["forward", "backward", "backward of a norm alone"])
-    def test_kernels_that_are_wrong_are_not(self, monkeypatch, wrong, apart):
-        from rebind.ops.triton import normed as kernels
-
+    def test_kernels_that_are_wrong_are_not(self, kernels, monkeypatch, wrong, apart):
         name = wrong.split()[0]
         right = getattr(kernels, name)
 
@@ -274,13 +271,11 @@ class TestKernels:
 
         monkeypatch.setattr(kernels, name, negated)
         x, _, weight = (one.detach().to(DEVICE) for one in drawn((2,), 3, torch.float32))
-        assert "differ from plain torch by" in normed._compare(x, None, weight, torch.float32, apart)
-        assert "differ from plain torch by" in normed._compare(x, None, 0.3, torch.float32, apart)
+        assert "differ from plain torch by" in compare_kernels(x, None, weight, torch.float32, apart)
+        assert "differ from plain torch by" in compare_kernels(x, None, 0.3, torch.float32, apart)
 
-    def test_what_is_checked_is_what_will_run(self, monkeypatch):
+    def test_what_is_checked_is_what_will_run(self, kernels, monkeypatch):
         """The same kernels, with the same constants, for rows of their own and for heads in something wider."""
-        from rebind.ops.triton import normed as kernels
-
         ran = set()
 
         def noted(kernel, grid, kind, given, *, warps, **constants):
@@ -291,19 +286,17 @@ class TestKernels:
         for x in (wide, wide[..., 16:].unflatten(-1, (2, 16))):
             for weight in (0.3, torch.ones(x.shape[-1], device=DEVICE)):
                 ran.clear()
-                normed._compare(x, None, weight, torch.float32, kernels.grouped(x))
+                compare_kernels(x, None, weight, torch.float32, kernels.is_grouped(x))
                 checked = set(ran)
                 ran.clear()
                 rms_norm(x, weight, EPS).sum().backward()
                 assert len(ran) == 2
                 assert ran <= checked
 
-    def test_kernels_that_do_not_compile_are_not(self, monkeypatch):
-        from rebind.ops.triton import normed as kernels
-
+    def test_kernels_that_do_not_compile_are_not(self, kernels, monkeypatch):
         def fail(*given):
             raise RuntimeError("no compiler")
 
         monkeypatch.setattr(kernels, "forward", fail)
         x, read, weight = (one.detach().to(DEVICE) for one in drawn((2,), 3, torch.float32))
-        assert "do not compile (no compiler)" in normed._compare(x, read, weight, torch.float32, False)
+        assert "do not compile (no compiler)" in compare_kernels(x, read, weight, torch.float32, False)

@@ -1,4 +1,4 @@
-"""x + r with its RMSNorm, and the gradients of both: each row is read and written once."""
+"""x + r and its RMSNorm, and the gradients of both: each row is read and written once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from rebind.ops.triton.calls import aligned, call
 from rebind.ops.triton.tiles import multiprocessors
 
-AT_ONCE = 8  # programs a multiprocessor that go through the rows and add up the weight's gradient
-ELEMENTS = 1024  # of the rows that a program takes at once, where they are narrow
+PROGRAMS = 8  # per multiprocessor, which go through the rows and add up the weight's gradient
+ELEMENTS = 1024  # that a program processes at once, if rows are narrow
 
 
 @triton.jit
@@ -29,9 +29,9 @@ def _places(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A block's rows [ROWS], where their elements [ROWS, BLOCK] lie, side by side and in x, and which are there.
+    """Return a block's rows [ROWS], the places of their elements [ROWS, BLOCK], contiguous and in x, and a mask.
 
-    Where x is GROUPED, so many rows lie `together`, and groups `steps` times STEP apart.
+    If x is GROUPED, so many rows lie `together`, and groups are `steps` times STEP apart.
     """
     row = tl.full([], ROWS, tl.int64) * block + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -45,7 +45,7 @@ def _places(
 
 @triton.jit
 def _gain(weight, gain, WEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """What every row is multiplied by [1, BLOCK]: its weight, or one number."""
+    """Return what every row is multiplied by [1, BLOCK]: its weight, or one number."""
     w = tl.full([1, BLOCK], 1.0, tl.float32) * gain
     if WEIGHT:
         column = tl.arange(0, BLOCK)
@@ -74,7 +74,7 @@ def _forward(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program a block of rows."""
+    """One program per block of rows."""
     row, at, of_x, inside = _places(tl.program_id(0), rows, together, steps, GROUPED, STEP, WIDTH, BLOCK, ROWS)
     s = tl.load(x + of_x, mask=inside, other=0.0)
     if READ:
@@ -110,7 +110,7 @@ def _backward(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Every program takes each so manieth block of rows, and leaves its part of the weight's gradient."""
+    """Every program processes blocks of rows in turn with the others, and stores its part of the weight's gradient."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     w = _gain(weight, gain, WEIGHT, WIDTH, BLOCK)
     d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -136,13 +136,13 @@ def _backward(
 def forward(
     x: Tensor, read: Tensor | None, weight: Tensor | float, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + read or x, its norm in `dtype`, and what each row was multiplied by."""
-    x = x.contiguous() if read is not None else _where_it_lies(x)
+    """Return x + read or x, its norm in `dtype`, and what each row was multiplied by."""
+    x = x.contiguous() if read is not None else _in_groups(x)
     more = x if read is None else read.contiguous()
     total = x if read is None else torch.empty_like(x)
     normed = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     scales = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    learned, gain = _apart(weight, normed)
+    learned, gain = _split_weight(weight, normed)
     tensors = x, more, learned, total, normed, scales
     rows, at_once = rows_of(x)
     _launch(
@@ -165,17 +165,17 @@ def backward(
     weight: Tensor | float,
     read: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x, of what was added to it, of dtype `read`, and of a weight that is a tensor."""
-    total, d_normed = _where_it_lies(total), d_normed.contiguous()
+    """Return the gradients of x, of what was added to it (of dtype `read`), and of a weight that is a tensor."""
+    total, d_normed = _in_groups(total), d_normed.contiguous()
     back = d_normed if d_total is None else d_total.contiguous()
     d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
-    apart = read is not None and read != total.dtype
-    d_read = torch.empty_like(d_x, dtype=read) if apart else d_x
-    learned, gain = _apart(weight, d_x)
+    own_dtype = read is not None and read != total.dtype
+    d_read = torch.empty_like(d_x, dtype=read) if own_dtype else d_x
+    learned, gain = _split_weight(weight, d_x)
     rows, at_once = rows_of(total)
     programs, d_weights = -(-rows // at_once), d_x
     if isinstance(weight, Tensor):
-        programs = min(programs, AT_ONCE * multiprocessors(total.device))
+        programs = min(programs, PROGRAMS * multiprocessors(total.device))
         d_weights = total.new_empty(programs, total.shape[-1], dtype=torch.float32)
     tensors = back, d_normed, total, scales, learned, d_x, d_read, d_weights
     _launch(
@@ -185,7 +185,7 @@ def backward(
         tensors,
         (gain,),
         TOTAL=d_total is not None,
-        READ=apart,
+        READ=own_dtype,
         WEIGHT=isinstance(weight, Tensor),
     )
     d_weight = d_weights.sum(0).to(weight.dtype) if isinstance(weight, Tensor) else None
@@ -221,23 +221,23 @@ def _launch(
 
 
 def rows_of(x: Tensor) -> tuple[int, int]:
-    """How many there are, and how many a program takes at once."""
+    """Return how many rows there are, and how many a program processes at once."""
     width = x.shape[-1]
     return x.numel() // width, max(1, ELEMENTS // triton.next_power_of_2(width))
 
 
-def grouped(x: Tensor) -> bool:
-    """Whether rows [..., rows, width] lie side by side in evenly spaced groups, as heads of a part of a token do."""
+def is_grouped(x: Tensor) -> bool:
+    """Return whether rows [..., rows, width] are contiguous in evenly spaced groups, as heads of a wider token are."""
     if x.is_contiguous() or x.ndim < 3:
         return False
     together = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] and x.stride(-3) < 2**31
     return together and all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.ndim - 3))
 
 
-def _where_it_lies(x: Tensor) -> Tensor:
-    return x if grouped(x) else x.contiguous()
+def _in_groups(x: Tensor) -> Tensor:
+    return x if is_grouped(x) else x.contiguous()
 
 
-def _apart(weight: Tensor | float, unused: Tensor) -> tuple[Tensor, float]:
-    """A weight's tensor and its number, of which a kernel looks at one."""
+def _split_weight(weight: Tensor | float, unused: Tensor) -> tuple[Tensor, float]:
+    """Return a weight as a tensor and a number, of which a kernel uses one."""
     return (weight.contiguous(), 1.0) if isinstance(weight, Tensor) else (unused, float(weight))
