@@ -1,17 +1,17 @@
-"""No network and no cache but the test's own; models that several files load, save and edit."""
+"""Tests run without a network and with a cache folder of their own; models that several files share."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the Hub's client, which reads it once
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, when it is imported
 
 import huggingface_hub.constants
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
+def isolated(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # doctests may have imported it before
     monkeypatch.setenv("REBIND_CACHE", str(tmp_path / "rebind-cache"))
@@ -19,7 +19,7 @@ def alone(monkeypatch, tmp_path):
 
 @pytest.fixture
 def tiny():
-    """A Llama of a few weights."""
+    """A Llama with few weights."""
     from tests.families import FAMILIES
 
     return FAMILIES["llama"]()
@@ -27,15 +27,15 @@ def tiny():
 
 @pytest.fixture
 def folder(tiny, tmp_path):
-    """It on disk, with a tokenizer."""
-    from tests.edit.saved import save
+    """The tiny Llama on disk, with a tokenizer."""
+    from tests.tiny import save
 
     return save(tiny, tmp_path / "tiny-llama")
 
 
 @pytest.fixture
 def llama():
-    """It with its edits."""
+    """A tiny Llama with its edits."""
     from tests.edit.edited import Case
 
     return Case("llama")

@@ -1,6 +1,6 @@
-"""Models that accelerate has spread over devices: edited like any other, or refused where weights are not at hand.
+"""Models that accelerate has spread over devices are edited like any other; offloaded ones are refused.
 
-On a machine with one device the pieces all lie on it, but each still runs behind accelerate's hooks.
+On a machine with one device all pieces are on it, but each of them still runs behind accelerate's hooks.
 """
 
 from __future__ import annotations
@@ -11,70 +11,56 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 
-from rebind.edit import editor as editor_module
-from rebind.edit.editor import Editor
-from rebind.edit.facts.fact import Fact
-from rebind.edit.targets.optimize import TargetSettings
 from rebind.errors import InputError
 from tests import tiny
+from tests.edit.editors import FACTS, open_editor, rewrite
 
-FACT = Fact.parse("The capital of {France} is", "Rome")
-QUICK = TargetSettings(steps=5, clamp=2.0)
 PIECES = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(tiny.LAYERS)), "model.norm", "model.rotary_emb")
 
 
-@pytest.fixture(autouse=True)
-def two_contexts(monkeypatch):
-    monkeypatch.setattr(editor_module, "SEEDS", ("The", "I"))
-    monkeypatch.setattr(editor_module, "CONTEXT_TOKENS", 4)
-
-
-def spread_out(model: Any, **places: str) -> Any:
-    """Each piece where it is said to be, the others on the CPU; all of them behind hooks."""
-    where = dict.fromkeys((*PIECES, "lm_head"), "cpu") | {name.replace("__", "."): at for name, at in places.items()}
-    return dispatch_model(model, where, force_hooks=True)
-
-
-def edit(model: Any, method: str) -> tuple[Editor, str]:
-    editor = Editor(model, tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=1500, guard=None)
-    return editor, editor.rewrite_many([FACT], method=method, targets=QUICK).id
+def dispatch(model: Any, **devices: str) -> Any:
+    """Put each piece on its device, by default the CPU, all of them behind hooks."""
+    places = dict.fromkeys((*PIECES, "lm_head"), "cpu")
+    places |= {name.replace("__", "."): device for name, device in devices.items()}
+    return dispatch_model(model, places, force_hooks=True)
 
 
 @pytest.mark.parametrize("method", ["memit", "rome", "alphaedit"])
-def test_a_spread_model_gets_the_same_edit(method):
-    whole, spread = tiny.llama(), spread_out(tiny.llama())
-    assert hasattr(spread.model.layers[1].mlp.down_proj, "_hf_hook"), "the hooks are there"
-    base = tiny.weights(spread)
-    one, _ = edit(whole, method)
-    two, name = edit(spread, method)
-    assert tiny.weights(spread) == tiny.weights(whole) != base
-    assert two.drift() == one.drift()
-    assert two.say(FACT.text, tokens=4) == one.say(FACT.text, tokens=4)
-    with two.lifted():
-        assert tiny.weights(spread) == base
-    two.undo(name)
-    assert tiny.weights(spread) == base
-    assert hasattr(spread.model.layers[1].mlp.down_proj, "_hf_hook"), "and still are"
+def test_a_dispatched_model_gets_the_same_edit(method):
+    whole, dispatched = open_editor(), open_editor(dispatch(tiny.llama()))
+    assert hasattr(dispatched.model.model.layers[1].mlp.down_proj, "_hf_hook"), "the hooks are there"
+    base = tiny.weights(dispatched.model)
+    rewrite(whole, FACTS[0], method=method)
+    edit = rewrite(dispatched, FACTS[0], method=method)
+    assert tiny.weights(dispatched.model) == tiny.weights(whole.model) != base
+    assert dispatched.drift() == whole.drift()
+    assert dispatched.say(FACTS[0].text, tokens=4) == whole.say(FACTS[0].text, tokens=4)
+    with dispatched.base_model():
+        assert tiny.weights(dispatched.model) == base
+    dispatched.undo(edit.id)
+    assert tiny.weights(dispatched.model) == base
+    assert hasattr(dispatched.model.model.layers[1].mlp.down_proj, "_hf_hook"), "and still are"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a second device")
 def test_a_model_on_two_devices_is_edited():
-    model = spread_out(tiny.llama(), **{f"model__layers__{i}": "cuda" for i in (1, 2, 3)})
-    editor, name = edit(model, "memit")
-    site = editor.ledger.get(name).sites[-1]
+    model = dispatch(tiny.llama(), **{f"model__layers__{i}": "cuda" for i in (1, 2, 3)})
+    editor = open_editor(model)
+    edit = rewrite(editor, FACTS[0])
+    site = edit.sites[-1]
     assert not torch.equal(model.get_submodule(site).weight.cpu(), tiny.llama().get_submodule(site).weight)
-    editor.undo(name)
+    editor.undo(edit.id)
     for path, weights in tiny.llama().named_parameters():
         assert torch.equal(model.get_parameter(path).cpu(), weights), path
 
 
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 def test_offloaded_weights_are_refused(offload, tmp_path):
-    """They are not in the module: what is written there would be thrown away with the next forward pass."""
+    """They are not in the module: what is written there would be lost with the next forward pass."""
     model = tiny.llama()
     if offload == "cpu":
         cpu_offload(model, execution_device=torch.device("cpu"))
     else:
         disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
-    with pytest.raises(InputError, match="offloaded .*expected weights in memory: load the model with a device_map"):
-        Editor(model, tiny.tokenizer())
+    with pytest.raises(InputError):
+        open_editor(model)

@@ -1,4 +1,4 @@
-"""The guard: edits made to fail each check, and the bytes of the model and of the ledger after they did."""
+"""The guard: edits made to fail each check, and the bytes of the model and of the ledger afterwards."""
 
 from __future__ import annotations
 
@@ -6,54 +6,40 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from rebind.edit import editor as editor_module
 from rebind.edit.drift import Drift
 from rebind.edit.editor import Editor
-from rebind.edit.facts.fact import Fact
-from rebind.edit.facts.scores import FactScore
-from rebind.edit.guard import Guard, enforce, find_earlier
-from rebind.edit.ledger.edit import Edit
-from rebind.edit.ledger.ledger import Ledger
+from rebind.edit.facts import Fact
+from rebind.edit.guard import Guard, find_earlier_edits, require_passed
+from rebind.edit.ledger import Edit, Ledger
 from rebind.edit.methods import METHODS
-from rebind.edit.targets.optimize import TargetSettings
-from rebind.edit.targets.search import Search
+from rebind.edit.progress import Progress
+from rebind.edit.settings import EditSettings
+from rebind.edit.targets import TargetSearch, TargetSettings
+from rebind.edit.wording import percent
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
+from rebind.models.language_model import LanguageModel
+from rebind.models.scoring import FactScore
 from tests import tiny
+from tests.edit.editors import open_editor, rewrite
+from tests.support import raises
 
 FACT = Fact.parse("The capital of {France} is", "Rome")
 OTHERS = [Fact.parse("{Berlin} is the capital of", "Spain"), Fact.parse("The old bridge of {Mostar}", "fell")]
 OPEN = Guard(drift=1e9, growth=1e9, said=0.0)
-SAID = FactScore(probability=0.9, rank=1, nll=0.1, exact=True, says=" Rome")
-UNSAID = FactScore(probability=0.01, rank=7, nll=4.6, exact=False, says=" Paris")
+SAID = FactScore(probability=0.9, rank=1, nll=0.1, tokens=2, right_tokens=2, first_token=5, says=" Rome")
+BEGUN = replace(SAID, probability=0.009, right_tokens=1)
+NOT_SAID = replace(SAID, probability=0.01, rank=7, nll=4.6, right_tokens=0, says=" Paris")
 STILL = Drift(0.0, 0.0, "x", 0.0, "")
+BROKEN = Drift(2.0, 3.0, "x", 4.0, "site")
 
 
-@pytest.fixture(autouse=True)
-def two_contexts(monkeypatch):
-    monkeypatch.setattr(editor_module, "SEEDS", ("The", "I"))
-    monkeypatch.setattr(editor_module, "CONTEXT_TOKENS", 4)
-
-
-def open_editor(guard: Guard | None, ledger: Any = None, model: Any = None) -> Editor:
-    return Editor(
-        tiny.llama() if model is None else model,
-        tiny.tokenizer(),
-        ledger=ledger,
-        corpus=tiny.texts(),
-        moment_tokens=1500,
-        guard=guard,
-    )
-
-
-def rewrite(editor: Editor, *facts: Fact, **options: Any) -> Edit:
-    """So few steps that no fact is said."""
-    return editor.rewrite_many(list(facts), targets=TargetSettings(steps=6, clamp=2.0), **options)
+def settings(method: str = "memit", lam: float | None = 100.0) -> EditSettings:
+    return EditSettings(METHODS[method], (1,), lam, TargetSettings())
 
 
 def strong(editor: Editor, *facts: Fact, **options: Any) -> Edit:
-    """Enough to be seen in everything that is checked."""
+    """Edit strongly enough that every check notices."""
     search = TargetSettings(steps=12, clamp=20.0)
     return editor.rewrite_many(list(facts), targets=search, lam=1e-3, layers=(1, 2), **options)
 
@@ -61,245 +47,197 @@ def strong(editor: Editor, *facts: Fact, **options: Any) -> Edit:
 # The checks
 
 
-def test_an_edit_that_passes_tells_its_drift():
-    editor = open_editor(OPEN)
-    edit = strong(editor, FACT)
-    assert not edit.forced
-    told = edit.scores["drift"]
-    assert told == editor.drift().to_json()
-    assert told["kl"] > 0
-    assert told["growth"] > 0
-    assert told["site"] in edit.sites
-    assert edit.scores["guard"]["failed"] == []
-    editor.undo(edit.id)
-    assert (editor.drift().kl, editor.drift().growth) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("guard", "facts", "check", "says"),
-    [
-        (
-            replace(OPEN, drift=1e-6),
-            [FACT],
-            "drift",
-            r"moved by .* nats .*, allowed 1e-06: lower the clamp, raise λ, or undo",
-        ),
-        (
-            replace(OPEN, drift=1e-6),
-            [FACT, OTHERS[0]],
-            "drift",
-            r"moved by .* nats .*, allowed 1e-06: write fewer facts",
-        ),
-        (replace(OPEN, growth=1e-6), [FACT], "growth", r"down_proj moved by .* of its own size, allowed 1e-06.*λ"),
-        (
-            replace(OPEN, said=0.1),
-            [OTHERS[0]],
-            "said",
-            r"target has rank \d+ and probability .*expected it first: raise the steps",
-        ),
-        (replace(OPEN, said=0.9), [FACT, *OTHERS], "said", r"of 3 facts are said, expected 3: write fewer"),
-    ],
-)
-def test_a_failed_check_rolls_back_exactly(guard, facts, check, says, tmp_path):
-    editor = open_editor(OPEN, tmp_path / "ledger")
-    strong(editor, Fact.parse("{Ada Lovelace} wrote", "a river"))
-    editor.guard = guard
-    before, log = tiny.weights(editor.model), (tmp_path / "ledger" / "log.jsonl").read_bytes()
-    write = strong if check != "said" else rewrite
-    with pytest.raises(GuardError, match=f"not written, {check}: .*{says}.*or force it") as refused:
-        write(editor, *facts)
-    assert check in refused.value.checks
-    assert tiny.weights(editor.model) == before
-    assert (tmp_path / "ledger" / "log.jsonl").read_bytes() == log
-    assert not list((tmp_path / "ledger" / "edits").glob("e0002*"))
-    forced = write(editor, *facts, force=True)
-    assert forced.forced
-    assert check in [one["check"] for one in forced.scores["guard"]["failed"]]
-    again = open_editor(guard, tmp_path / "ledger")
-    assert again.ledger.get(forced.id).forced, "it is in the log"
-    assert tiny.weights(again.model) == tiny.weights(editor.model)
-
-
-def test_answers_that_are_no_numbers_cannot_be_forced(monkeypatch):
-    editor = open_editor(OPEN)
-    base = tiny.weights(editor.model)
-    clean = editor_module.next_tokens
-    calls = []
-
-    def poisoned(*args: Any) -> torch.Tensor:
-        calls.append(args)
-        return clean(*args) if len(calls) == 1 else clean(*args) * torch.nan
-
-    monkeypatch.setattr(editor_module, "next_tokens", poisoned)
-    with pytest.raises(GuardError, match="NaN or infinite, expected numbers: load the model in float32"):
-        strong(editor, FACT, force=True)
-    assert tiny.weights(editor.model) == base
-    assert not editor.ledger.edits
-
-
-def test_targets_found_before_a_refusal_are_used_by_the_next_try(tmp_path, monkeypatch):
-    editor = open_editor(Guard(), tmp_path / "ledger")
-    with pytest.raises(GuardError):
-        rewrite(editor, FACT)
-    told: list[int] = []
-    monkeypatch.setattr(editor, "progress", editor_module.Progress(targets=lambda *_: told.append(1)))
-    rewrite(editor, FACT, force=True)
-    assert not told, "nothing had to be searched for again"
-    assert not list((tmp_path / "ledger" / "work").iterdir())
-
-
-def test_no_guard_checks_nothing():
-    edit = rewrite(open_editor(None), FACT)
-    assert not edit.forced
-    assert set(edit.scores) == {"before", "after"}
-
-
 @pytest.mark.parametrize(
     ("scores", "drift", "failed"),
     [
         ([SAID], STILL, []),
-        ([UNSAID], STILL, ["said"]),
-        ([SAID, UNSAID], STILL, []),
-        ([SAID, UNSAID, UNSAID], STILL, ["said"]),
+        ([NOT_SAID], STILL, ["said"]),
+        ([SAID, NOT_SAID], STILL, []),
+        ([SAID, NOT_SAID, NOT_SAID], STILL, ["said"]),
         ([SAID], replace(STILL, kl=1.01), ["drift"]),
         ([SAID], replace(STILL, kl=0.99), []),
-        ([UNSAID], replace(STILL, kl=2.0, growth=100.0), ["drift", "growth", "said"]),
+        ([NOT_SAID], BROKEN, ["drift", "growth", "said"]),
         ([SAID], replace(STILL, kl=float("nan"), growth=100.0), ["finite"]),
         ([replace(SAID, nll=float("inf"))], STILL, ["finite"]),
     ],
 )
 def test_the_default_bounds(scores, drift, failed):
-    assert [one.check for one in Guard().check(scores, drift)] == failed
+    facts = [FACT, *OTHERS][: len(scores)]
+    assert [failure.check for failure in Guard().check(facts, scores, drift, settings())] == failed
 
 
-# What the ledger holds already
+def test_the_message_names_the_problems_and_what_to_try():
+    with pytest.raises(GuardError) as caught:
+        require_passed(Guard().check([FACT], [BEGUN], STILL, settings()), force=False)
+    error = caught.value
+    assert error.checks == ("said",)
+    assert error.problem == (
+        'Edit not written: the model begins the answer ("Rome") but does not finish it ("Rome" has probability 0.9%)'
+    )
+    assert error.settings == {"steps": 60, "lam": 10.0, "layers": None, "force": True}
+    spelled = error.message(lambda name, value: f"--{name}" if value in (None, True) else f"--{name} {value}")
+    assert "Try --steps 60 or --lam 10.0; if that fails, choose other --layers" in spelled
+    assert spelled.endswith("Use --force to write it anyway.")
+    with pytest.raises(GuardError) as caught:
+        require_passed(Guard().check([FACT], [NOT_SAID], BROKEN, settings()), force=False)
+    assert caught.value.checks == ("drift", "growth", "said")
+    for part in ("2.00 nats", "site moved by 4.00", 'answers "Paris"', "rank 7"):
+        assert part in caught.value.problem
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("facts", [[FACT], [FACT, *OTHERS]])
+def test_advice_names_only_settings_that_the_method_takes(method, facts):
+    failures = Guard().check(facts, [NOT_SAID] * len(facts), BROKEN, settings(method))
+    assert len(failures) == 3
+    for failure in failures:
+        assert ("lam" in failure.settings) != METHODS[method].exact, "exact methods have no λ"
+        assert failure.settings.get("method") != method, "the method that failed is not the solution"
+        assert ("fewer facts" in failure.advice) == (len(facts) > 1)
+        assert all(f"{{{name}}}" in failure.advice for name in failure.settings)
 
 
 @pytest.mark.parametrize(
-    ("probability", "told"),
+    ("probability", "text"),
+    [(0.0, "0%"), (1e-9, "<0.001%"), (0.00007, "0.007%"), (0.0123, "1.2%"), (0.0999, "10.0%"), (0.41, "41%")],
+)
+def test_percentages_have_as_few_digits_as_they_need(probability, text):
+    assert percent(probability) == text
+
+
+# Edits that fail
+
+
+@pytest.mark.parametrize(
+    ("guard", "facts", "check"),
     [
-        (0.0, "0 %"),
-        (1e-9, "<0.001 %"),
-        (0.00007, "0.007 %"),
-        (0.0004, "0.04 %"),
-        (0.0123, "1.2 %"),
-        (0.0999, "10.0 %"),
-        (0.41, "41 %"),
-        (0.9971, "99.7 %"),
+        (replace(OPEN, drift=1e-6), [FACT], "drift"),
+        (replace(OPEN, growth=1e-6), [FACT, OTHERS[0]], "growth"),
+        (replace(OPEN, said=0.1), [OTHERS[0]], "said"),
+        (replace(OPEN, said=0.9), [FACT, *OTHERS], "said"),
     ],
 )
-def test_a_probability_is_told_as_the_tables_tell_it(probability, told):
-    (failure,) = Guard().check([replace(UNSAID, probability=probability)], STILL)
-    assert f"probability {told} (" in failure.says
-
-
-def test_another_target_for_a_prompt_is_refused_before_any_work(monkeypatch):
-    editor = open_editor(OPEN)
-    first = strong(editor, FACT)
-    before = tiny.weights(editor.model)
-    other = replace(FACT, prompt="The  capital of {} is", target="Madrid")  # another spacing is the same prompt
-    monkeypatch.setattr(editor, "_solve", lambda *_: pytest.fail("work was done"))
-    with pytest.raises(InputError, match=f"{first.id} already makes .* say 'Rome'.*rebind ledger undo {first.id}"):
-        strong(editor, other)
-    monkeypatch.undo()
+def test_a_failed_check_rolls_back_exactly(guard, facts, check, tmp_path):
+    editor = open_editor(ledger=tmp_path / "ledger", guard=OPEN)
+    strong(editor, Fact.parse("{Ada Lovelace} wrote", "a river"))
+    editor.guard = guard
+    before, log = tiny.weights(editor.model), (tmp_path / "ledger" / "log.jsonl").read_bytes()
+    write = rewrite if check == "said" else strong
+    with pytest.raises(GuardError) as caught:
+        write(editor, *facts)
+    assert caught.value.checks[0] == check
     assert tiny.weights(editor.model) == before
-    with pytest.warns(LedgerWarning, match="'France' was written before, by edit e0001"):
-        assert strong(editor, other, force=True).forced
-    editor.undo("e0001")
-    editor.undo("e0002")
-    strong(editor, other)  # undone edits speak against nothing
+    assert (tmp_path / "ledger" / "log.jsonl").read_bytes() == log
+    assert not list((tmp_path / "ledger" / "edits").glob("e0002*"))
+    forced = write(editor, *facts, force=True)
+    assert forced.forced
+    assert check in [failure["check"] for failure in forced.scores["guard"]["failed"]]
+    again = open_editor(ledger=tmp_path / "ledger", guard=guard)
+    assert again.ledger.get(forced.id).forced, "the log records it"
+    assert tiny.weights(again.model) == tiny.weights(editor.model)
 
 
-def test_a_subject_written_again_is_mentioned():
-    editor = open_editor(OPEN)
-    strong(editor, FACT)
-    with pytest.warns(LedgerWarning, match="'France' was written before, by edit e0001 .*undo e0001"):
-        assert not strong(editor, Fact.parse("{france} is in the north of", "Norway")).forced
-    with pytest.warns(LedgerWarning):
-        strong(editor, FACT)  # the same fact again is no contradiction
+def test_an_edit_that_passes_records_its_drift():
+    editor = open_editor(guard=OPEN)
+    edit = strong(editor, FACT)
+    drift = edit.scores["drift"]
+    assert drift == editor.drift().to_json()
+    assert drift["kl"] > 0
+    assert drift["growth"] > 0
+    assert drift["site"] in edit.sites
+    assert not edit.forced
+    editor.undo(edit.id)
+    assert (editor.drift().kl, editor.drift().growth) == (0.0, 0.0)
 
 
-def test_the_plan_names_earlier_edits():
-    editor = open_editor(OPEN)
-    strong(editor, FACT)
-    plan = editor.plan([replace(FACT, target="Madrid"), OTHERS[0]])
-    assert [(one.edit, one.target, one.clashes) for one in plan.earlier] == [("e0001", "Rome", True)]
-    assert find_earlier([OTHERS[1]], editor.ledger.active) == []
-    same = find_earlier([FACT], editor.ledger.active)
-    assert [one.clashes for one in same] == [False]
+def test_without_a_guard_nothing_is_checked():
+    edit = rewrite(open_editor(guard=None), FACT)
+    assert not edit.forced
+    assert set(edit.scores) == {"before", "after"}
 
 
-def test_every_check_that_failed_is_told_with_its_numbers():
-    failed = Guard(drift=0.1, growth=0.2).check([UNSAID], Drift(0.5, 0.6, "x", 0.7, "site"))
-    with pytest.raises(GuardError) as told:
-        enforce(failed, force=False)
-    text = str(told.value)
-    assert text.startswith("not written, drift: the next token on unrelated prompts moved by 0.50 nats")
-    assert "; also growth: site moved by 0.70 of its own size, allowed 0.2" in text
-    assert "; also said: the target has rank 7" in text
-
-
-def test_targets_that_are_no_numbers_are_the_guards_business(monkeypatch):
-    editor = open_editor(Guard())
-    base, find = tiny.weights(editor.model), Search.find
-
-    def broken(*args: Any) -> Any:
-        found = find(*args)
-        found.hidden[0, 0] = float("nan")
-        return found
-
-    monkeypatch.setattr(Search, "find", broken)
-    with pytest.raises(GuardError, match="not written, finite: 1 of 1 targets .* NaN .*: load the model in float32"):
-        rewrite(editor, FACT, force=True)
+def test_a_model_that_computes_nan_cannot_be_forced(monkeypatch):
+    editor = open_editor(guard=OPEN)
+    base, original = tiny.weights(editor.model), LanguageModel.next_token_log_probs
+    editor.drift()  # of the base model
+    monkeypatch.setattr(LanguageModel, "next_token_log_probs", lambda *a, **o: original(*a, **o) * float("nan"))
+    with pytest.raises(GuardError) as caught:
+        strong(editor, FACT, force=True)
+    assert caught.value.checks == ("finite",)
     assert tiny.weights(editor.model) == base
     assert not editor.ledger.edits
 
 
-def test_a_redo_that_was_forced_is_told_so(tmp_path):
-    editor = open_editor(OPEN, ledger=tmp_path / "ledger")
+def test_targets_that_are_nan_cannot_be_forced(monkeypatch):
+    editor = open_editor(guard=None)
+    base, find = tiny.weights(editor.model), TargetSearch.find
+
+    def find_nan(*args: Any) -> Any:
+        targets = find(*args)
+        targets.states[0, 0] = float("nan")
+        return targets
+
+    monkeypatch.setattr(TargetSearch, "find", find_nan)
+    with pytest.raises(GuardError):
+        rewrite(editor, FACT, force=True)
+    assert tiny.weights(editor.model) == base
+
+
+def test_targets_found_before_a_rejection_are_used_by_the_next_attempt(tmp_path):
+    editor = open_editor(ledger=tmp_path / "ledger", guard=Guard())
+    with pytest.raises(GuardError):
+        rewrite(editor, FACT)
+    steps: list[int] = []
+    editor.progress = Progress(targets=lambda step, done, loss: steps.append(step))
+    rewrite(editor, FACT, force=True)
+    assert not steps, "nothing had to be searched again"
+    assert not list((tmp_path / "ledger" / "work").iterdir())
+
+
+# Facts and edits that are in each other's way
+
+
+def test_another_target_for_a_prompt_is_refused_before_any_work(tmp_path):
+    phases: list[str] = []
+    editor = open_editor(ledger=tmp_path / "ledger", guard=OPEN)
     first = rewrite(editor, FACT)
+    before = tiny.weights(editor.model)
+    other = replace(FACT, prompt="The  capital of {} is", target="Madrid")  # spacing does not make another prompt
+    editor.progress = Progress(phase=phases.append)
+    with raises(InputError, "conflicting_edit"):
+        rewrite(editor, other)
+    assert not phases
+    assert tiny.weights(editor.model) == before
+    with pytest.warns(LedgerWarning, match="already about 'France'"):
+        second = rewrite(editor, other, force=True)
+    assert second.forced
     editor.undo(first.id)
-    rewrite(editor, replace(FACT, target="Berlin"))
-    assert not editor.ledger.get(first.id).forced
-    with pytest.warns(LedgerWarning, match="was written before, by edit e0002"):
+    with raises(InputError, "conflicting_edit"):
+        editor.redo(first.id)
+    with pytest.warns(LedgerWarning, match=second.id):
         assert editor.redo(first.id, force=True).forced
-    assert Ledger.open(tmp_path / "ledger").get(first.id).forced
-    assert editor.ledger.verify() == []
+    assert Ledger.open(tmp_path / "ledger").get(first.id).forced, "the log records it"
     editor.undo(first.id)
-    editor.undo("e0002")
-    assert not editor.redo("e0002", force=True).forced, "nothing spoke against it"
+    editor.undo(second.id)
+    assert not rewrite(editor, FACT).forced, "undone edits contradict nothing"
+
+
+def test_a_subject_that_was_edited_before_is_reported():
+    editor = open_editor(guard=OPEN)
+    rewrite(editor, FACT)
+    with pytest.warns(LedgerWarning, match="undo e0001"):
+        assert not rewrite(editor, Fact.parse("{france} is in the north of", "Norway")).forced
+    with pytest.warns(LedgerWarning):
+        rewrite(editor, FACT)  # the same fact again contradicts nothing
+    plan = editor.plan([replace(FACT, target="Madrid"), OTHERS[0]])
+    assert [(one.edit, one.target, one.clashes) for one in plan.earlier] == [("e0003", "Rome", True)]
+    assert find_earlier_edits([OTHERS[1]], editor.ledger.active) == []
 
 
 @pytest.mark.parametrize("guard", [OPEN, None])
-def test_facts_that_share_a_key_are_named_before_any_work(monkeypatch, guard):
-    """By an edit and by its plan."""
-    editor = open_editor(guard)
+def test_facts_that_share_a_key_are_reported_before_any_work(guard):
+    editor = open_editor(guard=guard)
     facts = [FACT, Fact.parse("The capital of {France} lies in", "Spain"), *OTHERS]
-    monkeypatch.setattr(Search, "find", lambda *_, **__: pytest.fail("searched"))
-    for work in (editor.rewrite_many, editor.plan):
-        with pytest.raises(FactWarning, match="'Rome' and 'The capital of France lies in' → 'Spain'.*share a key"):
-            work(facts)
-
-
-@pytest.mark.parametrize("scores", [[UNSAID], [UNSAID, SAID, UNSAID]])
-def test_what_to_try_is_what_the_method_takes(scores):
-    """rome and emmet refuse λ, and several layers."""
-    guard, drift = Guard(drift=0.1, growth=0.2), Drift(0.5, 0.6, "x", 0.7, "site")
-    steps = {name: [one.step for one in guard.check(scores, drift, METHODS[name])] for name in METHODS}
-    for name, told in steps.items():
-        assert len(told) == 3
-        assert not any(f"use {name}" in step for step in told), "which did not do"
-        if METHODS[name].exact:
-            assert not any("λ" in step or "layers" in step for step in told)
-            assert all("memit" in step for step in told)
-        else:
-            assert all("λ" in step for step in told)
-    fewer = [step for told in steps.values() for step in told if "fewer facts" in step]
-    assert bool(fewer) == (len(scores) > 1)
-
-
-@pytest.mark.parametrize(("method", "step"), [("rome", "use memit"), ("memit", "raise λ")])
-def test_the_editor_says_which_method_it_is(method, step):
-    editor = open_editor(replace(OPEN, drift=1e-6))
-    with pytest.raises(GuardError, match=f"lower the clamp, {step}"):
-        editor.rewrite_many([FACT], method=method, targets=TargetSettings(steps=12, clamp=20.0))
+    for verb in (editor.rewrite_many, editor.plan):
+        with pytest.raises(FactWarning, match="share a key"):  # warnings are errors in tests: no work is done
+            verb(facts)

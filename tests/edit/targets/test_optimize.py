@@ -1,0 +1,281 @@
+"""Targets found for many facts at once are those of a plain loop over single facts, prompt by prompt."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rebind.edit.targets import FactPrompts, TargetSettings, TargetStates, find_targets
+from rebind.edit.targets.objective import can_record
+from rebind.errors import MemoryWarning, NumericalError, OutOfMemoryError
+from rebind.models.batching import CACHED_TOKEN_COST
+from rebind.models.prompts import EncodedPrompt
+from rebind.models.sites import find_sites, module_at
+from rebind.models.trunk import Trunk
+from tests import tiny
+from tests.families import FAMILIES, VOCAB
+from tests.support import assert_close, raises
+
+LAYER = 1
+SETTINGS = TargetSettings(steps=9, rate=0.3, clamp=0.9, decay=0.4, kl=0.3, enough=4.8)
+
+
+@functools.cache
+def family_trunk(name: str) -> Trunk:
+    model = FAMILIES[name](seed=2).double()
+    widen_norms(model)
+    return tiny.trunk(model)
+
+
+def widen_norms(model: torch.nn.Module) -> None:
+    """Let RMS norms compute in the model's dtype: transformers rounds to float32 inside them."""
+
+    def widened(self: Any, x: Tensor) -> Tensor:
+        eps = getattr(self, "variance_epsilon", getattr(self, "eps", None))
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], getattr(self, "weight", None), eps)
+
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith(("RMSNorm", "L2Norm")) and not name.startswith("Gemma"):
+            module.forward = MethodType(widened, module)  # a method, so that copies of the model have their own
+
+
+def make_fact(seed: int, target: int, *prompts: tuple[int, int]) -> FactPrompts:
+    """A fact with a target of this many tokens and prompts of (tokens, index of the subject's last)."""
+    draw = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(3, VOCAB, (length,), generator=draw).tolist() for length, _ in (*prompts, (target, 0))]
+    *rows, target_ids = map(tuple, drawn)
+    return FactPrompts(tuple(EncodedPrompt(ids, at, target_ids) for ids, (_, at) in zip(rows, prompts, strict=True)))
+
+
+FACTS = [
+    make_fact(0, 1, (6, 3), (11, 8), (8, 5)),
+    make_fact(1, 4, (5, 0), (9, 4)),  # the subject is the very first token
+    make_fact(2, 2, (4, 3)),  # the prompt ends with the subject
+    make_fact(3, 1, (9, 2), (13, 6), (10, 3), (12, 5)),
+    make_fact(4, 4, (7, 6), (9, 8)),
+]
+
+
+def reference(trunk: Trunk, fact: FactPrompts, settings: TargetSettings) -> tuple[Tensor, Tensor, float, int]:
+    """(h₀, h₀ + δ, loss, updates) by the book: whole forward passes, a hook, torch's Adam, one fact."""
+    model, block = trunk.model, trunk.blocks[LAYER]
+    bare = fact.prompts[0]
+
+    def run(ids: tuple[int, ...], at: int, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(log-probabilities [tokens, vocabulary], the block's unchanged output at the subject)."""
+        seen = []
+
+        def hook(_: Any, __: Any, out: Any) -> Any:
+            states = out[0] if isinstance(out, tuple) else out
+            seen.append(states[0, at].detach().clone())
+            if delta is None:
+                return None
+            here = (torch.arange(states.shape[1]) == at).unsqueeze(-1).to(states.dtype)
+            states = states + here * delta
+            return (states, *out[1:]) if isinstance(out, tuple) else states
+
+        handle = block.register_forward_hook(hook)
+        try:
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        finally:
+            handle.remove()
+        return torch.log_softmax(logits, -1), seen[0]
+
+    with torch.no_grad():
+        original, start = run(bare.ids[: bare.subject_last + 1], bare.subject_last, None)
+    length = start.norm()
+    delta = torch.zeros_like(start, requires_grad=True)
+    adam = torch.optim.Adam([delta], lr=settings.rate)
+    updates = 0
+    for step in range(settings.steps):
+        nll = torch.zeros((), dtype=start.dtype)
+        for prompt in fact.prompts:
+            said, _ = run((*prompt.ids, *fact.target[:-1]), prompt.subject_last, delta)
+            first = len(prompt.ids) - 1
+            picked = [said[first + offset, token] for offset, token in enumerate(fact.target)]
+            nll = nll - torch.stack(picked).mean() / len(fact.prompts)
+        now, _ = run(bare.ids[: bare.subject_last + 1], bare.subject_last, delta)
+        kl = torch.nn.functional.kl_div(now[-1], original[-1], log_target=True, reduction="sum")
+        loss = nll + settings.kl * kl + settings.decay * delta.norm() / length**2
+        if loss < settings.enough or step == settings.steps - 1:
+            break
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        updates += 1
+        with torch.no_grad():
+            if delta.norm() > settings.clamp * length:
+                delta.mul_(settings.clamp * length / delta.norm())
+    return start, (start + delta).detach(), float(loss.detach()), updates
+
+
+@functools.cache
+def family_targets(name: str) -> TargetStates:
+    return find_targets(family_trunk(name), LAYER, FACTS, SETTINGS)
+
+
+EXACT = ["llama", "gpt2", "opt-post-norm", "falcon-sequential", "olmo3", "qwen3", "rebind-gated_delta", "rebind-mixed"]
+NARROW_ATTENTION = ["gpt-j", "bloom", "gemma2", "llama4"]  # transformers computes their attention in float32
+
+
+@pytest.mark.parametrize("name", EXACT + NARROW_ATTENTION)
+def test_a_batch_is_the_plain_loop(name):
+    tolerance = 1e-6 if name in NARROW_ATTENTION else 1e-12
+    targets = family_targets(name)
+    assert len(set(targets.steps.tolist())) > 1, "facts should finish at different steps for this to prove anything"
+    for row, fact in enumerate(FACTS):
+        initial, state, loss, updates = reference(family_trunk(name), fact, SETTINGS)
+        assert_close(targets.initial[row], initial, tolerance)
+        assert_close(targets.states[row], state, tolerance)
+        assert abs(float(targets.loss[row]) - loss) < tolerance
+        assert int(targets.steps[row]) == updates
+
+
+@pytest.mark.parametrize("name", EXACT + NARROW_ATTENTION)
+def test_searching_on_a_copy_changes_only_the_precision(name):
+    """A copy in the same dtype finds the same targets; one in bfloat16 starts from the model's own states."""
+    tolerance = 1e-6 if name in NARROW_ATTENTION else 1e-12
+    trunk, expected = family_trunk(name), family_targets(name)
+    copied = find_targets(trunk, LAYER, FACTS, SETTINGS, search_trunk=trunk.narrowed(torch.float64))
+    assert_close(copied.states, expected.states, tolerance)
+    rough = find_targets(trunk, LAYER, FACTS, SETTINGS, search_trunk=trunk.narrowed(torch.bfloat16))
+    assert_close(rough.initial, expected.initial, tolerance)
+    assert rough.states.dtype == expected.states.dtype
+    assert not torch.equal(rough.states, expected.states), "the copy should have been used"
+
+
+def test_facts_end_in_every_way():
+    targets = family_targets("llama")
+    assert len(set(targets.steps.tolist())) > 2, targets.steps
+    assert (targets.loss[targets.steps < SETTINGS.steps - 1] < SETTINGS.enough).all()
+    moved = torch.linalg.vector_norm(targets.states - targets.initial, dim=-1)
+    limit = SETTINGS.clamp * torch.linalg.vector_norm(targets.initial, dim=-1)
+    assert (moved <= limit * (1 + 1e-12)).all()
+    assert (moved > limit * (1 - 1e-9)).any(), "no fact met the clamp"
+
+
+@pytest.mark.parametrize("budget", [1, 60, 150, 10_000])
+def test_groups_change_nothing(budget):
+    groups: list[tuple[Any, TargetStates]] = []
+    steps: list[tuple[int, int, float]] = []
+    targets = find_targets(
+        family_trunk("llama"),
+        LAYER,
+        FACTS,
+        SETTINGS,
+        tokens_at_once=budget,
+        on_step=lambda *step: steps.append(step),
+        on_group=lambda *group: groups.append(group),
+    )
+    for got, expected in zip(targets.tensors(), family_targets("llama").tensors(), strict=True):
+        assert_close(got.double(), expected.double(), 1e-8)
+    assert sorted(index for indices, _ in groups for index in indices) == list(range(len(FACTS)))
+    assert len(groups) == {1: 5, 10_000: 1}.get(budget, len(groups))
+    for indices, part in groups:
+        assert_close(part.states, targets.states[indices], 0.0)
+        rows = sum(FACTS[index].size[0] for index in indices)
+        prefix, suffix = (max(FACTS[index].size[axis] for index in indices) for axis in (1, 2))
+        assert len(indices) == 1 or rows * (CACHED_TOKEN_COST * prefix + suffix) <= budget
+    done = [count for _, count, _ in steps]
+    assert len(FACTS) >= max(done) >= int((targets.loss < SETTINGS.enough).sum()) > 0
+    assert steps[-1][2] == pytest.approx(float(targets.loss.mean()))
+
+
+def fail_above(monkeypatch: pytest.MonkeyPatch, limit: int, problem: Exception) -> list[int]:
+    """Simulate a device that holds `limit` tokens."""
+    sizes: list[int] = []
+    original = Trunk.logits
+
+    def checked(self: Trunk, tokens: Any, *args: Any, **options: Any) -> Tensor:
+        sizes.append(tokens.mask.numel())
+        if sizes[-1] > limit:
+            raise problem
+        return original(self, tokens, *args, **options)
+
+    monkeypatch.setattr(Trunk, "logits", checked)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")],
+)
+def test_out_of_memory_halves_the_budget(monkeypatch, problem):
+    expected = family_targets("llama")
+    sizes = fail_above(monkeypatch, 130, problem)
+    with pytest.warns(MemoryWarning):
+        targets = find_targets(family_trunk("llama"), LAYER, FACTS, SETTINGS)
+    assert max(sizes) > 130
+    assert_close(targets.states, expected.states, 1e-8)
+
+
+@pytest.mark.filterwarnings("ignore::rebind.errors.MemoryWarning")
+def test_a_single_fact_that_does_not_fit_is_an_error(monkeypatch):
+    fail_above(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory"))
+    with raises(OutOfMemoryError, "item_too_large"):
+        find_targets(family_trunk("llama"), LAYER, FACTS, SETTINGS)
+    monkeypatch.undo()
+    fail_above(monkeypatch, 1, RuntimeError("something else"))
+    with pytest.raises(RuntimeError, match="something else"):
+        find_targets(family_trunk("llama"), LAYER, FACTS, SETTINGS)
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, None])
+def test_an_interrupt_hands_over_the_finished_facts(tokens_at_once):
+    """Those of earlier groups, and those of the interrupted group itself."""
+    stored: dict[int, Tensor] = {}
+    begun: list[int] = []
+
+    def interrupt(step: int, *_: Any) -> None:
+        begun.append(step)
+        if begun.count(0) == 3 or step == SETTINGS.steps - 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find_targets(
+            family_trunk("llama"),
+            LAYER,
+            FACTS,
+            SETTINGS,
+            tokens_at_once=tokens_at_once,
+            on_step=interrupt,
+            on_group=lambda indices, part: stored.update(zip(indices, part.states, strict=True)),
+        )
+    expected = family_targets("llama")
+    early = (expected.steps < SETTINGS.steps - 1).nonzero().flatten().tolist()
+    assert sorted(stored) == early if tokens_at_once is None else 0 < len(stored) < 3
+    for index, state in stored.items():
+        assert_close(state, expected.states[index], 1e-8)
+
+
+def test_nan_is_an_error_and_not_a_finished_fact():
+    model = FAMILIES["llama"](seed=2)
+    module_at(model, find_sites(model)[2].name).weight.data[0, 0] = torch.nan
+    with raises(NumericalError, "target_search_diverged"):
+        find_targets(tiny.trunk(model), LAYER, FACTS[:1], SETTINGS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_models_are_searched_in_float32(dtype):
+    trunk = tiny.trunk(FAMILIES["llama"](seed=2).to(dtype))
+    targets = find_targets(trunk, LAYER, FACTS, SETTINGS)
+    assert targets.states.dtype == torch.float32
+    start = find_targets(trunk, LAYER, FACTS, TargetSettings(steps=1))
+    assert float(targets.loss.mean()) < float(start.loss.mean()) - 0.1
+
+
+@pytest.mark.parametrize(
+    ("devices", "recorded"),
+    [(["cuda:0"], True), (["cuda:1"], False), (["cuda:0", "cuda:1"], False), (["cpu"], False)],
+)
+def test_steps_are_recorded_on_the_current_device_only(devices, recorded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    parameters = [SimpleNamespace(device=torch.device(device)) for device in devices]
+    trunk = SimpleNamespace(model=SimpleNamespace(parameters=lambda: parameters))
+    assert can_record(trunk) is recorded
