@@ -134,7 +134,7 @@ TABLE: dict[str, Family] = {
     "exaone4": _llama("Exaone4Config", sliding_window=16),
     "rebind-attention": _own("attention"),
     "rebind-linear-sum": _own("linear-sum"),
-    "rebind-gated-delta": _own("gated-delta"),
+    "rebind-gated_delta": _own("gated_delta"),
     "rebind-ttt-linear": _own("ttt-linear"),
     "rebind-mixed": _own("delta", "attention", "delta"),
 }

@@ -1,19 +1,22 @@
-"""A tiny Llama (or another family) with a tokenizer of its own, made in milliseconds: a model small enough to edit.
+"""Tiny models and tokenizers, built in milliseconds.
 
-The tokenizer is a byte-level BPE trained on the sentences below, as GPT-2's was on more of them.
+`llama` and `gpt2` are random models that can be edited, with a byte-level BPE `tokenizer` trained on the sentences
+below. `letter_tokenizer` and `save` are for tests of loading. `tests.families` has a model of every family.
 """
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rebind.edit.moments.corpus import Texts
+from rebind.models.language_model import LanguageModel
 from rebind.models.sites import find_sites, module_at
 from rebind.models.trunk import Trunk
 
@@ -31,6 +34,7 @@ SENTENCES = [
     "It was late. They played chess in the kitchen until the lamp went out.",
 ]
 LAYERS, HIDDEN, INNER = 4, 32, 48
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @functools.cache
@@ -48,8 +52,29 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END)
 
 
+def letter_tokenizer(front: Any = (), back: Any = (), extra: Any = (), unk: str = "<unk>") -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per letter; `front` and `back` are put around every text."""
+    names = list(dict.fromkeys([unk, *front, *back, *extra]))
+    vocab = {token: i for i, token in enumerate([*names, *LETTERS, "Ġ"])}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token=unk))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if front or back:
+        template = " ".join([*front, "$A", *back])
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[(token, vocab[token]) for token in dict.fromkeys([*front, *back])]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=unk)
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Save a model and a tokenizer that begins every text with <s>."""
+    model.save_pretrained(folder)
+    letter_tokenizer(front=["<s>"]).save_pretrained(folder)
+    return folder
+
+
 def llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A random Llama, its biases and norms random too."""
+    """Return a random Llama, with random biases and norms."""
     config = transformers.LlamaConfig(
         **{
             "vocab_size": len(tokenizer()),
@@ -68,7 +93,7 @@ def llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) 
 
 
 def gpt2(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A random GPT-2: Conv1D weights, learned positions, embeddings tied to the head."""
+    """Return a random GPT-2: Conv1D weights, learned positions, embeddings tied to the head."""
     config = transformers.GPT2Config(
         **{
             "vocab_size": len(tokenizer()),
@@ -99,13 +124,18 @@ def trunk(model: Any) -> Trunk:
     return Trunk(model, [module_at(model, site.block) for site in find_sites(model)])
 
 
+def language_model(build: Any = llama, start: tuple[int, ...] = (0,), **options: Any) -> LanguageModel:
+    """Return a tiny model in float64 with its tokenizer."""
+    return LanguageModel(build(dtype=torch.float64, **options), tokenizer(), start=start)
+
+
 def texts(rows: int = 8) -> Texts:
-    """Some two thousand tokens, for moments that cost nothing."""
+    """Return a corpus of some two thousand tokens, for moments that cost nothing."""
     return Texts([*SENTENCES, *(" ".join(SENTENCES[i:] + SENTENCES[:i]) for i in range(10))], "tiny", rows)
 
 
 def weights(model: Any) -> dict[str, bytes]:
-    """Every parameter's bytes."""
+    """Return the bytes of every parameter."""
     return {
         name: parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Sites: one a layer in every family, the right one, readable and writable; a reason where there is none."""
+"""Sites: one per layer in every family, the right one, readable and writable; a reason where there is none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, BertConfig, GPT2Config, GPT2Model, T5Config
 from transformers.pytorch_utils import Conv1D
 
-from rebind.errors import InputError, ShapeError, UnknownNameError
+from rebind.errors import InputError, ShapeError
 from rebind.models.sites import Site, find_sites, memory_of, module_at, write_memory
 from tests.families import (
     EXPECTED,
@@ -35,12 +35,12 @@ PROMISED = {
 
 
 def snapshot(model):
-    """Every tensor's bytes."""
+    """Return the bytes of every tensor."""
     return {name: (t.dtype, t.contiguous().numpy().tobytes()) for name, t in model.state_dict().items()}
 
 
-def seen(model, site):
-    """(inputs, outputs) of the site's module in one forward pass, copied: Falcon adds to the output in place."""
+def run(model, site):
+    """Return the input and output of a site in one forward pass, copied: Falcon adds to the output in place."""
     caught = []
     module = module_at(model, site.name)
     hook = module.register_forward_hook(lambda _, inputs, output: caught.append((inputs[0].clone(), output.clone())))
@@ -71,7 +71,7 @@ def test_the_memory_is_what_the_module_multiplies_by(name):
     model = FAMILIES[name]()
     for site in find_sites(model):
         module = module_at(model, site.name)
-        keys, values = seen(model, site)
+        keys, values = run(model, site)
         assert (keys.shape[-1], values.shape[-1]) == (site.d_k, site.d_v)
         bias = 0 if module.bias is None else module.bias
         assert_close(keys @ memory_of(module).mT + bias, values, 1e-5)
@@ -83,7 +83,7 @@ def test_write_changes_the_output_and_restores_bit_for_bit(name):
     before, draw = snapshot(model), Draw(1, torch.float32)
     for site in find_sites(model):
         module = module_at(model, site.name)
-        keys, values = seen(model, site)
+        keys, values = run(model, site)
         old, weight = memory_of(module).clone(), module.weight
         change = draw.normal(site.d_v, site.d_k)
         write_memory(module, old + change)
@@ -94,10 +94,16 @@ def test_write_changes_the_output_and_restores_bit_for_bit(name):
         assert snapshot(model) == before
 
 
+def refused(model, code):
+    with pytest.raises(InputError) as caught:
+        find_sites(model)
+    assert caught.value.code == code
+    return caught.value
+
+
 @pytest.mark.parametrize("name", ROUTED)
-def test_experts_are_refused_with_the_reason(name):
-    with pytest.raises(InputError, match=r"mixture of experts.*not yet.*which expert runs depends on the token.*dense"):
-        find_sites(ROUTED[name]())
+def test_experts_are_refused(name):
+    refused(ROUTED[name](), "mixture_of_experts")
 
 
 # Traps: where widths alone would mislead
@@ -157,8 +163,7 @@ def test_a_longer_list_inside_a_block_is_not_the_blocks():
     assert find_sites(model)[0].name == "model.layers.0.mlp.down_proj"
     for block in model.model.layers:
         block.experts = nn.ModuleList(copy.deepcopy(block.mlp) for _ in range(LAYERS + 2))
-    with pytest.raises(InputError, match=r"model.layers.0.experts.* belongs to a mixture of experts \(in 3 of 3"):
-        find_sites(model)
+    refused(model, "mixture_of_experts")
 
 
 def test_square_maps_in_another_order_are_told_by_name():
@@ -221,36 +226,23 @@ def test_tied_weights_follow():
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 5), lambda: Conv1D(5, 3)], ids=["Linear", "Conv1D"])
 def test_a_transposed_memory_is_refused(make):
-    with pytest.raises(ShapeError, match=r"memory is \[3, 5\].*holds \[5, 3\]"):
+    with pytest.raises(ShapeError) as caught:
         write_memory(make(), torch.zeros(3, 5))
-
-
-def test_what_is_no_linear_map():
-    with pytest.raises(InputError, match="Embedding is no linear map, expected nn.Linear or Conv1D"):
-        memory_of(nn.Embedding(3, 5))
-    with pytest.raises(InputError, match="offloaded"):
-        memory_of(nn.Linear(3, 5, device="meta"))
-
-
-def test_module_at_names_what_is_missing():
-    model = FAMILIES["gpt2"]()
-    assert module_at(model, "transformer.h.1.mlp.c_proj") is model.transformer.h[1].mlp.c_proj
-    with pytest.raises(UnknownNameError, match=r"GPT2LMHeadModel has no module 'model.layers.0'.*find_sites"):
-        module_at(model, "model.layers.0")
+    assert caught.value.code == "memory_shape"
 
 
 # Models without sites
 
 
 class Linear4bit(nn.Linear):
-    """As bitsandbytes makes them: packed integers under nn.Linear's name."""
+    """The kind of bitsandbytes: packed integers under the name of nn.Linear."""
 
     def forward(self, x):
         raise NotImplementedError
 
 
 class QuantLinear(nn.Module):
-    """As GPTQ makes them: no weight at all."""
+    """The kind of GPTQ: no weight at all."""
 
     def __init__(self, in_features, out_features):
         super().__init__()
@@ -259,7 +251,7 @@ class QuantLinear(nn.Module):
 
 
 class Adapter(nn.Module):
-    """As PEFT makes them."""
+    """The kind of PEFT."""
 
     def __init__(self, base):
         super().__init__()
@@ -273,65 +265,43 @@ def packed(in_features, out_features):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "code"),
     [
-        (Linear4bit, r"Linear4bit.*expected nn.Linear or Conv1D.*edit the unquantised model"),
-        (QuantLinear, r"QuantLinear, expected nn.Linear.*edit the unquantised model"),
-        (packed, r"Linear with torch.uint8 weights, expected"),
-        (lambda d_in, d_out: Adapter(nn.Linear(d_in, d_out)), r"wrapped by an adapter .*Adapter.*merge_and_unload"),
+        (Linear4bit, "quantized_weights"),
+        (QuantLinear, "quantized_weights"),
+        (packed, "quantized_weights"),
+        (lambda d_in, d_out: Adapter(nn.Linear(d_in, d_out)), "adapter"),
     ],
 )
-def test_quantised_and_wrapped_maps_are_refused(make, message):
+def test_quantized_and_wrapped_maps_are_refused(make, code):
     model = FAMILIES["llama"]()
     for block in model.model.layers:
         for name in ("gate_proj", "up_proj"):
             setattr(block.mlp, name, make(HIDDEN, INNER))
         block.mlp.down_proj = make(INNER, HIDDEN)
-    with pytest.raises(InputError, match=r"model.layers.0.mlp.down_proj is .*" + message):
-        find_sites(model)
+    assert "model.layers.0.mlp.down_proj" in refused(model, code).problem
 
 
-def test_layers_that_share_a_weight_are_refused():
-    model = FAMILIES["llama"]()
-    model.model.layers[2].mlp = model.model.layers[0].mlp
-    with pytest.raises(InputError, match="layers 0 and 2 share one down_proj weight"):
-        find_sites(model)
+def test_models_that_do_not_predict_the_next_token_are_refused():
+    t5 = {"vocab_size": 96, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    bert = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    refused(AutoModelForSeq2SeqLM.from_config(T5Config(**t5)), "not_causal")
+    refused(AutoModelForMaskedLM.from_config(BertConfig(**bert, intermediate_size=24)), "not_causal")
+    refused(GPT2Model(GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2)), "not_causal")
+    refused(nn.Linear(3, 5), "not_causal")
 
 
-def test_encoder_decoder():
-    shape = {"vocab_size": 96, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
-    with pytest.raises(InputError, match="is an encoder-decoder, expected a causal"):
-        find_sites(AutoModelForSeq2SeqLM.from_config(T5Config(**shape)))
-
-
-def test_not_causal():
-    shape = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with pytest.raises(InputError, match="BertForMaskedLM predicts no next token.*AutoModelForCausalLM"):
-        find_sites(AutoModelForMaskedLM.from_config(BertConfig(**shape, intermediate_size=24)))
-    with pytest.raises(InputError, match="GPT2Model predicts no next token"):
-        find_sites(GPT2Model(GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2)))
-    with pytest.raises(InputError, match="Linear has no config, expected a Hugging Face causal language model"):
-        find_sites(nn.Linear(3, 5))
-
-
-def test_blocks_without_an_mlp():
-    model = FAMILIES["llama"]()
-    for block in model.model.layers:
-        block.mlp = nn.Identity()
-    with pytest.raises(InputError, match=r"model.layers.0 \(LlamaDecoderLayer\) has 0 MLPs, expected one.*seen: none"):
-        find_sites(model)
-
-
-def test_two_mlps_are_not_chosen_between():
+def test_blocks_with_no_mlp_or_two():
     model = FAMILIES["llama"]()
     for block in model.model.layers:
         block.second_mlp = copy.deepcopy(block.mlp)
-    with pytest.raises(InputError, match=r"has 2 MLPs, expected one.*second_mlp.down_proj \(56 → 32\)"):
-        find_sites(model)
+    assert "second_mlp.down_proj (56 → 32)" in refused(model, "mlp_not_found").problem
+    for block in model.model.layers:
+        block.mlp = block.second_mlp = nn.Identity()
+    refused(model, "mlp_not_found")
 
 
 def test_no_blocks_at_all():
     model = FAMILIES["llama"]()
     model.model.layers = nn.ModuleList()
-    with pytest.raises(InputError, match="LlamaForCausalLM has no known shape, expected a ModuleList of blocks"):
-        find_sites(model)
+    refused(model, "unknown_architecture")

@@ -1,4 +1,4 @@
-"""Tokenizers: the model's own or another, a fast one, and what stands before a prompt."""
+"""Tokenizers: that of the model or another one, start tokens, and the text of a continuation."""
 
 from __future__ import annotations
 
@@ -7,59 +7,57 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from rebind.errors import InputError
-from rebind.models.load import load_model
-from rebind.models.tokenizer import continued, start_ids
-from tests.edit.saved import make_tokenizer
+from rebind.models.language_model import LanguageModel
+from rebind.models.tokenizer import decode_continuation, load_tokenizer, start_tokens
+from tests.tiny import letter_tokenizer
 from tests.tiny import tokenizer as byte_tokenizer
 
 
 def test_a_tokenizer_from_elsewhere(folder, tmp_path):
-    other = make_tokenizer(front=["<a>", "<b>"])
-    assert load_model(folder, other).tokenizer is other
+    other = letter_tokenizer(front=["<a>", "<b>"])
+    assert LanguageModel.load(folder, other).tokenizer is other
     other.save_pretrained(tmp_path / "other")
-    assert load_model(folder, tmp_path / "other").start == (1, 2)
-    with pytest.raises(InputError, match="there is no tokenizer folder 'gpt2', expected a local folder"):
-        load_model(folder, "gpt2")
+    assert LanguageModel.load(folder, tmp_path / "other").start == (1, 2)
 
 
-def test_a_folder_without_a_tokenizer(tiny, tmp_path):
-    tiny.save_pretrained(tmp_path / "m")
-    with pytest.raises(InputError, match=r"m has no tokenizer that can be loaded .*pass tokenizer="):
-        load_model(tmp_path / "m")
+class Slow(PreTrainedTokenizer):
+    vocab_size = 3
+
+    def get_vocab(self):
+        return {"a": 0}
 
 
-def test_a_slow_tokenizer_is_refused(folder):
-    class Slow(PreTrainedTokenizer):
-        vocab_size = 3
-
-        def get_vocab(self):
-            return {"a": 0}
-
-    with pytest.raises(InputError, match=r"slow one \(Slow\), expected a fast one"):
-        load_model(folder, Slow())
+@pytest.mark.parametrize(
+    ("tokenizer", "code"),
+    [("no/such/folder", "unreadable_tokenizer"), (Slow(), "slow_tokenizer"), (None, "unreadable_tokenizer")],
+)
+def test_tokenizers_that_cannot_be_used(tokenizer, code, tmp_path):
+    with pytest.raises(InputError) as caught:
+        load_tokenizer(tokenizer, tmp_path, "tiny")
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "start"),
     [
-        (make_tokenizer(), []),
-        (make_tokenizer(front=["<s>"]), ["<s>"]),
-        (make_tokenizer(front=["<s>"], back=["</s>"]), ["<s>"]),
-        (make_tokenizer(back=["</s>"]), []),
-        (make_tokenizer(front=["<s>", "<lang>"]), ["<s>", "<lang>"]),
-        (make_tokenizer(extra=["<|endoftext|>"]), ["<|endoftext|>"]),
-        (make_tokenizer(back=["</s>"], extra=["<|endoftext|>"]), ["<|endoftext|>"]),
-        (make_tokenizer(unk="<|endoftext|>"), ["<|endoftext|>"]),  # GPT-2: the unknown token too
-        (make_tokenizer(front=["<s>"], unk="<|endoftext|>"), ["<s>"]),
+        (letter_tokenizer(), []),
+        (letter_tokenizer(front=["<s>"]), ["<s>"]),
+        (letter_tokenizer(front=["<s>"], back=["</s>"]), ["<s>"]),
+        (letter_tokenizer(back=["</s>"]), []),
+        (letter_tokenizer(front=["<s>", "<lang>"]), ["<s>", "<lang>"]),
+        (letter_tokenizer(extra=["<|endoftext|>"]), ["<|endoftext|>"]),
+        (letter_tokenizer(back=["</s>"], extra=["<|endoftext|>"]), ["<|endoftext|>"]),
+        (letter_tokenizer(unk="<|endoftext|>"), ["<|endoftext|>"]),  # GPT-2: also the unknown token
+        (letter_tokenizer(front=["<s>"], unk="<|endoftext|>"), ["<s>"]),
     ],
     ids=["none", "bos", "bos-eos", "eos", "two", "endoftext", "eos-endoftext", "gpt2", "bos-endoftext"],
 )
 def test_start_ids(tokenizer, start):
-    assert start_ids(tokenizer) == tuple(tokenizer.convert_tokens_to_ids(start))
+    assert start_tokens(tokenizer) == tuple(tokenizer.convert_tokens_to_ids(start))
 
 
 def test_a_continuation_keeps_its_first_space():
-    """Llama 2's decoder strips the space of whatever it is given first."""
+    """The decoder of Llama 2 strips the space of the first token."""
     inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -70,15 +68,15 @@ def test_a_continuation_keeps_its_first_space():
     prompt = tokenizer("The capital of France is", add_special_tokens=False).input_ids
     whole = tokenizer("The capital of France is Paris, and", add_special_tokens=False).input_ids
     assert tokenizer.decode(whole[len(prompt) :]) == "Paris, and"
-    assert continued(tokenizer, prompt, whole[len(prompt) :]) == " Paris, and"
-    assert continued(tokenizer, prompt, []) == ""
-    assert continued(tokenizer, [tokenizer.bos_token_id], whole) == "The capital of France is Paris, and"
-    assert continued(tokenizer, [], whole) == "The capital of France is Paris, and"
+    assert decode_continuation(tokenizer, prompt, whole[len(prompt) :]) == " Paris, and"
+    assert decode_continuation(tokenizer, prompt, []) == ""
+    assert decode_continuation(tokenizer, [tokenizer.bos_token_id], whole) == "The capital of France is Paris, and"
+    assert decode_continuation(tokenizer, [], whole) == "The capital of France is Paris, and"
 
 
-def test_half_a_letter_is_told_as_half_a_letter():
+def test_half_a_character_stays_half_a_character():
     tokenizer = byte_tokenizer()
     ids = tokenizer("é", add_special_tokens=False).input_ids
     assert len(ids) == 2
-    assert continued(tokenizer, ids[:1], ids[1:]) == "\N{REPLACEMENT CHARACTER}"
-    assert continued(tokenizer, tokenizer("a", add_special_tokens=False).input_ids, ids) == "é"
+    assert decode_continuation(tokenizer, ids[:1], ids[1:]) == "\N{REPLACEMENT CHARACTER}"
+    assert decode_continuation(tokenizer, tokenizer("a", add_special_tokens=False).input_ids, ids) == "é"

@@ -132,9 +132,9 @@ def test_starting_late_is_the_plain_run(subject, name):
     trunk = Trunk(subject.model, subject.trunk.blocks)  # one that has seen no run
     hidden = subject.trunk.after(1, tokens, cache=cache)
     where = torch.tensor([(row, len(suffix) - 1) for row, suffix in enumerate(suffixes)])
-    got = trunk.logits(tokens, where, cache=cache, start=(1, hidden))
+    got = trunk.logits(tokens, where, cache=cache, resume=(1, hidden))
     assert_close(got, subject.trunk.logits(tokens, where, cache=cache), 1e-12)
-    late = subject.trunk.after(2, tokens, cache=cache, start=(1, hidden))
+    late = subject.trunk.after(2, tokens, cache=cache, resume=(1, hidden))
     real = tokens.mask[:, past.ids.shape[1] :].bool()
     assert_close(late[real], subject.trunk.after(2, tokens, cache=cache)[real], 1e-12)
 
@@ -151,7 +151,7 @@ def test_gradients_into_the_start_are_those_of_a_plain_run(subject, name, prefix
 
     ours = delta.clone().requires_grad_()
     moved = torch.cat([hidden[:, :1] + ours, hidden[:, 1:]], dim=1)
-    logits = subject.trunk.logits(tokens, torch.tensor([(0, 4)]), cache=cache, start=(1, moved))
+    logits = subject.trunk.logits(tokens, torch.tensor([(0, 4)]), cache=cache, resume=(1, moved))
     (got,) = torch.autograd.grad(-torch.log_softmax(logits[0], -1)[wanted], ours)
 
     theirs = delta.clone().requires_grad_()
@@ -195,9 +195,9 @@ def test_an_error_inside_leaves_the_model_as_it_was(subject, name):
     handle = subject.trunk.blocks[2].register_forward_pre_hook(fail)
     try:
         for run in (
-            lambda: subject.trunk.logits(tokens, where, start=(0, hidden)),
+            lambda: subject.trunk.logits(tokens, where, resume=(0, hidden)),
             lambda: subject.trunk.logits(tokens, where),
-            lambda: subject.trunk.after(2, tokens, start=(0, hidden)),
+            lambda: subject.trunk.after(2, tokens, resume=(0, hidden)),
             lambda: subject.trunk.inputs(subject.sites, tokens),
             lambda: subject.trunk.cache(tokens),
         ):
@@ -222,7 +222,7 @@ def test_a_block_with_a_forward_of_its_own_gets_it_back():
     try:
         tokens = _whole(random_ids(1, 4))
         hidden = shared.trunk.after(0, tokens)
-        shared.trunk.logits(tokens, torch.tensor([(0, 3)]), start=(0, hidden))
+        shared.trunk.logits(tokens, torch.tensor([(0, 3)]), resume=(0, hidden))
         assert block.__dict__["forward"] is own
         assert len(calls) == 1
     finally:

@@ -1,0 +1,208 @@
+"""Scoring many prompts in few passes gives the numbers of one plain pass each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rebind.errors import InputError
+from rebind.models.prompts import EncodedPrompt, Prompt
+from rebind.models.scoring import score_prompts, text_nll
+from tests import tiny
+
+PROMPTS = [
+    Prompt("The capital of France is", "Rome"),
+    Prompt("The capital of France is", "Paris"),
+    Prompt("The capital of France is", "a city with a very long name indeed"),
+    Prompt("I", "think"),
+    Prompt("The mother tongue of Danielle Darrieux is", "French"),
+    Prompt("عاصمة فرنسا هي", "روما"),
+    Prompt("法国的首都是", "罗马"),
+    Prompt("The capital of France is", "Rome"),  # again
+    Prompt("He said that {she} had", "seen it"),
+]
+models = pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
+starts = pytest.mark.parametrize("start", [(), (0,)])
+
+
+def log_probs(model, ids: list[int]) -> torch.Tensor:
+    """Return the log-probabilities after each token of one plain pass."""
+    return torch.log_softmax(model.model(input_ids=torch.tensor([ids])).logits[0], dim=-1)
+
+
+@models
+@starts
+@pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
+def test_prompts_scored_together_are_scored_alone(build, start, batch_tokens):
+    model = tiny.language_model(build, start)
+    scores = model.score(PROMPTS, batch_tokens=batch_tokens)
+    for prompt, score in zip(model.encode(PROMPTS), scores, strict=True):
+        rows = log_probs(model, [*prompt.ids, *prompt.target])[len(prompt.ids) - 1 : -1]
+        picked = rows[range(len(prompt.target)), list(prompt.target)]
+        first, best = rows[0], rows.argmax(-1).tolist()
+        assert score.nll == pytest.approx(-float(picked.mean()), abs=1e-9)
+        assert score.probability == pytest.approx(math.exp(float(picked.sum())), rel=1e-9)
+        assert score.rank == 1 + int((first > first[prompt.target[0]]).sum())
+        assert score.tokens == len(prompt.target)
+        assert score.right_tokens == sum(a == b for a, b in zip(best, prompt.target, strict=True))
+        assert (score.first_token, score.says) == (best[0], model.tokenizer.decode(best[:1]))
+        assert score.exact == (tuple(best) == prompt.target)
+
+
+def test_right_tokens_are_counted():
+    model = tiny.language_model()
+    (prompt,) = model.encode([Prompt("The capital of France is", "x")])
+    best = [int(log_probs(model, list(prompt.ids))[-1].argmax())]
+    best.append(int(log_probs(model, [*prompt.ids, *best])[-1].argmax()))
+    other = (best[1] + 1) % len(model.tokenizer)
+    targets = [tuple(best), (best[0], other), (other, best[1])]
+    encoded = [dataclasses.replace(prompt, target=target) for target in targets]
+    scores = score_prompts(model.trunk, model.tokenizer, encoded)
+    assert [(score.right_tokens, score.exact) for score in scores[:2]] == [(2, True), (1, False)]
+    assert not scores[2].exact
+    assert {score.first_token for score in scores} == {best[0]}
+
+
+class FixedLogits:
+    """A trunk with given logits, one row for each position."""
+
+    context_length, device = None, torch.device("cpu")
+
+    def __init__(self, logits: list[list[float]]) -> None:
+        self.table = torch.tensor(logits, dtype=torch.float64)
+
+    def cache(self, tokens):
+        return SimpleNamespace(layers=[], batch_select_indices=lambda rows: None)
+
+    def logits(self, tokens, where, *, cache):
+        assert len(where) == len(self.table)
+        return self.table
+
+
+def test_scores_from_hand_made_logits():
+    """Three words; prompt (0, 1); targets (2,), (2, 0) and (0,), the first and last with the same logits."""
+    at_prompt, after_two = [0.0, 0.0, math.log(2)], [math.log(8), 0.0, 0.0]  # p(2) = 1/2; p(0 | 2) = 8/10
+    trunk = FixedLogits([at_prompt, at_prompt, after_two])
+    prompts = [EncodedPrompt((0, 1), 1, target) for target in ((2,), (2, 0), (0,))]
+    tokenizer = SimpleNamespace(batch_decode=lambda rows: [str(ids) for ids in rows])
+    one, two, three = score_prompts(trunk, tokenizer, prompts)
+    assert [one.probability, two.probability, three.probability] == pytest.approx([0.5, 0.4, 0.25])
+    assert two.nll == pytest.approx(-(math.log(0.5) + math.log(0.8)) / 2)
+    assert [(score.rank, score.right_tokens, score.exact) for score in (one, two, three)] == [
+        (1, 1, True),
+        (1, 2, True),
+        (2, 0, False),
+    ]
+    assert one.to_json() == {"probability": one.probability, "rank": 1, "nll": one.nll, "exact": True, "says": "[2]"}
+
+
+def test_a_prompt_runs_once_for_all_its_targets(monkeypatch):
+    model = tiny.language_model()
+    shapes = []
+    run = type(model.trunk).cache
+    monkeypatch.setattr(type(model.trunk), "cache", lambda self, some: shapes.append(some.ids.shape) or run(self, some))
+    model.score([Prompt("The capital of France is", target) for target in ("Rome", "Paris", "Madrid", "Berlin")])
+    ((rows, _),) = shapes
+    assert rows == 1
+
+
+def test_a_broken_model_has_scores_that_are_not_numbers():
+    model = tiny.language_model()
+    with torch.no_grad():
+        model.model.lm_head.weight.fill_(torch.nan)
+    assert math.isnan(model.score(PROMPTS[:1])[0].nll)
+
+
+def test_no_prompts_and_no_targets():
+    model = tiny.language_model()
+    assert model.score([]) == []
+    with pytest.raises(InputError) as caught:
+        model.score([Prompt("The capital of France is")])
+    assert caught.value.code == "no_target"
+
+
+@models
+def test_the_next_token_after_each_prompt(build):
+    model = tiny.language_model(build)
+    texts = ["The capital of France is", "I", "In the north of Norway"]
+    rows = model.next_token_log_probs(texts)
+    for row, prompt in zip(rows, model.encode([Prompt(text) for text in texts]), strict=True):
+        assert torch.allclose(row, log_probs(model, list(prompt.ids))[-1], atol=1e-9)
+
+
+def test_a_prompt_longer_than_the_context_is_refused_or_cut():
+    model = tiny.language_model(tiny.gpt2, n_positions=8)
+    text = " ".join(tiny.SENTENCES[:2])
+    with pytest.raises(InputError) as caught:
+        model.next_token_log_probs([text])
+    assert caught.value.code == "prompt_too_long"
+    ids = [*model.start, *model.tokenizer(text).input_ids][:8]
+    assert torch.allclose(model.next_token_log_probs([text], truncate=True)[0], log_probs(model, ids)[-1], atol=1e-9)
+
+
+# The likelihood of a text
+
+
+@models
+@starts
+@pytest.mark.parametrize(("window", "limit"), [(32, 32), (95, 95), (96, 95), (512, 95)])
+def test_the_nll_of_a_text_is_that_of_plain_passes(build, start, window, limit):
+    model = tiny.language_model(build, start)  # of 96 positions, one of them for the start token
+    text = " ".join(tiny.SENTENCES)
+    ids = model.tokenizer(text).input_ids
+    total, tokens = model.text_nll(text, window=window)
+    expected = 0.0
+    for begin in range(0, len(ids) if start else len(ids) - 1, limit):
+        row = [*start, *ids[begin : begin + limit]] if start else ids[begin : begin + limit + 1]
+        rows = log_probs(model, row)
+        expected -= sum(float(rows[place, token]) for place, token in enumerate(row[1:]))
+    assert len(ids) > limit
+    assert tokens == len(ids) - (not start), "the first token is predicted only after a start token"
+    assert total == pytest.approx(expected, rel=1e-9)
+
+
+class Predictable:
+    """A trunk of eight words; its logits depend on the last token and on its position."""
+
+    context_length, device = None, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+
+    def logits(self, tokens, where):
+        self.rows += tokens.ids.tolist()
+        return torch.stack([self.row(int(tokens.ids[row, step]), int(step)) for row, step in where])
+
+    @staticmethod
+    def row(token: int, place: int) -> torch.Tensor:
+        return torch.arange(8.0).roll(3 * token + place)
+
+
+def by_hand(*triples: tuple[int, int, int]) -> float:
+    """Return the NLL of (token, after a token, at a position)."""
+    rows = [(Predictable.row(after, place), token) for token, after, place in triples]
+    return -float(sum((row - row.logsumexp(-1))[token] for row, token in rows))
+
+
+def test_windows_overlap_by_one_token_without_a_start_token():
+    trunk = Predictable()
+    total, tokens = text_nll(trunk, (), [1, 5, 2, 0, 3], window=2)
+    assert trunk.rows == [[1, 5, 2], [2, 0, 3]]
+    assert tokens == 4
+    assert total == pytest.approx(by_hand((5, 1, 0), (2, 5, 1), (0, 2, 0), (3, 0, 1)), rel=1e-6)
+    with pytest.raises(InputError) as caught:
+        text_nll(trunk, (), [1])
+    assert caught.value.code == "text_too_short"
+
+
+def test_every_token_is_counted_after_a_start_token():
+    trunk = Predictable()
+    total, tokens = text_nll(trunk, (7,), [1, 5, 2], window=2)
+    assert [row[:3] for row in trunk.rows] == [[7, 1, 5], [7, 2, 0]]  # the last one padded
+    assert tokens == 3
+    assert total == pytest.approx(by_hand((1, 7, 0), (5, 1, 1), (2, 7, 0)), rel=1e-6)
+    assert text_nll(trunk, (7,), [1])[1] == 1
