@@ -1,4 +1,4 @@
-"""Reading facts: the formats they come in, and what is said of records that cannot be read."""
+"""Reading facts: the formats they come in, and records that cannot be read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ KNOWNS = {
 }
 OURS = {"prompt": "{} was born in", "subject": "Ana", "target": "Oslo", "old": "Lima", "neighbors": ["Bo was born in"]}
 
-READ = {
+FORMATS = {
     "counterfact": (
         COUNTERFACT,
         Fact(
@@ -98,10 +98,10 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("form", READ)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("container", ["list", "json", "jsonl", "object", "dict"])
-def test_formats_are_told_apart_by_their_keys(form, container, tmp_path):
-    record, expected = READ[form]
+def test_formats_are_recognized_by_their_keys(form, container, tmp_path):
+    record, expected = FORMATS[form]
     file = tmp_path / "facts.data"
     count = 1 if container in ("object", "dict") else 2
     if container == "json":
@@ -135,7 +135,7 @@ def test_csv(tmp_path, delimiter):
     file = tmp_path / "facts.csv"
     with file.open("w", newline="", encoding="utf-8-sig") as handle:
         writer = csv.writer(handle, delimiter=delimiter)
-        writer.writerow(["Prompt", " subject", "target", "old", "paraphrases", "neighbours"])
+        writer.writerow(["Prompt", " subject", "target", "old", "paraphrases", "neighbors"])
         writer.writerow(["Ana, 5; was\tborn in", "Ana", "Oslo", "Lima", "Ana is from | From where Ana is,", "Bo"])
         writer.writerow(["{Cy} sa\u2028id\nin", "", "Oslo", "", "", ""])
     assert list(read_facts(file)) == [
@@ -151,6 +151,13 @@ def without(record, path):
     return {**record, first: without(record[first], ".".join(rest))}
 
 
+def refused(source, code, **options):
+    with pytest.raises(InputError) as caught:
+        read_facts(source, **options)
+    assert caught.value.code == code
+    return caught.value.problem
+
+
 @pytest.mark.parametrize(
     ("record", "path", "name"),
     [
@@ -161,48 +168,49 @@ def without(record, path):
         (FLAT, "prompt", "case_id 7"),
         (FLAT, "subject", "case_id 7"),
         (FLAT, "target_new", "case_id 7"),
-        (ZSRE, "alt", "record 1"),
-        (ZSRE, "subject", "record 1"),
+        (ZSRE, "alt", "Record 1"),
+        (ZSRE, "subject", "Record 1"),
         (KNOWNS, "prompt", "known_id 3"),
         (KNOWNS, "attribute", "known_id 3"),
-        (OURS, "target", "record 1"),
-        (OURS, "prompt", "record 1"),
+        (OURS, "target", "Record 1"),
+        (OURS, "prompt", "Record 1"),
     ],
 )
 def test_a_missing_key_is_named_with_its_record(record, path, name):
     broken = without(record, path)
-    with pytest.raises(InputError, match=f"record 1.*no '{path.split('.')[-1]}'") as caught:
-        read_facts([record, broken])
-    assert name in str(caught.value)
+    problem = refused([record, broken], "missing_field")
+    assert problem.startswith("Record 1")
+    assert name in problem
+    assert repr(path.split(".")[-1]) in problem
     facts = read_facts([broken, record, broken, record], skip_bad=True)
     assert len(facts) == 2
     assert [line.split()[1].rstrip(":") for line in facts.skipped] == ["0", "2"]
 
 
-@pytest.mark.parametrize("bad", [None, 3, "text", ["a"], {"prompt": "x", "subject": "y", "target": "z"}])
-def test_what_is_no_record_is_named(bad):
-    with pytest.raises(InputError, match="^record 0: "):
-        read_facts([bad])
+@pytest.mark.parametrize("bad", [None, 3, "text", ["a"]])
+def test_what_is_not_a_record_is_named(bad):
+    assert refused([bad], "not_a_fact").startswith("Record 0: ")
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "code", "place"),
     [
-        ("a.jsonl", '{"prompt": "{a} b", "target": "c"}\n{"prompt"\n', "line 2 of a.jsonl.*not JSON"),
-        ("a.json", '[{"prompt": ', "a.json is not JSON"),
-        ("a.json", '[{"prompt": "{a} b", "target": ""}]', "record 0 of a.json: target is ''"),
-        ("a.csv", "prompt,target\n{a} b,c\n{a} b,c,d\n", "line 3 of a.csv.*1 cells too many"),
-        ("a.csv", "prompt,target\n{a} b,\n", "line 2 of a.csv: no 'target'"),
-        ("a.csv", "question,answer\nb,c\n", "columns question, answer, expected prompt"),
-        ("a.csv", 'prompt,target\n"{a} b', "not CSV"),
-        ("a.txt", "", "is empty"),
+        ("a.jsonl", '{"prompt": "{a} b", "target": "c"}\n{"prompt"\n', "not_json", "Line 2 of a.jsonl"),
+        ("a.jsonl", '{"prompt": ' + "[" * 100_000, "not_json", "Line 1 of a.jsonl"),
+        ("a.json", '[{"prompt": ', "not_json", "a.json"),
+        ("a.json", '[{"prompt": "{a} b", "target": ""}]', "empty_text", "Record 0 of a.json"),
+        ("a.csv", "prompt,target\n{a} b,c\n{a} b,c,d\n", "too_many_cells", "Line 3 of a.csv"),
+        ("a.csv", "prompt,target\n{a} b,\n", "missing_field", "Line 2 of a.csv"),
+        ("a.csv", "question,answer\nb,c\n", "unknown_columns", "a.csv"),
+        ("a.csv", 'prompt,target\n"{a} b', "not_csv", "a.csv"),
+        ("a.csv", 'prompt,"tar"get\nA,B\n', "not_csv", "a.csv"),
+        ("a.csv", "x" * 200_000, "not_csv", "a.csv"),
+        ("a.txt", "", "empty_file", "a.txt"),
     ],
 )
-def test_a_file_that_cannot_be_read_says_where(tmp_path, name, text, message):
-    file = tmp_path / name
-    file.write_text(text)
-    with pytest.raises(InputError, match=message):
-        read_facts(file)
+def test_a_file_that_cannot_be_read_says_where(tmp_path, name, text, code, place):
+    (tmp_path / name).write_text(text)
+    assert place in refused(tmp_path / name, code)
 
 
 def test_bad_lines_are_skipped_and_counted(tmp_path):
@@ -211,22 +219,19 @@ def test_bad_lines_are_skipped_and_counted(tmp_path):
     file.write_text(f"{good}\n{{nonsense\n{good}\n")
     facts = read_facts(file, skip_bad=True)
     assert len(facts) == 2
-    assert "line 2" in facts.skipped[0]
+    assert facts.skipped[0].startswith("Line 2")
+    assert facts.names == ("line 1 of a.jsonl", "line 3 of a.jsonl")
 
 
 def test_files_that_are_not_there_or_not_text(tmp_path):
-    with pytest.raises(InputError, match="no file"):
-        read_facts(tmp_path / "none.jsonl")
-    with pytest.raises(InputError, match="cannot be read"):
-        read_facts(tmp_path)
+    refused(tmp_path / "none.jsonl", "file_not_found")
+    refused(tmp_path, "unreadable_file")
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
-    with pytest.raises(InputError, match="not UTF-8"):
-        read_facts(tmp_path / "latin.jsonl")
-    with pytest.raises(InputError, match="expected a path"):
-        read_facts(3)
+    refused(tmp_path / "latin.jsonl", "not_utf8")
+    refused(3, "not_facts")
 
 
-def test_limit_counts_facts_and_reads_no_further():
+def test_the_limit_counts_facts_and_ends_reading():
     def endless():
         yield {"prompt": "bad"}
         while True:
@@ -236,51 +241,23 @@ def test_limit_counts_facts_and_reads_no_further():
     assert len(facts) == 2
     assert len(facts.skipped) == 1
     assert len(read_facts([FLAT], limit=0)) == 0
-    with pytest.raises(InputError, match="limit is -1"):
-        read_facts([FLAT], limit=-1)
+    refused([FLAT], "negative_limit", limit=-1)
 
 
-@pytest.mark.parametrize("text", ['prompt,"tar"get\nA,B\n', "x" * 200_000, "[" * 100_000])
-def test_what_is_no_table_is_said_to_be_none(tmp_path, text):
-    path = tmp_path / "facts.csv"
-    path.write_text(text)
-    with pytest.raises(InputError, match="facts.csv"):
-        list(read_facts(path))
-
-
-@pytest.mark.parametrize("by", [None, 5, "x", [], {}, [5], [None], {"g": 5}, [[["x"]]]], ids=repr)
+@pytest.mark.parametrize("value", [None, 5, "x", [], {}, [5], [None], {"g": 5}, [[["x"]]]], ids=repr)
 @pytest.mark.parametrize("record", [COUNTERFACT, FLAT, ZSRE, KNOWNS, OURS])
-def test_whatever_stands_in_a_record_it_is_read_or_named(record, by):
+def test_a_record_with_any_value_is_read_or_named(record, value):
     rewrite = record.get("requested_rewrite", {})
-    broken = [{**record, name: by} for name in record]
-    broken += [{**record, "requested_rewrite": {**rewrite, name: by}} for name in rewrite]
+    broken = [{**record, name: value} for name in record]
+    broken += [{**record, "requested_rewrite": {**rewrite, name: value}} for name in rewrite]
     for one in broken:
-        found = read_facts([record, one], skip_bad=True)
-        assert len(found) + len(found.skipped) == 2
-        assert all(reason.startswith("record 1") for reason in found.skipped)
+        facts = read_facts([record, one], skip_bad=True)
+        assert len(facts) + len(facts.skipped) == 2
+        assert all(reason.startswith("Record 1") for reason in facts.skipped)
 
 
 def test_answers_of_zsre_are_texts():
-    with pytest.raises(InputError, match="record 0: answers is 5, expected a list of texts"):
-        read_facts([{**ZSRE, "answers": 5}])
+    refused([{**ZSRE, "answers": 5}], "not_a_list")
     assert read_facts([{**ZSRE, "answers": "Osloer", "alt": "Oslo"}])[0].old == "Osloer", "a part of it is another"
     assert read_facts([{**ZSRE, "answers": [], "pred": None}])[0].old is None
-    with pytest.raises(InputError, match=r"record 0: old is \[\]"):
-        read_facts([{**ZSRE, "answers": [], "pred": []}])
-
-
-def test_groups_are_no_paraphrases():
-    with pytest.raises(InputError, match="paraphrase_prompts is .*, expected a list"):
-        read_facts([{**COUNTERFACT, "paraphrase_prompts": {"g": 5}}])
-    for name in ("paraphrases", "neighbors", "tags"):
-        with pytest.raises(InputError, match=f"record 0: {name} is {{'g': 5}}, expected a list"):
-            read_facts([{**OURS, name: {"g": 5}}])
-
-
-def test_a_line_nested_beyond_measure_is_named(tmp_path):
-    file = tmp_path / "deep.jsonl"
-    file.write_text('{"prompt": "{a} b", "target": "c"}\n{"prompt": ' + "[" * 100_000 + "\n")
-    assert read_facts(file, skip_bad=True).skipped[0].startswith("line 2 of deep.jsonl: not JSON")
-    file.write_text('{"prompt": ' + "[" * 100_000)
-    with pytest.raises(InputError, match=r"line 1 of deep.jsonl: not JSON"):
-        read_facts(file)
+    refused([{**ZSRE, "answers": [], "pred": []}], "not_text")

@@ -1,4 +1,4 @@
-"""Facts: what is accepted and refused, and what cannot stand together."""
+"""Facts: what is accepted and refused, and which facts conflict."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rebind.edit.facts.fact import Fact, conflicts, duplicates, rivals
+from rebind.edit.facts.conflicts import conflicts, duplicates, shared_keys
+from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
+from rebind.models.prompts import Prompt
 
 FRANCE = "The capital of {France} is"
 
-# Making a fact
+# Parsing
 
 
 def test_braces_mark_the_subject():
@@ -46,57 +48,65 @@ def test_the_subject_is_where_it_was_put(prompt, subject, text, before):
 
 
 @pytest.mark.parametrize("target", ["Rome", " Rome", "Rome  ", "\tRome\n"])
-def test_the_target_is_kept_without_its_spaces(target):
+def test_the_target_has_no_spaces_around_it(target):
     assert Fact.parse(FRANCE, target).target == "Rome"
 
 
+def test_a_fact_yields_its_prompt():
+    fact = Fact.parse(FRANCE, "Rome", old="Paris")
+    assert fact.as_prompt() == Prompt("The capital of France is", "Rome", (15, 21))
+    assert fact.as_prompt("Oslo").target == "Oslo"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code"),
     [
-        ({"prompt": "The capital of France is"}, "marks no subject.*braces"),
-        ({"prompt": "The capital of {} is"}, "empty braces"),
-        ({"prompt": "{France} and {Italy} are"}, "marks 2 subjects.*double"),
-        ({"prompt": "The capital of {France is"}, r"lone '\{' at position 15"),
-        ({"prompt": "The capital of France} is"}, r"lone '\}' at position 21"),
-        ({"prompt": "The capital of Spain is", "subject": "France"}, "'France' is not in.*braces"),
-        ({"prompt": "The capital of france is", "subject": "France"}, "not in.*other capitals"),
-        ({"prompt": "The cafe\u0301 of", "subject": "caf\u00e9"}, "not in.*code points"),
-        ({"prompt": "Rome is Rome", "subject": "Rome"}, "2 times.*braces"),
-        ({"prompt": "aaa is", "subject": "aa"}, "2 times"),
-        ({"prompt": FRANCE, "subject": "Italy"}, "marks 'France' and the subject given is 'Italy'"),
-        ({"prompt": "The {  } is"}, "subject is '  '"),
-        ({"prompt": ""}, "prompt is ''"),
-        ({"prompt": FRANCE, "subject": ""}, "subject is ''"),
-        ({"prompt": FRANCE, "target": ""}, "target is ''"),
-        ({"prompt": FRANCE, "target": " \n"}, r"target is ' \\n'"),
-        ({"prompt": FRANCE, "target": 42}, r"target is 42 \(int\).*string"),
-        ({"prompt": FRANCE, "old": " "}, "old is ' '"),
-        ({"prompt": FRANCE, "old": " Rome"}, "target and old are both 'Rome'"),
-        ({"prompt": FRANCE, "paraphrases": "France has"}, r"paraphrases is 'France has', expected a list"),
-        ({"prompt": FRANCE, "neighbours": [""]}, "an entry of neighbours is ''"),
-        ({"prompt": FRANCE, "target": "\ud800"}, "half a character"),
+        ({"prompt": "The capital of France is"}, "no_subject"),
+        ({"prompt": "The capital of {} is"}, "no_subject"),
+        ({"prompt": "{France} and {Italy} are"}, "several_subjects"),
+        ({"prompt": FRANCE, "subject": "Italy"}, "several_subjects"),
+        ({"prompt": "The capital of {France is"}, "unpaired_brace"),
+        ({"prompt": "The capital of France} is"}, "unpaired_brace"),
+        ({"prompt": "The capital of Spain is", "subject": "France"}, "subject_not_in_prompt"),
+        ({"prompt": "The capital of france is", "subject": "France"}, "subject_not_in_prompt"),
+        ({"prompt": "The cafe\u0301 of", "subject": "caf\u00e9"}, "subject_not_in_prompt"),
+        ({"prompt": "Rome is Rome", "subject": "Rome"}, "subject_not_unique"),
+        ({"prompt": "aaa is", "subject": "aa"}, "subject_not_unique"),
+        ({"prompt": "The {  } is"}, "empty_text"),
+        ({"prompt": ""}, "empty_text"),
+        ({"prompt": FRANCE, "subject": ""}, "empty_text"),
+        ({"prompt": FRANCE, "target": " \n"}, "empty_text"),
+        ({"prompt": FRANCE, "old": " "}, "empty_text"),
+        ({"prompt": FRANCE, "neighbors": [""]}, "empty_text"),
+        ({"prompt": FRANCE, "target": 42}, "not_text"),
+        ({"prompt": FRANCE, "target": "\ud800"}, "invalid_unicode"),
+        ({"prompt": FRANCE, "old": " Rome"}, "target_equals_old"),
+        ({"prompt": FRANCE, "paraphrases": "France has"}, "not_a_list"),
+        ({"prompt": FRANCE, "paraphrases": {"g": 5}}, "not_a_list"),
     ],
 )
-def test_what_is_no_fact_is_refused(arguments, message):
-    with pytest.raises(InputError, match=message):
+def test_what_is_not_a_fact_is_refused(arguments, code):
+    with pytest.raises(InputError) as caught:
         Fact.parse(**{"target": "Rome", **arguments})
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("prompt", ["The capital is", "{} and {} are", "The capital of {France} is"])
-def test_a_template_holds_one_empty_pair_of_braces(prompt):
-    with pytest.raises(InputError, match="expected one {}"):
+def test_a_template_has_one_empty_pair_of_braces(prompt):
+    with pytest.raises(InputError) as caught:
         Fact(prompt, "France", "Rome")
+    assert caught.value.code == "bad_template"
 
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-somewords = words.filter(str.strip)
+nonempty_words = words.filter(str.strip)
 
 
 @st.composite
 def any_fact(draw):
-    before, after, subject, target = draw(words), draw(words), draw(somewords), draw(somewords)
+    before, after, subject, target = draw(words), draw(words), draw(nonempty_words), draw(nonempty_words)
     template = "{}".join(side.replace("{", "{{").replace("}", "}}") for side in (before, after))
-    fact = Fact(template, subject, target, None, tuple(draw(st.lists(somewords, max_size=2))))
+    fact = Fact(template, subject, target, None, tuple(draw(st.lists(nonempty_words, max_size=2))))
     assert fact.text == before + subject + after
     return fact
 
@@ -108,7 +118,7 @@ def test_a_fact_survives_json(fact):
     assert again.text == fact.text
 
 
-def test_json_holds_only_what_is_there():
+def test_empty_fields_are_not_in_json():
     assert Fact.parse(FRANCE, "Rome").to_json() == {
         "prompt": "The capital of {} is",
         "subject": "France",
@@ -140,7 +150,7 @@ def test_facts_that_agree_do_not_conflict():
     assert len(conflicts([*facts, Fact.parse("{Cafe\u0301} is", "b")])) == 1
 
 
-def test_rivals_share_a_key_and_want_different_targets():
+def test_facts_that_share_a_key():
     facts = [
         Fact.parse("{Tom} went to the", "zoo"),
         Fact.parse("{Ann} went to the", "zoo"),
@@ -148,7 +158,7 @@ def test_rivals_share_a_key_and_want_different_targets():
         Fact.parse("Everybody knows {Tom} was born in", "Rome"),  # other text before it: another key
         Fact.parse("{Ann} ran to the", "zoo"),  # the same target
     ]
-    (found,) = rivals(facts)
+    (found,) = shared_keys(facts)
     assert found.indices == (0, 2)
     assert found.targets == ("zoo", "cake")
-    assert rivals([facts[0], Fact.parse("{Tom} went to the", "shop")]) == [], "one prompt: a conflict, told as such"
+    assert shared_keys([facts[0], Fact.parse("{Tom} went to the", "shop")]) == [], "one prompt: a conflict"
