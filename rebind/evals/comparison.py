@@ -8,28 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rebind.edit.methods import METHODS
 from rebind.errors import InputError
 from rebind.evals.summary import markdown_table, states_table
 from rebind.storage import RunFolder, read_json_object
 
-COMPARED = {  # what runs may differ in, and where config.json has it
-    "model": "model.fingerprint",
-    "dtype": "model.dtype",
-    "chat template": "model.chat",
-    "device": "model.device",
-    "threads": "model.threads",
-    "records": "data.digest",
-    "protocol": "protocol",
-    "settings": "settings",
-    "second moments": "moments",
-    "questions": "questions",
-    "text for perplexity": "drift.text_digest",
-    "number of edits with drift": "drift.edits",
-    "bootstrap": "bootstrap",
-    "seed": "seed",
-    "versions": "versions",
-}
+NOT_COMPARED = {"method", "data.name", "data.skipped", "model.name", "drift.text"}  # or shown otherwise
 
 
 @dataclass(frozen=True)
@@ -81,30 +64,19 @@ def _names(folders: Sequence[Path], summaries: Sequence[dict[str, Any]]) -> list
 
 
 def _notes(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each thing but the method in which the runs differ."""
-    differences = [_difference(what, [_at(config, path) for config in configs]) for what, path in COMPARED.items()]
-    differences += _used_differences(configs)
-    return [f"The runs differ in their {difference}: compare with care." for difference in differences if difference]
+    """Return a sentence for each setting besides the method in which the runs differ.
 
-
-def _used_differences(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return differences of the settings in use that are not due to the methods."""
-    used = [(config["method"], config["used"]) for config in configs]
-    methods = dict.fromkeys(method for method, _ in used)
-    differences = [_difference("settings in use", [own for name, own in used if name == method]) for method in methods]
-    several = [own["layers"] for name, own in used if name not in METHODS or METHODS[name].several_layers]
-    return [difference for difference in differences if difference] or [_difference("layers", several)]
-
-
-def _difference(what: str, values: Sequence[Any]) -> str:
-    """Return what differs, with its values if they are short; an empty text if nothing differs."""
-    leaves = [_leaves(value) for value in values]
-    names = sorted({name for leaf in leaves for name in leaf})
-    words = [(name, [_word(leaf.get(name)) for leaf in leaves]) for name in names]
-    differing = [(name, some) for name, some in words if len(set(some)) > 1]
-    shown = [f"{name} {', '.join(some)}".strip() if max(map(len, some)) <= 40 else name for name, some in differing]
-    details = "; ".join(one for one in shown if one)
-    return f"{what} ({details})" if details else what if differing else ""
+    Settings in use (`used`) are compared only between runs of one method, because every method has its own.
+    """
+    leaves = [_leaves(config) for config in configs]
+    notes = []
+    for name in sorted({name for leaf in leaves for name in leaf} - NOT_COMPARED):
+        groups = {leaf["method"] for leaf in leaves} if name.startswith("used.") else {None}
+        for method in groups:
+            values = [leaf.get(name) for leaf in leaves if method is None or leaf["method"] == method]
+            if any(value != values[0] for value in values):
+                notes.append(f"The runs differ in {name} ({', '.join(_short(value) for value in values)}).")
+    return notes
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:
@@ -116,11 +88,6 @@ def _leaves(value: Any, name: str = "") -> dict[str, Any]:
     }
 
 
-def _word(value: Any) -> str:
-    return {"None": "none", "True": "yes", "False": "no"}.get(str(value), str(value))
-
-
-def _at(config: Any, path: str) -> Any:
-    for name in path.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
-    return config
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}…"

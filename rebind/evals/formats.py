@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from rebind.edit.facts.fact import Fact, require_field
-
-from rebind.models.prompts import require_text
 from rebind.edit.facts.readers import parse_fact
 from rebind.errors import InputError
 from rebind.evals.records import Question, Record
+from rebind.models.prompts import require_text
 
 
 def parse_record(raw: Any, number: str) -> Record:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from rebind.edit.facts.fact import Fact, comparable
-
-from rebind.models.prompts import require_text
 from rebind.errors import InputError
+from rebind.models.prompts import require_text
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,7 @@ every_protocol = pytest.mark.parametrize("name", ["single", "batch", "sequential
 
 def new_editor(**options: Any) -> Editor:
     contexts = ContextSettings(("The", "I"), tokens=4)
-    return Editor(
-        tiny.llama(), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=1500, contexts=contexts, **options
-    )
+    return Editor(tiny.llama(), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=1500, contexts=contexts, **options)
 
 
 def config(name: str = "single", **options: Any) -> EvalConfig:
