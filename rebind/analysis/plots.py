@@ -22,7 +22,7 @@ TITLES = {
 MAX_LENS_TOKENS = 16  # more would not be readable
 
 
-def draw_trace(trace: Trace | AverageTrace, path: Path, *, window: int, title: str) -> Path:
+def draw_trace(trace: Trace | AverageTrace, path: str | Path, *, title: str) -> Path:
     """Draw one heatmap per kind, tokens by layers, with one color scale."""
     pyplot = _pyplot()
     kinds = list(trace.effects)
@@ -34,7 +34,7 @@ def draw_trace(trace: Trace | AverageTrace, path: Path, *, window: int, title: s
         image = axis.imshow(
             trace.effects[kind].numpy(), cmap=COLORS[kind], vmin=0.0, vmax=top, aspect="auto", interpolation="nearest"
         )
-        axis.set_title(TITLES[kind].format(window), fontsize=9)
+        axis.set_title(TITLES[kind].format(trace.window), fontsize=9)
         axis.set_xlabel("layer" if kind == "hidden" else "center of the window (layer)", fontsize=8)
         axis.set_xticks(range(0, depth, max(1, depth // 6)))
         axis.tick_params(labelsize=8, length=2)
@@ -47,7 +47,7 @@ def draw_trace(trace: Trace | AverageTrace, path: Path, *, window: int, title: s
     return _save(pyplot, figure, path)
 
 
-def draw_lens(lens: Lens, path: Path, *, title: str) -> Path:
+def draw_lens(lens: Lens, path: str | Path, *, title: str) -> Path:
     """Draw layers by tokens, each cell with its likeliest token, colored by the probability of the answer."""
     pyplot = _pyplot()
     first = max(0, len(lens.prompt.ids) - MAX_LENS_TOKENS)
@@ -113,9 +113,9 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(pyplot: Any, figure: Any, path: Path) -> Path:
+def _save(pyplot: Any, figure: Any, path: str | Path) -> Path:
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=110, metadata={"Software": None})  # so that the bytes hold no version
     pyplot.close(figure)
     write_file(path, data.getvalue())
-    return path
+    return Path(path)

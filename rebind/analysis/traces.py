@@ -139,11 +139,14 @@ class AverageTrace:
         return len(self.traces)
 
     @property
+    def window(self) -> int:
+        return self.traces[0].window
+
+    @property
     def labels(self) -> list[str]:
         return list(POSITIONS)
 
     def to_json(self) -> dict[str, Any]:
-        first = self.traces[0]
         return {
             "facts": self.facts,
             "places": list(POSITIONS),
@@ -151,9 +154,9 @@ class AverageTrace:
             "clean": self.clean,
             "corrupted": self.corrupted,
             "effects": {kind: rows.tolist() for kind, rows in self.effects.items()},
-            "settings": asdict(first.settings),
-            "noise": first.noise,
-            "window": first.window,
+            "settings": asdict(self.traces[0].settings),
+            "noise": self.traces[0].noise,
+            "window": self.window,
             "prompts": [
                 {"prompt": one.prompt.text, "answer": one.answer, "clean": one.clean, "corrupted": one.corrupted}
                 for one in self.traces
