@@ -1,4 +1,4 @@
-"""`rebind ledger`: what it switches, refuses and replays."""
+"""`rebind ledger`: what it finds, switches, compares, exports and replays."""
 
 from __future__ import annotations
 
@@ -6,187 +6,229 @@ import errno
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rebind.cli.commands.edit import begun
+from rebind.cli.options import LedgerOptions
+from rebind.cli.session import find_ledger
 from rebind.edit.editor import Editor
+from rebind.edit.moments.corpus import OwnSamples, Texts
+from rebind.edit.targets import TargetSettings
+from rebind.errors import InputError
+from rebind.storage import ledgers_dir
+from tests import tiny
+from tests.support import raises
 
-from .conftest import FAST
+from .conftest import FACT, FAST, QUESTION
 
-FACT = ("The answer is {France}", "Rome")
 TEMPLATE = "{% for turn in messages %}[{{ turn['role'] }}] {{ turn['content'] }}\n{% endfor %}"
-
-
-@pytest.fixture
-def chatty(model, tmp_path) -> str:
-    """The tiny model with a chat template."""
-    folder = shutil.copytree(model, tmp_path / "chatty")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def active(rebind, model) -> list[str]:
     return rebind("ledger", "list", "--model", model, "--quiet").out.split()
 
 
-def test_a_disk_that_fails_in_between_undoes_none(rebind, model, monkeypatch):
+# Which ledger
+
+
+def test_a_default_ledger_is_found_by_the_models_name_and_fingerprint(rebind, model, edited):
+    folder = Path(edited["ledger"])
+    assert folder.parent == ledgers_dir()
+    assert folder.name == f"tiny-{edited['fingerprint'][:8]}"
+    assert find_ledger(LedgerOptions(model)) == folder
+
+
+def test_two_models_of_one_name_are_not_mixed_up(rebind, fails, model, edited, tmp_path):
+    other = tmp_path / "other" / "tiny"
+    tiny.llama(seed=1, num_hidden_layers=2, max_position_embeddings=128).save_pretrained(other)
+    tiny.tokenizer().save_pretrained(other)
+    shown = rebind("edit", *FACT, "--model", other, *FAST)
+    error = fails("ledger", "list", "--model", model)
+    assert error.code == "several_ledgers"
+    assert "--ledger" in error.advice
+    (undo,) = [line for line in shown.out.splitlines() if line.startswith("undo: ")]
+    assert " --ledger " in undo
+    assert rebind("ask", QUESTION, "--model", model, json=True).document["ledger"] == edited["ledger"]
+    (ledgers_dir() / "tiny-chat-00000000").mkdir()
+    (ledgers_dir() / "tiny-chat-00000000" / "ledger.json").write_text("{}")
+    assert find_ledger(LedgerOptions("tiny-chat")).name == "tiny-chat-00000000"
+    with raises(InputError, "no_ledger"):
+        find_ledger(LedgerOptions("smollm2"))
+
+
+@pytest.mark.parametrize("place", ["a file", "a file/inside", "locked", "locked/inside"])
+def test_a_ledger_that_cannot_be_created_is_refused_before_the_model_is_loaded(fails, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
+    (tmp_path / "a file").write_text("mine")
+    (tmp_path / "locked").mkdir()
+    original = Path.mkdir
+
+    def mkdir(path, *arguments, **options):
+        if path.parent == tmp_path / "locked":
+            raise PermissionError(errno.EACCES, "Permission denied")  # a mode would not stop the superuser
+        original(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    expected = ("file_in_the_way", 2) if "file" in place else ("no_write_access", 3)
+    assert fails("edit", *FACT, "--ledger", tmp_path / place, code=expected[1]).code == expected[0]
+    monkeypatch.setenv("REBIND_LEDGERS", str(tmp_path / place))
+    assert fails("edit", *FACT, code=expected[1]).code == expected[0]
+
+
+def remember(model, folder, **options) -> tuple[str, ...]:
+    """Write an edit that can only be applied with the moments it was solved with."""
+    editor = Editor(model, ledger=folder, guard=None, **options)
+    editor.rewrite(*FACT, method="alphaedit", targets=TargetSettings(steps=2))
+    return ("--model", model, "--ledger", str(folder))
+
+
+def test_an_edit_with_another_devices_samples_opens(rebind, fails, model, tmp_path):
+    place = remember(model, tmp_path / "ledger", corpus=OwnSamples(0, rows=16), moment_tokens=300)
+    for words in (("ask", QUESTION), ("lens", QUESTION), ("trace", FACT[0], "--kind", "mlp", "--draws", "1")):
+        assert rebind(*words, *place, json=True).document["active"] == ["e0001"]
+    search = ("--steps", "2", "--force")
+    added = rebind("edit", "I saw {Italy}", "Paris", *place, "--method", "recursive", *search, json=True).document
+    assert added["settings"]["moments"] == {"corpus": "own-samples-0-16", "tokens": 300}
+    assert fails("ask", QUESTION, *place, "--moment-tokens", "301").code == "other_moments"
+
+
+@pytest.mark.parametrize("words", [("lens", QUESTION), ("trace", FACT[0], "--kind", "mlp", "--draws", "1")])
+def test_commands_take_the_corpus_of_an_edit(rebind, fails, model, tmp_path, words):
+    text = tmp_path / "text.txt"
+    text.write_text("The capital of France is Paris. " * 40)
+    place = remember(model, tmp_path / "ledger", corpus=Texts.from_file(text), moment_tokens=128)
+    assert fails(*words, *place).code == "other_moments"
+    assert rebind(*words, *place, "--corpus", text, "--moment-tokens", "128", json=True).document["active"] == ["e0001"]
+
+
+# List, show, undo, redo, diff
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_a_list_has_a_line_per_edit(rebind, model, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rebind("edit", *FACT, "--model", model, *FAST)
+    rebind("edit", "I {Italy}", "Paris", "--model", model, *FAST)
+    rebind("ledger", "undo", "e0001", "--model", model)
+    shown = rebind("ledger", "list", "--model", model).out
+    rows = [line for line in shown.splitlines() if re.match(r" e000\d +(active|undone), forced ", line)]
+    assert len(rows) == 2
+    assert all(re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d  ", row) for row in rows) == (columns == 80)
+    assert max(map(len, shown.splitlines())) <= columns
+    listed = rebind("ledger", "list", "--model", model, json=True).document["edits"]
+    assert [(row["id"], row["active"]) for row in listed] == [("e0001", False), ("e0002", True)]
+
+
+def test_show_has_facts_scores_and_settings(rebind, model, edited):
+    shown = rebind("ledger", "show", "e0001", "--model", model, json=True).document
+    assert shown["settings"]["targets"]["steps"] == 3
+    assert shown["settings"]["moments"]["tokens"] == 256
+    assert shown["scores"]["drift"]["kl"] > 0
+    people = rebind("ledger", "show", "e000", "--model", model).out
+    for expected in ("e0001, active", "memit (forced)", "drift", "versions", "steps 3"):
+        assert expected in people
+    assert rebind("ledger", "show", "e0001", "--model", model, "--quiet").out == "The answer is France → Rome\n"
+
+
+def test_several_edits_are_switched_together_or_not_at_all(rebind, fails, model, monkeypatch):
     for subject in ("France", "Italy", "Spain"):
         rebind("edit", f"The answer is {{{subject}}}", "Rome", "--model", model, *FAST)
-    original, used = os.fsync, []
-
-    def failing(handle):
-        used.append(handle)
-        if len(used) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        original(handle)
-
+    assert fails("ledger", "undo", "e0001", "e0009", "--model", model).code == "unknown_edit"
+    assert active(rebind, model) == ["e0001", "e0002", "e0003"]
+    rebind("ledger", "undo", "e0001", "--model", model)
+    assert fails("ledger", "undo", "e0002", "e0001", "--model", model).code == "already_undone"
+    assert active(rebind, model) == ["e0002", "e0003"]
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing)
-        rebind("ledger", "undo", "e0001", "e0002", "e0003", "--model", model)
-    assert len(used) == 1, "all lines in one write"
-    assert active(rebind, model) == []
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing)
-        ended = rebind("ledger", "redo", "e0001", "e0002", "e0003", "--model", model, code=3)
-    assert "the ledger is as it was" in ended.err
-    assert active(rebind, model) == []
+        patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        assert fails("ledger", "undo", "e0002", "e0003", "--model", model, code=3).code == "disk_full"
+    assert active(rebind, model) == ["e0002", "e0003"]
 
 
-def test_replay_asks_each_edit_as_it_was_asked(rebind, chatty, tmp_path):
+def test_redo_does_not_contradict_an_active_edit(rebind, fails, model):
+    place = ("--model", model)
+    rebind("edit", *FACT, *place, *FAST)
+    rebind("ledger", "undo", "e0001", *place)
+    rebind("edit", FACT[0], "Paris", *place, *FAST)
+    error = fails("ledger", "redo", "e0001", *place)
+    assert error.code == "conflicting_edit"
+    assert "--force" in error.advice
+    rebind("ledger", "undo", "e0002", *place)
+    assert fails("ledger", "redo", "e0001", "e0002", *place).code == "conflicting_edit"
+    assert active(rebind, model) == []
+    rebind("ledger", "redo", "e0001", *place)
+    assert rebind("ledger", "redo", "e0002", "--force", *place).err.startswith("warning: ")
+    assert active(rebind, model) == ["e0001", "e0002"]
+
+
+def test_diff_compares_active_edits(rebind, model, edited, tmp_path):
+    copy = shutil.copytree(edited["ledger"], tmp_path / "copy")
+    rebind("edit", "I saw {Italy}", "Paris", "--model", model, *FAST)
+    found = rebind("ledger", "diff", copy, "--model", model, json=True).document
+    assert (found["only_here"], found["only_there"], found["both"]) == (["e0002"], [], ["e0001"])
+    assert rebind("ledger", "diff", copy, "--model", model, "--quiet").out == "-e0002\n"
+    assert "I saw Italy → Paris" in rebind("ledger", "diff", copy, "--model", model).out
+
+
+# Export and replay
+
+
+def test_edits_are_exported_as_adapter_delta_and_checkpoint(rebind, fails, model, edited, tmp_path):
+    adapter, delta, whole = tmp_path / "adapter", tmp_path / "delta.safetensors", tmp_path / "whole"
+    words = ("ledger", "export", "--model", model, "--peft", adapter, "--rank", "1", "--delta", delta)
+    document = rebind(*words, "--checkpoint", whole, json=True).document
+    assert set(document["peft"]["ranks"].values()) == {1}
+    assert max(document["peft"]["errors"].values()) < 1e-5, "one fact is a change of rank one"
+    assert (adapter / "adapter_model.safetensors").exists()
+    assert delta.exists()
+    replayed = tmp_path / "replayed"
+    replay = ("ledger", "replay", "--model", model, "--out", replayed)
+    again = rebind(*replay, json=True).document
+    assert again["facts"][0]["probability"] == pytest.approx(edited["facts"][0]["after"]["probability"])
+    base, *saved = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (model, whole, replayed))
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in base)
+    changed = {name for name in base if not torch.equal(base[name], saved[0][name])}
+    assert changed == {f"{site}.weight" for site in document["peft"]["ranks"]}
+    assert fails(*replay).code == "folder_not_empty"
+    rebind(*replay, "--overwrite")
+    people = rebind(*words, "--overwrite").out
+    assert "✓ adapter" in people
+    assert "\n1 edit, " in people
+    rebind("ledger", "undo", "e0001", "--model", model)
+    assert fails(*words, "--overwrite").code == "no_active_edits"
+
+
+def test_an_export_checks_every_place_before_the_model_is_loaded(rebind, fails, model, edited, tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("mine")
+    rebind("ledger", "export", "--model", model, "--peft", tmp_path / "adapter")
+    monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
+    new = tmp_path / "new"
+    for words, code in (
+        (("--peft", new, "--checkpoint", tmp_path / "other", "--overwrite"), "not_an_export"),
+        (("--peft", new, "--checkpoint", model, "--overwrite"), "not_an_export"),
+        (("--peft", tmp_path / "adapter", "--checkpoint", new), "folder_not_empty"),
+        (("--checkpoint", tmp_path / "adapter", "--overwrite"), "not_an_export"),
+        (("--peft", new, "--delta", f"{__file__}/delta.safetensors"), "file_in_the_way"),
+    ):
+        assert fails("ledger", "export", "--model", model, *words).code == code
+        assert not new.exists()
+
+
+def test_replay_asks_each_edit_the_way_it_was_made(rebind, model, tmp_path):
+    chatty = shutil.copytree(model, tmp_path / "chatty")
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(chatty)
     place = ("--model", chatty)
     edits = [
         rebind("edit", "What is {Italy}?", "Paris", *place, "--chat", *FAST, json=True).document,
         rebind("edit", *FACT, *place, *FAST, json=True).document,
     ]
-    words = ("ledger", "replay", *place, "--out", str(tmp_path / "out"), "--overwrite")
-    found = []
     for edit in reversed(edits):  # the last one as it was made, then the one before it
-        found.append(rebind(*words, json=True).document["facts"][-1])
+        fact = rebind("ledger", "replay", *place, "--out", "out", "--overwrite", json=True).document["facts"][-1]
+        assert fact["probability"] == pytest.approx(edit["facts"][0]["after"]["probability"], rel=1e-3)
         rebind("ledger", "undo", edit["id"], *place)
-    assert [fact["edit"] for fact in found] == ["e0002", "e0001"]
     assert "in the chat template" in rebind("ledger", "show", "e0001", *place).out
-    made = [edit["facts"][0]["after"]["probability"] for edit in reversed(edits)]
-    assert [fact["probability"] for fact in found] == pytest.approx(made, rel=1e-3)
-
-
-def test_a_list_has_a_line_an_edit(rebind, model, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    rebind("edit", *FACT, "--model", model, *FAST)
-    rebind("edit", "I {Italy}", "Paris", "--model", model, *FAST)
-    rebind("ledger", "undo", "e0001", "--model", model)
-    listed = rebind("ledger", "list", "--model", model).out
-    rows = [line for line in listed.splitlines() if re.match(r" e000\d +(active|undone)", line)]
-    assert len(rows) == 2
-    assert all(re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d  ", row) for row in rows)
-    assert "made (UTC)" in listed
-    told = rebind("ledger", "list", "--model", model, json=True).document["edits"]
-    assert all(row["created"].endswith("+00:00") for row in told)
-    help = " ".join(rebind("ledger", "list", "--help").out.split())
-    assert "with --quiet the ids of those that are active" in help
-
-
-def test_a_score_says_the_target_or_how_the_model_begins():
-    assert begun({"exact": True, "says": " p"}, "park") == "park"
-    assert begun({"exact": False, "says": " p"}, "park") == "p…"
-
-
-def test_one_edit_is_one_edit(rebind, model, tmp_path):
-    rebind("edit", *FACT, "--model", model, *FAST)
-    assert "\n1 edit, " in rebind("ledger", "export", "--model", model, "--delta", str(tmp_path / "d.safetensors")).out
-    shown = rebind("ledger", "show", "e0001", "--model", model).out
-    assert "chat" not in shown
-
-
-def test_redo_does_not_contradict_an_active_edit(rebind, model):
-    place = ("--model", model)
-    rebind("edit", *FACT, *place, *FAST)
-    rebind("ledger", "undo", "e0001", *place)
-    rebind("edit", FACT[0], "Paris", *place, *FAST)
-    ended = rebind("ledger", "redo", "e0001", *place, code=2)
-    assert "edit e0002 makes 'The answer is France' say 'Paris'" in ended.err
-    assert "rebind ledger undo e0002" in ended.err
-    assert "--force" in ended.err
-    assert active(rebind, model) == ["e0002"]
-    rebind("ledger", "undo", "e0002", *place)
-    assert "redo one of the two" in rebind("ledger", "redo", "e0001", "e0002", *place, code=2).err
-    assert active(rebind, model) == []
-    assert rebind("ledger", "redo", "e0001", *place).err == ""
-    forced = rebind("ledger", "redo", "e0002", "--force", *place)
-    assert forced.err.startswith("warning: edit e0001 makes")
-    assert active(rebind, model) == ["e0001", "e0002"]
-
-
-@pytest.fixture
-def edited(rebind, model) -> tuple[str, str]:
-    rebind("edit", *FACT, "--model", model, *FAST)
-    return ("--model", model)
-
-
-def unloaded(monkeypatch) -> None:
-    monkeypatch.setattr(Editor, "__init__", lambda *_, **__: pytest.fail("too late"))
-
-
-def test_an_export_is_written_whole_or_not_at_all(rebind, edited, tmp_path, monkeypatch):
-    new, adapter, whole, other = (tmp_path / name for name in ("new", "adapter", "whole", "other"))
-    delta, folder = tmp_path / "d.safetensors", tmp_path / "folder.safetensors"
-    rebind("ledger", "export", *edited, "--peft", str(adapter), "--delta", str(delta), "--model-out", str(whole))
-    folder.mkdir()
-    other.mkdir()
-    (other / "letter.txt").write_text("mine")
-    unloaded(monkeypatch)
-    for words, says in (
-        (("--peft", new, "--delta", delta), "is there already, expected a new name: choose another, or give --overw"),
-        (("--peft", new, "--model-out", whole), "is not empty, expected a new or empty folder: choose another, or"),
-        (("--peft", adapter, "--model-out", new), "is not empty"),
-        (("--peft", new, "--model-out", other, "--overwrite"), "holds other things and is not replaced"),
-        (("--peft", new, "--model-out", edited[1], "--overwrite"), "holds the base model, expected another folder"),
-        (("--peft", new, "--model-out", new), "are both"),
-        (("--peft", new / "adapter", "--model-out", new), "lie one in the other, expected folders apart"),
-        (("--peft", new, "--model-out", new / "whole", "--overwrite"), "lie one in the other"),
-        (("--peft", new.with_suffix(".safetensors"), "--delta", new.with_suffix(".safetensors")), "is a folder, expec"),
-        (("--peft", new, "--delta", folder, "--overwrite"), "is a folder, expected a file"),
-    ):
-        assert says in rebind("ledger", "export", *edited, *map(str, words), code=2).err
-        assert not new.exists()
-    assert (other / "letter.txt").exists()
-
-
-def test_a_change_may_lie_in_the_folder_of_a_model(rebind, edited, tmp_path):
-    whole = tmp_path / "whole"
-    rebind("ledger", "export", *edited, "--delta", str(whole), "--model-out", str(whole))
-    assert {"config.json", "delta.safetensors"} <= {file.name for file in whole.iterdir()}
-
-
-def test_replay_refuses_a_folder_before_the_model_is_loaded(rebind, edited, tmp_path, monkeypatch):
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "config.json").write_text("{}")
-    unloaded(monkeypatch)
-    taken = rebind("ledger", "replay", *edited, "--out", str(tmp_path / "taken"), code=2).err
-    assert taken.endswith("is not empty, expected a new or empty folder: choose another, or give --overwrite\n")
-
-
-def test_whoever_may_read_files_may_read_a_saved_model(rebind, edited, tmp_path):
-    rebind("ledger", "export", *edited, "--peft", str(tmp_path / "a"), "--model-out", str(tmp_path / "m"))
-    (tmp_path / "plain").touch()
-    modes = {file.stat().st_mode for name in "am" for file in (tmp_path / name).iterdir()}
-    assert modes == {(tmp_path / "plain").stat().st_mode}
-
-
-def test_a_narrow_list_breaks_no_word_of_an_edits_state(rebind, edited, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    shown = rebind("ledger", "list", *edited).out
-    assert " e0001   active, forced   memit " in shown
-    assert {"The", "answer", "is", "France", "→", "Rome"} <= set(shown.split())
-    assert max(map(len, shown.splitlines())) <= 60
-
-
-@pytest.mark.parametrize(("method", "told"), [("memit", True), ("rome", False)])
-def test_a_lambda_is_shown_where_it_has_a_say(rebind, model, method, told):
-    rebind("edit", "The capital of {France} is", "Rome", "--model", model, "--method", method, *FAST)
-    shown = rebind("ledger", "show", "e0001", "--model", model).out
-    assert ("lam " in shown) == told
-    assert "search" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -68,6 +69,7 @@ def edit(
 
     get_method(method)
     chosen_layers = opt.parse_layers(layers)
+    search = _search_settings(steps=steps, rate=rate, clamp=clamp, decay=decay)
     given = _read(terminal, facts, target, subject, paraphrase or [], neighbor or [], skip_bad)
     if out is not None and not plan:
         check_replaceable(out.expanduser(), kind="checkpoint")
@@ -75,8 +77,7 @@ def edit(
         editor = open_editor(source, phases, "preview" if plan else "create", chat=chat)
         given = _check(terminal, editor, given, skip_bad, plan)
         settings = editor.settings(method, facts=len(given), layers=chosen_layers, lam=lam)
-        search: dict[str, Any] = {"steps": steps, "rate": rate, "clamp": clamp, "decay": decay}
-        targets = replace(settings.targets, **{name: value for name, value in search.items() if value is not None})
+        targets = replace(settings.targets, **search)
         phases.steps, phases.facts = targets.steps, len(given)
         if plan:
             planned = editor.plan(given.facts, method=method, layers=chosen_layers, lam=lam, targets=targets)
@@ -133,6 +134,15 @@ def _read(
         )
     given = facts_of_file(terminal, facts, skip_bad)
     return given if skip_bad else consistent_facts(terminal, given, skip_bad=False)  # else after `_check`
+
+
+def _search_settings(**settings: float | None) -> dict[str, Any]:
+    """Return the settings of the target search that were given."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name, value in given.items():
+        if not (0 < value < math.inf or (name == "decay" and value == 0)):
+            raise InputError(f"The {name} of the search is {value:g}", expected="a number above 0", code="not_positive")
+    return given
 
 
 def _check(terminal: Terminal, editor: Editor, facts: Facts, skip_bad: bool, plan: bool) -> Facts:

@@ -83,7 +83,7 @@ def trace(
     _print(terminal, result, traces[0])
     edits = f" with edits {', '.join(document['active'])}" if document["active"] else ""
     terminal.hint(f"{editor.language_model.name}{edits}: traced in {seconds(document['seconds'])}")
-    document["files"] = [] if out is None else _write(out, result, traces[0].window, document)
+    document["files"] = [] if out is None else _write(out, result, document)
     for file in document["files"]:
         terminal.hint(f"wrote {file}")
     peaks = [(name, *_peak(result, name), f"{float(rows.max()):.4f}") for name, rows in result.effects.items()]
@@ -153,10 +153,10 @@ def _trace(
     return traces
 
 
-def _write(out: Path, result: Trace | AverageTrace, window: int, document: dict[str, Any]) -> list[str]:
+def _write(out: Path, result: Trace | AverageTrace, document: dict[str, Any]) -> list[str]:
     from rebind.analysis.plots import draw_trace
 
-    picture = draw_trace(result, out / "trace.png", window=window, title=_title(result))
+    picture = draw_trace(result, out / "trace.png", title=_title(result))
     stable = {name: value for name, value in document.items() if name != "seconds"}  # the same run, the same bytes
     write_file(out / "trace.json", strict_json(stable).encode())
     return [str(picture), str(out / "trace.json")]
