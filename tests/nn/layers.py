@@ -9,22 +9,27 @@ import torch
 from rebind.memory.features import Dpfp, Favor
 from rebind.memory.ttt import Linear, Mlp
 from rebind.nn import Attention, FastWeight, HopfieldLayer, SequenceLayer, TTTLayer
-from rebind.nn.parts.normalizers import Attention as Divided
+from rebind.nn.parts.feature_map import AttentionNormalizer
 
 DIM, HEADS = 12, 3
 
+
+def fast_weight(rule: str, **options) -> Callable[[], SequenceLayer]:
+    return lambda: FastWeight(DIM, HEADS, rule=rule, **options)
+
+
 LAYERS: dict[str, Callable[[], SequenceLayer]] = {
-    "linear transformer": lambda: FastWeight(DIM, HEADS, rule="sum", feature="elu+1", normalise="attention"),
-    "dpfp, sum": lambda: FastWeight(DIM, HEADS, rule="sum", feature=Dpfp(4, nu=2), normalise=Divided(eps=1e-6)),
-    "performer": lambda: FastWeight(DIM, HEADS, rule="sum", feature=Favor(4, m=8), normalise="attention"),
-    "rfa": lambda: FastWeight(DIM, HEADS, rule="rfa", feature=Favor(4, m=8), normalise="attention"),
-    "mamba-2": lambda: FastWeight(DIM, HEADS, rule="mamba2", normalise="plain", conv=4, gate=True),
-    "delta, dpfp": lambda: FastWeight(DIM, HEADS, rule="delta", feature=Dpfp(4), normalise="sum", norm=False),
-    "delta, favor": lambda: FastWeight(DIM, HEADS, rule="delta", feature=Favor(4, m=8), normalise="sum"),
-    "delta, l2": lambda: FastWeight(DIM, HEADS, rule="delta", normalise="l2", conv=4),
-    "longhorn": lambda: FastWeight(DIM, HEADS, rule="longhorn", normalise="plain", conv=2),
-    "gated delta": lambda: FastWeight(DIM, HEADS, rule="gated_delta", normalise="l2", conv=3, gate=True),
-    "shared keys": lambda: FastWeight(DIM, 4, rule="gated_delta", key_heads=2, key_dim=5, value_dim=7, conv=1),
+    "linear transformer": fast_weight("sum", feature="elu+1", normalizer="attention"),
+    "dpfp, sum": fast_weight("sum", feature=Dpfp(4, nu=2), normalizer=AttentionNormalizer(eps=1e-6)),
+    "performer": fast_weight("sum", feature=Favor(4, m=8), normalizer="attention"),
+    "rfa": fast_weight("rfa", feature=Favor(4, m=8), normalizer="attention"),
+    "mamba-2": fast_weight("mamba2", normalizer="none", conv_size=4, output_gate=True),
+    "delta, dpfp": fast_weight("delta", feature=Dpfp(4), normalizer="sum", norm=False),
+    "delta, favor": fast_weight("delta", feature=Favor(4, m=8), normalizer="sum"),
+    "delta, l2": fast_weight("delta", normalizer="l2", conv_size=4),
+    "longhorn": fast_weight("longhorn", normalizer="none", conv_size=2),
+    "gated_delta": fast_weight("gated_delta", normalizer="l2", conv_size=3, output_gate=True),
+    "shared keys": lambda: FastWeight(DIM, 4, rule="gated_delta", key_heads=2, d_k=5, d_v=7, conv_size=1),
     "ttt-linear": lambda: TTTLayer(DIM, HEADS, inner=Linear(), mini_batch=4),
     "ttt-linear, online": lambda: TTTLayer(DIM, HEADS, mini_batch=1),
     "ttt-mlp": lambda: TTTLayer(DIM, HEADS, inner=Mlp(expand=2), mini_batch=3, rate=0.1),
@@ -34,8 +39,8 @@ LAYERS: dict[str, Callable[[], SequenceLayer]] = {
 }
 
 
-def made(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> SequenceLayer:
-    """The layer with seeded weights."""
+def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> SequenceLayer:
+    """Return the layer with seeded weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LAYERS[name]().to(dtype)

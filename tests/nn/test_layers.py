@@ -1,4 +1,4 @@
-"""`TTTLayer`, `HopfieldLayer`, `Attention` and `CrossFastWeight` against what they stand for."""
+"""`TTTLayer`, `HopfieldLayer`, `Attention` and the cross layers against what they stand for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 from rebind.errors import InputError, ShapeError
 from rebind.memory import hopfield, ttt
 from rebind.memory.features import Dpfp, Favor
-from rebind.nn import Attention, CrossFastWeight, FastWeight, HopfieldLayer, TTTLayer
+from rebind.nn import Attention, CrossAttention, CrossFastWeight, FastWeight, HopfieldLayer, TTTLayer
 from tests.support import Draw, assert_close
 
 # Test-time training
@@ -18,7 +18,7 @@ from tests.support import Draw, assert_close
 @pytest.mark.parametrize("inner", [ttt.Linear(), ttt.Mlp(expand=2)], ids=["linear", "mlp"])
 @pytest.mark.parametrize("mini_batch", [1, 4, 20])
 def test_it_is_the_reference_with_its_gradients(inner, mini_batch):
-    """The dual form and the reference, which differentiates the loss, are one: outputs, states, gradients."""
+    """The dual form agrees with the reference, which differentiates the loss, in outputs, states and gradients."""
     layer = TTTLayer(8, 2, inner=inner, mini_batch=mini_batch, rate=2.0).double()
     draw = Draw(0)
     with torch.no_grad():
@@ -36,18 +36,11 @@ def test_it_is_the_reference_with_its_gradients(inner, mini_batch):
     for head in range(2):
         model = ttt.ResidualNorm(inner, layer.norm_weight[head], layer.norm_bias[head])
         start = tuple(weight[head] for weight in layer.initial_weights)
-        ran = ttt.run(
-            model,
-            start,
-            q[:, :, head],
-            k[:, :, head],
-            v[:, :, head],
-            rate=rate[:, :, head],
-            mini_batch=mini_batch,
-        )
-        reads.append(ran.out)
-        for got, expected in zip(state.now, ran.state, strict=True):
-            assert_close(got[:, head], expected)
+        qkv = (tensor[:, :, head] for tensor in (q, k, v))
+        trained = ttt.run(model, start, *qkv, rate=rate[:, :, head], mini_batch=mini_batch)
+        reads.append(trained.out)
+        for weight, expected in zip(state.now, trained.state, strict=True):
+            assert_close(weight[:, head], expected)
     expected = layer.o_proj(layer.norm(torch.stack(reads, dim=2)).flatten(-2))
     assert_close(out, expected)
     (expected * weights).sum().backward()
@@ -55,12 +48,10 @@ def test_it_is_the_reference_with_its_gradients(inner, mini_batch):
         assert_close(gradients[name], parameter.grad, 1e-9)
 
 
-def test_a_mini_batch_longer_than_the_sequence_costs_no_more(monkeypatch):
-    layer, x, sizes = TTTLayer(8, 2, mini_batch=10_000), Draw(2).normal(2, 5, 8).float(), []
-    own = layer._run
-    monkeypatch.setattr(layer, "_run", lambda *given: sizes.append(given[2].scores.shape[-1]) or own(*given))
+def test_a_mini_batch_longer_than_the_sequence_is_cut_to_it():
+    """A mini-batch of ten million tokens for five of them fits in memory."""
+    layer, x = TTTLayer(8, 2, mini_batch=10_000_000), Draw(2).normal(2, 5, 8).float()
     out, state = layer(x)
-    assert sizes == [5]
     assert state.filled.tolist() == [5, 5]
     other = TTTLayer(8, 2, mini_batch=5)
     other.load_state_dict(layer.state_dict())
@@ -68,25 +59,29 @@ def test_a_mini_batch_longer_than_the_sequence_costs_no_more(monkeypatch):
 
 
 @pytest.mark.parametrize("inner", [ttt.Linear(), ttt.Mlp(expand=2)], ids=["linear", "mlp"])
-def test_autocast_does_not_narrow_the_inner_models_products(inner):
+def test_autocast_does_not_narrow_the_products_of_the_inner_model(inner):
+    """Under autocast only the projections run in bfloat16, which are exact here."""
     layer, x = TTTLayer(8, 2, inner=inner, mini_batch=4), Draw(1).normal(2, 11, 8).float()
+    for project in (layer.q_proj, layer.k_proj, layer.v_proj):
+        torch.nn.init.eye_(project.weight)
+    torch.nn.init.zeros_(layer.rate_proj.weight)
+    torch.nn.init.zeros_(layer.rate_proj.bias)
+    x = x.bfloat16().float()
     with torch.no_grad():
-        start, tokens = layer.initial(2), layer._tokens(x)
-        expected, end = layer._train(tokens, start, start.filled + 11)
+        _, expected = layer(x)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out, narrow = layer._train(tokens, start, start.filled + 11)
-            stepped = layer.step(x[:, 0], start)[1]
-    assert torch.equal(out, expected)
-    assert all(torch.equal(one, true) for one, true in zip(narrow.now, end.now, strict=True))
-    assert all(one.dtype == torch.float32 for one in stepped.now)
+            _, state = layer(x)
+            _, stepped = layer.step(x[:, 0], layer.initial_state(2))
+    for one, true in zip(state.now, expected.now, strict=True):
+        assert_close(one, true, 1e-6)
+    assert all(tensor.dtype == torch.float32 for tensor in stepped.now)
 
 
 def test_inside_a_mini_batch_gradients_are_taken_at_its_start():
     layer, x = TTTLayer(8, 2, mini_batch=4).double(), Draw(1).normal(1, 6, 8)
     _, state = layer(x)
     _, boundary = layer(x[:, :4])
-    assert state.filled.tolist() == [2]
-    assert boundary.filled.tolist() == [0]
+    assert (state.filled.tolist(), boundary.filled.tolist()) == ([2], [0])
     assert_close(state.start[0], boundary.now[0])
     assert (state.now[0] - state.start[0]).abs().max() > 0
 
@@ -97,16 +92,19 @@ def test_ttt_state_size_counts_the_inner_model_once():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("call", "code"),
     [
-        ({"mini_batch": 0}, "mini_batch is 0, expected a whole number of 1 or more"),
-        ({"rate": 0.0}, "rate is 0.0, expected a positive number"),
-        ({"inner": ttt.ResidualNorm(ttt.Linear())}, r"expected ttt.Linear\(\) or ttt.Mlp\(\)"),
+        (lambda: TTTLayer(8, 2, mini_batch=0), "invalid_size"),
+        (lambda: TTTLayer(8, 2, inner=ttt.ResidualNorm(ttt.Linear())), "unsupported_inner_model"),
+        (lambda: HopfieldLayer(8, 2, patterns=0), "invalid_size"),
+        (lambda: Attention(6, 2), "odd_head_width"),
+        (lambda: CrossFastWeight(6, 4), "indivisible_heads"),
     ],
 )
-def test_bad_ttt_layers_are_explained(options, says):
-    with pytest.raises(InputError, match=says):
-        TTTLayer(8, 2, **options)
+def test_bad_layers_are_refused(call, code):
+    with pytest.raises(InputError) as caught:
+        call()
+    assert caught.value.code == code
 
 
 # Hopfield
@@ -118,24 +116,19 @@ def test_it_retrieves_as_the_modern_network_does(steps):
     with torch.no_grad():
         layer.answers.copy_(layer.patterns)
     queries = layer.q_proj(x).unflatten(-1, (2, 3))
-    found = []
+    states = []
     for head in range(2):
         network = hopfield.Modern(layer.patterns[head].detach(), beta=2.0)
-        found.append(network.recall(queries[:, :, head], steps=steps).state)
-    assert_close(layer(x)[0], layer.o_proj(torch.stack(found, dim=2).flatten(-2)))
+        states.append(network.recall(queries[:, :, head], steps=steps).state)
+    assert_close(layer(x)[0], layer.o_proj(torch.stack(states, dim=2).flatten(-2)))
 
 
-def test_one_step_is_an_attention_pass():
+def test_one_step_is_softmax_attention():
     layer, x = HopfieldLayer(6, 2, patterns=7).double(), Draw(3).normal(2, 4, 6)
     q = layer.q_proj(x).unflatten(-1, (2, 3)).transpose(1, 2)
     stored = (pattern.expand(2, -1, -1, -1) for pattern in (layer.patterns, layer.answers))
     read = functional.scaled_dot_product_attention(q, *stored)
     assert_close(layer(x)[0], layer.o_proj(read.transpose(1, 2).flatten(-2)))
-
-
-def test_a_cold_network_is_explained():
-    with pytest.raises(InputError, match=r"beta is -1.0, expected a positive number"):
-        HopfieldLayer(6, 2, beta=-1.0)
 
 
 # Softmax attention
@@ -151,15 +144,17 @@ def test_attention_written_out():
 
 
 def test_rotary_positions_are_relative():
-    """The same tokens later in the sequence, with nothing before them to be seen, answer the same."""
+    """The same tokens at later positions, with nothing before them, read the same."""
     layer, x = Attention(8, 2).double(), Draw(5).normal(1, 6, 8)
-    q, k, _ = layer._project(x, torch.tensor([0]), None)
-    late_q, late_k, _ = layer._project(x, torch.tensor([1_000]), None)
-    assert_close(late_q @ late_k.mT, q @ k.mT, 1e-9)
-    assert (late_q - q).abs().max() > 0.1
+    start = layer.initial_state(1)
+    late = type(start)(start.keys, start.values, start.count + 1_000)
+    out, state = layer(x)
+    moved, moved_state = layer(x, late)
+    assert_close(moved, out, 1e-9)
+    assert (moved_state.keys - state.keys).abs().max() > 0.1
 
 
-def test_its_state_grows_and_says_so():
+def test_the_state_of_attention_grows():
     layer = Attention(8, 4, key_heads=2)
     _, state = layer(torch.zeros(3, 7, 8))
     assert layer.grows
@@ -168,16 +163,11 @@ def test_its_state_grows_and_says_so():
     assert state.size == 7 * layer.state_size
 
 
-def test_an_odd_head_is_explained():
-    with pytest.raises(InputError, match="head_dim is 3, expected an even number for rotary positions"):
-        Attention(6, 2)
-
-
-# Cross attention
+# Cross layers
 
 
 @pytest.mark.parametrize("feature", ["elu+1", Dpfp(4), Favor(4, m=8)])
-def test_cross_attention_written_out(feature):
+def test_cross_fast_weights_written_out(feature):
     layer, draw = CrossFastWeight(8, 2, source_dim=5, feature=feature).double(), Draw(6)
     x, source = draw.normal(2, 3, 8), draw.normal(2, 6, 5)
     phi = layer.phi.feature
@@ -189,8 +179,23 @@ def test_cross_attention_written_out(feature):
     assert_close(layer(x, layer.write(source)), layer.o_proj(read.flatten(-2)))
 
 
-def test_a_source_is_written_without_its_padding_and_in_any_order():
-    layer, draw = CrossFastWeight(8, 2, norm=True).double(), Draw(7)
+@pytest.mark.parametrize("masked", [False, True])
+def test_cross_attention_written_out(masked):
+    layer, draw = CrossAttention(8, 2).double(), Draw(3)
+    source, x = draw.normal(2, 5, 8), draw.normal(2, 3, 8)
+    mask = torch.tensor([[True, True, False, True, False], [True] * 5]) if masked else None
+    inputs = (layer.q_proj(x), layer.k_proj(source), layer.v_proj(source))
+    q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in inputs)
+    scores = q @ k.mT / 2
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    expected = layer.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    assert_close(layer(x, layer.write(source, mask)), expected, 1e-12)
+
+
+@pytest.mark.parametrize("cross", [CrossFastWeight, CrossAttention])
+def test_a_source_is_written_without_its_padding_and_in_any_order(cross):
+    layer, draw = cross(8, 2).double(), Draw(7)
     x, source = draw.normal(1, 3, 8), draw.normal(1, 6, 8)
     mask = torch.tensor([[True, False, True, True, False, True]])
     expected = layer(x, layer.write(source[mask][None]))
@@ -199,13 +204,17 @@ def test_a_source_is_written_without_its_padding_and_in_any_order():
     assert_close(layer(x[:, 1:2], layer.write(source, mask)), expected[:, 1:2])
 
 
-def test_cross_attention_learns_and_explains():
-    layer = CrossFastWeight(8, 2, source_dim=5)
-    state = layer.write(torch.randn(2, 4, 5))
-    assert state.size == layer.state_size + 2 * 4  # and the denominators
+@pytest.mark.parametrize("cross", [CrossFastWeight, CrossAttention])
+def test_cross_layers_learn_and_refuse_what_does_not_fit(cross):
+    layer = cross(8, 2)
+    state = layer.write(torch.randn(2, 4, 8))
+    denominators = 2 * 4 if cross is CrossFastWeight else 0
+    assert state.size == layer.state_size * (4 if layer.grows else 1) + denominators
     layer(torch.randn(2, 3, 8), state).square().sum().backward()
     assert all(parameter.grad.abs().max() > 0 for parameter in layer.parameters())
-    with pytest.raises(ShapeError, match=r"source is \[2, 4, 8\], expected \[B, T, 5\]"):
-        layer.write(torch.zeros(2, 4, 8))
-    with pytest.raises(ShapeError, match="x holds 1 sequences and the state 2"):
+    with pytest.raises(ShapeError) as caught:
+        layer.write(torch.zeros(2, 4, 5))
+    assert caught.value.code == "wrong_sequence_shape"
+    with pytest.raises(ShapeError) as caught:
         layer(torch.zeros(1, 3, 8), state)
+    assert caught.value.code == "state_of_other_batch"

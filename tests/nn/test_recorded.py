@@ -121,7 +121,7 @@ def test_an_unasked_recording_leaves_memory_to_others(tmp_path, monkeypatch, ask
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind", ["delta", "gated-delta", "dpfp-sum", "attention", "ttt-linear"])
+@pytest.mark.parametrize("kind", ["delta", "gated_delta", "dpfp-sum", "attention", "ttt-linear"])
 def test_on_a_gpu_recorded_steps_are_the_steps(tmp_path, kind):
     text = corpus(tmp_path)
     settings = {"steps": 12, "device": "cuda", "precision": "float32", "layers": kind}

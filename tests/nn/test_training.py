@@ -378,8 +378,8 @@ def test_bad_numbers_are_refused(make, says):
 def test_another_config_is_refused(tmp_path):
     run = config(corpus(tmp_path))
     killed(run, tmp_path / "run", 6)
-    changed = replace(run, optimizer=replace(run.optimizer, rate=0.5), layers="gated-delta")
-    with pytest.raises(InputError, match=r"layers is 'gated-delta', was 'delta'; optimizer.rate is 0.5, was 0.01"):
+    changed = replace(run, optimizer=replace(run.optimizer, rate=0.5), layers="gated_delta")
+    with pytest.raises(InputError, match=r"layers is 'gated_delta', was 'delta'; optimizer.rate is 0.5, was 0.01"):
         train(changed, tmp_path / "run")
     with pytest.raises(InputError, match=r"steps is 20, was 12\), and steps decides the rate of every step.*to go on"):
         train(replace(run, steps=20), tmp_path / "run")

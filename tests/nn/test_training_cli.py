@@ -81,7 +81,7 @@ def test_it_says_what_came_of_it_and_goes_on(tmp_path, monkeypatch):
 def test_kinds_may_have_underscores(tmp_path):
     assert (
         json.loads(train(tmp_path, "--rule", "gated_delta", "--json").stdout)["summary"]["layers"]
-        == ["gated-delta"] * 2
+        == ["gated_delta"] * 2
     )
 
 

@@ -179,7 +179,7 @@ def model() -> RebindForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         options = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-        made = RebindConfig(vocab_size=11, layer_kinds="gated-delta", initializer_range=0.3, dropout=0.2, **options)
+        made = RebindConfig(vocab_size=11, layer_kinds="gated_delta", initializer_range=0.3, dropout=0.2, **options)
         return RebindForCausalLM(made).double().train()
 
 

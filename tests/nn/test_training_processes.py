@@ -23,7 +23,7 @@ PROCESSES = {
     "shuffled": {**SLOW},
     "carried": {**SLOW, "carry": True, "accumulate": 2},
     "sharded": {**SLOW, "sharded": True, "accumulate": 2},
-    "sharded, carried": {**SLOW, "sharded": True, "carry": True, "layers": ("gated-delta", "ttt-linear")},
+    "sharded, carried": {**SLOW, "sharded": True, "carry": True, "layers": ("gated_delta", "ttt-linear")},
     "sharded, hybrid": {**SLOW, "sharded": True, "layers": ("performer-delta", "attention")},
 }
 WORKER = """

@@ -1,28 +1,29 @@
-"""What every sequence layer promises."""
+"""The contract of every sequence layer."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from rebind.errors import InputError, ShapeError
+from rebind.errors import InputError
+from rebind.nn.parts.checks import require_mask, require_positive, require_rows, require_sequence
 from rebind.nn.parts.state import State
 
 S = TypeVar("S", bound=State)
 
 
 class SequenceLayer(nn.Module, Generic[S]):
-    """[B, T, dim] → [B, T, dim], causal, with a state to go on from.
+    """A causal map [B, T, dim] → [B, T, dim] with a state to continue from.
 
-    `forward` over a sequence, `forward` over its pieces with the state carried, and `step` over its tokens give the
-    same numbers. `mask` [B, T] is true for real tokens: the others are not written and do not count, wherever they
-    stand, and what comes out at them means nothing.
+    `forward` over a sequence, `forward` over its segments with the state carried along, and `step` over its tokens give
+    the same numbers. `mask` [B, T] is true for real tokens. The others are not written and do not count, wherever they
+    are, and the output at their positions has no meaning.
     """
 
-    kind_of_state: type[S]  # what `initial` makes
+    state_type: type[S]  # what `initial_state` returns
     grows: ClassVar[bool] = False  # whether the state gets larger with every token
 
     def __init__(self, dim: int) -> None:
@@ -31,105 +32,49 @@ class SequenceLayer(nn.Module, Generic[S]):
         self.dim = dim
 
     @abstractmethod
-    def initial(self, batch: int) -> S:
-        """The state before the first token."""
+    def initial_state(self, batch: int) -> S:
+        """Return the state before the first token."""
 
     @property
     @abstractmethod
     def state_size(self) -> int:
-        """Numbers in one sequence's memory; a token's where the state grows."""
+        """Numbers in the memory of one sequence, or per token of it if the state grows."""
 
     @abstractmethod
     def forward(self, x: Tensor, state: S | None = None, mask: Tensor | None = None) -> tuple[Tensor, S]:
-        """Read a sequence x [B, T, dim]: what comes out [B, T, dim], and the state after it."""
+        """Read a sequence x [B, T, dim]; return the output [B, T, dim] and the state after it."""
 
-    @abstractmethod
+    @torch.no_grad()
     def step(self, x: Tensor, state: S, mask: Tensor | None = None) -> tuple[Tensor, S]:
-        """Read one token x [B, dim], without gradients. The given state is used up: its memory is changed in place."""
+        """Read one token x [B, dim] without gradients. Its memory may be changed in place: do not use `state` again."""
+        self._check(x, state, mask, rank=2)
+        out, state = self.forward(x.unsqueeze(1), state, None if mask is None else mask.unsqueeze(1))
+        return out.squeeze(1), state
 
-    def go_on(self, x: Tensor, state: S | None, mask: Tensor | None = None) -> tuple[Tensor, S]:
-        """`forward`; by `step`, with the same numbers, where one token follows a state and nothing is trained."""
+    def advance(self, x: Tensor, state: S | None, mask: Tensor | None = None) -> tuple[Tensor, S]:
+        """Do what `forward` does, by the faster `step` where one token follows a state and nothing is trained."""
         if x.shape[1] != 1 or state is None or torch.is_grad_enabled() or self.training:
-            return self(x, state, mask)
-        out, state = self.step(x.squeeze(1), state, None if mask is None else mask.squeeze(1))
-        return out.unsqueeze(1), state
+            out: tuple[Tensor, S] = self(x, state, mask)
+            return out
+        y, state = self.step(x.squeeze(1), state, None if mask is None else mask.squeeze(1))
+        return y.unsqueeze(1), state
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, S]:
-        return super().__call__(*args, **kwargs)
-
-    def _start(self, x: Tensor, state: S | None, mask: Tensor | None, rank: int = 3) -> S:
-        """The state to start from, once everything fits."""
-        self._check(x, state, mask, rank)
-        return self.initial(x.shape[0]) if state is None else state
-
-    def _check(self, x: Tensor, state: S | None, mask: Tensor | None, rank: int = 3) -> None:
-        shape = "[B, T, dim]" if rank == 3 else "[B, dim]"
-        other = "step takes one token" if rank == 2 else "one token goes to step"
-        if x.ndim != rank:
-            raise ShapeError(f"x has shape {list(x.shape)}, expected {shape}: {other}")
-        if x.shape[-1] != self.dim:
-            raise ShapeError(
-                f"x {list(x.shape)} is {x.shape[-1]} wide, this layer takes {self.dim}: make the layer with "
-                f"dim={x.shape[-1]}"
-            )
-        if 0 in x.shape:
-            raise ShapeError(f"x is {list(x.shape)}, expected at least one token: leave empty batches out")
+    def _check(self, x: Tensor, state: S | None, mask: Tensor | None, *, rank: int = 3) -> None:
+        """Check the arguments of `forward`, or of `step` for `rank` 2."""
+        require_sequence("x", x, self.dim, rank=rank)
         require_mask(mask, x)
         if state is None:
             return
-        if not isinstance(state, self.kind_of_state):
+        if not isinstance(state, self.state_type):
             raise InputError(
-                f"state is a {type(state).__name__}, expected the {self.kind_of_state.__name__} of this layer: pass "
-                f"what its forward returned, or None to begin"
+                f"The state is of type {type(state).__name__}",
+                expected=f"the {self.state_type.__name__} that this layer returned, or None to begin",
+                code="state_of_other_layer",
             )
-        rows = {len(tensor) for tensor in state.tensors}
-        if rows - {x.shape[0]}:
-            raise ShapeError(
-                f"x holds {x.shape[0]} sequences and the state {max(rows)}, expected as many: begin with state=None, "
-                f"or choose rows with state.select"
-            )
+        for tensor in state.tensors:
+            require_rows(x.shape[0], len(tensor))
 
-
-def require_mask(mask: Tensor | None, x: Tensor) -> None:
-    """One truth value a token."""
-    if mask is None:
-        return
-    if mask.dtype != torch.bool:
-        raise InputError(f"mask has dtype {mask.dtype}, expected bool, true for real tokens: pass mask.bool()")
-    if mask.shape != x.shape[:-1]:
-        raise ShapeError(
-            f"mask is {list(mask.shape)}, expected one value a token, {list(x.shape[:-1])}: mask the tokens of this "
-            f"call alone, not those before"
-        )
-
-
-def require_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InputError(f"{name} is {size!r}, expected a whole number of 1 or more: check the layer's arguments")
-
-
-def head_width(name: str, dim: int, heads: int, width: int | None) -> int:
-    """A head's width: the one given, or dim split evenly."""
-    require_positive(heads=heads)
-    if width is not None:
-        require_positive(**{name: width})
-        return width
-    if dim % heads:
-        raise ShapeError(
-            f"dim is {dim} and heads {heads}, expected a multiple of heads to split into {name}: choose heads that "
-            f"divide {dim}, or give {name}"
-        )
-    return dim // heads
-
-
-def key_heads_for(heads: int, key_heads: int | None) -> int:
-    """How many key heads: as many as value heads, or fewer that divide them."""
-    found = heads if key_heads is None else key_heads
-    require_positive(key_heads=found)
-    if heads % found:
-        raise ShapeError(
-            f"heads is {heads} and key_heads {found}, expected key heads that divide the heads: each serves equally "
-            f"many; choose a divisor of {heads}"
-        )
-    return found
+    def _check_or_begin(self, x: Tensor, state: S | None, mask: Tensor | None, *, rank: int = 3) -> S:
+        """Check the arguments and return the state to start from."""
+        self._check(x, state, mask, rank=rank)
+        return self.initial_state(x.shape[0]) if state is None else state

@@ -1,36 +1,83 @@
-"""Fast weights between two sequences: the encoder's keys and values are written once, the decoder reads."""
+"""Layers that read one sequence from another: a source is written once, and targets read it in any order.
+
+`CrossFastWeight` compresses the source to one matrix per head; `CrossAttention`, the baseline, stores every token.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Generic
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from rebind.errors import ShapeError
 from rebind.memory.features import Feature
 from rebind.memory.precision import working_dtype
-from rebind.nn.layers.base import head_width, require_mask, require_positive
+from rebind.nn.layers.base import S
 from rebind.nn.layers.fast_weight import FastWeightState
-from rebind.nn.parts.feature_map import FeatureMap
-from rebind.nn.parts.norm import RMSNorm
-from rebind.nn.parts.normalizers import Normaliser
-from rebind.nn.parts.padding import cleared
+from rebind.nn.parts.checks import head_width, require_mask, require_positive, require_rows, require_sequence
+from rebind.nn.parts.feature_map import FeatureMap, Normalizer
+from rebind.nn.parts.padding import zero_padding
+from rebind.nn.parts.state import State
 from rebind.precision import without_autocast
 
 
-class CrossFastWeight(nn.Module):
-    """W = Σ v φ(k)ᵀ over the source, W φ(q) for every target: non-causal linear attention.
+class CrossLayer(nn.Module, Generic[S]):
+    """The contract of a layer between two sequences: `write` a source once, read it with any targets."""
 
-    However long the source, the decoder reads a matrix [value_dim, width of φ(k)] a head.
+    grows: ClassVar[bool] = False  # whether the state is as long as the source
+
+    def __init__(self, dim: int, heads: int, source_dim: int) -> None:
+        super().__init__()
+        require_positive(source_dim=source_dim)
+        self.dim, self.source_dim, self.heads = dim, source_dim, heads
+        self.head_dim = head_width("head_dim", dim, heads, None)
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(source_dim, dim, bias=False)
+        self.v_proj = nn.Linear(source_dim, dim, bias=False)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+
+    @property
+    @abstractmethod
+    def state_size(self) -> int:
+        """Numbers in the memory of one source, or per token of it if the state grows."""
+
+    def write(self, source: Tensor, mask: Tensor | None = None) -> S:
+        """Return the state of a source [B, S, source_dim]; `mask` [B, S] is true for real tokens."""
+        require_sequence("source", source, self.source_dim)
+        require_mask(mask, source)
+        k, v = (project(source).unflatten(-1, (self.heads, -1)) for project in (self.k_proj, self.v_proj))
+        return self._write(k, v, mask)
+
+    def forward(self, x: Tensor, state: S) -> Tensor:
+        """Return what targets x [B, T, dim] read from the source, [B, T, dim]. The state does not change."""
+        require_sequence("x", x, self.dim)
+        require_rows(len(x), len(state.tensors[0]))
+        read = self._read(self.q_proj(x).unflatten(-1, (self.heads, -1)), state)
+        return self.o_proj(read.flatten(-2).to(x.dtype))
+
+    @abstractmethod
+    def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> S:
+        """Return the state of keys and values [B, S, heads, head_dim]."""
+
+    @abstractmethod
+    def _read(self, q: Tensor, state: S) -> Tensor:
+        """Return what queries [B, T, heads, head_dim] read, of the same shape."""
+
+
+class CrossFastWeight(CrossLayer[FastWeightState]):
+    """W = Σ v φ(k)ᵀ over the source, and W φ(q) for every target: non-causal linear attention.
+
+    However long the source is, its state is a matrix [head_dim, width of φ(k)] per head.
 
     Args:
-        dim: Width of the targets, and of what comes out.
-        heads: Memories.
+        dim: Width of the targets and of the output.
+        heads: Number of memories, which share `dim` evenly.
         source_dim: Width of the source. None: dim.
-        feature: φ, for keys `key_dim` wide.
-        normalise: As in `FastWeight`; by default reads are divided by z·φ(q), as softmax's would be.
-        key_dim: A head's keys and queries, before φ. None: dim / heads.
-        value_dim: A head's values. None: dim / heads.
-        norm: Whether each head's read goes through RMSNorm.
+        feature: φ, for keys dim / heads wide.
+        normalizer: As in `FastWeight`; by default reads are divided by z·φ(q), as in softmax.
     """
 
     def __init__(
@@ -40,56 +87,61 @@ class CrossFastWeight(nn.Module):
         *,
         source_dim: int | None = None,
         feature: str | Feature = "elu+1",
-        normalise: str | Normaliser = "attention",
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        norm: bool = False,
+        normalizer: str | Normalizer = "attention",
     ) -> None:
-        super().__init__()
-        require_positive(dim=dim)
-        self.dim, self.source_dim, self.heads = dim, dim if source_dim is None else source_dim, heads
-        self.key_dim = head_width("key_dim", dim, heads, key_dim)
-        self.value_dim = head_width("value_dim", dim, heads, value_dim)
-        self.phi = FeatureMap(feature, normalise, self.key_dim)
-        self.q_proj = nn.Linear(dim, heads * self.key_dim, bias=False)
-        self.k_proj = nn.Linear(self.source_dim, heads * self.key_dim, bias=False)
-        self.v_proj = nn.Linear(self.source_dim, heads * self.value_dim, bias=False)
-        self.norm = RMSNorm(self.value_dim) if norm else None
-        self.o_proj = nn.Linear(heads * self.value_dim, dim, bias=False)
+        super().__init__(dim, heads, dim if source_dim is None else source_dim)
+        self.phi = FeatureMap(feature, normalizer, self.head_dim)
 
     @property
     def state_size(self) -> int:
-        """Heads × width of φ(k) × value_dim."""
-        return self.heads * self.phi.width * self.value_dim
+        """Heads × width of φ(k) × head_dim."""
+        return self.heads * self.phi.width * self.head_dim
 
-    def write(self, source: Tensor, mask: Tensor | None = None) -> FastWeightState:
-        """The memory of a source [B, S, source_dim]; `mask` [B, S] is true for real tokens."""
-        _require_sequence("source", source, self.source_dim)
-        require_mask(mask, source)
-        k = self.k_proj(source).unflatten(-1, (self.heads, self.key_dim))
-        v = self.v_proj(source).unflatten(-1, (self.heads, self.value_dim))
+    def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> FastWeightState:
         with without_autocast(v):
-            k, v = cleared(self.phi.key(k), mask), self.phi.normalise.value(v)
+            k, v = zero_padding(self.phi.key(k), mask), self.phi.normalizer.value(v)
             wide = working_dtype(v)
             return FastWeightState(torch.einsum("bshv,bshk->bhvk", v.to(wide), k.to(wide)))
 
-    def forward(self, x: Tensor, state: FastWeightState) -> Tensor:
-        """What targets x [B, T, dim] read, [B, T, dim]; the memory stays as it is."""
-        _require_sequence("x", x, self.dim)
-        if len(state.memory) != len(x):
-            raise ShapeError(
-                f"x holds {len(x)} sequences and the state {len(state.memory)}, expected as many: write the sources "
-                f"that belong to these targets, or choose rows with state.select"
-            )
-        q = self.q_proj(x).unflatten(-1, (self.heads, self.key_dim))
+    def _read(self, q: Tensor, state: FastWeightState) -> Tensor:
         with without_autocast(q):
             out = torch.einsum("bhvk,bthk->bthv", state.memory, self.phi.query(q).to(state.memory.dtype))
-            read = self.phi.normalise.read(out)
-        if self.norm is not None:
-            read = self.norm(read)
-        return self.o_proj(read.flatten(-2).to(x.dtype))
+            return self.phi.normalizer.read(out)
 
 
-def _require_sequence(name: str, x: Tensor, width: int) -> None:
-    if x.ndim != 3 or x.shape[-1] != width:
-        raise ShapeError(f"{name} is {list(x.shape)}, expected [B, T, {width}]: this layer was made for that width")
+@dataclass(frozen=True, eq=False)
+class CrossAttentionState(State):
+    """One key and one value per token of the source."""
+
+    keys: Tensor  # [B, heads, S, head_dim]
+    values: Tensor  # [B, heads, S, head_dim]
+    real: Tensor | None = None  # [B, S] true for real tokens; None: all are
+
+
+class CrossAttention(CrossLayer[CrossAttentionState]):
+    """softmax(q·k / √head_dim) over the whole source, without positions.
+
+    Args:
+        dim: Width of the source, the targets and the output.
+        heads: Number of heads, which share `dim` evenly.
+    """
+
+    grows = True
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads, dim)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers stored per token of the source: a key and a value."""
+        return 2 * self.dim
+
+    def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> CrossAttentionState:
+        return CrossAttentionState(k.transpose(1, 2), v.transpose(1, 2), mask)
+
+    def _read(self, q: Tensor, state: CrossAttentionState) -> Tensor:
+        real = None if state.real is None else state.real[:, None, None, :]
+        read = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), state.keys.to(q.dtype), state.values.to(q.dtype), attn_mask=real
+        )
+        return read.transpose(1, 2)

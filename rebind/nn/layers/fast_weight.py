@@ -1,18 +1,18 @@
-"""A layer whose weights are rewritten at every token, by any rule and any feature map.
+"""A layer whose memory is rewritten at every token, by any rule and with any feature map.
 
-    q, k, v = W_q x, W_k x, W_v x          gates = σ(W_β x), the decay of `rebind.nn.parts.gates`
+    q, k, v = W_q x, W_k x, W_v x          gates: σ(W_β x), and the decay of `rebind.nn.parts.gates`
     W ← α W (I − ε φ(k) φ(k)ᵀ) + η v φ(k)ᵀ
     y = W_o norm(W φ(q))
 
-| model | rule | feature | normalise | besides |
+| model | rule | feature | normalizer | besides |
 | --- | --- | --- | --- | --- |
 | Linear Transformer | sum | elu+1 | attention | |
 | Performer | sum | favor | attention | |
 | RFA | rfa | favor | attention | |
-| Mamba-2 | mamba2 | identity | plain | convolution, output gate |
+| Mamba-2 | mamba2 | identity | none | convolution, output gate |
 | DeltaNet (Schlag et al.) | delta | elu+1, dpfp, favor | sum | |
 | DeltaNet (today) | delta | identity | l2 | convolution |
-| Longhorn | longhorn | identity | plain | convolution |
+| Longhorn | longhorn | identity | none | convolution |
 | Gated DeltaNet | gated_delta | identity | l2 | convolution, output gate |
 """
 
@@ -24,66 +24,53 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rebind.memory.features import Feature
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Rule, get_rule
-from rebind.nn.layers.base import SequenceLayer, head_width, key_heads_for
+from rebind.nn.layers.base import SequenceLayer
+from rebind.nn.parts.checks import head_width, shared_key_heads
 from rebind.nn.parts.convolution import ShortConvolution
-from rebind.nn.parts.feature_map import FeatureMap
-from rebind.nn.parts.gates import Gates, Made
-from rebind.nn.parts.norm import RMSNorm
-from rebind.nn.parts.normalizers import Normaliser
-from rebind.nn.parts.padding import cleared
-from rebind.nn.parts.products import is_plain, joined
+from rebind.nn.parts.dense import RMSNorm, project_gated, project_jointly
+from rebind.nn.parts.feature_map import FeatureMap, Normalizer
+from rebind.nn.parts.gates import Gates
+from rebind.nn.parts.padding import zero_padding
 from rebind.nn.parts.state import State
 from rebind.ops import scan
-from rebind.ops.gated import gated_linear
 from rebind.ops.inputs import DEBUG
 from rebind.ops.scan import coefficients
-from rebind.ops.step import stepped
+from rebind.ops.step import step_without_grad
 from rebind.precision import as_autocast
+
+TokenGates = tuple[dict[str, float | Tensor], Tensor | None]  # as `Gates` returns them
 
 
 @dataclass(frozen=True, eq=False)
 class FastWeightState(State):
-    """The fast weights, and what the convolution still sees."""
+    """The fast weights, and the inputs that the convolution still needs."""
 
-    memory: Tensor  # [B, heads, value_dim (+ 1 for a denominator), width of φ], float32 or better
-    window: Tensor | None = None  # [B, size − 1, channels]
-
-
-@dataclass(frozen=True, eq=False)
-class _Writes:
-    """A scan's arguments, for tokens [B, T] or one token [B]."""
-
-    q: Tensor  # [..., key_heads, width]
-    k: Tensor  # [..., key_heads, width]
-    v: Tensor  # [..., heads, value_dim (+ 1)]
-    log_decay: Tensor | None  # [..., heads]
-    erase: Tensor | None  # [..., heads]
-    write: Tensor | None  # [..., heads]
+    memory: Tensor  # [B, heads, d_v (+ 1 for a denominator), width of φ], float32 or better
+    window: Tensor | None = None  # [B, conv_size − 1, channels]
 
 
 class FastWeight(SequenceLayer[FastWeightState]):
-    """Fast weights [value_dim, width of φ(k)] a head.
+    """A memory [d_v, width of φ(k)] per head, rewritten at every token.
 
     Args:
-        dim: Width of what goes in and comes out.
-        heads: Memories, each with its own gates.
-        rule: How a memory changes at a token.
-        feature: φ, for keys `key_dim` wide.
-        normalise: How φ(k), φ(q) and reads are scaled: "plain", "l2", "sum", "attention", or an object.
-        key_dim: A head's keys and queries, before φ. None: dim / heads.
-        value_dim: A head's values. None: dim / heads.
-        key_heads: Fewer keys than memories, each shared by equally many. None: as many.
-        conv: Tokens that a short convolution over q, k and v sees. None: no convolution.
-        gate: Whether what is read is multiplied by silu(W_g x).
-        norm: Whether each head's read goes through RMSNorm.
+        dim: Width of the input and the output.
+        heads: Number of memories, each with its own gates.
+        rule: How a token is written.
+        feature: φ, for keys `d_k` wide.
+        normalizer: How φ(k), φ(q) and reads are scaled: "none", "l2", "sum", "attention", or an object.
+        d_k: Width of the keys and queries of a head, before φ. None: dim / heads.
+        d_v: Width of the values of a head. None: dim / heads.
+        key_heads: Number of key heads, each shared by equally many memories. None: as many as `heads`.
+        conv_size: Tokens that a short convolution over q, k and v sees. None: no convolution.
+        output_gate: Whether reads are multiplied by silu(W_g x).
+        norm: Whether the read of each head goes through RMSNorm.
     """
 
-    kind_of_state = FastWeightState
+    state_type = FastWeightState
 
     def __init__(
         self,
@@ -92,137 +79,116 @@ class FastWeight(SequenceLayer[FastWeightState]):
         *,
         rule: str | Rule = "delta",
         feature: str | Feature = "identity",
-        normalise: str | Normaliser = "l2",
-        key_dim: int | None = None,
-        value_dim: int | None = None,
+        normalizer: str | Normalizer = "l2",
+        d_k: int | None = None,
+        d_v: int | None = None,
         key_heads: int | None = None,
-        conv: int | None = None,
-        gate: bool = False,
+        conv_size: int | None = None,
+        output_gate: bool = False,
         norm: bool = True,
     ) -> None:
         super().__init__(dim)
         self.heads = heads
         self.rule = get_rule(rule)
-        self.key_dim = head_width("key_dim", dim, heads, key_dim)
-        self.value_dim = head_width("value_dim", dim, heads, value_dim)
-        self.key_heads = key_heads_for(heads, key_heads)
-        keys, values = self.key_heads * self.key_dim, heads * self.value_dim
+        self.d_k = head_width("d_k", dim, heads, d_k)
+        self.d_v = head_width("d_v", dim, heads, d_v)
+        self.key_heads = shared_key_heads(heads, key_heads)
+        keys, values = self.key_heads * self.d_k, heads * self.d_v
         self.q_proj = nn.Linear(dim, keys, bias=False)
         self.k_proj = nn.Linear(dim, keys, bias=False)
         self.v_proj = nn.Linear(dim, values, bias=False)
-        self.phi = FeatureMap(feature, normalise, self.key_dim)
+        self.phi = FeatureMap(feature, normalizer, self.d_k)
         self.gates = Gates(self.rule, dim, heads)
-        self.conv = None if conv is None else ShortConvolution(2 * keys + values, conv)
-        self.g_proj = nn.Linear(dim, values, bias=False) if gate else None
-        self.norm = RMSNorm(self.value_dim) if norm else None
+        self.conv = None if conv_size is None else ShortConvolution(2 * keys + values, conv_size)
+        self.g_proj = nn.Linear(dim, values, bias=False) if output_gate else None
+        self.norm = RMSNorm(self.d_v) if norm else None
         self.o_proj = nn.Linear(values, dim, bias=False)
 
     @property
     def state_size(self) -> int:
-        """Heads × width of φ(k) × value_dim (Schlag et al., appendix F)."""
-        return self.heads * self.phi.width * self.value_dim
+        """Heads × width of φ(k) × d_v (Schlag et al., appendix F)."""
+        return self.heads * self.phi.width * self.d_v
 
-    def initial(self, batch: int) -> FastWeightState:
+    def initial_state(self, batch: int) -> FastWeightState:
         weight = self.k_proj.weight
-        rows = self.value_dim + self.phi.normalise.rows
+        rows = self.d_v + self.phi.normalizer.extra_rows
         memory = weight.new_zeros(batch, self.heads, rows, self.phi.width, dtype=working_dtype(weight))
-        return FastWeightState(memory, None if self.conv is None else self.conv.initial(batch))
+        return FastWeightState(memory, None if self.conv is None else self.conv.initial_window(batch))
 
     def forward(
         self, x: Tensor, state: FastWeightState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, FastWeightState]:
         self._check(x, state, mask)
-        x, others = as_autocast(cleared(x, mask)), self._others
-        mixed = joined(x, self.q_proj, self.k_proj, self.v_proj)
-        gate, made = self._gated(joined(x, *others) if others else None)
+        x = as_autocast(zero_padding(x, mask))
+        mixed = project_jointly(x, self.q_proj, self.k_proj, self.v_proj)
+        projections = self._gate_projections
+        output_gate, gates = self._gates(project_jointly(x, *projections) if projections else None)
         window = None if state is None else state.window
         if self.conv is None:
-            parts = mixed.split(self._parts, dim=-1)
+            qkv = mixed.split(self._widths, dim=-1)
         else:
-            window = self.conv.initial(len(x)) if window is None else window
-            parts, window = self.conv(mixed, window, mask, self._parts)
-        writes = self._writes(parts, made, mask)
-        out, memory = scan(
-            writes.q,
-            writes.k,
-            # Where queries and keys are not kept as they were, a view would keep them until the gradients come.
-            writes.v if self.phi.keeps else writes.v.contiguous(),
-            log_decay=writes.log_decay,
-            erase=writes.erase,
-            write=writes.write,
-            state=None if state is None else state.memory,
-        )
-        return self._output(out, gate, x.dtype), FastWeightState(memory, window)
+            window = self.conv.initial_window(len(x)) if window is None else window
+            qkv, window = self.conv(mixed, window, mask, self._widths)
+        q, k, v, (log_decay, erase, write) = self._scan_inputs(qkv, gates, mask)
+        v = v.contiguous()  # a view would keep q and k before φ in memory until the backward pass
+        start = None if state is None else state.memory
+        out, memory = scan(q, k, v, log_decay=log_decay, erase=erase, write=write, state=start)
+        return self._output(out, output_gate, x.dtype), FastWeightState(memory, window)
 
     @torch.no_grad()
     def step(self, x: Tensor, state: FastWeightState, mask: Tensor | None = None) -> tuple[Tensor, FastWeightState]:
         self._check(x, state, mask, rank=2)
-        x, window = as_autocast(cleared(x, mask)), state.window
-        mixed, rest = joined(x, self.q_proj, self.k_proj, self.v_proj, *self._others).tensor_split(
-            [sum(self._parts)], -1
-        )
-        gate, made = self._gated(rest if rest.shape[-1] else None)
+        x, window = as_autocast(zero_padding(x, mask)), state.window
+        everything = project_jointly(x, self.q_proj, self.k_proj, self.v_proj, *self._gate_projections)
+        mixed, rest = everything.tensor_split([sum(self._widths)], -1)
+        output_gate, gates = self._gates(rest if rest.shape[-1] else None)
         if self.conv is not None:
             mixed, window = self.conv.step(mixed, cast(Tensor, window), mask)
-        writes = self._writes(mixed.split(self._parts, dim=-1), made, mask)
-        out = stepped(
-            writes.q,
-            writes.k,
-            writes.v,
-            state.memory,
-            log_decay=writes.log_decay,
-            erase=writes.erase,
-            write=writes.write,
-        )
-        return self._output(out, gate, x.dtype), FastWeightState(state.memory, window)
+        q, k, v, (log_decay, erase, write) = self._scan_inputs(mixed.split(self._widths, dim=-1), gates, mask)
+        out = step_without_grad(q, k, v, state.memory, log_decay=log_decay, erase=erase, write=write)
+        return self._output(out, output_gate, x.dtype), FastWeightState(state.memory, window)
 
     @property
-    def _parts(self) -> list[int]:
-        """How wide queries, keys and values are side by side: what the convolution mixes; pairs are one part."""
-        keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
-        return [2 * keys, values] if self.phi.normalise.paired else [keys, keys, values]
+    def _widths(self) -> list[int]:
+        """Widths of queries, keys and values side by side."""
+        keys, values = self.key_heads * self.d_k, self.heads * self.d_v
+        return [keys, keys, values]
 
     @property
-    def _others(self) -> list[nn.Linear]:
-        """The other projections of x, in the order that `_gated` takes apart."""
+    def _gate_projections(self) -> list[nn.Linear]:
+        """The projections whose outputs, side by side, `_gates` takes."""
         return [*([] if self.g_proj is None else [self.g_proj]), *self.gates.projections]
 
-    def _gated(self, raw: Tensor | None) -> tuple[Tensor | None, Made]:
-        """What reads are multiplied by before its silu [..., heads · value_dim], and the rule's gates."""
-        if raw is None or self.g_proj is None:
-            return None, self.gates.made(raw)
-        if not self.gates.names:
-            return raw, Made({})
-        values = self.heads * self.value_dim
-        gate, rest = raw.split([values, raw.shape[-1] - values], dim=-1)
-        return gate, self.gates.made(rest)
+    def _gates(self, projected: Tensor | None) -> tuple[Tensor | None, TokenGates]:
+        """Return the output gate before its silu [..., heads · d_v], and the gates of the rule."""
+        if projected is None or self.g_proj is None:
+            return None, self.gates(projected)
+        values = self.heads * self.d_v
+        output_gate, rest = projected.split([values, projected.shape[-1] - values], dim=-1)
+        return output_gate, self.gates(rest if rest.shape[-1] else None)
 
-    def _writes(self, parts: Sequence[Tensor], made: Made, mask: Tensor | None) -> _Writes:
-        if self.phi.normalise.paired:
-            both, v = parts
-            q, k = self.phi.pair(both.unflatten(-1, (2, self.key_heads, self.key_dim)))
-        else:
-            q, k, v = parts
-            q = self.phi.query(q.unflatten(-1, (self.key_heads, self.key_dim)))
-            k = self.phi.key(k.unflatten(-1, (self.key_heads, self.key_dim)))
-        v = self.phi.normalise.value(v.unflatten(-1, (self.heads, self.value_dim)))
-        k = cleared(k, mask)  # a key of zeros writes nothing and erases nothing
-        log_decay, erase, write = coefficients(self.rule, k, v, made.gates, log_decay=made.log_decay, trusted=not DEBUG)
+    def _scan_inputs(
+        self, qkv: Sequence[Tensor], gates: TokenGates, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
+        """Return φ(q), φ(k) [..., key_heads, width of φ], v [..., heads, d_v (+ 1)] and ln α, ε, η [..., heads]."""
+        q, k = (tensor.unflatten(-1, (self.key_heads, self.d_k)) for tensor in qkv[:2])
+        v = self.phi.normalizer.value(qkv[2].unflatten(-1, (self.heads, self.d_v)))
+        q, k = self.phi.query(q), zero_padding(self.phi.key(k), mask)  # a key of zeros writes and erases nothing
+        values, log_alpha = gates
+        log_decay, erase, write = coefficients(self.rule, k, v, values, log_decay=log_alpha, check=DEBUG)
         if log_decay is not None:
-            log_decay = cleared(log_decay, mask)  # and ln α = 0 forgets nothing
-        return _Writes(q, k, v, log_decay, erase, write)
+            log_decay = zero_padding(log_decay, mask)  # ln α = 0 forgets nothing
+        return q, k, v, (log_decay, erase, write)
 
-    def _output(self, out: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """What was read [..., heads, value_dim (+ 1)] as the layer's output [..., dim]."""
-        read = self.phi.normalise.read(out)
+    def _output(self, out: Tensor, output_gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the output [..., dim] of what the scan read [..., heads, d_v (+ 1)]."""
+        read = self.phi.normalizer.read(out)
         if self.norm is not None:
             read = self.norm(read)
         read = read.flatten(-2)
-        if gate is None:
+        if output_gate is None:
             return self.o_proj(read.to(dtype))
-        if is_plain(self.o_proj) and read.dtype == gate.dtype == dtype:
-            return gated_linear(gate, read, self.o_proj.weight)
-        return self.o_proj((read * functional.silu(gate)).to(dtype))
+        return project_gated(output_gate, read, self.o_proj, dtype)
 
     def extra_repr(self) -> str:
-        return f"rule={self.rule!r}, heads={self.heads}, key_dim={self.key_dim}, value_dim={self.value_dim}"
+        return f"rule={self.rule!r}, heads={self.heads}, d_k={self.d_k}, d_v={self.d_v}"

@@ -1,14 +1,23 @@
-"""A layer whose memory is a small model, trained at test time on the sequence it reads.
+"""A layer whose memory is a small model, trained at test time on the sequence that it reads.
 
     ℓ(W; k, v) = ‖f(k; W) − v‖²         f(x; W) = x + LN(inner(x; W))
-    W_t = W_{t'} − Σ_{t' < s ≤ t} η_s ∇ℓ(W_{t'}; k_s, v_s)      t' the start of t's mini-batch
+    W_t = W_{t'} − Σ_{t' < s ≤ t} η_s ∇ℓ(W_{t'}; k_s, v_s)      t' the start of the mini-batch of t
     z_t = f(q_t; W_t)
 
-W_0, the LayerNorm and the rates η = rate · σ(W_η x) / d are learned outside, with everything else.
+W_0, the LayerNorm and the rates η = rate · σ(W_η x) / d are learned by ordinary training.
+
+A mini-batch is a few matrix products (the dual form of Sun et al.). For f(x) = x + LN(W x) the gradient of the loss at
+W is δ kᵀ, where δ is the gradient with respect to W k. All gradients of a mini-batch are taken at the same W, so
+
+    W_t q_t = W q_t − Σ_{s ≤ t} η_s δ_s (k_s·q_t)
+
+and no W_t is ever formed. An MLP has two such matrices, the second of which reads the output of the first.
+`rebind.memory.ttt.run` computes the same by differentiating the loss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,35 +27,37 @@ from torch.nn import functional
 from rebind.errors import InputError
 from rebind.memory import ttt
 from rebind.memory.precision import working_dtype
-from rebind.nn.layers.base import SequenceLayer, head_width, require_positive
-from rebind.nn.layers.inner import Norm, Tokens, Weights, step_of
-from rebind.nn.parts.norm import RMSNorm
-from rebind.nn.parts.padding import Packing, cleared, take
+from rebind.nn.layers.base import SequenceLayer
+from rebind.nn.parts.checks import head_width, require_positive
+from rebind.nn.parts.dense import RMSNorm
+from rebind.nn.parts.padding import Packing, take_tokens, zero_padding
 from rebind.nn.parts.state import State
 from rebind.precision import without_autocast
+
+Weights = tuple[Tensor, ...]  # of the inner model, [B, heads, ...] each
 
 
 @dataclass(frozen=True, eq=False)
 class TTTState(State):
-    """The inner model at the start of the mini-batch, as it is now, and how far into the mini-batch that is."""
+    """The inner model at the start of the mini-batch and now, and the tokens of the mini-batch read so far."""
 
-    start: Weights  # [B, heads, ...] each: where gradients are taken
+    start: Weights  # gradients are taken here
     now: Weights
-    filled: Tensor  # [B] tokens of the mini-batch that were read
+    filled: Tensor  # [B]
 
 
 class TTTLayer(SequenceLayer[TTTState]):
-    """Test-time training with a linear or MLP inner model a head.
+    """Test-time training with a linear or MLP inner model per head.
 
     Args:
-        dim: Width of what goes in and comes out.
-        heads: Inner models.
-        inner: `ttt.Linear()` or `ttt.Mlp(expand)` of `rebind.memory`.
-        mini_batch: Tokens whose gradients are taken at the same weights. 1 is online descent.
-        rate: The largest η, times the head's width.
+        dim: Width of the input and the output.
+        heads: Number of inner models.
+        inner: `ttt.Linear()` or `ttt.Mlp(expand)` of `rebind.memory`. None: linear.
+        mini_batch: Tokens whose gradients are taken at the same weights; 1 is online descent.
+        rate: The largest η, times the width of a head. 1 suits a linear inner model, 0.1 an MLP.
     """
 
-    kind_of_state = TTTState
+    state_type = TTTState
 
     def __init__(
         self,
@@ -59,12 +70,10 @@ class TTTLayer(SequenceLayer[TTTState]):
     ) -> None:
         super().__init__(dim)
         require_positive(mini_batch=mini_batch)
-        if not 0 < rate < float("inf"):
-            raise InputError(f"rate is {rate}, expected a positive number: 1 for a linear inner model, 0.1 for an MLP")
         self.heads = heads
         self.head_dim = head_width("head_dim", dim, heads, None)
         self.inner = ttt.Linear() if inner is None else inner
-        self._run = step_of(self.inner)
+        self._train_mini_batch = _dual_form(self.inner)
         self.mini_batch = mini_batch
         self.rate = rate
         self.q_proj = nn.Linear(dim, dim, bias=False)
@@ -72,8 +81,8 @@ class TTTLayer(SequenceLayer[TTTState]):
         self.v_proj = nn.Linear(dim, dim, bias=False)
         self.rate_proj = nn.Linear(dim, heads)
         shapes = self.inner.shapes(self.head_dim, self.head_dim)
-        self._names = tuple(f"initial_{index}" for index in range(len(shapes)))
-        for name, shape in zip(self._names, shapes, strict=True):  # not a ParameterList: transformers would not fill it
+        self._weight_names = tuple(f"initial_{index}" for index in range(len(shapes)))
+        for name, shape in zip(self._weight_names, shapes, strict=True):  # transformers would not fill a ParameterList
             self.register_parameter(name, nn.Parameter(torch.empty(heads, *shape)))
         self.norm_weight = nn.Parameter(torch.empty(heads, self.head_dim))
         self.norm_bias = nn.Parameter(torch.empty(heads, self.head_dim))
@@ -82,7 +91,7 @@ class TTTLayer(SequenceLayer[TTTState]):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Own parameters only. W_0 is not zero: LayerNorm's slope there is as steep as its eps allows."""
+        """Initialize the inner model and its norm. W_0 is not zero, where the LayerNorm would be too steep."""
         for weight in self.initial_weights:
             if weight.ndim == 3:
                 nn.init.normal_(weight, std=0.02)
@@ -93,71 +102,58 @@ class TTTLayer(SequenceLayer[TTTState]):
 
     @property
     def initial_weights(self) -> Weights:
-        """W_0: what every sequence starts from, [heads, ...] each."""
-        return tuple(getattr(self, name) for name in self._names)
+        """W_0, from which every sequence starts, [heads, ...] each."""
+        return tuple(getattr(self, name) for name in self._weight_names)
 
     @property
     def state_size(self) -> int:
-        """The inner models' parameters. Inside a mini-batch they are held twice."""
+        """Parameters of the inner models. Inside a mini-batch they are stored twice."""
         return sum(weight.numel() for weight in self.initial_weights)
 
-    def initial(self, batch: int) -> TTTState:
+    def initial_state(self, batch: int) -> TTTState:
         wide = working_dtype(self.norm_weight)
         weights = tuple(weight.to(wide).expand(batch, *weight.shape) for weight in self.initial_weights)
         return TTTState(weights, weights, torch.zeros(batch, dtype=torch.long, device=self.norm_weight.device))
 
     def forward(self, x: Tensor, state: TTTState | None = None, mask: Tensor | None = None) -> tuple[Tensor, TTTState]:
-        start = self._start(x, state, mask)
-        tokens = self._tokens(x)
-        if state is None and mask is None:  # every row begins a mini-batch at its first token
-            out, end = self._train(tokens, start, start.filled + x.shape[1], whole=x.shape[1] // self.mini_batch)
-            return self._output(x, out[:, : x.shape[1]]), end
-        grid = Grid.of(mask, start.filled, x.shape[1], self.mini_batch)
-        out, end = self._train([grid.lay(tensor) for tensor in tokens], start, grid.ends)
-        return self._output(x, take(out, grid.place)), end
+        start = self._check_or_begin(x, state, mask)
+        tokens, length = self._project(x), x.shape[1]
+        fresh = state is None and mask is None  # every row begins a mini-batch at its first token
+        if fresh or length == 1:
+            ends = start.filled + (length if mask is None else mask.sum(1))
+            tokens = [zero_padding(tensor, mask) for tensor in tokens]
+            out, end = self._train(tokens, start, ends, complete=length // self.mini_batch if fresh else 0)
+            return self._output(x, out[:, :length]), end
+        layout = MiniBatchLayout.create(mask, start.filled, length, self.mini_batch)
+        out, end = self._train([layout.place(tensor) for tensor in tokens], start, layout.ends)
+        return self._output(x, take_tokens(out, layout.slot)), end
 
-    @torch.no_grad()
-    def step(self, x: Tensor, state: TTTState, mask: Tensor | None = None) -> tuple[Tensor, TTTState]:
-        start = self._start(x, state, mask, rank=2)
-        tokens = self._tokens(x.unsqueeze(1))
-        if mask is not None:
-            tokens = [cleared(tensor, mask.unsqueeze(1)) for tensor in tokens]
-        norm = self._norm()
-        q, k, v, rate = (tensor.transpose(1, 2) for tensor in tokens)
-        with without_autocast(x):
-            read, now = self._run(start.start, start.now, Tokens.of(q, k, v, rate, norm), norm)
-        out = norm(q, read)
-        filled = start.filled + (1 if mask is None else mask.long())
-        done = filled >= self.mini_batch
-        end = TTTState(_where(done, now, start.start), now, filled.masked_fill(done, 0))
-        return self._output(x, out.squeeze(2)), end
+    def _train(self, tokens: list[Tensor], state: TTTState, ends: Tensor, complete: int = 0) -> tuple[Tensor, TTTState]:
+        """Train on one mini-batch after another of [B, S, heads, ...]; row i has its last token before slot ends[i].
 
-    def _train(self, tokens: list[Tensor], state: TTTState, ends: Tensor, whole: int = 0) -> tuple[Tensor, TTTState]:
-        """Mini-batch after mini-batch over [B, S, heads, ...], row i having its last token before slot ends[i].
-
-        Every row is known to have its first `whole` mini-batches to their end.
+        The first `complete` mini-batches are full in every row.
         """
-        norm, size = self._norm(), self.mini_batch
+        norm, size = self._inner_norm(), self.mini_batch
         start, now, reads = state.start, state.now, []
-        q, k, v, rate = (_in_batches(tensor, min(size, tensor.shape[1])) for tensor in tokens)
+        q, k, v, rate = (_split_mini_batches(tensor, min(size, tensor.shape[1])) for tensor in tokens)
         with without_autocast(q):
-            for index, batch in enumerate(Tokens.of(q, k, v, rate, norm)):
-                read, now = self._run(start, now, batch, norm)
-                # a row that ends inside the mini-batch is still in it
-                start = now if index < whole else _where(ends >= (index + 1) * size, now, start)
+            for index, batch in enumerate(MiniBatch.create(q, k, v, rate, norm)):
+                read, now = self._train_mini_batch(start, now, batch, norm)
+                # A row that ends inside the mini-batch is not done with it.
+                start = now if index < complete else _where(ends >= (index + 1) * size, now, start)
                 reads.append(read)
         out = norm(q, torch.stack(reads))
         return out.permute(1, 0, 3, 2, 4).flatten(1, 2), TTTState(start, now, ends % size)
 
-    def _tokens(self, x: Tensor) -> list[Tensor]:
-        """q, k, v [B, T, heads, d] and rates [B, T, heads], in float32 or better."""
+    def _project(self, x: Tensor) -> list[Tensor]:
+        """Return q, k, v [B, T, heads, d] and rates [B, T, heads], in float32 or better."""
         qkv = [project(x).unflatten(-1, (self.heads, -1)) for project in (self.q_proj, self.k_proj, self.v_proj)]
         rate = torch.sigmoid(self.rate_proj(x)) * (self.rate / self.head_dim)
         return [tensor.to(working_dtype(tensor)) for tensor in (*qkv, rate)]
 
-    def _norm(self) -> Norm:
+    def _inner_norm(self) -> InnerNorm:
         wide = working_dtype(self.norm_weight)
-        return Norm(self.norm_weight.to(wide), self.norm_bias.to(wide))
+        return InnerNorm(self.norm_weight.to(wide), self.norm_bias.to(wide))
 
     def _output(self, x: Tensor, out: Tensor) -> Tensor:
         return self.o_proj(self.norm(out).flatten(-2).to(x.dtype))
@@ -166,41 +162,154 @@ class TTTLayer(SequenceLayer[TTTState]):
         return f"inner={self.inner!r}, heads={self.heads}, mini_batch={self.mini_batch}, rate={self.rate}"
 
 
+# The dual form
+
+
 @dataclass(frozen=True, eq=False)
-class Grid:
-    """Tokens laid out so that mini-batches begin at the same slots in every row.
+class InnerNorm:
+    """The residual LayerNorm around the inner model: f(x) = x + LN(z)."""
+
+    weight: Tensor  # [H, d]
+    bias: Tensor  # [H, d]
+    eps: float = 1e-5
+
+    def __call__(self, x: Tensor, z: Tensor) -> Tensor:
+        normal, _ = self._normalize(z)
+        return x + normal * self.weight[:, None] + self.bias[:, None]
+
+    def target(self, k: Tensor, v: Tensor) -> Tensor:
+        """Return what weight · LN(z) must be for f(k) = v."""
+        return v - k - self.bias[:, None]
+
+    def gradient(self, z: Tensor, target: Tensor) -> Tensor:
+        """Return d‖f(k) − v‖² / dz."""
+        normal, scale = self._normalize(z)
+        weight = self.weight[:, None]
+        upstream = (normal * weight - target) * (2 * weight)
+        centered = upstream - upstream.mean(-1, keepdim=True)
+        return (centered - normal * (upstream * normal).mean(-1, keepdim=True)) * scale
+
+    def _normalize(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        variance, mean = torch.var_mean(z, dim=-1, correction=0, keepdim=True)
+        scale = torch.rsqrt(variance + self.eps)
+        return (z - mean) * scale, scale
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatch:
+    """A mini-batch [B, H, n, d], or many of them [batches, B, H, n, d]: all that does not depend on W."""
+
+    q: Tensor
+    k: Tensor
+    target: Tensor  # see InnerNorm
+    rate: Tensor  # [B, H, n, 1]; 0 for empty slots
+    scores: Tensor  # q_t·k_s for s ≤ t, else 0: [B, H, n, n]
+
+    @classmethod
+    def create(cls, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, norm: InnerNorm) -> MiniBatch:
+        """Create it from q, k, v [..., H, n, d] and rates [..., H, n]."""
+        return cls(q, k, norm.target(k, v), rate.unsqueeze(-1), (q @ k.mT).tril())
+
+    def __iter__(self) -> Iterator[MiniBatch]:
+        """Yield one mini-batch after another."""
+        tensors = (self.q, self.k, self.target, self.rate, self.scores)
+        return (MiniBatch(*batch) for batch in zip(*(tensor.unbind(0) for tensor in tensors), strict=True))
+
+
+def _train_linear(start: Weights, now: Weights, batch: MiniBatch, norm: InnerNorm) -> tuple[Tensor, Weights]:
+    """Return W_t q_t for every token [B, H, n, d], and the weights after the last one, for f(x) = x + LN(W x)."""
+    (old,), (weight,) = start, now
+    update = batch.rate * norm.gradient(batch.k @ old.mT, batch.target)
+    read, weight = _descend(weight, batch.q, batch.k, batch.scores, update)
+    return read, (weight,)
+
+
+def _train_mlp(start: Weights, now: Weights, batch: MiniBatch, norm: InnerNorm) -> tuple[Tensor, Weights]:
+    """Return the same for f(x) = x + LN(W₂ gelu(W₁ x + b₁) + b₂)."""
+    old_first, old_bias, old_second, old_second_bias = start
+    first, bias, second, second_bias = now
+    before = batch.k @ old_first.mT + old_bias.unsqueeze(-2)
+    hidden = functional.gelu(before)
+    upper = norm.gradient(hidden @ old_second.mT + old_second_bias.unsqueeze(-2), batch.target)
+    lower = (upper @ old_second) * _gelu_derivative(before)
+    upper, lower = batch.rate * upper, batch.rate * lower
+    read, first = _descend(first, batch.q, batch.k, batch.scores, lower)
+    shift, bias = _descend_bias(bias, lower)
+    query = functional.gelu(read + shift)
+    read, second = _descend(second, query, hidden, (query @ hidden.mT).tril(), upper)
+    shift, second_bias = _descend_bias(second_bias, upper)
+    return read + shift, (first, bias, second, second_bias)
+
+
+def _dual_form(model: ttt.InnerModel) -> Callable[[Weights, Weights, MiniBatch, InnerNorm], tuple[Tensor, Weights]]:
+    if isinstance(model, ttt.Linear):
+        return _train_linear
+    if isinstance(model, ttt.Mlp):
+        return _train_mlp
+    raise InputError(
+        f"The inner model is {model!r}",
+        expected="ttt.Linear() or ttt.Mlp(), to which the layer adds a LayerNorm and a residual connection",
+        advice="Run other inner models with rebind.memory.ttt.run",
+        code="unsupported_inner_model",
+    )
+
+
+def _descend(weight: Tensor, q: Tensor, k: Tensor, scores: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+    """Return W_t q_t for every t, and W after the last token; `update` is η δ."""
+    return q @ weight.mT - scores @ update, weight - update.mT @ k
+
+
+def _descend_bias(bias: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+    """Return b_t for every t [B, H, n, d], and b after the last token."""
+    biases = bias.unsqueeze(-2) - update.cumsum(-2)
+    return biases, biases[..., -1, :]
+
+
+def _gelu_derivative(x: Tensor) -> Tensor:
+    """Return Φ(x) + x·density(x) of the normal distribution."""
+    return (1 + torch.erf(x * 0.5**0.5)) / 2 + x * torch.exp(-x.square() / 2) * (2 * torch.pi) ** -0.5
+
+
+# The layout of mini-batches
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatchLayout:
+    """Slots for tokens such that mini-batches begin at the same slots in every row.
 
     A row that already has f tokens in its mini-batch leaves the first f slots free, and padding takes none.
     """
 
-    token: Tensor  # [B, S] which token stands in each slot
-    real: Tensor  # [B, S] whether any does
-    place: Tensor  # [B, T] each token's slot
-    ends: Tensor  # [B] the slot after a row's last token
+    token: Tensor  # [B, S] the token in each slot
+    real: Tensor  # [B, S] whether a slot has one
+    slot: Tensor  # [B, T] the slot of each token
+    ends: Tensor  # [B] the slot after the last token of a row
 
     @classmethod
-    def of(cls, mask: Tensor | None, filled: Tensor, length: int, mini_batch: int) -> Grid:
+    def create(cls, mask: Tensor | None, filled: Tensor, length: int, mini_batch: int) -> MiniBatchLayout:
         full = torch.ones(len(filled), length, dtype=torch.bool, device=filled.device)
-        packing = Packing.of(full if mask is None else mask)
-        slots = -(-(length + mini_batch - 1) // mini_batch) * mini_batch  # room for any f, known without asking a GPU
+        packing = Packing.from_mask(full if mask is None else mask)
+        slots = (
+            -(-(length + mini_batch - 1) // mini_batch) * mini_batch
+        )  # enough for any f, without asking a GPU for it
         rank = torch.arange(slots, device=filled.device) - filled[:, None]
         real = (rank >= 0) & (rank < packing.counts[:, None])
-        token = packing.order.gather(1, rank.clamp(0, max(length - 1, 0)))
-        return cls(token, real, packing.place + filled[:, None], packing.counts + filled)
+        token = packing.order.gather(1, rank.clamp(0, length - 1))
+        return cls(token, real, packing.position + filled[:, None], packing.counts + filled)
 
-    def lay(self, x: Tensor) -> Tensor:
-        """Tokens [B, T, ...] in their slots [B, S, ...], zeros where there is none."""
-        return cleared(take(x, self.token), self.real)
+    def place(self, x: Tensor) -> Tensor:
+        """Return tokens [B, T, ...] in their slots [B, S, ...], zeros in empty slots."""
+        return zero_padding(take_tokens(x, self.token), self.real)
 
 
-def _in_batches(x: Tensor, size: int) -> Tensor:
-    """Mini-batches [batches, B, heads, size, ...] of [B, S, heads, ...], the last filled up with zeros."""
+def _split_mini_batches(x: Tensor, size: int) -> Tensor:
+    """Return mini-batches [batches, B, heads, size, ...] of [B, S, heads, ...], the last one padded with zeros."""
     missing = -x.shape[1] % size
     padded = functional.pad(x, (0, 0) * (x.ndim - 2) + (0, missing)) if missing else x
     return padded.unflatten(1, (padded.shape[1] // size, size)).movedim(1, 0).transpose(2, 3)
 
 
-def _where(rows: Tensor, one: Weights, other: Weights) -> Weights:
-    """The weights `one` for these rows [B], `other` for the rest."""
-    chosen = (rows.reshape(-1, *[1] * (a.ndim - 1)) for a in one)
-    return tuple(torch.where(row, a, b) for row, a, b in zip(chosen, one, other, strict=True))
+def _where(rows: Tensor, weights: Weights, others: Weights) -> Weights:
+    """Return `weights` for these rows [B], `others` for the rest."""
+    conditions = (rows.reshape(-1, *[1] * (weight.ndim - 1)) for weight in weights)
+    return tuple(torch.where(row, one, other) for row, one, other in zip(conditions, weights, others, strict=True))

@@ -1,6 +1,9 @@
-"""The layers' states as transformers' cache: what `generate` carries, reorders and repeats."""
+"""The states of all layers as a cache of transformers, which `generate` carries, reorders and repeats."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,58 +14,61 @@ from rebind.nn.parts.state import State
 
 
 class RebindCache(Cache):
-    """One state a layer. Of constant size, unless a layer is softmax attention."""
+    """One state per layer. Its size is constant unless a layer is softmax attention."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[])
         self.states: list[State | None] = [None] * layers
-        self.seen = 0  # tokens, padding included
+        self.tokens_seen = 0  # padding included
+
+    @classmethod
+    def resolve(cls, cache: RebindCache | None, layers: int, *, use_cache: bool) -> Self | None:
+        """Return the cache for a call of a model: `cache` if it fits, a new one if it is None, or none."""
+        if cache is None:
+            return cls(layers) if use_cache else None
+        if isinstance(cache, cls) and len(cache) == layers:
+            return cache
+        raise InputError(
+            f"past_key_values is {cache!r}",
+            expected=f"a {cls.__name__} of {layers} layers, as this model returned it, or None to begin",
+            code="cache_of_other_model",
+        )
 
     def __repr__(self) -> str:
-        return f"RebindCache({len(self.states)} layers, {self.seen} tokens, {self.size} numbers a sequence)"
+        return f"{type(self).__name__}({len(self)} layers, {self.tokens_seen} tokens, {self.size} numbers per sequence)"
 
-    def __copy__(self) -> RebindCache:
-        """One that goes on by itself: a single token changes the memory that it is given in place."""
-        made = RebindCache(len(self))
-        made.states, made.seen = [None if state is None else state.clone() for state in self.states], self.seen
-        return made
+    def __copy__(self) -> Self:
+        """Return a cache that continues independently: a single token changes its memory in place."""
+        twin = type(self)(len(self))
+        vars(twin).update(vars(self))
+        twin._change(State.clone)
+        return twin
 
     def __len__(self) -> int:
         return len(self.states)
 
     @property
     def size(self) -> int:
-        """Numbers held for one sequence."""
+        """Numbers stored for one sequence."""
         return sum(state.size for state in self.states if state is not None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.seen
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    @property
-    def batch_size(self) -> int:
-        return next((len(tensor) for state in self.states if state is not None for tensor in state.tensors), -1)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
+        return self.tokens_seen
 
     @property
     def is_initialized(self) -> bool:
-        return self.seen > 0
+        return self.tokens_seen > 0
 
     @property
     def is_croppable(self) -> bool:
         return False
 
     def reset(self) -> None:
-        self.states, self.seen = [None] * len(self.states), 0
+        self.states, self.tokens_seen = [None] * len(self.states), 0
 
-    def detach(self) -> RebindCache:
-        """Cut the graph: the next segment trains on these states and not through them. Changes this cache."""
-        self.states = [None if state is None else state.detach() for state in self.states]
+    def detach(self) -> Self:
+        """Detach the states, so that the next segment trains on them but not through them. Changes this cache."""
+        self._change(State.detach)
         return self
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -70,14 +76,18 @@ class RebindCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         rows = torch.as_tensor(indices)
-        self.states = [None if state is None else state.select(rows) for state in self.states]
+        self._change(lambda state: state.select(rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.states = [None if state is None else state.repeat(repeats) for state in self.states]
+        self._change(lambda state: state.repeat(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise InputError(
-                f"cannot take back {tokens_to_remove} tokens, a rewritten memory holds no past: decode without "
-                f"assisted or speculative generation, or keep [state.clone() for state in cache.states]"
+                f"{tokens_to_remove} tokens cannot be removed from a memory that was rewritten",
+                advice="Generate without assisted or speculative decoding, or restore an earlier copy.copy(cache)",
+                code="cache_not_croppable",
             )
+
+    def _change(self, change: Callable[[State], State]) -> None:
+        self.states = [None if state is None else change(state) for state in self.states]

@@ -1,57 +1,39 @@
-"""What a language model is made of, as transformers keeps it."""
+"""The config of a language model."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from rebind.errors import InputError, ShapeError
+from rebind.errors import ShapeError
 from rebind.memory.checks import unknown_name
-from rebind.nn.lm.kinds import KINDS
-from rebind.nn.parts.mlp import MLPS
+from rebind.nn.parts.checks import head_width, require_positive
+from rebind.nn.parts.dense import MLPS
 
 
 class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
-    """A stack of layers of the kinds in `rebind.nn.lm.kinds`, each followed by an MLP.
-
-    Attributes:
-        layer_kinds: A kind for all layers, or a pattern of kinds that is repeated to the model's depth.
-        hidden_size: The residual stream.
-        num_attention_heads: Heads of every layer.
-        intermediate_size: The MLP's hidden layer.
-        mlp: "swiglu" or "relu".
-        key_dim: A head's keys, before φ. None: hidden_size / heads.
-        value_dim: A head's values. None: hidden_size / heads.
-        conv_size: Tokens that the short convolution of the modern kinds sees. None: no convolution.
-        dpfp_nu: ν of DPFP.
-        favor_features: m of FAVOR+, whose features are 2m wide.
-        ttt_mini_batch: Tokens that TTT layers take together.
-        hopfield_patterns: Patterns a head of a Hopfield layer.
-        rope_theta: The base of attention's rotary positions. None: no positions.
-        dropout: After every layer and MLP, while training.
-    """
+    """A stack of sequence layers, each followed by an MLP."""
 
     model_type = "rebind"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     vocab_size: int = 32_000
-    hidden_size: int = 512
+    hidden_size: int = 512  # width of the residual stream
     num_hidden_layers: int = 12
-    num_attention_heads: int = 8
-    intermediate_size: int = 1_408
-    layer_kinds: str | list[str] = "gated-delta"
-    mlp: str = "swiglu"
-    key_dim: int | None = None
-    value_dim: int | None = None
-    conv_size: int | None = 4
-    dpfp_nu: int = 1
-    favor_features: int = 16
+    num_attention_heads: int = 8  # of every layer
+    intermediate_size: int = 1_408  # width of the hidden layer of the MLPs
+    layer_kinds: str | list[str] = "gated_delta"  # of `rebind.nn.lm.kinds`; a list is repeated to the depth
+    mlp: str = "swiglu"  # or "relu"
+    d_k: int | None = None  # width of the keys of a head, before φ; None: hidden_size / heads
+    d_v: int | None = None  # width of the values of a head; None: hidden_size / heads
+    conv_size: int | None = 4  # tokens that the short convolution of today's kinds sees; None: no convolution
+    dpfp_nu: int = 1  # ν of DPFP, whose features are 2ν times as wide as d_k
+    favor_features: int = 16  # m of FAVOR+, whose features are 2m wide
     ttt_mini_batch: int = 16
-    hopfield_patterns: int = 64
-    rope_theta: float | None = 10_000.0
-    dropout: float = 0.0
+    hopfield_patterns: int = 64  # per head
+    rope_theta: float | None = 10_000.0  # base of the rotary positions of attention; None: no positions
+    dropout: float = 0.0  # after the embedding, every layer and every MLP
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -62,15 +44,12 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
-        self._check_sizes()
-        self._check_numbers()
+        require_positive(vocab_size=self.vocab_size, num_hidden_layers=self.num_hidden_layers)
+        head_width("d_k", self.hidden_size, self.num_attention_heads, self.d_k)
+        head_width("d_v", self.hidden_size, self.num_attention_heads, self.d_v)
         if self.mlp not in MLPS:
             raise unknown_name("mlp", self.mlp, MLPS)
-        if not isinstance(self.layer_kinds, str | list | tuple):
-            raise InputError(f"layer_kinds is {self.layer_kinds!r}, expected a kind or a list of kinds: name one")
-        for kind in self.kinds:
-            if kind not in KINDS:
-                raise unknown_name("layer kind", kind, KINDS)
+        self.kinds  # noqa: B018  # raises for a pattern that does not fit
 
     @property
     def kinds(self) -> list[str]:
@@ -78,30 +57,8 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         pattern = [self.layer_kinds] if isinstance(self.layer_kinds, str) else list(self.layer_kinds)
         if not pattern or self.num_hidden_layers % len(pattern):
             raise ShapeError(
-                f"layer_kinds names {len(pattern)} layers and num_hidden_layers is {self.num_hidden_layers}, expected "
-                f"a pattern whose length divides the depth: name every layer, or a pattern to repeat"
+                f"The pattern of layer kinds has {len(pattern)} entries for {self.num_hidden_layers} layers",
+                expected="a list whose length divides the number of layers",
+                code="pattern_does_not_fit",
             )
         return pattern * (self.num_hidden_layers // len(pattern))
-
-    def _check_numbers(self) -> None:
-        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
-            raise InputError(f"dropout is {self.dropout!r}, expected 0 or more and less than 1: 0 turns it off")
-        for name in ("norm_eps", "initializer_range", *(["rope_theta"] if self.rope_theta is not None else [])):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 < value < math.inf:
-                raise InputError(f"{name} is {value!r}, expected a number above 0: check the config")
-
-    def _check_sizes(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise InputError(f"{name} is {size!r}, expected a whole number of 1 or more: check the config")
-        if self.hidden_size % self.num_attention_heads and None in (self.key_dim, self.value_dim):
-            raise ShapeError(
-                f"hidden_size is {self.hidden_size} and num_attention_heads {self.num_attention_heads}, expected a "
-                f"multiple: choose heads that divide it, or give key_dim and value_dim"
-            )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,84 +1,58 @@
-"""Configs that have a name. A preset is a function of the layer kind that returns a config."""
+"""Configs with a name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from rebind.memory.checks import unknown_name
 from rebind.nn.lm.config import RebindConfig
 
-WIKITEXT_103 = 267_735  # words in its vocabulary
-
-Kinds = str | list[str]
-Preset = Callable[..., RebindConfig]
+ConfigValue = str | int | float | list[str] | None
 
 
-def schlag_small(kind: Kinds = "linear-delta", **changes: Any) -> RebindConfig:
-    """Schlag et al.'s small setting: D = 128, trained on 256 tokens, heads of 16. Their 40M."""
-    return _schlag(kind, 128, **changes)
-
-
-def schlag_medium(kind: Kinds = "linear-delta", **changes: Any) -> RebindConfig:
-    """Schlag et al.'s medium setting: D = 256, trained on 384 tokens, heads of 32. Their 90M."""
-    return _schlag(kind, 256, **changes)
-
-
-def modern_10m(kind: Kinds = "gated-delta", **changes: Any) -> RebindConfig:
-    """8 layers of 256, for a vocabulary of 16,000."""
-    return _modern(kind, 256, 8, 4, 704, 16_000, changes)
-
-
-def modern_60m(kind: Kinds = "gated-delta", **changes: Any) -> RebindConfig:
-    """12 layers of 512, for a vocabulary of 32,000."""
-    return _modern(kind, 512, 12, 8, 1_408, 32_000, changes)
-
-
-def modern_350m(kind: Kinds = "gated-delta", **changes: Any) -> RebindConfig:
-    """24 layers of 1,024 with heads of 128, for a vocabulary of 32,000."""
-    return _modern(kind, 1_024, 24, 8, 2_816, 32_000, changes)
-
-
-PRESETS: dict[str, Preset] = {
-    "schlag-small": schlag_small,
-    "schlag-medium": schlag_medium,
-    "modern-10m": modern_10m,
-    "modern-60m": modern_60m,
-    "modern-350m": modern_350m,
-}
-
-
-def preset(name: str, kind: Kinds | None = None, **changes: Any) -> RebindConfig:
-    """The config of that name, with layers of that kind: `preset("schlag-small", "dpfp-delta", vocab_size=8_000)`."""
-    if name not in PRESETS:
-        raise unknown_name("preset", name, PRESETS)
-    return PRESETS[name](**changes) if kind is None else PRESETS[name](kind, **changes)
-
-
-def _schlag(kind: Kinds, width: int, **changes: Any) -> RebindConfig:
-    """Section 6.3 and appendix F: 16 layers, 8 heads, ReLU MLPs of 2,048, dropout 0.1; in D.3, m = 16 and ν = 1."""
-    options = {
-        "vocab_size": WIKITEXT_103,
+def _schlag(width: int) -> dict[str, ConfigValue]:
+    """Schlag et al., section 6.3 and appendix F, with m and ν of appendix D.3 and the vocabulary of WikiText-103."""
+    return {
+        "vocab_size": 267_735,
         "hidden_size": width,
         "num_hidden_layers": 16,
         "num_attention_heads": 8,
         "intermediate_size": 2_048,
+        "layer_kinds": "linear-delta",
         "mlp": "relu",
         "dropout": 0.1,
         "favor_features": 16,
         "dpfp_nu": 1,
     }
-    return RebindConfig(**{**options, "layer_kinds": kind, **changes})
 
 
-def _modern(
-    kind: Kinds, width: int, depth: int, heads: int, hidden: int, vocabulary: int, changes: dict[str, Any]
-) -> RebindConfig:
-    options = {
+def _modern(width: int, depth: int, heads: int, hidden: int, vocabulary: int) -> dict[str, ConfigValue]:
+    return {
         "vocab_size": vocabulary,
         "hidden_size": width,
         "num_hidden_layers": depth,
         "num_attention_heads": heads,
         "intermediate_size": hidden,
+        "layer_kinds": "gated_delta",
     }
-    return RebindConfig(**{**options, "layer_kinds": kind, **changes})
+
+
+PRESETS: dict[str, Mapping[str, ConfigValue]] = {
+    "schlag-small": _schlag(128),  # trained on 256 tokens; 40M parameters in the paper
+    "schlag-medium": _schlag(256),  # trained on 384 tokens; 90M parameters in the paper
+    "modern-10m": _modern(256, 8, 4, 704, 16_000),
+    "modern-60m": _modern(512, 12, 8, 1_408, 32_000),
+    "modern-350m": _modern(1_024, 24, 8, 2_816, 32_000),
+}
+
+
+def preset(name: str, kind: str | list[str] | None = None, **fields: ConfigValue) -> RebindConfig:
+    """Return the config of that name, with layers of that kind (or list of kinds) and with other fields changed.
+
+    For example `preset("schlag-small", "dpfp-delta", vocab_size=8_000)`.
+    """
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    values: dict[str, Any] = {**PRESETS[name], **({} if kind is None else {"layer_kinds": kind}), **fields}
+    return RebindConfig(**values)

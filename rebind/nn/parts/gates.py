@@ -1,12 +1,11 @@
-"""The gates of a rule, made from the input: one module a name.
+"""The gates of a rule, computed from the input.
 
-`beta` is a rate between 0 and 1, `alpha` a decay, and `dt` the decay's step, as Mamba-2 has it.
+`beta` is a rate between 0 and 1, `alpha` a decay, and `dt` the step of the decay, as in Mamba-2.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,13 @@ from torch.nn import functional
 from rebind.errors import InputError
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Rule
-from rebind.nn.parts.products import joined
 
-SLOWEST, FASTEST = 1e-3, 1e-1  # softplus(dt_bias) starts between these, as Mamba-2's dt does
-LARGEST_RATE = 16.0  # exp(A_log) starts between 1 and this
+MIN_STEP, MAX_STEP = 1e-3, 1e-1  # softplus(dt_bias) starts between these, as in Mamba-2
+MAX_RATE = 16.0  # exp(A_log) starts between 1 and this
 
 
 class Decay(nn.Module):
-    """log α = −exp(A_log) · dt with dt = softplus(W_a x + dt_bias), one of each a head (Mamba-2, Gated DeltaNet)."""
+    """log α = −exp(A_log) · dt with dt = softplus(W_a x + dt_bias), one of each per head (Mamba-2, Gated DeltaNet)."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -32,77 +30,57 @@ class Decay(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Own parameters only. Rates and steps start log-uniform (softplus(b) ≈ eᵇ for steps this small)."""
-        nn.init.uniform_(self.A_log, 0.0, math.log(LARGEST_RATE))
-        nn.init.uniform_(self.dt_bias, math.log(SLOWEST), math.log(FASTEST))
+        """Draw rates and steps log-uniformly (softplus(b) ≈ eᵇ for steps this small). The projection stays."""
+        nn.init.uniform_(self.A_log, 0.0, math.log(MAX_RATE))
+        nn.init.uniform_(self.dt_bias, math.log(MIN_STEP), math.log(MAX_STEP))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """ln α and dt [..., heads], in float32 or better."""
-        return self.made(self.project(x))
-
-    def made(self, raw: Tensor) -> tuple[Tensor, Tensor]:
-        """ln α and dt of W_a x [..., heads]. α itself is never formed: near 1 it would lose its digits."""
-        wide = working_dtype(raw)
-        dt = functional.softplus(raw.to(wide) + self.dt_bias)
+    def forward(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ln α and dt [..., heads] of W_a x, in float32 or better. Near 1, α itself would lose its digits."""
+        wide = working_dtype(projected)
+        dt = functional.softplus(projected.to(wide) + self.dt_bias)
         return dt * -self.A_log.to(wide).exp(), dt
 
 
-@dataclass(frozen=True, eq=False)
-class Made:
-    """A token's gates by name, [..., heads] each, but for a decay of which only the logarithm is needed."""
-
-    gates: dict[str, float | Tensor]
-    log_decay: Tensor | None = None  # ln α in the stead of the gate `Rule.decay`
-
-
 class Gates(nn.Module):
-    """Every gate that a rule takes, from x [..., dim]: [..., heads] each."""
+    """Every gate that a rule takes, computed from x [..., dim]: [..., heads] each."""
 
-    makes = ("alpha", "beta", "dt")
+    names = ("alpha", "beta", "dt")
 
     def __init__(self, rule: Rule, dim: int, heads: int) -> None:
         super().__init__()
-        unknown = [name for name in rule.gates if name not in self.makes]
+        unknown = [name for name in rule.gates if name not in self.names]
         if unknown:
             raise InputError(
-                f"rule {rule.name!r} takes a gate {unknown[0]!r}, a layer makes {', '.join(self.makes)}: name it one "
-                f"of these, or give Gates in rebind/nn/gates.py a way to make it"
+                f"Rule {rule.name!r} takes the gate {unknown[0]!r}, which no layer computes",
+                expected=f"only gates called {', '.join(self.names)}",
+                code="unknown_gate",
             )
-        self.names = tuple(rule.gates)
-        self.by_logarithm = rule.decay == "alpha"
-        self.beta = nn.Linear(dim, heads, bias=False) if "beta" in rule.gates else None  # W_β of eq. 21
+        self.rule = rule
+        self.beta = nn.Linear(dim, heads, bias=False) if "beta" in rule.gates else None  # W_β of Schlag et al. eq. 21
         self.decay = Decay(dim, heads) if {"alpha", "dt"} & set(rule.gates) else None
 
     @property
     def projections(self) -> list[nn.Linear]:
-        """What turns x into what `made` takes."""
-        found = [] if self.beta is None else [self.beta]
-        return found if self.decay is None else [*found, self.decay.project]
+        """The projections of x whose outputs, side by side, `forward` takes."""
+        rates = [] if self.beta is None else [self.beta]
+        return rates if self.decay is None else [*rates, self.decay.project]
 
-    def forward(self, x: Tensor) -> Made:
-        return self.made(joined(x, *self.projections) if self.names else None)
-
-    def made(self, raw: Tensor | None) -> Made:
-        """The gates of what `projections` gave, side by side; None where a rule has no gates."""
-        if raw is None:
-            return Made({})
-        raw = raw.to(working_dtype(raw))
-        found: dict[str, float | Tensor] = {}
+    def forward(self, projected: Tensor | None) -> tuple[dict[str, float | Tensor], Tensor | None]:
+        """Return the gates by name, and ln α in place of the gate `Rule.decay`. A rule without gates takes None."""
+        gates: dict[str, float | Tensor] = {}
+        if projected is None:
+            return gates, None
+        projected = projected.to(working_dtype(projected))
         if self.beta is not None:
-            rate, raw = (raw, raw) if self.decay is None else raw.chunk(2, dim=-1)
-            found["beta"] = torch.sigmoid(rate)
+            rate, projected = (projected, projected) if self.decay is None else projected.chunk(2, dim=-1)
+            gates["beta"] = torch.sigmoid(rate)
         if self.decay is None:
-            return Made(found)
-        log_alpha, dt = self.decay.made(raw)
-        if "dt" in self.names:
-            found["dt"] = dt
-        if self.by_logarithm:
-            return Made(found, log_alpha)
-        if "alpha" in self.names:
-            found["alpha"] = log_alpha.to(_widest(log_alpha)).exp()
-        return Made(found)
-
-
-def _widest(x: Tensor) -> torch.dtype:
-    """Where α is formed for a rule that makes its decay of it: a decay near 1 keeps its digits."""
-    return torch.float32 if x.device.type == "mps" else torch.float64
+            return gates, None
+        log_alpha, dt = self.decay(projected)
+        if "dt" in self.rule.gates:
+            gates["dt"] = dt
+        if self.rule.decay == "alpha":
+            return gates, log_alpha
+        if "alpha" in self.rule.gates:  # the rule computes its decay from α, which needs all digits
+            gates["alpha"] = log_alpha.to(torch.float32 if log_alpha.device.type == "mps" else torch.float64).exp()
+        return gates, None

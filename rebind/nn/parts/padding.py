@@ -1,4 +1,4 @@
-"""Batches with padding: where the real tokens are, and how to close the gaps between them."""
+"""Batches with padding: find the real tokens, and close the gaps between them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Real tokens moved to the front of their rows, in order, and back."""
+    """Moves the real tokens of every row to its front, in order, and back."""
 
-    order: Tensor  # [B, T] which token stands at each place: the real ones first
-    place: Tensor  # [B, T] where each real token went
-    counts: Tensor  # [B] real tokens a row
+    order: Tensor  # [B, T] the token at each position of the packed row, the real ones first
+    position: Tensor  # [B, T] the packed position of each real token
+    counts: Tensor  # [B] real tokens per row
 
     @classmethod
-    def of(cls, mask: Tensor) -> Packing:
-        """From a mask [B, T], true for real tokens."""
+    def from_mask(cls, mask: Tensor) -> Packing:
+        """Create the packing of a mask [B, T], true for real tokens."""
         order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
-        place = (mask.cumsum(1) - 1).clamp(min=0)
-        return cls(order, place, mask.sum(1))
+        return cls(order, (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1))
 
-    def close(self, x: Tensor) -> Tensor:
-        """Tokens [B, T, ...] with the real ones in front, and zeros behind."""
-        return cleared(take(x, self.order), torch.arange(x.shape[1], device=x.device) < self.counts[:, None])
+    def pack(self, x: Tensor) -> Tensor:
+        """Return tokens [B, T, ...] with the real ones in front and zeros behind."""
+        real = torch.arange(x.shape[1], device=x.device) < self.counts[:, None]
+        return zero_padding(take_tokens(x, self.order), real)
 
-    def open(self, x: Tensor) -> Tensor:
-        """Packed tokens [B, T, ...] back where they were; padding gets some token's."""
-        return take(x, self.place)
+    def unpack(self, x: Tensor) -> Tensor:
+        """Return packed tokens [B, T, ...] at their original positions; padding gets the value of some real token."""
+        return take_tokens(x, self.position)
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, T, ...] at index [B, S]: [B, S, ...]."""
+def take_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """Return the tokens of x [B, T, ...] at index [B, S]: [B, S, ...]."""
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
     return x[rows, index]
 
 
-def cleared(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x [*mask, ...] with zeros where the mask is false, NaN and all."""
+def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return x [*mask.shape, ...] with zeros where the mask is false, even in place of NaN."""
     return x if mask is None else x.masked_fill(~mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), 0.0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable
 
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.parts.state import State
 
 
 class RebindSeq2SeqCache(RebindCache):
-    """One state and one source a layer. Of constant size, but for softmax attention's keys and values."""
+    """One state and one source per layer. Its size is constant except for softmax attention."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -23,15 +23,6 @@ class RebindSeq2SeqCache(RebindCache):
         super().reset()
         self.sources = [None] * len(self.sources)
 
-    def detach(self) -> RebindSeq2SeqCache:
-        super().detach()
-        self.sources = [None if source is None else source.detach() for source in self.sources]
-        return self
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.sources = [None if source is None else source.select(indices) for source in self.sources]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.sources = [None if source is None else source.repeat(repeats) for source in self.sources]
+    def _change(self, change: Callable[[State], State]) -> None:
+        super()._change(change)
+        self.sources = [None if source is None else change(source) for source in self.sources]

@@ -1,79 +1,45 @@
-"""The kinds of attention that an encoder-decoder can be made of.
+"""The kinds of attention that an encoder-decoder can have.
 
-A kind answers two questions: what mixes the target's tokens causally, and what reads one sequence from another. The
-encoder needs no third: it writes its own sequence and reads it back, every token by its own query. A new kind is one
-entry of `SEQ2SEQ_KINDS`.
+A kind consists of a causal layer over the target and a layer that reads one sequence from another. The encoder uses the
+latter too: it writes its own sequence and reads it back with the query of every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from rebind.memory.features import Dpfp, EluPlusOne, Favor, Feature
+from rebind.memory.checks import unknown_name
+from rebind.memory.features import Feature
 from rebind.nn.layers.attention import Attention
-from rebind.nn.layers.base import SequenceLayer, head_width
-from rebind.nn.layers.cross import CrossFastWeight
+from rebind.nn.layers.base import SequenceLayer
+from rebind.nn.layers.cross import CrossAttention, CrossFastWeight, CrossLayer
 from rebind.nn.layers.fast_weight import FastWeight
-from rebind.nn.seq2seq.attention import CrossAttention
+from rebind.nn.parts.feature_map import build_feature
+from rebind.nn.seq2seq.config import RebindSeq2SeqConfig
 
-if TYPE_CHECKING:
-    from rebind.nn.seq2seq.config import RebindSeq2SeqConfig
-
-Cross = CrossAttention | CrossFastWeight
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """The transformer: every token of the other sequence is kept and weighed."""
-
-    def causal(self, config: RebindSeq2SeqConfig) -> SequenceLayer[Any]:
-        return Attention(config.hidden_size, config.num_attention_heads, rope_theta=None)
-
-    def cross(self, config: RebindSeq2SeqConfig) -> Cross:
-        return CrossAttention(config.hidden_size, config.num_attention_heads)
+# Softmax attention stores every token. The others write W = Σ v φ(k)ᵀ and z = Σ φ(k) and read W φ(q) / z·φ(q)
+# (Schlag et al. eq. 17 to 19), with the φ of that name and no norm of the read: they differ from softmax in φ alone.
+SEQ2SEQ_KINDS = ("softmax", "linear", "performer", "dpfp")
 
 
-@dataclass(frozen=True)
-class Linear:
-    """W = Σ v φ(k)ᵀ and z = Σ φ(k), read as W φ(q) / z·φ(q) (Schlag et al. eq. 17 to 19): a memory of constant size."""
-
-    feature: Callable[[RebindSeq2SeqConfig], Feature]
-
-    def causal(self, config: RebindSeq2SeqConfig) -> SequenceLayer[Any]:
-        return FastWeight(rule="sum", **self._options(config))
-
-    def cross(self, config: RebindSeq2SeqConfig) -> Cross:
-        return CrossFastWeight(**self._options(config))
-
-    def _options(self, config: RebindSeq2SeqConfig) -> dict[str, Any]:
-        """The read goes out as it is, without a norm of its own: φ is then all that differs from softmax."""
-        return {
-            "dim": config.hidden_size,
-            "heads": config.num_attention_heads,
-            "feature": self.feature(config),
-            "normalise": "attention",
-            "norm": False,
-        }
+def build_causal_layer(config: RebindSeq2SeqConfig) -> SequenceLayer[Any]:
+    """Return the layer with which the decoder reads its own past."""
+    width, heads = config.hidden_size, config.num_attention_heads
+    if config.attention == "softmax":
+        return Attention(width, heads, rope_theta=None)
+    return FastWeight(width, heads, rule="sum", feature=_feature(config), normalizer="attention", norm=False)
 
 
-def _keys(config: RebindSeq2SeqConfig) -> int:
-    return head_width("key_dim", config.hidden_size, config.num_attention_heads, None)
+def build_cross_layer(config: RebindSeq2SeqConfig) -> CrossLayer[Any]:
+    """Return the layer with which the encoder and the decoder read the source."""
+    width, heads = config.hidden_size, config.num_attention_heads
+    if config.attention == "softmax":
+        return CrossAttention(width, heads)
+    return CrossFastWeight(width, heads, feature=_feature(config), normalizer="attention")
 
 
-def _favor(config: RebindSeq2SeqConfig) -> Feature:
-    with torch.device("cpu"):  # transformers builds models on "meta", where nothing can be drawn
-        return Favor(_keys(config), m=config.favor_features)
-
-
-Kind = Softmax | Linear
-
-SEQ2SEQ_KINDS: dict[str, Kind] = {
-    "softmax": Softmax(),
-    "linear": Linear(lambda config: EluPlusOne(_keys(config))),
-    "performer": Linear(_favor),
-    "dpfp": Linear(lambda config: Dpfp(_keys(config), nu=config.dpfp_nu)),
-}
+def _feature(config: RebindSeq2SeqConfig) -> Feature:
+    if config.attention not in SEQ2SEQ_KINDS:
+        raise unknown_name("attention", config.attention, SEQ2SEQ_KINDS)
+    d_k = config.hidden_size // config.num_attention_heads
+    return build_feature(config.attention, d_k, dpfp_nu=config.dpfp_nu, favor_features=config.favor_features)

@@ -1,12 +1,12 @@
-"""An encoder-decoder for translation, for transformers: `generate`, `Seq2SeqTrainer`, `from_pretrained`.
+"""An encoder-decoder as a model of transformers, with `generate`, `Seq2SeqTrainer` and `from_pretrained`.
 
     encoder     x + read(write(norm x)), x + mlp(norm x)                    every token reads the whole source
     decoder     y + causal(norm y), y + read(source, norm y), y + mlp(norm y)
 
-One kind of attention (`rebind.nn.seq2seq.kinds`) in all three places, as in Schlag et al.'s Table 1: the question is
-what a memory of constant size loses against softmax, which keeps every token. Positions are sinusoidal and added to
-the embeddings, so that no kind has any of its own; there is no dropout inside attention, since fast weights have no
-attention matrix to drop entries of.
+All three places have one kind of attention (`rebind.nn.seq2seq.kinds`), as in Table 1 of Schlag et al., which asks what
+a memory of constant size loses against softmax attention, which stores every token. Positions are sinusoids added to
+the embeddings, so that no kind has positions of its own. There is no dropout inside attention, since fast weights have
+no attention matrix.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from rebind.errors import InputError, ShapeError
 from rebind.memory.precision import working_dtype
-from rebind.nn.parts.mlp import MLPS
-from rebind.nn.parts.norm import RMSNorm, entering
+from rebind.nn.lm.model import RebindPreTrainedModel
+from rebind.nn.parts.checks import require_tokens
+from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm
 from rebind.nn.parts.state import State
 from rebind.nn.seq2seq.cache import RebindSeq2SeqCache
 from rebind.nn.seq2seq.config import RebindSeq2SeqConfig
-from rebind.nn.seq2seq.kinds import SEQ2SEQ_KINDS
+from rebind.nn.seq2seq.kinds import build_causal_layer, build_cross_layer
+from rebind.ops.entropy import IGNORED
 
-IGNORED = -100  # a label that asks for nothing
-LONGEST_WAVE = 10_000.0  # over 2π: the slowest sine of the positions
+LONGEST_WAVE = 10_000.0  # over 2π, of the slowest sine of the positions
 
 
 class PositionedEmbedding(nn.Module):
@@ -43,7 +44,7 @@ class PositionedEmbedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, T] at positions [B or 1, T]: [B, T, d]."""
+        """Return vectors [B, T, d] of tokens [B, T] at positions [B or 1, T]."""
         x = self.tokens(ids)
         width = x.shape[-1]
         return self.dropout(x * math.sqrt(width) + sinusoids(positions, width, working_dtype(x)).to(x.dtype))
@@ -55,15 +56,15 @@ class EncoderBlock(GradientCheckpointingLayer):
     def __init__(self, config: RebindSeq2SeqConfig) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = SEQ2SEQ_KINDS[config.attention].cross(config)
+        self.mixer = build_cross_layer(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x, normed = entering(self.mixer_norm, x)
+        x, normed = add_and_norm(self.mixer_norm, x)
         read = self.mixer(normed, self.mixer.write(normed, mask))
-        x, normed = entering(self.mlp_norm, x, self.dropout(read))
+        x, normed = add_and_norm(self.mlp_norm, x, self.dropout(read))
         return x + self.dropout(self.mlp(normed))
 
 
@@ -72,11 +73,10 @@ class DecoderBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: RebindSeq2SeqConfig) -> None:
         super().__init__()
-        kind = SEQ2SEQ_KINDS[config.attention]
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = kind.causal(config)
+        self.mixer = build_causal_layer(config)
         self.cross_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.cross = kind.cross(config)
+        self.cross = build_cross_layer(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size)
         self.dropout = nn.Dropout(config.dropout)
@@ -84,19 +84,19 @@ class DecoderBlock(GradientCheckpointingLayer):
     def forward(
         self, x: Tensor, state: State | None, mask: Tensor | None, source: State | None, encoded: tuple[Tensor, Any]
     ) -> tuple[Tensor, State, State]:
-        """What comes out, the state after it, and the source: `encoded` (vectors, mask) is written if there is none."""
-        x, normed = entering(self.mixer_norm, x)
-        read, state = self.mixer.go_on(normed, state, mask)
-        x, normed = entering(self.cross_norm, x, self.dropout(read))
+        """Return the output, the state after it, and the source; `encoded` (vectors, mask) is written if it is None."""
+        x, normed = add_and_norm(self.mixer_norm, x)
+        read, state = self.mixer.advance(normed, state, mask)
+        x, normed = add_and_norm(self.cross_norm, x, self.dropout(read))
         source = self.cross.write(*encoded) if source is None else source
-        x, normed = entering(self.mlp_norm, x, self.dropout(self.cross(normed, cast(Any, source))))
+        x, normed = add_and_norm(self.mlp_norm, x, self.dropout(self.cross(normed, source)))
         return x + self.dropout(self.mlp(normed)), cast(State, state), source
 
 
 class RebindEncoder(nn.Module):
-    """Embedding, blocks and a last norm. The embedding is the decoder's too."""
+    """An embedding, which the decoder shares, blocks and a final norm."""
 
-    main_input_name = "input_ids"  # which `generate` asks for
+    main_input_name = "input_ids"  # `generate` asks for it
 
     def __init__(self, config: RebindSeq2SeqConfig) -> None:
         super().__init__()
@@ -111,21 +111,21 @@ class RebindEncoder(nn.Module):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """Read sources [B, S]. `attention_mask` [B, S] is 0 for padding, wherever it stands."""
-        _require_tokens("input_ids", input_ids)
-        mask = source_mask(attention_mask, input_ids)
+        """Read sources [B, S]. `attention_mask` [B, S] is 0 for padding, wherever it is."""
+        require_tokens("input_ids", input_ids)
+        mask = _boolean_mask("attention_mask", attention_mask, *input_ids.shape)
         x = self.embedding(input_ids, _positions(mask, 0, input_ids))
-        hidden = [x]
+        hidden_states = [x]
         for block in self.layers:
             x = block(x, mask)
-            hidden.append(x)
+            hidden_states.append(x)
         x = self.norm(x)
-        shown: Any = (*hidden[:-1], x) if output_hidden_states else None
+        shown: Any = (*hidden_states[:-1], x) if output_hidden_states else None
         return BaseModelOutput(last_hidden_state=x, hidden_states=shown)
 
 
 class RebindDecoder(nn.Module):
-    """Blocks and a last norm."""
+    """Blocks and a final norm."""
 
     def __init__(self, config: RebindSeq2SeqConfig) -> None:
         super().__init__()
@@ -139,28 +139,25 @@ class RebindDecoder(nn.Module):
         encoded: tuple[Tensor, Tensor | None],  # [B, S, d] and [B, S]
         cache: RebindSeq2SeqCache | None,
     ) -> list[Tensor]:
-        """What enters every block, and what leaves the last norm."""
-        hidden = [x]
+        """Return the input of every block, and the output of the final norm."""
+        hidden_states = [x]
         for index, block in enumerate(self.layers):
             state, source = (None, None) if cache is None else (cache.states[index], cache.sources[index])
             x, state, source = block(x, state, mask, source, encoded)
-            hidden.append(x)
+            hidden_states.append(x)
             if cache is not None:
                 cache.states[index], cache.sources[index] = state, source
         if cache is not None:
-            cache.seen += x.shape[1]
-        return [*hidden[:-1], self.norm(x)]
+            cache.tokens_seen += x.shape[1]
+        return [*hidden_states[:-1], self.norm(x)]
 
 
-class RebindForSeq2SeqLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
-    """Source tokens to target tokens."""
+class RebindForSeq2SeqLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """A model from source tokens to target tokens."""
 
     config_class = RebindSeq2SeqConfig
     config: RebindSeq2SeqConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["EncoderBlock", "DecoderBlock"]  # noqa: RUF012
-    _is_stateful = True  # a rewritten memory cannot be rolled back: no assisted generation
     _tied_weights_keys = {"lm_head.weight": "encoder.embedding.tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: RebindSeq2SeqConfig) -> None:
@@ -170,13 +167,9 @@ class RebindForSeq2SeqLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the model makes its own
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Matrices by Glorot; embeddings of length 1, which √d brings to the size of the positions."""
+        """Draw matrices by Glorot, and embeddings of length 1, which √d brings to the size of the positions."""
         if isinstance(module, nn.Embedding) or module is self.lm_head:
             nn.init.normal_(cast(Tensor, module.weight), std=self.config.hidden_size**-0.5)
         elif isinstance(module, nn.Linear):
@@ -184,7 +177,7 @@ class RebindForSeq2SeqLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         else:
-            super()._init_weights(module)  # type: ignore[no-untyped-call]
+            super()._init_weights(module)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embedding.tokens
@@ -193,19 +186,16 @@ class RebindForSeq2SeqLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
         self.encoder.embedding.tokens = cast(nn.Embedding, value)
 
     def state_size(self, source: int = 0, target: int = 0) -> int:
-        """Numbers a decoder keeps for one sentence; only softmax attention asks for the lengths."""
+        """Return the numbers that the decoder stores for one sentence; softmax attention depends on the lengths."""
         blocks = [cast(DecoderBlock, block) for block in self.decoder.layers]
-        grows = blocks[0].mixer.grows
-        return sum(
-            block.mixer.state_size * (target if grows else 1) + block.cross.state_size * (source if grows else 1)
-            for block in blocks
-        )
+        causal = sum(block.mixer.state_size * (target if block.mixer.grows else 1) for block in blocks)
+        return causal + sum(block.cross.state_size * (source if block.cross.grows else 1) for block in blocks)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Labels moved right by one: the start token, then all but the last. Ignored labels become padding."""
-        filler = 0 if self.config.pad_token_id is None else self.config.pad_token_id
+        """Return the start token and all labels but the last. Ignored labels become padding."""
+        padding = 0 if self.config.pad_token_id is None else self.config.pad_token_id
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
-        return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, filler)], dim=1)
+        return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, padding)], dim=1)
 
     def forward(
         self,
@@ -221,80 +211,51 @@ class RebindForSeq2SeqLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
-        """Logits [B, T, vocab], and with `labels` (−100 where nothing is asked) their mean cross-entropy.
+        """Return logits [B, T, vocab], and with `labels` (−100 is ignored) their mean cross-entropy.
 
-        Labels are the targets themselves: what the decoder reads is made of them, unless `decoder_input_ids` says
-        otherwise. Sources come as `input_ids` or, read already, as `encoder_outputs`; `attention_mask` is the source's
-        and 0 for padding, `decoder_attention_mask` the same for the target, the context included. A cache that is
-        given is changed; once it holds the source, the source is not looked at again.
+        Labels are the targets themselves; the decoder reads them shifted by one, unless `decoder_input_ids` are given.
+        The source is `input_ids` or, encoded already, `encoder_outputs`. `attention_mask` belongs to the source,
+        `decoder_attention_mask` to the target and its context; both are 0 for padding. A cache that is passed in is
+        changed; once it contains the source, the source is not read again.
         """
         if decoder_input_ids is None:
             if labels is None:
                 raise InputError(
-                    "got neither decoder_input_ids nor labels, expected one of them: pass the targets as labels to "
-                    "train, or call generate to have them written"
+                    "The model got neither decoder_input_ids nor labels",
+                    expected="one of them",
+                    advice="Pass the targets as labels to train, or call generate to translate",
+                    code="no_target",
                 )
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        _require_tokens("decoder_input_ids", decoder_input_ids)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        read = self._encoded(input_ids, attention_mask, encoder_outputs, wanted)
-        source = read.last_hidden_state
-        assert source is not None
-        encoded = source, source_mask(attention_mask, source)
-        cache = self._cache(past_key_values, use_cache, training=labels is not None)
-        seen = 0 if cache is None else cache.seen
-        mask = _target_mask(decoder_attention_mask, seen, decoder_input_ids)
-        x = self.encoder.embedding(decoder_input_ids, _positions(mask, seen, decoder_input_ids))
-        hidden = self.decoder(x, None if mask is None else mask[:, seen:], encoded, cache)
-        logits = self.lm_head(hidden[-1])
+        require_tokens("decoder_input_ids", decoder_input_ids)
+        batch, length = decoder_input_ids.shape
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(input_ids, attention_mask, output_hidden_states)
+        source = cast(Tensor, encoder_outputs[0])
+        encoded = source, _boolean_mask("attention_mask", attention_mask, *source.shape[:2])
+        if use_cache is None:
+            use_cache = self.config.use_cache and labels is None and not self.training
+        cache = RebindSeq2SeqCache.resolve(past_key_values, len(self.decoder.layers), use_cache=use_cache)
+        past = 0 if cache is None else cache.tokens_seen
+        mask = _boolean_mask("decoder_attention_mask", decoder_attention_mask, batch, past + length)
+        x = self.encoder.embedding(decoder_input_ids, _positions(mask, past, decoder_input_ids))
+        hidden_states = self.decoder(x, None if mask is None else mask[:, past:], encoded, cache)
+        logits = self.lm_head(hidden_states[-1])
         loss = None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch"))
         out = Seq2SeqLMOutput(
             loss=cast(Any, loss),
             logits=logits,
             past_key_values=cast(Any, cache),
-            decoder_hidden_states=cast(Any, tuple(hidden)) if wanted else None,
-            encoder_last_hidden_state=source,
-            encoder_hidden_states=read.hidden_states,
+            decoder_hidden_states=cast(Any, tuple(hidden_states)) if output_hidden_states else None,
+            encoder_last_hidden_state=cast(Any, source),
+            encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
         )
         return out if return_dict is None or return_dict else out.to_tuple()
 
-    def _encoded(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        given: BaseModelOutput | tuple[Tensor, ...] | None,
-        hidden: bool | None,
-    ) -> BaseModelOutput:
-        if given is not None:
-            return BaseModelOutput(last_hidden_state=cast(Any, given[0])) if isinstance(given, tuple) else given
-        if input_ids is None:
-            raise InputError(
-                "got neither input_ids nor encoder_outputs, expected one of them: pass the source's tokens, or what "
-                "model.encoder made of them"
-            )
-        return self.encoder(input_ids, attention_mask, hidden)
-
-    def _cache(
-        self, given: RebindSeq2SeqCache | None, use_cache: bool | None, *, training: bool
-    ) -> RebindSeq2SeqCache | None:
-        layers = len(self.decoder.layers)
-        if given is None:
-            wanted = self.config.use_cache and not (training or self.training) if use_cache is None else use_cache
-            return RebindSeq2SeqCache(layers) if wanted else None
-        if not isinstance(given, RebindSeq2SeqCache) or len(given) != layers:
-            raise InputError(
-                f"past_key_values is {given!r}, expected a RebindSeq2SeqCache of {layers} layers: pass what this "
-                f"model returned, or None to begin"
-            )
-        return given
-
     def _loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-        """Cross-entropy over the labels that ask for something: smoothed while training, plain otherwise."""
-        if labels.shape != logits.shape[:2]:
-            raise ShapeError(
-                f"labels are {list(labels.shape)}, expected one a target token, {list(logits.shape[:2])}: leave "
-                f"decoder_input_ids out to have them made from the labels"
-            )
+        """Return the cross-entropy over the labels that are not ignored, with smoothing in training alone."""
         loss = functional.cross_entropy(
             logits.flatten(0, 1).to(working_dtype(logits)),
             labels.flatten(),
@@ -306,47 +267,30 @@ class RebindForSeq2SeqLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-u
 
 
 def sinusoids(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Sines and cosines of positions [...] at width / 2 frequencies, [..., width] (Vaswani et al. section 3.5)."""
+    """Return sines and cosines [..., width] of positions [...] at width / 2 frequencies (Vaswani et al. 3.5)."""
     steps = torch.arange(width // 2, device=positions.device, dtype=dtype) / (width // 2)
     angles = positions[..., None].to(dtype) * LONGEST_WAVE**-steps
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-def source_mask(attention_mask: Tensor | None, source: Tensor) -> Tensor | None:
-    """The mask of a source [B, S, ...], true for real tokens. It is not looked at: that would wait for the device."""
+def _boolean_mask(name: str, attention_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Return a mask as booleans, true for real tokens. Its values are not read, which would wait for the device."""
     if attention_mask is None:
         return None
-    if attention_mask.shape != source.shape[:2]:
+    if attention_mask.shape != (batch, length):
         raise ShapeError(
-            f"attention_mask is {list(attention_mask.shape)}, expected one value a source token, "
-            f"{list(source.shape[:2])}: pass the tokenizer's"
+            f"{name} has shape {list(attention_mask.shape)}",
+            expected=f"one value per token, those in the cache included: {[batch, length]}",
+            code="wrong_attention_mask_shape",
         )
     return attention_mask.to(torch.bool)
 
 
-def _target_mask(attention_mask: Tensor | None, seen: int, ids: Tensor) -> Tensor | None:
-    """The mask of the context and these tokens [B, seen + T], true for real ones."""
-    if attention_mask is None:
-        return None
-    expected = (ids.shape[0], seen + ids.shape[1])
-    if attention_mask.shape != expected:
-        raise ShapeError(
-            f"decoder_attention_mask is {list(attention_mask.shape)}, expected one value a token, those that the "
-            f"cache has seen included, {list(expected)}: extend it with every token"
-        )
-    return attention_mask.to(torch.bool)
-
-
-def _positions(mask: Tensor | None, seen: int, ids: Tensor) -> Tensor:
-    """Where these tokens stand among the real ones, [B or 1, T]; `mask` covers what was seen too."""
+def _positions(mask: Tensor | None, past: int, ids: Tensor) -> Tensor:
+    """Return the positions of these tokens among the real ones, [B or 1, T]; `mask` covers the past too."""
     if mask is None:
-        return torch.arange(seen, seen + ids.shape[1], device=ids.device)[None]
-    return (mask.cumsum(1) - 1).clamp(min=0)[:, seen:]
-
-
-def _require_tokens(name: str, ids: Tensor) -> None:
-    if ids.ndim != 2 or 0 in ids.shape:
-        raise ShapeError(f"{name} is {list(ids.shape)}, expected [B, T] and at least one token: check the batch")
+        return torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+    return (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
 
 
 AutoConfig.register("rebind-seq2seq", RebindSeq2SeqConfig, exist_ok=True)

@@ -28,9 +28,9 @@ def filled(
     if not saved:
         return caches
     for piece, cache in enumerate(caches):
-        cache.seen = seen
+        cache.tokens_seen = seen
         for layer, block in enumerate(model.model.layers):
-            empty = cast(RebindBlock, block).mixer.initial(rows)
+            empty = cast(RebindBlock, block).mixer.initial_state(rows)
             tensors = iter(saved[f"{piece}.{layer}.{index}"] for index in range(len(empty.tensors)))
             cache.states[layer] = empty.map(lambda old, tensors=tensors: next(tensors).to(device))
     return caches
