@@ -94,7 +94,7 @@ class LanguageModel:
 
     @cached_property
     def trunk(self) -> Trunk:
-        """The model in pieces: it can stop early, start late, and share prefixes."""
+        """The model in pieces: it can stop early, resume late, and share prefixes."""
         return Trunk(self.model, [module_at(self.model, site.block) for site in self.sites])
 
     @cached_property
@@ -156,17 +156,13 @@ class LanguageModel:
         return [decode_continuation(self.tokenizer, prompt.ids, ids) for prompt, ids in zip(encoded, new, strict=True)]
 
     def sample(self, first: Tensor, length: int, *, seed: int, top_k: int | None = None) -> Tensor:
-        """Continue each row of token ids `first` [rows, tokens] to `length` tokens by sampling: [rows, length].
-
-        The start tokens are put before every row and are not returned. The same seed on the same device gives the
-        same text.
-        """
+        """Continue each row of token ids `first` [rows, tokens] to `length` tokens by sampling: [rows, length]."""
         return sample(self.model, self.start, first, length, seed=seed, top_k=top_k)
 
     def text_nll(self, text: str, *, window: int = 512, max_tokens: int = 50_000) -> tuple[float, int]:
         """Return the summed negative log-likelihood of the first tokens of a text, and how many are predicted."""
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
-        return scoring.text_nll(self.trunk, self.start, ids, window=window)
+        return scoring.text_nll(self.trunk, self.tokenizer, self.start, ids, window=window)
 
     @property
     def end_tokens(self) -> frozenset[int]:

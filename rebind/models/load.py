@@ -45,18 +45,15 @@ def load_pretrained(
     else:
         _require_device(device)
         name, folder = locate(spec)
-        model = _load_folder(folder, dtype, device, device_map)
+        model = _load_folder(folder, dtype, device_map)
+        if device is not None:
+            nn.Module.to(model, device)
     _require_finite_weights(model, name)
     model.train(False).requires_grad_(False)
     return model, load_tokenizer(tokenizer, folder, name), name
 
 
-def _load_folder(
-    folder: Path,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    device_map: str | dict[str, Any] | None,
-) -> PreTrainedModel:
+def _load_folder(folder: Path, dtype: torch.dtype | None, device_map: str | dict[str, Any] | None) -> PreTrainedModel:
     if folder.is_relative_to(cache_dir()):
         advice = f"Remove {folder} and try again: it will be converted again"
     else:
@@ -84,7 +81,7 @@ def _load_folder(
     model: PreTrainedModel
     model, report = loaded  # because of output_loading_info
     require_complete(report, folder, advice)
-    return model if device is None else nn.Module.to(model, device)
+    return model
 
 
 def _register_own_models(folder: Path) -> None:

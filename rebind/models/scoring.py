@@ -155,35 +155,25 @@ def next_token_log_probs(trunk: Trunk, rows: Sequence[Sequence[int]]) -> Tensor:
     return torch.log_softmax(trunk.logits(tokens, where), dim=-1)
 
 
-@torch.no_grad()
-def text_nll(trunk: Trunk, start: Sequence[int], ids: Sequence[int], *, window: int = 512) -> tuple[float, int]:
+def text_nll(
+    trunk: Trunk, tokenizer: Any, start: Sequence[int], ids: Sequence[int], *, window: int = 512
+) -> tuple[float, int]:
     """Return the summed negative log-likelihood of the tokens of a text, window by window, and how many there are.
 
     Every window begins with the start tokens. Where the model has none, it begins with the last token of the window
     before, and the first token of the text, which has nothing in front, is not counted.
     """
-    given = len(start) or 1  # tokens of a window that are not predicted
-    if len(ids) + len(start) <= given:
-        raise InputError(f"The text is {len(ids)} tokens long", expected="2 tokens or more", code="text_too_short")
-    limit = window if trunk.context_length is None else min(window, trunk.context_length - given)
-    rows = _windows(start, ids, limit)
-    sums = []
-    at_once = max(1, tokens_per_batch(trunk) // (16 * limit))  # every token has a logit for every word
-    for begin in range(0, len(rows), at_once):
-        batch = rows[begin : begin + at_once]
-        tokens = Tokens.right_padded(batch, trunk.device)
-        places = [(index, step) for index, row in enumerate(batch) for step in range(given - 1, len(row) - 1)]
-        where = torch.tensor(places)
-        logits = trunk.logits(tokens, where)
-        row, step = where.to(logits.device).unbind(-1)
-        wanted = tokens.ids.to(logits.device)[row, step + 1]
-        log_probs = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-        sums.append(log_probs.double().sum())
-    return -float(torch.stack(sums).sum()), sum(len(row) - given for row in rows)
-
-
-def _windows(start: Sequence[int], ids: Sequence[int], limit: int) -> list[list[int]]:
-    """Return rows that predict `limit` tokens each: after the start tokens, or else after the token before them."""
+    front = len(start) or 1  # tokens of a window that are not predicted
+    limit = window if trunk.context_length is None else min(window, trunk.context_length - front)
     if start:
-        return [[*start, *ids[begin : begin + limit]] for begin in range(0, len(ids), limit)]
-    return [list(ids[begin : begin + limit + 1]) for begin in range(0, len(ids) - 1, limit)]
+        rows = [(*start, *ids[begin : begin + limit]) for begin in range(0, len(ids), limit)]
+    else:
+        rows = [tuple(ids[begin : begin + limit + 1]) for begin in range(0, len(ids) - 1, limit)]
+    if not rows:
+        raise InputError(f"The text is {len(ids)} tokens long", expected="2 tokens or more", code="text_too_short")
+    windows = [EncodedPrompt(row[:front], 0, row[front:]) for row in rows]
+    at_once = max(1, tokens_per_batch(trunk) // (16 * limit))  # every token has a logit for every word
+    scores = []
+    for begin in range(0, len(windows), at_once):
+        scores += score_prompts(trunk, tokenizer, windows[begin : begin + at_once])
+    return math.fsum(score.nll * score.tokens for score in scores), sum(score.tokens for score in scores)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,22 +46,13 @@ class Site:
     d_v: int
 
 
-@dataclass(frozen=True)
-class _Linear:
+class _Linear(NamedTuple):
     """A linear map, plain or quantized."""
 
     path: str
     module: nn.Module
     d_in: int
     d_out: int
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition(".")[2]
-
-    @property
-    def parent(self) -> str:
-        return self.path.rpartition(".")[0]
 
 
 def find_sites(model: nn.Module) -> list[Site]:
@@ -175,7 +166,7 @@ def _refuse_experts(prefix: str, blocks: nn.ModuleList) -> None:
 def _down_projection(path: str, block: nn.Module, hidden: int) -> _Linear:
     groups: dict[str, list[_Linear]] = {}
     for linear in _linears(path, block):
-        groups.setdefault(linear.parent, []).append(linear)
+        groups.setdefault(linear.path.rpartition(".")[0], []).append(linear)
     downs = {parent: down for parent, group in groups.items() if (down := _down_of_group(group, hidden))}
     if len(downs) > 1:  # for example the per-layer gates of Gemma 3n, beside its MLP
         downs = {parent: down for parent, down in downs.items() if MLP_NAME.search(parent.removeprefix(path))}
@@ -201,7 +192,7 @@ def _down_of_group(group: list[_Linear], hidden: int) -> _Linear | None:
         if x.d_out == hidden
         and any(up is not x and up.d_in == hidden and up.d_out in (x.d_in, 2 * x.d_in) for up in group)
     ]
-    named = [x for x in downs if x.name in DOWN_NAMES]
+    named = [x for x in downs if x.path.rpartition(".")[2] in DOWN_NAMES]
     return next(reversed(named or downs), None)
 
 

@@ -67,6 +67,9 @@ def test_right_tokens_are_counted():
     assert {score.first_token for score in scores} == {best[0]}
 
 
+WORDS = SimpleNamespace(batch_decode=lambda rows: [str(ids) for ids in rows])  # a tokenizer that can only decode
+
+
 class FixedLogits:
     """A trunk with given logits, one row for each position."""
 
@@ -88,8 +91,7 @@ def test_scores_from_hand_made_logits():
     at_prompt, after_two = [0.0, 0.0, math.log(2)], [math.log(8), 0.0, 0.0]  # p(2) = 1/2; p(0 | 2) = 8/10
     trunk = FixedLogits([at_prompt, at_prompt, after_two])
     prompts = [EncodedPrompt((0, 1), 1, target) for target in ((2,), (2, 0), (0,))]
-    tokenizer = SimpleNamespace(batch_decode=lambda rows: [str(ids) for ids in rows])
-    one, two, three = score_prompts(trunk, tokenizer, prompts)
+    one, two, three = score_prompts(trunk, WORDS, prompts)
     assert [one.probability, two.probability, three.probability] == pytest.approx([0.5, 0.4, 0.25])
     assert two.nll == pytest.approx(-(math.log(0.5) + math.log(0.8)) / 2)
     assert [(score.rank, score.right_tokens, score.exact) for score in (one, two, three)] == [
@@ -173,7 +175,10 @@ class Predictable:
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
 
-    def logits(self, tokens, where):
+    def cache(self, tokens):
+        assert tokens.ids.shape[-1] == 0
+
+    def logits(self, tokens, where, *, cache):
         self.rows += tokens.ids.tolist()
         return torch.stack([self.row(int(tokens.ids[row, step]), int(step)) for row, step in where])
 
@@ -190,19 +195,19 @@ def by_hand(*triples: tuple[int, int, int]) -> float:
 
 def test_windows_overlap_by_one_token_without_a_start_token():
     trunk = Predictable()
-    total, tokens = text_nll(trunk, (), [1, 5, 2, 0, 3], window=2)
-    assert trunk.rows == [[1, 5, 2], [2, 0, 3]]
+    total, tokens = text_nll(trunk, WORDS, (), [1, 5, 2, 0, 3], window=2)
+    assert trunk.rows == [[1, 5], [2, 0]]  # the last token of a window is predicted, not read
     assert tokens == 4
     assert total == pytest.approx(by_hand((5, 1, 0), (2, 5, 1), (0, 2, 0), (3, 0, 1)), rel=1e-6)
     with pytest.raises(InputError) as caught:
-        text_nll(trunk, (), [1])
+        text_nll(trunk, WORDS, (), [1])
     assert caught.value.code == "text_too_short"
 
 
 def test_every_token_is_counted_after_a_start_token():
     trunk = Predictable()
-    total, tokens = text_nll(trunk, (7,), [1, 5, 2], window=2)
-    assert [row[:3] for row in trunk.rows] == [[7, 1, 5], [7, 2, 0]]  # the last one padded
+    total, tokens = text_nll(trunk, WORDS, (7,), [1, 5, 2], window=2)
+    assert sorted(trunk.rows) == [[7, 0], [7, 1]]  # the shorter window is padded
     assert tokens == 3
     assert total == pytest.approx(by_hand((1, 7, 0), (5, 1, 1), (2, 7, 0)), rel=1e-6)
-    assert text_nll(trunk, (7,), [1])[1] == 1
+    assert text_nll(trunk, WORDS, (7,), [1])[1] == 1

@@ -5,7 +5,6 @@ Fact.parse("The capital of {France} is", "Rome")
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -44,10 +43,8 @@ class Fact:
             object.__setattr__(self, name, _require_texts(name, getattr(self, name)))
         before, marks, after = _split_at_marks(self.prompt)
         if marks != [""]:
-            content = f"{{{marks[0]}}}" if len(marks) == 1 else f"{len(marks)} pairs of braces"
             raise InputError(
-                f"Prompt {self.prompt!r} has {content}",
-                expected="one {} for the subject",
+                f"Prompt {self.prompt!r} is not a template with one {{}}",
                 advice=f"{MARK_SUBJECT} and call Fact.parse",
                 code="bad_template",
             )
@@ -61,12 +58,7 @@ class Fact:
             require_text("old", self.old)
             object.__setattr__(self, "old", self.old.strip())
             if self.old == self.target:
-                raise InputError(
-                    f"Target and old are both {self.target!r} for {self.text!r}",
-                    expected="a new target",
-                    advice="Leave out old, or correct one of them",
-                    code="target_equals_old",
-                )
+                raise InputError(f"Target and old are both {self.target!r} for {self.text!r}", code="target_equals_old")
 
     @classmethod
     def parse(
@@ -89,41 +81,21 @@ class Fact:
             require_text("subject", subject)
             subject = subject.strip()
         before, marks, after = _split_at_marks(prompt)
-        if len(marks) > 1:
-            raise InputError(
-                f"Prompt {prompt!r} marks {len(marks)} subjects",
-                expected="one",
-                advice="Double the braces that are part of the text, {{ and }}",
-                code="several_subjects",
-            )
-        if not marks:
-            if subject is None:
-                raise InputError(
-                    f"Prompt {prompt!r} marks no subject",
-                    advice=f"{MARK_SUBJECT}, or pass {{subject}}",
-                    settings={"subject": None},
-                    code="no_subject",
-                )
+        if not marks and subject is not None:
             before, after = split_at_subject(before, subject)
             marks = [subject]
-        if subject is not None and marks[0] not in ("", subject):
+        subjects = {mark for mark in (*marks, subject) if mark}
+        if len(marks) != 1 or len(subjects) != 1:
+            marked = ", ".join(repr(mark) for mark in (*marks, subject) if mark)
             raise InputError(
-                f"Prompt {prompt!r} marks {marks[0]!r}, but the subject is {subject!r}",
-                expected="one of them",
-                advice="Double the braces that are part of the text ({{ and }}), or pass no other subject",
-                code="several_subjects",
-            )
-        marked = marks[0] or subject
-        if marked is None:
-            raise InputError(
-                f"Prompt {prompt!r} has empty braces",
-                advice="Write the subject in them, or pass {subject}",
-                settings={"subject": None},
-                code="no_subject",
+                f"Prompt {prompt!r} marks {marked or 'no subject'}",
+                expected="one subject in one pair of braces",
+                advice=f"{MARK_SUBJECT}, and double the braces that are part of the text",
+                code="several_subjects" if subjects else "no_subject",
             )
         template = f"{escape_braces(before)}{{}}{escape_braces(after)}"
         # The constructor turns these into tuples, and refuses a single string.
-        return cls(template, marked, target, old, paraphrases, neighbors, tags)  # type: ignore[arg-type]
+        return cls(template, subjects.pop(), target, old, paraphrases, neighbors, tags)  # type: ignore[arg-type]
 
     @property
     def parts(self) -> tuple[str, str]:
@@ -171,9 +143,7 @@ def require_field(record: Mapping[str, Any], path: str, kind: str) -> Any:
             place = f" in {'.'.join(parents)}" if parents else ""
             present = ", ".join(value) if isinstance(value, Mapping) else repr(value)
             raise InputError(
-                f"There is no {key!r}{place} (but {present})",
-                expected=f"{path}, which {kind} needs",
-                code="missing_field",
+                f"There is no {key!r}{place} (but {present})", expected=f"{path} in {kind}", code="missing_field"
             )
         value = value[key]
         parents.append(key)
@@ -192,18 +162,13 @@ def split_at_subject(text: str, subject: str) -> tuple[str, str]:
     if len(places) == 1:
         return text[: places[0]], text[places[0] + len(subject) :]
     if places:
-        raise InputError(
-            f"Subject {subject!r} is {len(places)} times in prompt {text!r}",
-            expected="once",
-            advice=MARK_SUBJECT,
-            code="subject_not_unique",
-        )
-    similar = comparable(subject) in comparable(text)
-    raise InputError(
-        f"Subject {subject!r} is not in prompt {text!r}",
-        advice="Copy it from the prompt, where its case, spaces or accents differ" if similar else MARK_SUBJECT,
-        code="subject_not_in_prompt",
-    )
+        problem, code = f"is {len(places)} times in", "subject_not_unique"
+    else:
+        problem, code = "is not in", "subject_not_in_prompt"
+    hint = ""
+    if not places and comparable(subject) in comparable(text):
+        hint = " in the same case, spacing and encoding"
+    raise InputError(f"Subject {subject!r} {problem} prompt {text!r}{hint}", advice=MARK_SUBJECT, code=code)
 
 
 def escape_braces(text: str) -> str:
@@ -218,13 +183,7 @@ def comparable(text: str) -> str:
 
 def _require_texts(name: str, values: object) -> tuple[str, ...]:
     if isinstance(values, (str, Mapping)) or not isinstance(values, Iterable):
-        example = json.dumps(values, ensure_ascii=False, default=repr)  # Python reads it too
-        raise InputError(
-            f"{name.capitalize()} is {values!r}",
-            expected="a list of texts",
-            advice=f"Write it as [{example}]",
-            code="not_a_list",
-        )
+        raise InputError(f"{name.capitalize()} is {values!r}", expected="a list of texts", code="not_a_list")
     texts = tuple(values)
     for text in texts:
         require_text(f"an entry of {name}", text)
@@ -247,8 +206,7 @@ def _split_at_marks(prompt: str) -> tuple[str, list[str], str]:
         else:
             raise InputError(
                 f"Prompt {prompt!r} has a single {mark[0]!r} at position {mark.start()}",
-                expected="pairs of braces",
-                advice=f"{MARK_SUBJECT}, and double braces that are part of the text",
+                advice=f"{MARK_SUBJECT}, and double the braces that are part of the text",
                 code="unpaired_brace",
             )
     sides[-1] += prompt[end:]
