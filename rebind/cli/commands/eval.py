@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rich.table import Table
 from rich.text import Text
@@ -20,10 +18,8 @@ from rebind.cli.ui.progress import DESCRIPTIONS, Phases
 from rebind.cli.ui.tables import counted, full_width, pairs, table
 
 if TYPE_CHECKING:
-    from rebind.edit.editor import Editor
+    from rebind.evals import EvalResult
     from rebind.evals.protocols import Stage
-    from rebind.evals.records import Records
-    from rebind.evals.run import EvalConfig, EvalProgress, EvalResult
 
 EXAMPLES = opt.examples(
     "rebind eval --limit 10",
@@ -78,71 +74,42 @@ def evaluate(
     terminal: Terminal,
 ) -> None:
     """Measure an editing method: write records, ask before and after, and report scores."""
+    from rebind import evals
+    from rebind.edit import Progress, Texts
     from rebind.edit.methods import get_method
-    from rebind.edit.moments.corpus import Texts
-    from rebind.evals.answers import QuestionSettings
-    from rebind.evals.protocols import get_protocol
-    from rebind.evals.reading import bundled_records, read_records
-    from rebind.evals.run import EvalConfig
-    from rebind.evals.run import evaluate as run
 
     get_method(method)
-    chosen_protocol = get_protocol(protocol, batch=batch, every=every)
-    questions = QuestionSettings(free_tokens, texts)
-    config = EvalConfig(method, chosen_protocol, opt.parse_layers(layers), lam, steps, questions)
+    chosen_protocol = evals.get_protocol(protocol, batch=batch, every=every)
+    questions = evals.QuestionSettings(free_tokens, texts)
+    config = evals.EvalConfig(method, chosen_protocol, opt.parse_layers(layers), lam, steps, questions)
     perplexity_text = None if text is None else "\n\n".join(Texts.from_file(text).documents)
-    first = None if known or skip_bad else limit  # otherwise `_select` counts
-    records = bundled_records(first) if facts is None else read_records(facts, limit=first, skip_bad=skip_bad)
+    first = None if known or skip_bad else limit  # otherwise the limit counts the records that are selected
+    records = (
+        evals.bundled_records(first) if facts is None else evals.read_records(facts, limit=first, skip_bad=skip_bad)
+    )
     with Phases(terminal) as phases:
         editor = load_editor(source, phases, chat=chat)
         editor.seed = seed
         phases.begin("asking")
-        selected = _select(editor, records, config, limit, known, skip_bad)
+        limit_now = None if known else limit
+        selected = evals.usable_records(editor, records, chosen_protocol, skip_bad=skip_bad, limit=limit_now)
+        selected = evals.known_records(editor, selected) if known else selected
+        selected = replace(selected, records=selected[:limit])
     for reason in selected.skipped:
         terminal.report("skipped", reason)
-    with _progress(terminal, editor, config) as progress:
-        result = run(editor, selected, config, out, text=perplexity_text, progress=progress)
-    _print(terminal, result)
-
-
-def _select(
-    editor: Editor, records: Records, config: EvalConfig, limit: int | None, known: bool, skip_bad: bool
-) -> Records:
-    from rebind.evals.selection import known_records, usable_records
-
-    usable = usable_records(editor, records, config.protocol, skip_bad=skip_bad, limit=None if known else limit)
-    selected = known_records(editor, usable) if known else usable
-    return replace(selected, records=selected[: limit or len(selected)])
-
-
-@contextmanager
-def _progress(terminal: Terminal, editor: Editor, config: EvalConfig) -> Iterator[EvalProgress]:
-    """Show one bar for the whole evaluation, with the scores so far and the current phase."""
-    from rebind.edit.progress import Progress as EditProgress
-    from rebind.evals.metrics import harmonic_score
-    from rebind.evals.run import EvalProgress
-
-    state: dict[str, Any] = {"done": 0, "total": None, "scores": "", "phase": ""}
     with Phases(terminal) as phases:
+        label = f"{method}, {protocol}"
 
-        def show(**changes: object) -> None:
-            state.update(changes)
-            note = f"{state['scores']}  {state['phase']}".strip()
-            phases.count(f"{config.method}, {config.protocol.name}", state["done"], state["total"], note)
+        def show_phase(name: str) -> None:
+            phases.note(label, DESCRIPTIONS.get(name, name))
 
-        def phase(name: str) -> None:
-            show(phase=DESCRIPTIONS.get(name, name))
+        def show_scores(done: int, total: int, stage: Stage, scores: dict[str, float]) -> None:
+            phases.count(label, done, total, " ".join(f"{name} {value:.2f}" for name, value in scores.items()))
 
-        def unit(done: int, total: int, stage: Stage, scores: dict[str, float]) -> None:
-            shown = {"S": harmonic_score(*scores.values()), **scores} if len(scores) == 3 else scores
-            text = " ".join(f"{name} {value:.2f}" for name, value in shown.items())
-            show(done=done, total=total, scores=text or ("" if stage.edits else "base model"))
-
-        before, editor.progress = editor.progress, EditProgress(phase=phase)
-        try:
-            yield EvalProgress(unit=unit, phase=phase)
-        finally:
-            editor.progress = before
+        editor.progress = Progress(phase=show_phase)
+        progress = evals.EvalProgress(unit=show_scores, phase=show_phase)
+        result = evals.evaluate(editor, selected, config, out, text=perplexity_text, progress=progress)
+    _print(terminal, result)
 
 
 def _print(terminal: Terminal, result: EvalResult) -> None:
@@ -175,15 +142,15 @@ def compare(
     terminal: Terminal,
 ) -> None:
     """Compare the scores of several evaluations."""
-    from rebind.evals.comparison import compare as compare_runs
-    from rebind.evals.report import draw_comparison
+    from rebind import evals
+    from rebind.evals.figures import draw_runs
 
-    comparison = compare_runs(folders)
+    comparison = evals.compare(folders)
     print_states(terminal, comparison.header, comparison.rows)
     for note in comparison.notes:
         terminal.print(note, style="yellow")
     if figure is not None:
-        draw_comparison(figure, comparison)
+        draw_runs(figure, comparison.runs)
         terminal.hint(f"wrote {figure}")
     runs = [{"name": name, **run} for name, run in comparison.runs]
     terminal.result({"runs": runs, "notes": comparison.notes}, comparison.markdown.rstrip())

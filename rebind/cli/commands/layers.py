@@ -76,7 +76,7 @@ def _require_fit(editor: Editor, fact: Fact) -> None:
 
 
 def _print(terminal: Terminal, choice: LayerChoice) -> None:
-    known = f"{choice.known} of {choice.asked} facts known"
+    known = f"{choice.known} of {choice.facts} facts known"
     terminal.print(f"Effect of restoring the MLPs at the subject's last token, by layer ({known})")
     terminal.print(*heatmap(["effect"], [choice.trace], "mlp", width=terminal.out.width, top=max(choice.trace)))
     numbers = ("trace", "efficacy", "paraphrase", "neighbor", "drift", "score")

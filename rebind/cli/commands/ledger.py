@@ -193,9 +193,9 @@ app = new_app(
     no_args_is_help=True,
 )
 VERIFY_NOTE = (
-    "Exits with 1 if something is wrong. It finds any change to the header, the log or an edit's tensors, and anything "
-    "missing before the last line of the log. It cannot find undo and redo lines cut off at the end of the log, an edit "
-    "cut off there together with its tensors, or a ledger rewritten with matching digests; compare with a copy."
+    "Exits with 1 if something is wrong: a change to the header, the log or an edit's tensors, or anything missing "
+    "before the last line of the log. Lines cut off at the end of the log, and a ledger rewritten with matching "
+    "digests, cannot be detected: compare with a copy (rebind ledger diff)."
 )
 add_command(app, "list", list_edits, opt.examples("rebind ledger list --model Qwen/Qwen3-0.6B"))
 add_command(app, "show", show, opt.examples("rebind ledger show e0001 --json"))

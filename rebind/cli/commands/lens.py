@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rich.table import Table
 from rich.text import Text
 
 from rebind.cli import options as opt
-from rebind.cli.session import open_editor
+from rebind.cli.session import describe, open_editor
 from rebind.cli.ui import Phases
 from rebind.cli.ui.heatmap import heatmap
 from rebind.cli.ui.tables import table
@@ -47,39 +47,27 @@ def lens(
         check_writable(out)
     with Phases(terminal) as phases:
         editor = open_editor(source, phases)
-        from rebind.analysis.lens import logit_lens
+        from rebind.analysis import draw_lens, logit_lens
 
         phases.begin("asking")
-        active = [edit.id for edit in editor.ledger.active]
+        document = describe(editor)
         edited = base = logit_lens(editor.language_model, prompt, target)
-        if active:
+        if document["active"]:
             with editor.base_model():
                 base = logit_lens(editor.language_model, prompt, target, answer_id=edited.answer_id)
-    document = {
-        "model": editor.language_model.name,
-        "fingerprint": editor.fingerprint,
-        "active": active,
-        "base": base.to_json(),
-        "edited": edited.to_json(),
-    }
-    lenses = {"base": base, "edited": edited} if active else {"": base}
+    document |= {"base": base.to_json(), "edited": edited.to_json()}
+    lenses = {"base": base, "edited": edited} if document["active"] else {"": base}
     _print(terminal, lenses)
-    files = [] if out is None else _write(out, lenses, document)
-    for file in files:
-        terminal.hint(f"wrote {file}")
+    files = []
+    if out is not None:
+        for name, one in lenses.items():
+            title = f"{prompt} ({name})" if name else prompt
+            files.append(draw_lens(one, out / ("lens-base.png" if name == "base" else "lens.png"), title=title))
+        write_file(out / "lens.json", strict_json(document).encode())
+        files.append(out / "lens.json")
+        terminal.hint(f"wrote {', '.join(map(str, files))}")
     brief = "" if edited.appears is None else str(edited.appears)
     terminal.result(document | {"files": [str(file) for file in files]}, brief)
-
-
-def _write(out: Path, lenses: dict[str, Lens], document: dict[str, Any]) -> list[Path]:
-    from rebind.analysis.plots import draw_lens
-
-    files = []
-    for name, one in lenses.items():
-        title = f"{one.prompt.text} ({name})" if name else one.prompt.text
-        files.append(draw_lens(one, out / ("lens-base.png" if name == "base" else "lens.png"), title=title))
-    write_file(out / "lens.json", strict_json(document).encode())
-    return [*files, out / "lens.json"]
 
 
 def _print(terminal: Terminal, lenses: dict[str, Lens]) -> None:

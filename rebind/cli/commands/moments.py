@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from rebind.cli import options as opt
-from rebind.cli.session import load_editor
+from rebind.cli.session import describe, load_editor
 from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.tables import seconds, size, table
 
@@ -49,11 +49,5 @@ def moments(
     terminal.hint(seconds(sum(phases.seconds.values())))
     options = opt.as_typed(replace(source, moment_tokens=editor.moments.tokens))
     terminal.suggest("used by", f"rebind edit … {options}")
-    document = {
-        "model": editor.language_model.name,
-        "fingerprint": editor.fingerprint,
-        **editor.moments.source,
-        "moments": rows,
-        "seconds": phases.seconds,
-    }
+    document = {**describe(editor), **editor.moments.source, "moments": rows, "seconds": phases.seconds}
     terminal.result(document, "\n".join(row["path"] for row in rows))

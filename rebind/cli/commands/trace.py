@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rebind.cli import options as opt
 from rebind.cli.fact_input import facts_of_file, print_skipped, single_fact, valid_facts
-from rebind.cli.session import load_editor, open_editor
+from rebind.cli.session import describe, load_editor, open_editor
 from rebind.cli.ui import Phases
 from rebind.cli.ui.heatmap import heatmap
 from rebind.cli.ui.tables import counted, seconds
@@ -17,7 +17,7 @@ from rebind.errors import InputError
 from rebind.storage import check_writable, write_file
 
 if TYPE_CHECKING:
-    from rebind.analysis.traces import AverageTrace, Trace, TraceSettings
+    from rebind.analysis import AverageTrace, Trace, TraceSettings
     from rebind.edit.editor import Editor
     from rebind.edit.facts.fact import Fact
     from rebind.edit.facts.readers import Facts
@@ -58,7 +58,8 @@ def trace(
 ) -> None:
     """Causal tracing: find the layers and tokens where the model recalls a fact."""
     given = _read(terminal, prompt, subject, target, facts, limit, skip_bad)
-    from rebind.analysis.traces import KINDS, TraceSettings, average_traces
+    from rebind.analysis import TraceSettings, average_traces, draw_trace
+    from rebind.analysis.traces import KINDS
 
     settings = TraceSettings(KINDS if kind == "all" else (kind,), noise, draws, window, seed)
     if out is not None:
@@ -67,27 +68,25 @@ def trace(
         editor = load_editor(source, phases) if base else open_editor(source, phases)
         if facts is not None:
             given = valid_facts(terminal, given, lambda fact: _require_fit(editor, fact), skip_bad)
-        known = given.facts if facts is None or predicted else _known(editor, given, settings)
-        traces = _trace(editor, known, settings, phases, use_target=target is not None)
+        known = facts is not None and not predicted
+        traces = _trace(editor, given.facts, settings, phases, use_target=target is not None, known=known)
     result = traces[0] if facts is None else average_traces(traces)
-    document = {
-        "model": editor.language_model.name,
-        "fingerprint": editor.fingerprint,
-        "active": [edit.id for edit in editor.ledger.active],
-        "unknown": len(given) - len(traces),
-        "skipped": len(given.skipped),
-        "seconds": sum(one.seconds for one in traces),
-        **result.to_json(),
-    }
+    document = describe(editor) | result.to_json()
+    document |= {"unknown": len(given) - len(traces), "skipped": len(given.skipped)}
     print_skipped(terminal, given)
-    _print(terminal, result, traces[0])
+    _print(terminal, result)
+    spent = sum(one.seconds for one in traces)
     edits = f" with edits {', '.join(document['active'])}" if document["active"] else ""
-    terminal.hint(f"{editor.language_model.name}{edits}: traced in {seconds(document['seconds'])}")
-    document["files"] = [] if out is None else _write(out, result, document)
-    for file in document["files"]:
-        terminal.hint(f"wrote {file}")
+    samples = f"{counted(draws, 'sample')} of noise with standard deviation {traces[0].noise:.3g}"
+    terminal.hint(f"{document['model']}{edits}: traced in {seconds(spent)} ({samples})")
+    files = []
+    if out is not None:
+        files = [draw_trace(result, out / "trace.png", title=_title(result)), out / "trace.json"]
+        write_file(files[1], strict_json(document).encode())
+        terminal.hint(f"wrote {', '.join(map(str, files))}")
     peaks = [(name, *_peak(result, name), f"{float(rows.max()):.4f}") for name, rows in result.effects.items()]
-    terminal.result(document, "\n".join("\t".join(map(str, peak)) for peak in peaks))
+    brief = "\n".join("\t".join(map(str, peak)) for peak in peaks)
+    terminal.result(document | {"seconds": spent, "files": [str(file) for file in files]}, brief)
 
 
 def _read(
@@ -120,26 +119,17 @@ def _require_fit(editor: Editor, fact: Fact) -> None:
     editor.language_model.with_chat(False).encode(prompts)
 
 
-def _known(editor: Editor, facts: Facts, settings: TraceSettings) -> tuple[Fact, ...]:
-    """Return the facts that the model answers correctly."""
-    from rebind.analysis.tracing import Tracer
-
-    tracer = Tracer(editor.language_model, settings)
-    known = tuple(fact for fact in facts if tracer.knows(fact))
-    if not known:
-        raise InputError(
-            f"The model knows none of the {len(facts)} facts",
-            advice="Choose facts that it knows, or use {predicted} to trace what it says instead",
-            settings={"predicted": True},
-            code="no_known_facts",
-        )
-    return known
-
-
 def _trace(
-    editor: Editor, facts: tuple[Fact, ...], settings: TraceSettings, phases: Phases, *, use_target: bool
+    editor: Editor,
+    facts: tuple[Fact, ...],
+    settings: TraceSettings,
+    phases: Phases,
+    *,
+    use_target: bool,
+    known: bool,
 ) -> list[Trace]:
-    from rebind.analysis.tracing import Tracer
+    """Trace facts; with `known`, only those that the model answers correctly."""
+    from rebind.analysis import Tracer
 
     traces: list[Trace] = []
 
@@ -148,22 +138,20 @@ def _trace(
         phases.count("restoring states", len(traces) * total + done, len(facts) * total, note)
 
     tracer = Tracer(editor.language_model, settings, on_progress=report)
+    if known:
+        asked = len(facts)
+        facts = tuple(fact for fact in facts if tracer.knows(fact))
+        if not facts:
+            advice = "Choose facts that it knows, or use {predicted} to trace what it says instead"
+            problem = f"The model knows none of the {asked} facts"
+            raise InputError(problem, advice=advice, settings={"predicted": True}, code="no_known_facts")
     for fact in facts:
         traces.append(tracer.trace(fact, use_target=use_target))
     return traces
 
 
-def _write(out: Path, result: Trace | AverageTrace, document: dict[str, Any]) -> list[str]:
-    from rebind.analysis.plots import draw_trace
-
-    picture = draw_trace(result, out / "trace.png", title=_title(result))
-    stable = {name: value for name, value in document.items() if name != "seconds"}  # the same run, the same bytes
-    write_file(out / "trace.json", strict_json(stable).encode())
-    return [str(picture), str(out / "trace.json")]
-
-
 def _title(result: Trace | AverageTrace) -> str:
-    from rebind.analysis.traces import Trace
+    from rebind.analysis import Trace
 
     shares = f"{percent(result.clean)}, {percent(result.corrupted)} with noise"
     if isinstance(result, Trace):
@@ -171,17 +159,15 @@ def _title(result: Trace | AverageTrace) -> str:
     return f"mean of {counted(result.facts, 'fact')} ({shares})"
 
 
-def _print(terminal: Terminal, result: Trace | AverageTrace, first: Trace) -> None:
+def _print(terminal: Terminal, result: Trace | AverageTrace) -> None:
     terminal.print(_title(result), style="bold")
     top = max(float(rows.max()) for rows in result.effects.values())
     for kind, rows in result.effects.items():
-        width = "" if kind == "hidden" else f", {counted(first.window, 'layer')} at a time"
+        width = "" if kind == "hidden" else f", {counted(result.window, 'layer')} at a time"
         label, layer = _peak(result, kind)
         effect = percent(max(0.0, float(rows.max())))
         terminal.print(f"\n{KIND_NAMES[kind]} restored{width} (largest effect {effect}, at {label!r}, layer {layer})")
         terminal.print(*heatmap(result.labels, rows.tolist(), kind, width=terminal.out.width, top=top))
-    samples = counted(first.settings.draws, "sample")
-    terminal.hint(f"\n{samples} of noise with standard deviation {first.noise:.3g}, window {first.window}")
 
 
 def _peak(result: Trace | AverageTrace, kind: str) -> tuple[str, int]:

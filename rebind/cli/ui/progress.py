@@ -64,6 +64,11 @@ class Phases(Progress):
                 state = [f"{done:,} of {total:,}" if total else "", note, f"{task.elapsed or 0.0:,.0f} s"]
                 self._terminal.report(task.description, ", ".join(filter(None, state)), style="")
 
+    def note(self, phase: str, note: str) -> None:
+        """Report something else about a phase."""
+        self.begin(phase)
+        self.update(self._task, note=note)
+
     def for_editor(self) -> EditProgress:
         """Return what an `Editor` reports its progress to."""
         from rebind.edit.progress import Progress as EditProgress
