@@ -1,16 +1,16 @@
-"""Speed of decoding: tokens a second and memory after contexts of a thousand tokens to a hundred thousand.
+"""Decoding speed: tokens per second and memory after contexts of a thousand to a hundred thousand tokens.
 
     python -m benchmarks.decoding --device cuda --peers llama --graph
 
 A model (random weights, bfloat16 on a GPU) reads a context of random tokens in one pass, its cache is repeated to
---batch sequences, and then single tokens are read: embedding, all layers and the logits, through the model's own cache
-and without `generate`, sampling or the choice of a next token. The time is the median of --steps of them; with --graph
-the recurrent kinds are timed under `recorded_decoding` too, which takes the launches out. *cache* is the bytes of the
-cache for all sequences after the context; *peak* the highest that a step allocates on the GPU, weights included.
+--batch sequences, and then it reads single tokens: embedding, all layers and the logits, through the cache of the model
+and without `generate` or sampling. The time is the median of --steps tokens; with --graph the recurrent kinds are also
+timed under `recorded_decoding`, which removes the launches. *cache* is the size of the cache of all sequences after the
+context; *peak* is the peak memory of a step on the GPU, weights included.
 
-The state of the recurrent kinds does not depend on the context; attention's grows with it, ours by a concatenation a
-step, as transformers' DynamicCache does. `llama` is transformers' LlamaForCausalLM of the same width, depth, heads and
-MLPs with SDPA.
+The state of the recurrent kinds does not depend on the context. That of attention grows with it; ours is concatenated
+at every step, as in the DynamicCache of transformers. `llama` is LlamaForCausalLM of transformers with the same width,
+depth, heads and MLPs, and with SDPA.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +32,10 @@ from torch import Tensor
 from benchmarks.report import RESULTS
 from rebind.bench.clock import clocked, timed, wait
 from rebind.bench.machine import machine
-from rebind.files import write_atomically
 from rebind.nn import RebindCache, RebindConfig, RebindForCausalLM, preset, recorded_decoding
+from rebind.storage import write_json
 
-WARM_UP = 5
+WARM_UP_STEPS = 5
 GIB, MIB = 2**30, 2**20
 
 
@@ -49,46 +47,46 @@ class Row:
     context: int
     batch: int
     graph: bool = False
-    tokens_a_second: float = 0.0  # all sequences together
-    milliseconds: float = 0.0  # a token
+    tokens_per_second: float = 0.0  # of all sequences together
+    milliseconds: float = 0.0  # per token
     prefill_seconds: float = 0.0  # the context, one sequence
     cache_mib: float = 0.0
     peak_gib: float | None = None
-    problem: str | None = None
+    problem: str | None = None  # why there are no numbers
 
 
 # Models
 
 
 def build(name: str, options: argparse.Namespace) -> Any:
-    """The model of that name, ready to be asked."""
+    """Return the model of that name, ready to decode."""
     torch.manual_seed(0)
     config = preset(options.preset, vocab_size=options.vocabulary)
     if name == "llama":
-        made = _llama(config, max(options.contexts) + options.steps + 64)
+        model = _llama(config, max(options.contexts) + options.steps + 64)
     else:
-        made = RebindForCausalLM(RebindConfig(**{**config.to_dict(), "layer_kinds": name}))
+        model = RebindForCausalLM(RebindConfig(**{**config.to_dict(), "layer_kinds": name}))
     dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
-    return made.to(device=options.device, dtype=dtype).eval()
+    return model.to(device=options.device, dtype=dtype).eval()
 
 
-def _llama(config: RebindConfig, longest: int) -> Any:
+def _llama(config: RebindConfig, positions: int) -> Any:
     library = importlib.import_module("transformers")
-    made = library.LlamaConfig(
+    options = library.LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads,
         intermediate_size=config.intermediate_size,
-        max_position_embeddings=longest,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         attn_implementation="sdpa",
     )
-    return library.LlamaForCausalLM(made)
+    return library.LlamaForCausalLM(options)
 
 
-def tensors_of(cache: Any) -> Iterator[Tensor]:
-    """What a cache holds."""
+def cache_tensors(cache: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a cache."""
     if isinstance(cache, RebindCache):
         for state in cache.states:
             yield from [] if state is None else state.tensors
@@ -97,12 +95,12 @@ def tensors_of(cache: Any) -> Iterator[Tensor]:
             yield from (layer.keys, layer.values)
 
 
-# Measuring
+# Measurement
 
 
 @torch.no_grad()
 def measure(model: Any, name: str, context: int, batch: int, options: argparse.Namespace) -> Iterator[Row]:
-    """The rows of a model after a context: launch by launch, and recorded where that is asked for."""
+    """Yield the rows of a model after a context: launched and, if requested, recorded."""
     cuda = options.device.startswith("cuda")
     ids = torch.randint(options.vocabulary, (1, context), device=options.device)
 
@@ -110,10 +108,10 @@ def measure(model: Any, name: str, context: int, batch: int, options: argparse.N
         return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
 
     if context == min(options.contexts):
-        read()  # kernels are compiled
+        read()  # compiles the kernels
     seconds, cache = clocked(read, options.device)
     cache.batch_repeat_interleave(batch)
-    held = sum(one.numel() * one.element_size() for one in tensors_of(cache)) / MIB
+    size = sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(cache)) / MIB
     token = ids[:, -1:].expand(batch, 1).contiguous()
 
     def step() -> None:
@@ -127,54 +125,53 @@ def measure(model: Any, name: str, context: int, batch: int, options: argparse.N
             torch.cuda.reset_peak_memory_stats()
         try:
             with way:
-                for _ in range(WARM_UP):
+                for _ in range(WARM_UP_STEPS):
                     step()
                 wait(options.device)
-                ms = statistics.median(timed(step, options.device) for _ in range(options.steps))
+                milliseconds = statistics.median(timed(step, options.device) for _ in range(options.steps))
         except RuntimeError as problem:
-            yield Row(name, context, batch, graph, problem=_said(problem))
+            yield Row(name, context, batch, graph, problem=_summary(problem))
             continue
         peak = torch.cuda.max_memory_allocated() / GIB if cuda else None
-        yield Row(name, context, batch, graph, 1e3 * batch / ms, ms, seconds, held, peak)
+        yield Row(name, context, batch, graph, 1e3 * batch / milliseconds, milliseconds, seconds, size, peak)
 
 
 def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Every context and batch of a model; one that fails is a row that says why."""
+    """Yield the rows of a model for every context and batch, with the reason for each that fails."""
     try:
         model = build(name, options)
-    except Exception as problem:  # a peer's own
-        yield Row(name, 0, 0, problem=_said(problem))
+    except Exception as problem:  # whatever a peer raises
+        yield Row(name, 0, 0, problem=_summary(problem))
         return
     for context in options.contexts:
         for batch in options.batch:
             try:
                 yield from measure(model, name, context, batch, options)
-            except Exception as problem:  # out of memory, or a peer's own: the others go on
-                yield Row(name, context, batch, problem=_said(problem))
+            except Exception as problem:  # out of memory, or whatever a peer raises: the others run
+                yield Row(name, context, batch, problem=_summary(problem))
             gc.collect()
             if options.device.startswith("cuda"):
                 torch.cuda.empty_cache()
 
 
-def _said(problem: Exception) -> str:
+def _summary(problem: Exception) -> str:
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-# What is told
+# Report
 
 
-def told(row: Row) -> str:
+def describe(row: Row) -> str:
     name = f"{row.name}{', graph' if row.graph else ''}  context {row.context:,}, batch {row.batch}"
     if row.problem:
         return f"{name}: failed, {row.problem}"
-    return f"{name}: {row.tokens_a_second:,.0f} tokens/s, cache {row.cache_mib:,.1f} MiB"
+    return f"{name}: {row.tokens_per_second:,.0f} tokens/s, cache {row.cache_mib:,.1f} MiB"
 
 
 def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    title = f"decoding, {options.preset}"
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("layers", "batch", "context", "tokens/s", "ms a token", "prefill s", "cache MiB", "peak GiB"):
+    table = Table(title=f"decoding, {options.preset}", title_justify="left", title_style="bold")
+    for column in ("layers", "batch", "context", "tokens/s", "ms per token", "prefill s", "cache MiB", "peak GiB"):
         table.add_column(column, justify="left" if column == "layers" else "right", no_wrap=True)
     for row in sorted(rows, key=lambda row: (row.batch, row.name, row.graph, row.context)):
         name = row.name + (", graph" if row.graph else "")
@@ -182,7 +179,7 @@ def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
             ("failed", "", "", "", "")
             if row.problem
             else (
-                f"{row.tokens_a_second:,.0f}",
+                f"{row.tokens_per_second:,.0f}",
                 f"{row.milliseconds:.2f}",
                 f"{row.prefill_seconds:.3f}",
                 f"{row.cache_mib:,.1f}",
@@ -199,31 +196,31 @@ def save(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         "options": {name: value for name, value in vars(options).items() if name != "out"},
         "rows": [asdict(row) for row in rows],
     }
-    write_atomically(Path(options.out), (json.dumps(content, indent=2) + "\n").encode())
+    write_json(options.out, content)
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--preset", default="modern-60m")
-    parser.add_argument("--kinds", nargs="*", default=["gated-delta", "delta", "attention"], help="of our layers")
-    parser.add_argument("--peers", nargs="*", default=[], choices=("llama",))
+    parser.add_argument("--kinds", nargs="*", default=["gated_delta", "delta", "attention"], help="layers of rebind")
+    parser.add_argument("--peers", nargs="*", default=[], choices=("llama",), help="other models to measure")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2**10, 2**12, 2**14, 2**16, 2**17])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="numbers of sequences")
     parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--steps", type=int, default=48, help="tokens that are timed")
-    parser.add_argument("--graph", action="store_true", help="the recurrent kinds as a CUDA graph too")
+    parser.add_argument("--steps", type=int, default=48, help="tokens to time")
+    parser.add_argument("--graph", action="store_true", help="also time the recurrent kinds as a CUDA graph")
     parser.add_argument("--out", default=str(RESULTS / "decoding.json"))
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    options = parse(words)
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
     rows: list[Row] = []
     for name in (*options.kinds, *options.peers):
         for row in rows_of(name, options):
             rows.append(row)
-            print(told(row), flush=True)
+            print(describe(row), flush=True)
             save(options, rows)
     show(rows, options)
 

@@ -1,20 +1,21 @@
-"""Quality of language models by the kind of their layers: the same tokens, parameters and schedule for all.
+"""Quality of language models by the kind of their layers, with the same tokens, parameters and schedule for all.
 
     python -m benchmarks.language --data train.txt more.txt --valid valid.txt --device cuda --jobs 4
 
-For every kind and seed a small model (Schlag et al.'s small setting with fewer layers) is trained on --data, in the
-same order for all kinds, with one byte-level BPE trained on it. The MLPs' width makes the parameters as many as
---intermediate gives to attention, to half a per cent or so. Then the model reads --valid-tokens of --valid:
+For every kind and seed a small model (the small setting of Schlag et al. with fewer layers) is trained on --data, in
+the same order for all kinds, with one byte-level BPE trained on it. The width of the MLPs is chosen such that every
+kind has as many parameters as attention has with --intermediate, to about half a per cent. Then the model reads
+--valid-tokens of --valid:
 
-- *perplexity*: memories begin empty every --length tokens, as in training (the papers' tables 2, 3 and 5);
-- *×2 … ×16*: the same tokens, memories begin empty every so many times --length only;
-- *carried*: the same tokens again, memories never emptied (the question of table 4). With --carry they are carried
-  from segment to segment in training too, which is that table's setting; attention is left out then.
+- *perplexity*: memories are emptied every --length tokens, as in training (Tables 2, 3 and 5 of the paper);
+- *×2 … ×16*: the same tokens, with memories emptied every 2 to 16 times --length;
+- *carried*: the same tokens, with memories never emptied (the question of Table 4). With --carry they are also carried
+  from segment to segment in training, as in that table; attention is then left out.
 
-A run is one kind and one seed. Kinds run as processes of their own, --jobs at a time: models this small leave most of a
-GPU idle. Every run has a file and a folder of its own in --work, KIND-SEED-MARK. The mark is a digest of the texts and
-the options that decide its numbers: the same command goes on from there, another one leaves it alone. Results of all
-runs of a mark are merged in --out. Means are over seeds, ± is half the range between the best and the worst.
+A run is one kind and one seed. Every kind runs in a process of its own, --jobs at a time, since models this small leave
+most of a GPU idle. Every run has a file and a folder in --work called KIND-SEED-MARK. The mark is a digest of the texts
+and of the options that its numbers depend on: the same command continues an interrupted run, and other options do not
+touch it. --out has the results of all runs with the same mark. Means are over seeds; ± is half the range.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from rich.table import Table
 
 from benchmarks.report import RESULTS
 from rebind.bench.machine import machine
-from rebind.files import write_atomically
 from rebind.nn import RebindForCausalLM
 from rebind.nn.training import DataConfig, OptimizerConfig, TrainConfig, by_position, carried, train
 from rebind.nn.training.data import Corpus, prepare
 from rebind.nn.training.load import load
 from rebind.nn.training.log import Log
 from rebind.nn.training.loop import TIMES
+from rebind.storage import write_file, write_json
 
 KINDS = (  # the slowest first
     "ttt-linear",
@@ -57,12 +58,12 @@ KINDS = (  # the slowest first
     "dpfp-sum",
     "dpfp-delta",
     "delta",
-    "gated-delta",
+    "gated_delta",
     "longhorn",
 )
 FACTORS = (1, 2, 4, 8, 16)  # of the training length
-AT_ONCE = 2**15  # tokens whose logits are held together
-DECIDES = (  # of the options: what a run's numbers depend on
+BATCH_TOKENS = 2**15  # tokens with their logits in memory at once
+MARKED_OPTIONS = (  # the numbers of a run depend on these
     "steps",
     "length",
     "batch",
@@ -87,15 +88,15 @@ class Result:
     kind: str
     seed: int
     parameters: int
-    intermediate: int  # width of the MLPs, which makes up for what the layers take
-    state: int | None  # numbers held for a sequence; None where they grow with it
+    intermediate: int  # width of the MLPs, which makes up for the parameters of the layers
+    state: int | None  # numbers stored for a sequence; None if they grow with it
     loss: float  # of the last training batch
     epochs: float
-    perplexity: float  # memories begin empty every `length` tokens
+    perplexity: float  # memories emptied every `length` tokens
     by_length: dict[str, float]  # … every so many times `length`
     by_position: list[float]  # of each stretch of `length` tokens in the longest windows
     carried: float | None  # never emptied; None for attention
-    seconds: float  # of all training steps that were made, by the run's own log of times
+    seconds: float  # of all training steps, by the times that the run logs
     evaluation_seconds: float
 
 
@@ -122,7 +123,7 @@ def config_of(options: argparse.Namespace, kind: str, seed: int, intermediate: i
         carry=options.carry,
         seed=seed,
         evaluate_every=options.steps,
-        evaluate_tokens=4 * options.length,  # all that counts is measured afterwards
+        evaluate_tokens=4 * options.length,  # what matters is measured afterwards
         save_every=options.steps,
         keep=1,
         log_every=50,
@@ -132,66 +133,66 @@ def config_of(options: argparse.Namespace, kind: str, seed: int, intermediate: i
     )
 
 
-def parameters_of(options: argparse.Namespace, kind: str, intermediate: int, vocabulary: int) -> int:
+def count_parameters(options: argparse.Namespace, kind: str, intermediate: int, vocabulary: int) -> int:
     with torch.device("meta"):
         model = RebindForCausalLM(config_of(options, kind, 0, intermediate).model_config(vocabulary))
     return int(model.num_parameters())
 
 
-def matched(options: argparse.Namespace, kind: str, vocabulary: int) -> int:
-    """The MLPs' width with which this kind has attention's parameters: their number is linear in it."""
-    wanted = parameters_of(options, "attention", options.intermediate, vocabulary)
-    none, one = (parameters_of(options, kind, width, vocabulary) for width in (1, 2))
-    return max(1, round((wanted - none) / (one - none)) + 1)
+def matching_width(options: argparse.Namespace, kind: str, vocabulary: int) -> int:
+    """Return the width of the MLPs with which this kind has as many parameters as attention; they are linear in it."""
+    target = count_parameters(options, "attention", options.intermediate, vocabulary)
+    first, second = (count_parameters(options, kind, width, vocabulary) for width in (1, 2))
+    return max(1, round((target - first) / (second - first)) + 1)
 
 
 def run(options: argparse.Namespace, kind: str, seed: int, corpus: Corpus) -> Result:
-    """Train, then read the validation text in every way."""
-    intermediate = matched(options, kind, len(corpus.tokenizer))
-    folder = parts(options) / name_of(kind, seed, mark(options))
-    result = train(config_of(options, kind, seed, intermediate), folder, cache=parts(options) / "tokens")
-    trained = time.perf_counter()
+    """Train a model and measure it on the validation text."""
+    intermediate = matching_width(options, kind, len(corpus.tokenizer))
+    folder = work_folder(options) / run_name(kind, seed, mark_of(options))
+    result = train(config_of(options, kind, seed, intermediate), folder, cache=work_folder(options) / "tokens")
+    begin = time.perf_counter()
     model = load(folder, device=options.device).model
-    told = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    narrow = options.precision == "bfloat16"
-    with torch.autocast(torch.device(options.device).type, dtype=torch.bfloat16, enabled=narrow):
-        measured = measure(options, model, corpus)
+    summary = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    bfloat16 = options.precision == "bfloat16"
+    with torch.autocast(torch.device(options.device).type, dtype=torch.bfloat16, enabled=bfloat16):
+        measurements = measure(options, model, corpus)
     return Result(
         kind=kind,
         seed=seed,
         parameters=result.summary["parameters"],
         intermediate=intermediate,
-        state=told["state"],
-        loss=told["loss"],
-        epochs=told["epochs"],
+        state=summary["state"],
+        loss=summary["loss"],
+        epochs=summary["epochs"],
         seconds=sum(row["seconds"] for row in Log(folder / TIMES).rows()),
-        evaluation_seconds=time.perf_counter() - trained,
-        **measured,
+        evaluation_seconds=time.perf_counter() - begin,
+        **measurements,
     )
 
 
-def tokens_read(options: argparse.Namespace, corpus: Corpus) -> int:
-    """How many tokens of --valid are predicted: as many of the longest windows as there are."""
+def count_tokens(options: argparse.Namespace, corpus: Corpus) -> int:
+    """Return how many tokens of --valid are predicted: as many of the longest windows as there are."""
     longest = FACTORS[-1] * options.length
     if options.valid_tokens < longest:
-        raise SystemExit(f"--valid-tokens is {options.valid_tokens}, expected {longest} or more: raise it")
+        raise SystemExit(f"--valid-tokens is {options.valid_tokens}; expected {longest} or more.")
     if len(corpus.held) <= longest:
-        raise SystemExit(f"{options.valid} has {len(corpus.held)} tokens, expected more than {longest}: give more text")
+        raise SystemExit(f"{options.valid} has {len(corpus.held)} tokens; expected more than {longest}. Add text.")
     return int(min(options.valid_tokens, len(corpus.held) - 1) // longest * longest)
 
 
 def measure(options: argparse.Namespace, model: RebindForCausalLM, corpus: Corpus) -> dict[str, Any]:
-    longest, count = FACTORS[-1] * options.length, tokens_read(options, corpus)
+    longest, count = FACTORS[-1] * options.length, count_tokens(options, corpus)
     ids = torch.from_numpy(corpus.held[: count + 1].astype("int64"))
     losses = {}
     for factor in FACTORS:
         length = factor * options.length
-        losses[factor] = by_position(model, ids, length, rows=max(1, AT_ONCE // length))
-    along = losses[FACTORS[-1]].view(-1, options.length).mean(1)
+        losses[factor] = by_position(model, ids, length, rows=max(1, BATCH_TOKENS // length))
+    stretches = losses[FACTORS[-1]].view(-1, options.length).mean(1)
     return {
         "perplexity": _perplexity(float(losses[1].mean())),
         "by_length": {f"{factor}": _perplexity(float(losses[factor].mean())) for factor in FACTORS},
-        "by_position": [_perplexity(loss) for loss in along.tolist()],
+        "by_position": [_perplexity(loss) for loss in stretches.tolist()],
         "carried": None if model.grows else carried(model, ids, longest).perplexity,
     }
 
@@ -203,104 +204,103 @@ def _perplexity(loss: float) -> float:
 # Files
 
 
-def parts(options: argparse.Namespace) -> Path:
-    """Where runs and their results lie."""
+def work_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of the runs and their results."""
     return Path(options.work or Path("runs") / Path(options.out).stem)
 
 
 def corpus_file(options: argparse.Namespace) -> Path:
-    """All of --data in one file: what the tokenizer and the models are trained on."""
-    return parts(options) / "corpus.txt"
+    """Return the file with all of --data, on which the tokenizer and the models are trained."""
+    return work_folder(options) / "corpus.txt"
 
 
-def mark(options: argparse.Namespace) -> str:
-    """A digest of all that decides a run's numbers besides its kind and seed."""
+def mark_of(options: argparse.Namespace) -> str:
+    """Return a digest of everything that the numbers of a run depend on besides its kind and seed."""
     texts = [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in (*options.data, options.valid)]
-    told = [(name, getattr(options, name)) for name in DECIDES]
-    return hashlib.sha256(repr((told, texts)).encode()).hexdigest()[:16]
+    values = [(name, getattr(options, name)) for name in MARKED_OPTIONS]
+    return hashlib.sha256(repr((values, texts)).encode()).hexdigest()[:16]
 
 
-def name_of(kind: str, seed: int, told: str) -> str:
-    """What a run's file and folder are called."""
-    return f"{kind}-{seed}-{told}"
+def run_name(kind: str, seed: int, mark: str) -> str:
+    """Return the name of the file and the folder of a run."""
+    return f"{kind}-{seed}-{mark}"
 
 
-def found(options: argparse.Namespace, expected: str) -> dict[tuple[str, int], Result]:
-    """The runs of that mark that are done."""
-    rows = {}
-    for path in sorted(parts(options).glob("*.json")):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told.pop("options") == expected:
-            rows[told["kind"], told["seed"]] = Result(**told)
-    return rows
+def finished_runs(options: argparse.Namespace, mark: str) -> dict[tuple[str, int], Result]:
+    """Return the finished runs with that mark."""
+    results = {}
+    for path in sorted(work_folder(options).glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("options") == mark:
+            results[content["kind"], content["seed"]] = Result(**content)
+    return results
 
 
-def ready(options: argparse.Namespace) -> Corpus:
-    """The corpus, tokenized now or earlier."""
+def prepare_corpus(options: argparse.Namespace) -> Corpus:
+    """Return the corpus in tokens, tokenized now or earlier."""
     texts = [Path(name).read_text(encoding="utf-8") for name in options.data]
     text = "\n".join(texts).encode()
     if not corpus_file(options).exists() or corpus_file(options).read_bytes() != text:
-        write_atomically(corpus_file(options), text)
-    return prepare(config_of(options, "delta", 0, 8).data, parts(options) / "tokens")
+        write_file(corpus_file(options), text)
+    return prepare(config_of(options, "delta", 0, 8).data, work_folder(options) / "tokens")
 
 
-# One process a kind
+# One process per kind
 
 
-def work(options: argparse.Namespace, kind: str) -> None:
-    """Every seed of a kind that is not done yet."""
-    corpus, told = ready(options), mark(options)
-    done = found(options, told)
+def run_kind(options: argparse.Namespace, kind: str) -> None:
+    """Run every seed of a kind that is not finished."""
+    corpus, mark = prepare_corpus(options), mark_of(options)
+    finished = finished_runs(options, mark)
     for seed in range(options.seeds):
-        if (kind, seed) not in done:
-            content = {**asdict(run(options, kind, seed, corpus)), "options": told}
-            path = parts(options) / f"{name_of(kind, seed, told)}.json"
-            write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+        if (kind, seed) not in finished:
+            content = {**asdict(run(options, kind, seed, corpus)), "options": mark}
+            write_json(work_folder(options) / f"{run_name(kind, seed, mark)}.json", content)
 
 
-def share(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Every kind in a process of its own, --jobs at a time; what went wrong."""
+def run_processes(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
+    """Run every kind in a process of its own, --jobs at a time; return the problems."""
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.jobs))} if options.jobs > 1 else {}
-    told = mark(options)
-    done = found(options, told)
-    waiting = [kind for kind in options.kinds if any((kind, seed) not in done for seed in range(options.seeds))]
+    mark = mark_of(options)
+    finished = finished_runs(options, mark)
+    waiting = [kind for kind in options.kinds if any((kind, seed) not in finished for seed in range(options.seeds))]
     running: dict[str, subprocess.Popen[bytes]] = {}
     problems, begin = [], time.perf_counter()
     try:
         while waiting or running:
             while waiting and len(running) < options.jobs:
                 kind = waiting.pop(0)
-                command = [sys.executable, "-m", "benchmarks.language", *words, "--worker", kind]
-                with (parts(options) / f"{kind}.log").open("wb") as log:
+                command = [sys.executable, "-m", "benchmarks.language", *arguments, "--worker", kind]
+                with (work_folder(options) / f"{kind}.log").open("wb") as log:
                     running[kind] = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **threads})
             time.sleep(0.2)
             for kind in [kind for kind, process in running.items() if process.poll() is not None]:
                 if running.pop(kind).returncode:
-                    lines = (parts(options) / f"{kind}.log").read_text(errors="replace").strip().splitlines()
-                    problems.append(f"{kind}: {lines[-1] if lines else 'ended without a word'}")
-            now = found(options, told)
-            for key in sorted(now.keys() - done.keys()):
-                print(f"{time.perf_counter() - begin:6.0f} s  {line(now[key])}", flush=True)
-            if now.keys() != done.keys():
+                    lines = (work_folder(options) / f"{kind}.log").read_text(errors="replace").strip().splitlines()
+                    problems.append(f"{kind}: {lines[-1] if lines else 'no output'}")
+            now = finished_runs(options, mark)
+            for key in sorted(now.keys() - finished.keys()):
+                print(f"{time.perf_counter() - begin:6.0f} s  {describe(now[key])}", flush=True)
+            if now.keys() != finished.keys():
                 save(options, list(now.values()))
-            done = now
+            finished = now
     finally:
         for process in running.values():
             process.kill()
     return problems
 
 
-# What is told
+# Report
 
 
-def line(row: Result) -> str:
-    on = "" if row.carried is None else f", carried {row.carried:.2f}"
-    far = f"×{FACTORS[-1]} {row.by_length[str(FACTORS[-1])]:.2f}"
-    return f"{row.kind}, seed {row.seed}: {row.perplexity:.2f}, {far}{on} ({row.seconds:.0f} s)"
+def describe(result: Result) -> str:
+    never = "" if result.carried is None else f", carried {result.carried:.2f}"
+    longest = f"×{FACTORS[-1]} {result.by_length[str(FACTORS[-1])]:.2f}"
+    return f"{result.kind}, seed {result.seed}: {result.perplexity:.2f}, {longest}{never} ({result.seconds:.0f} s)"
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and half the range.
+    """Return the mean and half the range.
 
     >>> spread([10.0, 12.0, 11.0])
     '11.00 ± 1.00'
@@ -308,99 +308,102 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.2f} ± {(max(values) - min(values)) / 2:.2f}"
 
 
-def show(options: argparse.Namespace, rows: Sequence[Result]) -> None:
-    trained = f"{options.steps} steps of {options.batch} × {options.length} tokens"
-    title = f"perplexity: {options.layers} layers of {options.hidden}, {trained}"
+def show(options: argparse.Namespace, results: Sequence[Result]) -> None:
+    training = f"{options.steps} steps of {options.batch} × {options.length} tokens"
+    title = f"perplexity: {options.layers} layers of {options.hidden}, {training}"
     table = Table(title=title, title_justify="left", title_style="bold")
-    far = [f"×{factor}" for factor in FACTORS[1:]]
-    for column in ("kind", "seeds", "parameters", "state", "perplexity", *far, "carried"):
+    factors = [f"×{factor}" for factor in FACTORS[1:]]
+    for column in ("kind", "seeds", "parameters", "state", "perplexity", *factors, "carried"):
         table.add_column(column, justify="left" if column == "kind" else "right", no_wrap=True)
     for kind in options.kinds:
-        mine = [row for row in rows if row.kind == kind]
-        if not mine:
+        seeds = [result for result in results if result.kind == kind]
+        if not seeds:
             continue
-        longer = [f"{statistics.fmean(row.by_length[str(factor)] for row in mine):.2f}" for factor in FACTORS[1:]]
-        on = [row.carried for row in mine if row.carried is not None]
+        longer = [
+            f"{statistics.fmean(result.by_length[str(factor)] for result in seeds):.2f}" for factor in FACTORS[1:]
+        ]
+        never = [result.carried for result in seeds if result.carried is not None]
         table.add_row(
             kind,
-            str(len(mine)),
-            f"{mine[0].parameters:,}",
-            "grows" if mine[0].state is None else f"{mine[0].state:,}",
-            spread([row.perplexity for row in mine]),
+            str(len(seeds)),
+            f"{seeds[0].parameters:,}",
+            "grows" if seeds[0].state is None else f"{seeds[0].state:,}",
+            spread([result.perplexity for result in seeds]),
             *longer,
-            spread(on) if on else "",
+            spread(never) if never else "",
         )
     Console(width=140).print(table)
 
 
-def save(options: argparse.Namespace, rows: list[Result]) -> None:
+def save(options: argparse.Namespace, results: list[Result]) -> None:
     content = {
         "machine": machine("transformers"),
-        "options": {name: getattr(options, name) for name in DECIDES},
-        "rows": [asdict(row) for row in rows],
+        "options": {name: getattr(options, name) for name in MARKED_OPTIONS},
+        "rows": [asdict(result) for result in results],
     }
-    write_atomically(Path(options.out), (json.dumps(content, indent=2) + "\n").encode())
+    write_json(options.out, content)
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", required=True, help="text files to train on")
     parser.add_argument("--valid", required=True, help="text file to measure on")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds per kind")
     parser.add_argument("--steps", type=int, default=1_200)
-    parser.add_argument("--length", type=int, default=256, help="tokens a segment")
-    parser.add_argument("--batch", type=int, default=16, help="segments a step")
+    parser.add_argument("--length", type=int, default=256, help="tokens per segment")
+    parser.add_argument("--batch", type=int, default=16, help="segments per step")
     parser.add_argument("--carry", action="store_true", help="carry memories between segments in training too")
-    parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--warmup", type=int, default=100)
-    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--warmup", type=int, default=100, help="warm-up steps")
+    parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--intermediate", type=int, default=512, help="attention's; the others' is made to match")
+    parser.add_argument("--intermediate", type=int, default=512, help="width of the MLPs of attention")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--vocabulary", type=int, default=4_000)
-    parser.add_argument("--valid-tokens", type=int, default=2**17, help="most that are read")
+    parser.add_argument("--valid-tokens", type=int, default=2**17, help="tokens to measure on, at most")
     parser.add_argument(
         "--precision", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on a GPU"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="kinds that run at the same time")
+    parser.add_argument("--jobs", type=int, default=1, help="kinds to run at the same time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", default=str(RESULTS / "language.json"))
     parser.add_argument("--work", help="folder of the runs; default: runs/ and the name of --out")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args(words)
-    if options.precision == "auto":  # settled here, so that the mark says which it was
+    options = parser.parse_args(arguments)
+    if options.precision == "auto":  # resolved here, so that the mark depends on it
         options.precision = "bfloat16" if options.device.startswith("cuda") else "float32"
     if options.carry:
-        options.kinds = [kind for kind in options.kinds if kind != "attention"]  # its memory grows without end
+        options.kinds = [kind for kind in options.kinds if kind != "attention"]  # its state grows without bound
         if not options.kinds:
-            parser.error("--carry leaves attention out, whose memory grows without end: name other --kinds")
+            parser.error("--carry leaves out attention, whose state grows without bound: choose other --kinds")
     return options
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if words is None else words
-    options = parse(words)
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
     if options.worker:
-        work(options, options.worker)
+        run_kind(options, options.worker)
         return 0
-    corpus = ready(options)
-    tokens_read(options, corpus)  # too little text is said before anything is trained
-    a_step = options.batch * options.length
-    epochs = options.steps * a_step / len(corpus.train)
-    print(f"{len(corpus.train):,} tokens to train on, {epochs:.1f} epochs; {len(corpus.held):,} held")
+    corpus = prepare_corpus(options)
+    count_tokens(options, corpus)  # fails before anything is trained if there is too little text
+    epochs = options.steps * options.batch * options.length / len(corpus.train)
+    print(f"{len(corpus.train):,} tokens for training, {epochs:.1f} epochs; {len(corpus.held):,} for validation")
     counts = {}
     for kind in options.kinds:
-        width = matched(options, kind, len(corpus.tokenizer))
-        counts[kind] = parameters_of(options, kind, width, len(corpus.tokenizer))
+        width = matching_width(options, kind, len(corpus.tokenizer))
+        counts[kind] = count_parameters(options, kind, width, len(corpus.tokenizer))
     if max(counts.values()) > 1.02 * min(counts.values()):
-        raise SystemExit(f"parameters differ by more than 2 per cent ({counts}): give a larger --intermediate")
-    problems = share(options, words)
-    rows = list(found(options, mark(options)).values())
-    if rows:
-        save(options, rows)  # of kinds that were not asked for this time, too
-        show(options, rows)
+        raise SystemExit(
+            f"The numbers of parameters differ by more than 2% ({counts}). Choose a larger --intermediate."
+        )
+    problems = run_processes(options, arguments)
+    results = list(finished_runs(options, mark_of(options)).values())
+    if results:
+        save(options, results)  # including kinds of earlier commands
+        show(options, results)
     for problem in problems:
         print(f"failed: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -1,1 +1,1 @@
-"""Translation by the kind of attention."""
+"""The translation benchmark: German to English with several kinds of attention (`python -m benchmarks.translation`)."""

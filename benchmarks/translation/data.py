@@ -1,4 +1,4 @@
-"""Sentence pairs of Multi30k: read from files, as tokens of one vocabulary, in batches of like lengths."""
+"""Sentence pairs of Multi30k: read from files, turned into tokens of one vocabulary, batched by length."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from rebind.errors import InputError
-from rebind.files import write_atomically
+from rebind.storage import write_file
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 PAD, START, END = range(3)
 SPLITS = ("train", "val", "test_2016_flickr")
 LANGUAGES = ("de", "en")
-ROUND = 8  # lengths of batches are multiples of this: few shapes, and what tensor cores take
+ROUND = 8  # lengths of batches are multiples of this: few shapes, and good ones for tensor cores
 
 Pair = tuple[str, str]
 
 
 def read_pairs(folder: Path, split: str) -> list[Pair]:
-    """The sentence pairs of a split, from SPLIT.de and SPLIT.en, plain or .gz; pairs with an empty side left out."""
+    """Return the sentence pairs of a split from SPLIT.de and SPLIT.en, plain or .gz, without pairs that lack a side."""
     sides = [_lines(folder, f"{split}.{language}") for language in LANGUAGES]
     if len(sides[0]) != len(sides[1]):
         raise InputError(
-            f"{split} has {len(sides[0])} German and {len(sides[1])} English lines, expected as many: get the files "
-            f"of one release"
+            f"{split} has {len(sides[0])} German and {len(sides[1])} English lines",
+            expected="equal numbers, as in the files of one release",
+            code="uneven_sides",
         )
     return [(one, other) for one, other in zip(*sides, strict=True) if one and other]
 
 
 def read_splits(folder: Path) -> dict[str, list[Pair]]:
-    """The pairs of every split."""
+    """Return the pairs of every split."""
     return {split: read_pairs(folder, split) for split in SPLITS}
 
 
 def digest_of(pairs: Mapping[str, Sequence[Pair]]) -> str:
-    """A digest of all pairs and their order: what tells one release of the data from another."""
+    """Return a digest of all pairs and their order, which differs between releases of the data."""
     return hashlib.sha256(repr([(split, list(pairs[split])) for split in SPLITS]).encode()).hexdigest()
 
 
@@ -52,13 +53,16 @@ def _lines(folder: Path, name: str) -> list[str]:
             data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             return [line.strip() for line in data.decode().rstrip("\n").split("\n")]
     raise InputError(
-        f"{folder} has neither {name}.gz nor {name}, expected {', '.join(SPLITS)} as .de and .en: point --data at "
-        f"Multi30k's raw files"
+        f"{folder} has neither {name}.gz nor {name}",
+        expected=f"the raw files of Multi30k: {', '.join(SPLITS)}, each as .de and .en",
+        advice="Choose another {data}",
+        settings={"data": None},
+        code="no_data",
     )
 
 
 def shared_tokenizer(pairs: Sequence[Pair], vocabulary: int, folder: Path) -> Tokenizer:
-    """Byte-level BPE of both languages together, trained on these pairs or read from a file that was."""
+    """Return a byte-level BPE of both languages, trained on these pairs or read from the file of an earlier run."""
     digest = hashlib.sha256(repr((vocabulary, list(pairs))).encode()).hexdigest()[:16]
     path = folder / f"tokenizer-{digest}.json"
     if path.exists():
@@ -73,16 +77,16 @@ def shared_tokenizer(pairs: Sequence[Pair], vocabulary: int, folder: Path) -> To
         show_progress=False,
     )
     tokenizer.train_from_iterator((side for pair in pairs for side in pair), trainer)
-    write_atomically(path, tokenizer.to_str().encode())
+    write_file(path, tokenizer.to_str().encode())
     return tokenizer
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token ids of pairs, padded, on the device; lengths on the host, where batches are planned."""
+    """Token ids of pairs, padded, on the device; lengths on the CPU, where batches are planned."""
 
     source: Tensor  # [N, S]
-    target: Tensor  # [N, T], its end token included
+    target: Tensor  # [N, T], with the end token
     lengths: Tensor  # [N, 2] on the CPU
 
     @classmethod
@@ -91,7 +95,12 @@ class Corpus:
         ids = [([*one.ids, END], [*other.ids, END]) for one, other in zip(*sides, strict=True)]
         ids = [pair for pair in ids if longest is None or max(map(len, pair)) <= longest]
         if not ids:
-            raise InputError(f"no pair has at most {longest} tokens a side, expected some: raise --longest")
+            raise InputError(
+                f"No pair has at most {longest} tokens per side",
+                advice="Choose a larger {longest}",
+                settings={"longest": None},
+                code="pairs_too_long",
+            )
         source, target = (_padded([pair[side] for pair in ids]).to(device) for side in range(2))
         return cls(source, target, torch.tensor([[len(one), len(other)] for one, other in ids]))
 
@@ -99,9 +108,9 @@ class Corpus:
         return len(self.lengths)
 
     def batches(self, tokens: int, generator: torch.Generator | None = None) -> Iterator[dict[str, Tensor]]:
-        """Pairs of like lengths together, `tokens` or fewer a batch; with a generator in random order and company.
+        """Yield batches of at most `tokens`, with pairs of similar lengths together, at random with a generator.
 
-        All that is sent to the device is the order of the rows, once: nothing waits for it.
+        Only the order of the rows is sent to the device, once, so that nothing waits for it.
         """
         order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
         widths = _rounded(self.lengths)[order]
@@ -119,7 +128,7 @@ class Corpus:
 
 
 def _cuts(widths: list[list[int]], tokens: int) -> list[int]:
-    """Where batches begin, and the end: each as many rows as fit when padded to the widest of them."""
+    """Return where batches begin, and the end; each has as many rows as fit when padded to the widest of them."""
     cuts, wide, long = [0], 0, 0
     for place, (source, target) in enumerate(widths):
         wide, long = max(wide, source), max(long, target)

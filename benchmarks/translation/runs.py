@@ -1,4 +1,4 @@
-"""One kind of attention from one seed: trained, asked for the test set, scored; and the file that such runs are in."""
+"""Runs: train one kind of attention from one seed, translate the test set and score it; and the file of all runs."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from benchmarks.translation.data import PAD, Corpus
 from benchmarks.translation.training import Settings, Task, autocast, train
 from rebind.bench.machine import machine
 from rebind.errors import InputError
-from rebind.files import write_atomically
 from rebind.nn import RebindForSeq2SeqLM
+from rebind.storage import write_json
 
 TITLE = "Multi30k, German to English, test_2016_flickr"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One model, trained and asked."""
+    """One trained model."""
 
     kind: str
     seed: int
     bleu: float
-    valid_loss: float  # nats a token, no smoothing: of the checkpoint that was asked
-    best_step: int  # where that checkpoint was taken
+    valid_loss: float  # nats per token without smoothing, of the checkpoint that was scored
+    best_step: int  # the step of that checkpoint
     train_seconds: float
     test_seconds: float
     parameters: int
-    state: int  # numbers that the decoder keeps for a sentence of 16 tokens, after 16 tokens
+    state: int  # numbers that the decoder stores for a sentence of 16 tokens, after 16 tokens
 
 
 def run(
-    kind: str, seed: int, task: Task, settings: Settings, told: Callable[[int, float | None], None] = lambda *_: None
+    kind: str, seed: int, task: Task, settings: Settings, report: Callable[[int, float | None], None] = lambda *_: None
 ) -> Run:
     """Train one kind from one seed, and translate the test set."""
-    _warm(_model(kind, task, settings), task, settings)
+    _warm_up(_build(kind, task, settings), task, settings)
     torch.manual_seed(seed)
-    model = _model(kind, task, settings)
+    model = _build(kind, task, settings)
     begin = time.perf_counter()
-    loss, step = train(model, task.train, task.valid, settings, seed, told)
+    loss, step = train(model, task.train, task.valid, settings, seed, report)
     trained = time.perf_counter()
     score = bleu(translate(model, task.tokenizer, task.test, settings.beams), task.references)
     return Run(
@@ -63,13 +63,13 @@ def run(
     )
 
 
-def _model(kind: str, task: Task, settings: Settings) -> RebindForSeq2SeqLM:
-    made: Any = RebindForSeq2SeqLM(settings.config(kind, task.tokenizer.get_vocab_size()))
-    return made.to(task.train.source.device)
+def _build(kind: str, task: Task, settings: Settings) -> RebindForSeq2SeqLM:
+    model: Any = RebindForSeq2SeqLM(settings.config(kind, task.tokenizer.get_vocab_size()))
+    return model.to(task.train.source.device)
 
 
-def _warm(model: RebindForSeq2SeqLM, task: Task, settings: Settings) -> None:
-    """One step of a model that is thrown away: kernels are compiled before the clock starts."""
+def _warm_up(model: RebindForSeq2SeqLM, task: Task, settings: Settings) -> None:
+    """Train a model that is not used for one step, so that kernels are compiled before the clock starts."""
     with autocast(task.train.source.device):
         loss = model.train()(**next(task.train.batches(settings.tokens))).loss
     loss.backward()
@@ -78,10 +78,10 @@ def _warm(model: RebindForSeq2SeqLM, task: Task, settings: Settings) -> None:
 
 @torch.no_grad()
 def translate(model: RebindForSeq2SeqLM, tokenizer: Tokenizer, corpus: Corpus, beams: int) -> list[str]:
-    """Every sentence of a corpus, all at once, by beam search in the weights' own dtype."""
+    """Translate every sentence of a corpus in one batch, by beam search in the dtype of the weights."""
     longest = min(2 * int(corpus.lengths[:, 0].max()) + 8, 128)
-    made: Any = model.train(False)
-    ids = made.generate(
+    untyped: Any = model.train(False)
+    ids = untyped.generate(
         corpus.source,
         attention_mask=(corpus.source != PAD).long(),
         max_new_tokens=longest,
@@ -93,35 +93,32 @@ def translate(model: RebindForSeq2SeqLM, tokenizer: Tokenizer, corpus: Corpus, b
 
 
 def bleu(hypotheses: list[str], references: list[str]) -> float:
-    """sacreBLEU: cased, 13a tokens."""
+    """Return the score of sacreBLEU, cased, with 13a tokens."""
     return float(import_module("sacrebleu").corpus_bleu(hypotheses, [references]).score)
 
 
 def require_sacrebleu() -> None:
     if find_spec("sacrebleu") is None:
-        raise InputError("sacrebleu is not installed, expected it for the score: pip install sacrebleu")
+        raise InputError(
+            "sacrebleu is not installed", advice="Install it with pip install sacrebleu", code="sacrebleu_missing"
+        )
 
 
-def kept_runs(out: Path, settings: Settings, digest: str) -> list[Run]:
-    """What --out holds already, if it was made with the same settings, on data of that digest."""
+def earlier_runs(out: Path, settings: Settings, digest: str) -> list[Run]:
+    """Return the runs in --out, if they have the same settings and data with that digest."""
     if not out.exists():
         return []
-    held = json.loads(out.read_text())
-    if held.get("settings") != asdict(settings):
-        raise InputError(
-            f"{out} holds runs of other settings, expected {asdict(settings)}: choose another --out, or remove it"
-        )
-    if "data" not in held:
-        raise InputError(
-            f"{out} does not say what data its runs are of, expected a digest: choose another --out, or remove it; if "
-            f'it was made from these files, add "data": "{digest}" beside its settings'
-        )
-    if held["data"] != digest:
-        raise InputError(
-            f"{out} holds runs on other data ({held['data']}, expected {digest}): choose another --out, or remove it, "
-            f"or point --data at the files it was made from"
-        )
-    return [Run(**found) for found in held["runs"]]
+    content = json.loads(out.read_text())
+    for name, expected in (("settings", asdict(settings)), ("data", digest)):
+        if content.get(name) != expected:
+            raise InputError(
+                f"{out} has runs with other {name} ({content.get(name)})",
+                expected=str(expected),
+                advice="Remove the file, or choose another {out}",
+                settings={"out": None},
+                code=f"other_{name}",
+            )
+    return [Run(**values) for values in content["runs"]]
 
 
 def save(out: Path, settings: Settings, digest: str, runs: list[Run]) -> None:
@@ -130,6 +127,6 @@ def save(out: Path, settings: Settings, digest: str, runs: list[Run]) -> None:
         "machine": machine("transformers", "tokenizers", "sacrebleu"),
         "settings": asdict(settings),
         "data": digest,  # sha256 of all sentence pairs
-        "runs": [asdict(found) for found in runs],
+        "runs": [asdict(run) for run in runs],
     }
-    write_atomically(out, (json.dumps(content, indent=2) + "\n").encode())
+    write_json(out, content)

@@ -1,4 +1,4 @@
-"""Training a translation model: what it depends on, its data, and the checkpoint that validates best."""
+"""Training of a translation model: its settings, its data, and the checkpoint with the best validation loss."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rebind.errors import InputError
 from rebind.nn import RebindForSeq2SeqLM, RebindSeq2SeqConfig
 from rebind.nn.training import OptimizerConfig
 
-CHECKS = 10  # times that the validation loss is taken in a run, the last one included
+CHECKS = 10  # how often the validation loss is measured in a run, the last step included
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything but kind and seed that a result depends on."""
+    """Everything that a result depends on besides kind and seed."""
 
     steps: int = 1_600
-    tokens: int = 16_384  # of a batch: source and target, padding included
+    tokens: int = 16_384  # per batch: source and target, padding included
     rate: float = 1e-3
-    warmup: int = 200  # steps, then a cosine down to 0
+    warmup: int = 200  # steps, followed by a cosine down to 0
     vocabulary: int = 8_000
     hidden: int = 256
     layers: int = 3  # of the encoder, and of the decoder
@@ -35,10 +35,10 @@ class Settings:
     ff: int = 1_024
     dropout: float = 0.3
     smoothing: float = 0.1
-    favor: int = 128  # m; with heads of 64 features 256 wide, as Schlag et al.'s smallest
-    nu: int = 2  # ν; the same width
+    favor: int = 128  # m: features 256 wide for heads of 64, the smallest of Schlag et al.
+    nu: int = 2  # ν: the same width
     beams: int = 5
-    longest: int = 96  # tokens that a training sentence may have; longer pairs are left out
+    longest: int = 96  # tokens of a training sentence; longer pairs are left out
 
     def config(self, kind: str, vocabulary: int) -> RebindSeq2SeqConfig:
         return RebindSeq2SeqConfig(
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """The data as a run needs it."""
+    """The data of a run."""
 
     tokenizer: Tokenizer
     train: Corpus
@@ -75,53 +75,60 @@ def train(
     valid: Corpus,
     settings: Settings,
     seed: int,
-    told: Callable[[int, float | None], None],
+    report: Callable[[int, float | None], None],
 ) -> tuple[float, int]:
-    """Train, and leave the model at its best checkpoint: that validation loss, and its step."""
+    """Train, and leave the model at its best checkpoint; return the validation loss of that, and its step."""
     device = corpus.source.device
-    optimiser = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda"
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate(step, settings))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, settings))
     checks = {max(1, round(settings.steps * part / CHECKS)) for part in range(1, CHECKS + 1)}
-    best, best_step, kept = float("inf"), 0, {}
+    best, best_step, best_weights = float("inf"), 0, {}
     model.train()
-    for step, batch in enumerate(_forever(corpus, settings.tokens, seed), 1):
+    for step, batch in enumerate(_endless(corpus, settings.tokens, seed), 1):
         with autocast(device):
             loss = model(**batch).loss
-        with torch.autograd.set_multithreading_enabled(False):  # Python in autograd's own thread is slower
+        with torch.autograd.set_multithreading_enabled(
+            False
+        ):  # operators in Python are slower in autograd's own thread
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         schedule.step()
         if step in checks and (now := valid_loss(model, valid, settings.tokens)) < best:
             best, best_step = now, step
-            kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        told(step, best if step in checks else None)
+            best_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        report(step, best if step in checks else None)
         if step == settings.steps:
             break
-    if not kept:
-        raise InputError("the validation loss was never a number, expected it to fall: lower --rate")
-    model.load_state_dict(kept)
+    if not best_weights:
+        raise InputError(
+            "The validation loss was never finite",
+            advice="Choose a smaller {rate}",
+            settings={"rate": settings.rate / 10},
+            code="training_diverged",
+        )
+    model.load_state_dict(best_weights)
     return best, best_step
 
 
-def _forever(corpus: Corpus, tokens: int, seed: int) -> Iterator[dict[str, Tensor]]:
+def _endless(corpus: Corpus, tokens: int, seed: int) -> Iterator[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from corpus.batches(tokens, generator)
 
 
 def rate(step: int, settings: Settings) -> float:
-    """Up in a line, down along a cosine; as a share of the highest."""
+    """Return the learning rate as a fraction of the highest: a linear warm-up, then a cosine."""
     warmup = min(settings.warmup, settings.steps // 4)
     return OptimizerConfig(rate=1.0, warmup=warmup, final=0.0).rate_at(step, settings.steps)
 
 
 @torch.no_grad()
 def valid_loss(model: RebindForSeq2SeqLM, corpus: Corpus, tokens: int) -> float:
-    """Mean cross-entropy a target token."""
+    """Return the mean cross-entropy per target token."""
     model.train(False)
     device = corpus.source.device
     total = torch.zeros((), device=device, dtype=torch.float64)
