@@ -33,7 +33,7 @@ def rebind(*words: str, code: int = 0):
 
 
 def train(tmp_path, *words: str, code: int = 0):
-    layers = [] if {"--layers", "--rule"} & set(words) else ["--layers", "delta"]
+    layers = [] if "--layers" in words else ["--layers", "delta"]
     given = [*FAST, *SMALL, *layers, *words]
     return rebind("train", "--data", corpus(tmp_path), "--out", str(tmp_path / "run"), *given, code=code)
 
@@ -80,7 +80,7 @@ def test_it_says_what_came_of_it_and_goes_on(tmp_path, monkeypatch):
 
 def test_kinds_may_have_underscores(tmp_path):
     assert (
-        json.loads(train(tmp_path, "--rule", "gated_delta", "--json").stdout)["summary"]["layers"]
+        json.loads(train(tmp_path, "--layers", "gated_delta", "--json").stdout)["summary"]["layers"]
         == ["gated_delta"] * 2
     )
 
@@ -95,11 +95,10 @@ def test_fields_that_are_named_are_ours(tmp_path):
     ("words", "code", "says"),
     [
         (["--layers", "dleta"], 2, "did you mean 'delta'"),
-        (["--rule", "delta,delta,attention"], 2, "names 3 layers"),
-        (["--rule", "sum"], 2, "'sum' is a rule and no kind of layer, expected a kind that is built on it: choose"),
-        (["--rule", "delta,sum"], 2, "performer-sum, dpfp-sum"),
-        (["--rule", "linear"], 2, "unknown layer kind 'linear'"),
-        (["--layers", "delta", "--rule", "sum"], 2, "is given 2 times (delta and sum), expected once"),
+        (["--layers", "delta,delta,attention"], 2, "names 3 layers"),
+        (["--layers", "sum"], 2, "'sum' is a rule and no kind of layer, expected a kind that is built on it: choose"),
+        (["--layers", "delta,sum"], 2, "performer-sum, dpfp-sum"),
+        (["--layers", "linear"], 2, "unknown layer kind 'linear'"),
         (["--layers", "delta", "--set", "layer_kinds=attention"], 2, "expected one of them: leave layer_kinds out"),
         (["--set", "foo=1"], 2, "expected one of bos_token_id, conv_size, dpfp_nu"),
         (["--set", "dropout"], 2, "expected field=value"),
@@ -119,7 +118,7 @@ def test_errors_are_one_line(tmp_path, words, code, says):
 
 
 @pytest.mark.parametrize(
-    "words", [["--data", "nowhere.txt"], ["--length", "100000"], ["--carry", "--rule", "attention"]]
+    "words", [["--data", "nowhere.txt"], ["--length", "100000"], ["--carry", "--layers", "attention"]]
 )
 def test_what_is_refused_leaves_no_folder(tmp_path, words):
     train(tmp_path, *words, code=2)
