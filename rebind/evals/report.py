@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from rebind.errors import InputError
-from rebind.evals.comparison import Comparison
+from rebind.evals.figures import draw_run
 from rebind.evals.records import Record
 from rebind.evals.summary import markdown_report, summarize_run
 from rebind.storage import Row, RunFolder
@@ -25,20 +23,5 @@ def write(
     folder.write(SUMMARY, json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
     folder.write(TABLE, markdown_report(summary).encode())
     if figures and find_spec("matplotlib"):
-        from rebind.evals.figures import draw_run  # matplotlib is optional
-
         draw_run(folder, summary, rows)
     return summary
-
-
-def draw_comparison(path: Path, comparison: Comparison) -> None:
-    """Draw compared runs into one PNG file."""
-    if not find_spec("matplotlib"):
-        raise InputError(
-            "Figures need matplotlib, which is not installed",
-            advice="Run pip install 'rebind[lab]'",
-            code="package_missing",
-        )
-    from rebind.evals.figures import draw_runs
-
-    draw_runs(path, comparison.runs)
