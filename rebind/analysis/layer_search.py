@@ -60,7 +60,7 @@ class LayerChoice:
     candidates: tuple[Candidate, ...]
     trace: tuple[float, ...]  # per layer, mean indirect effect of the MLPs at the subject's last token
     known: int  # facts that the model knows
-    asked: int  # facts in all
+    facts: int  # facts in all
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -125,7 +125,7 @@ def search_layers(
         candidates=tuple(candidates),
         trace=tuple(effects),
         known=len(known),
-        asked=len(trials),
+        facts=len(trials),
     )
     save_measured_layers(editor.fingerprint, choice.layers, choice.to_json())
     return choice

@@ -64,9 +64,9 @@ def logit_lens(model: LanguageModel, prompt: str, target: str | None = None, *, 
     everywhere = torch.stack([torch.zeros(count), torch.arange(count)], dim=-1).long().to(trunk.device)
     hidden: list[Hidden] = []
     with hooked([(block, record_in(hidden, tokens)) for block in trunk.blocks]):
-        said = trunk.logits(tokens, everywhere[-1:])
+        logits = trunk.logits(tokens, everywhere[-1:])
     wanted = answer_id if target_id is None else target_id
-    answer = int(said[0].argmax()) if wanted is None else wanted
+    answer = int(logits[0].argmax()) if wanted is None else wanted
     top, top_probability, probability, rank = [], [], [], []
     for states in hidden:
         logits = trunk.logits(tokens, everywhere, resume=(len(trunk.blocks) - 1, states))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +9,26 @@ import torch
 
 from rebind.analysis.lens import Lens
 from rebind.analysis.traces import AverageTrace, Trace
-from rebind.errors import InputError
+from rebind.plotting import render, require_matplotlib
 from rebind.storage import write_file
 
 COLORS = {"hidden": "Purples", "mlp": "Greens", "attention": "Reds"}  # as in ROME's figures
 TITLES = {
     "hidden": "one block's output restored",
-    "mlp": "MLP restored, {} layers",
-    "attention": "attention restored, {} layers",
+    "mlp": "MLP restored (window: {})",
+    "attention": "attention restored (window: {})",
 }
 MAX_LENS_TOKENS = 16  # more would not be readable
 
 
 def draw_trace(trace: Trace | AverageTrace, path: str | Path, *, title: str) -> Path:
     """Draw one heatmap per kind, tokens by layers, with one color scale."""
-    pyplot = _pyplot()
     kinds = list(trace.effects)
     rows, depth = trace.effects[kinds[0]].shape
     top = max(float(torch.stack(list(trace.effects.values())).max()), 1e-9)
     size = (1.9 + 3.5 * len(kinds), 1.35 + 0.25 * rows)
-    figure, axes = pyplot.subplots(1, len(kinds), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for axis, kind in zip(axes[0], kinds, strict=True):
+    figure, axes = _figure(size, len(kinds))
+    for axis, kind in zip(axes, kinds, strict=True):
         image = axis.imshow(
             trace.effects[kind].numpy(), cmap=COLORS[kind], vmin=0.0, vmax=top, aspect="auto", interpolation="nearest"
         )
@@ -42,19 +40,19 @@ def draw_trace(trace: Trace | AverageTrace, path: str | Path, *, title: str) -> 
         for spine in axis.spines.values():
             spine.set_visible(False)
     bar.set_label("probability restored", fontsize=8)
-    axes[0][0].set_yticks(range(rows), [_label(text) for text in trace.labels])
+    axes[0].set_yticks(range(rows), [_label(text) for text in trace.labels])
     figure.suptitle(_drawable(title), fontsize=10)
-    return _save(pyplot, figure, path)
+    write_file(path, render(figure))
+    return Path(path)
 
 
 def draw_lens(lens: Lens, path: str | Path, *, title: str) -> Path:
     """Draw layers by tokens, each cell with its likeliest token, colored by the probability of the answer."""
-    pyplot = _pyplot()
     first = max(0, len(lens.prompt.ids) - MAX_LENS_TOKENS)
     shown = lens.probability[:, first:]
     depth, width = shown.shape
     size = (1.6 + 0.85 * width, 1.2 + 0.19 * depth)
-    figure, axis = pyplot.subplots(figsize=size, layout="constrained")
+    figure, (axis,) = _figure(size, 1)
     image = axis.imshow(
         shown.numpy(), cmap="Blues", vmin=0.0, vmax=max(float(shown.max()), 1e-9), aspect="auto", origin="lower"
     )
@@ -72,7 +70,17 @@ def draw_lens(lens: Lens, path: str | Path, *, title: str) -> Path:
     bar = _add_color_bar(figure, image, axis)
     bar.set_label(_drawable(f"probability of {lens.answer!r}"), fontsize=8)
     figure.suptitle(_drawable(title), fontsize=10)
-    return _save(pyplot, figure, path)
+    write_file(path, render(figure))
+    return Path(path)
+
+
+def _figure(size: tuple[float, float], panels: int) -> tuple[Any, Any]:
+    """Return a figure and its panels, side by side."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
 
 
 def _add_color_bar(figure: Any, image: Any, axis: Any) -> Any:
@@ -94,28 +102,3 @@ def _drawable(text: str) -> str:
     path = font_manager.findfont(font_manager.FontProperties(family="DejaVu Sans"))
     known = font_manager.get_font(path).get_charmap()
     return "".join(letter if ord(letter) in known else f"U+{ord(letter):04X}" for letter in text).replace("$", r"\$")
-
-
-def _pyplot() -> Any:
-    """Return pyplot, drawing without a window on any machine."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise InputError(
-            "matplotlib, which draws the figures, is not installed",
-            advice="Install it with pip install 'rebind[lab]', or leave out {out}",
-            settings={"out": None},
-            code="matplotlib_missing",
-        ) from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(pyplot: Any, figure: Any, path: str | Path) -> Path:
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=110, metadata={"Software": None})  # so that the bytes hold no version
-    pyplot.close(figure)
-    write_file(path, data.getvalue())
-    return Path(path)

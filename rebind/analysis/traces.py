@@ -149,7 +149,7 @@ class AverageTrace:
     def to_json(self) -> dict[str, Any]:
         return {
             "facts": self.facts,
-            "places": list(POSITIONS),
+            "positions": list(POSITIONS),
             "counts": list(self.counts),
             "clean": self.clean,
             "corrupted": self.corrupted,

@@ -122,8 +122,8 @@ class Ledger:
             return edits[matches[0]]
         candidates = matches or get_close_matches(id, edits, n=3) or list(edits)
         raise UnknownNameError(
-            f"{'Several edits have ids' if matches else 'No edit has an id'} that starts with {id!r}",
-            expected=f"one of {_shorten(candidates)}" if candidates else "an edit, but the ledger is empty",
+            f"{'Several edits have' if matches else 'No edit has'} an id that starts with {id!r}",
+            expected=f"one of {_shorten(candidates)}" if candidates else "",
             code="ambiguous_edit" if matches else "unknown_edit",
         )
 
@@ -236,7 +236,7 @@ class Ledger:
                 except (ValueError, RebindError) as problem:
                     raise damaged(
                         f"Line {state.lines + 1} of {log} was altered or damaged ({problem})",
-                        "Restore the folder from a copy, or delete this line and all after it to lose only those edits",
+                        "Restore the folder from a copy, or delete this line and all that follow: earlier edits remain",
                     ) from None
 
 
@@ -278,11 +278,11 @@ def _other_model(path: Path, header: Mapping[str, str], model: str, name: str, d
 
 def _surplus(edits: Sequence[Edit], others: Sequence[Edit]) -> tuple[Edit, ...]:
     """Return the edits that `others` do not hold; of equal edits the later ones."""
-    held = Counter(edit.digest for edit in others)
+    unmatched = Counter(edit.digest for edit in others)
     surplus = []
     for edit in edits:
-        if held[edit.digest]:
-            held[edit.digest] -= 1
+        if unmatched[edit.digest]:
+            unmatched[edit.digest] -= 1
         else:
             surplus.append(edit)
     return tuple(surplus)

@@ -63,12 +63,7 @@ def read_header(folder: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise damaged(f"{path} cannot be read ({problem!r})") from None
     if stated_format != FORMAT:
-        raise LedgerError(
-            f"{path} has the format {stated_format!r}",
-            expected=repr(FORMAT),
-            advice="Use the version of rebind that wrote it",
-            code="unknown_ledger_format",
-        )
+        raise damaged(f"{path} has the format {stated_format!r}, not {FORMAT!r}", "Use the rebind that wrote it")
     if digest_of(header) != stated_digest:
         raise damaged(f"{path} was altered: its digest does not match")
     return {**header, "digest": stated_digest}

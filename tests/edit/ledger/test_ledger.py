@@ -239,7 +239,7 @@ def test_another_format_is_refused(folder):
     (folder / "ledger.json").write_text(json.dumps({**header, "format": "rebind-ledger-9"}))
     with pytest.raises(LedgerError) as caught:
         open_ledger(folder)
-    assert caught.value.code == "unknown_ledger_format"
+    assert caught.value.code == "ledger_damaged"
 
 
 # Symbolic links in a ledger that comes from somebody else
