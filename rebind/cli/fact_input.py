@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from rebind.cli.ui.tables import one_line
 from rebind.errors import InputError
 
 if TYPE_CHECKING:
+    from rebind.edit.editor import Editor
     from rebind.edit.facts.fact import Fact
     from rebind.edit.facts.readers import Facts
 
@@ -41,17 +43,37 @@ def facts_of_file(terminal: Terminal, file: str | Path, skip_bad: bool, limit: i
     return facts
 
 
-def valid_facts(terminal: Terminal, facts: Facts, check: Callable[[Fact], object], skip_bad: bool) -> Facts:
+def valid_facts(terminal: Terminal, facts: Facts, check: Callable[[Sequence[Fact]], object], skip_bad: bool) -> Facts:
     """Return the facts that pass a check. The first that fails is an error, or with `skip_bad` each is skipped."""
 
     def failures() -> Iterator[tuple[int, InputError]]:
         for index, fact in enumerate(facts):
             try:
-                check(fact)
+                check([fact])
             except InputError as error:
                 yield index, error
 
-    return _without(terminal, facts, failures(), skip_bad)
+    try:
+        check(facts.facts)  # all together is fast; one by one finds out which
+    except InputError:
+        return _without(terminal, facts, failures(), skip_bad)
+    return facts
+
+
+def fitting_facts(terminal: Terminal, editor: Editor, facts: Facts, skip_bad: bool, *, contexts: bool = False) -> Facts:
+    """Return the facts whose prompts all fit into the context length; with `contexts`, behind contexts as well."""
+    from rebind.models import Prompt
+
+    def check(some: Sequence[Fact]) -> None:
+        questions: list[Prompt] = []
+        for fact in some:
+            texts, targets = (fact.text, *fact.paraphrases, *fact.neighbors), filter(None, (fact.target, fact.old))
+            questions += [Prompt(text, target) for target in targets for text in texts]
+        editor.language_model.encode(questions)
+        if contexts:
+            editor.fact_prompts(some)
+
+    return valid_facts(terminal, facts, check, skip_bad)
 
 
 def consistent_facts(terminal: Terminal, facts: Facts, skip_bad: bool) -> Facts:
@@ -79,7 +101,8 @@ def _without(terminal: Terminal, facts: Facts, failures: Iterable[tuple[int, Inp
 
     removed: dict[int, str] = {}
     for index, error in failures:
-        named = with_prefix(error, facts.names[index])
+        named = copy(error)
+        named.problem = f"{facts.names[index]}: {error.problem}" if facts.names[index] else error.problem
         if not skip_bad:
             raise named
         removed[index] = named.message(lambda name, value: as_option(name, value, terminal.options))
@@ -95,12 +118,6 @@ def print_skipped(terminal: Terminal, facts: Facts) -> None:
     """Print how many records were skipped, if any were."""
     if facts.skipped:
         terminal.print(f"skipped {len(facts.skipped):,} of {len(facts.skipped) + len(facts):,} records")
-
-
-def with_prefix(error: InputError, name: str) -> InputError:
-    """Return the same error with the name of what it is about."""
-    problem = f"{name}: {error.problem}" if name else error.problem
-    return InputError(problem, expected=error.expected, advice=error.advice, code=error.code, settings=error.settings)
 
 
 def quote(text: str) -> str:

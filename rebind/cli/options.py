@@ -45,10 +45,12 @@ ModelName = Annotated[
     str, value("MODEL", "smollm2 (built in), a Hub id, a model folder or a GGUF file.", "--model", "-m", panel=MODEL)
 ]
 LedgerFolder = Annotated[
-    Path | None, value("DIR", "Ledger folder.", "--ledger", "-l", default="one per model", panel=MODEL)
+    Path | None, value("DIR", "Folder that stores the edits.", "--ledger", "-l", default="one per model", panel=MODEL)
 ]
-Device = Annotated[str | None, value("NAME", "cpu, cuda, cuda:1 or mps.", default="cpu", panel=MODEL)]
-Dtype = Annotated[str | None, value("NAME", f"{', '.join(DTYPES)}.", default="as stored", panel=MODEL)]
+Device = Annotated[str | None, value("NAME", "Device: cpu, cuda, cuda:1 or mps.", default="cpu", panel=MODEL)]
+Dtype = Annotated[
+    str | None, value("NAME", f"Dtype of the weights: {', '.join(DTYPES)}.", default="as stored", panel=MODEL)
+]
 Chat = Annotated[bool, flag("--chat", "Put prompts into the model's chat template.", panel=MODEL)]
 Method = Annotated[str, value("NAME", "Editing method: memit, rome, emmet, alphaedit or recursive.")]
 Layers = Annotated[str | None, value("LIST", "Layers to edit, such as 2,3,4 or 2-6.", default="chosen for the model")]
@@ -84,7 +86,8 @@ class ModelOptions:
         Path | None, value("FILE", "Text to collect old keys from.", default="sampled from the model", panel=MODEL)
     ] = None
     moment_tokens: Annotated[
-        int | None, value("N", "Tokens of that text to read.", default="8192, on a GPU 100000", panel=MODEL, min=1)
+        int | None,
+        value("N", "Tokens to collect old keys from.", default="8192; GPU: 100000", panel=MODEL, min=1),
     ] = None
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from rebind.analysis import layer_search
+from rebind import analysis
 from rebind.cli.commands.lens import layer_table
 from rebind.cli.ui.heatmap import heatmap
 from rebind.edit.editor import Editor
@@ -142,10 +142,8 @@ def test_heatmaps_shade_and_fit():
 @pytest.fixture
 def trials(monkeypatch):
     """Let the tiny model take part in trials although it knows nothing."""
-    search = layer_search.search_layers
-    monkeypatch.setattr(
-        layer_search, "search_layers", lambda *given, **options: search(*given, **options, check_known=False)
-    )
+    search = analysis.search_layers
+    monkeypatch.setattr(analysis, "search_layers", lambda *args, **options: search(*args, **options, check_known=False))
 
 
 def test_layers_are_chosen_once(rebind, model, trials):

@@ -101,7 +101,7 @@ def test_invalid_input_that_needs_the_model(fails, model, edited):
         (("ask", LONG), "prompt_too_long"),
         (("lens", LONG), "prompt_too_long"),
         (("trace", LONG + "{France}"), "prompt_too_long"),
-        (("ask", "x", "--device", "nowhere"), "unusable_device"),
+        (("ask", "x", "--device", "nowhere"), "device_unavailable"),
         (("moments", "--layers", "9"), "layers_out_of_range"),
         (("ledger", "show", "e0007"), "unknown_edit"),
         (("ledger", "undo", "e0007"), "unknown_edit"),

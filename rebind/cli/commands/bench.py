@@ -34,8 +34,8 @@ def scan(
     seconds: Annotated[float, opt.value("X", "Spend about X seconds per column.", min=0.1)] = 15.0,
     threads: Annotated[int | None, opt.value("N", "Number of CPU threads.", default="torch's choice", min=1)] = None,
     out: Annotated[Path, opt.value("DIR", "Folder for the results.")] = Path("runs/bench"),
-    device: Annotated[str | None, opt.value("NAME", "cpu, cuda, cuda:1 or mps.", default="cuda, else cpu")] = None,
-    dtype: Annotated[str | None, opt.value("NAME", "Dtype.", default="float32 on a CPU, else bfloat16")] = None,
+    device: Annotated[str | None, opt.value("NAME", "Device: cpu, cuda or mps.", default="cuda, else cpu")] = None,
+    dtype: Annotated[str | None, opt.value("NAME", "Dtype of the inputs.", default="bfloat16, CPU: float32")] = None,
     *,
     terminal: Terminal,
 ) -> None:

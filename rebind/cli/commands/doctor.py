@@ -13,12 +13,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import typer
+from rich.filesize import decimal
 from rich.text import Text
 
 from rebind.cli import options as opt
 from rebind.cli.ui import Terminal
 from rebind.cli.ui.errors import FAILED_CHECK
-from rebind.cli.ui.tables import seconds, size
+from rebind.cli.ui.tables import seconds
 from rebind.errors import RebindError
 from rebind.storage import cache_dir, check_writable, ledgers_dir
 
@@ -74,7 +75,7 @@ def _devices() -> Iterator[Finding]:
     yield Finding("cpu", True, f"{torch.get_num_threads()} of {os.cpu_count()} cores in use (see OMP_NUM_THREADS)")
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        yield Finding(f"cuda:{index}", True, f"{gpu.name}, {size(gpu.total_memory)}", required=False)
+        yield Finding(f"cuda:{index}", True, f"{gpu.name}, {decimal(gpu.total_memory)}", required=False)
     if torch.backends.mps.is_available():
         yield Finding("mps", True, "Apple GPU", required=False)
 
@@ -88,7 +89,7 @@ def _folders() -> Iterator[Finding]:
             yield Finding(name, False, error.problem, advice)
             continue
         files = [file for file in folder.rglob("*") if file.is_file()] if folder.is_dir() else []
-        yield Finding(name, True, f"{folder}, {size(sum(file.stat().st_size for file in files))}", advice)
+        yield Finding(name, True, f"{folder}, {decimal(sum(file.stat().st_size for file in files))}", advice)
 
 
 def _built_in_model() -> Iterator[Finding]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.filesize import decimal
+
 from rebind.cli import options as opt
-from rebind.cli.fact_input import consistent_facts, facts_of_file, print_skipped, single_fact, valid_facts, with_prefix
+from rebind.cli.fact_input import consistent_facts, facts_of_file, fitting_facts, print_skipped, single_fact
 from rebind.cli.session import default_ledgers, open_editor
 from rebind.cli.ui import Phases, Terminal, tables
-from rebind.cli.ui.tables import one_line, seconds, size
+from rebind.cli.ui.tables import one_line, seconds
 from rebind.errors import InputError
 from rebind.storage import check_replaceable
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
-    from rebind.edit.facts.fact import Fact
     from rebind.edit.facts.readers import Facts
     from rebind.edit.ledger.edit import Edit
     from rebind.edit.plan import Plan
@@ -49,7 +49,7 @@ def edit(
     method: opt.Method = "memit",
     layers: opt.Layers = None,
     lam: opt.Lambda = None,
-    steps: Annotated[int | None, opt.value("N", "Search for at most N steps.", min=1, panel=SEARCH)] = None,
+    steps: Annotated[int | None, opt.value("N", "Search each target for at most N steps.", min=1, panel=SEARCH)] = None,
     rate: Annotated[float | None, opt.value("X", "Learning rate of the search.", panel=SEARCH)] = None,
     clamp: Annotated[
         float | None, opt.value("X", "Largest change of the hidden state, relative to its norm.", panel=SEARCH)
@@ -70,12 +70,14 @@ def edit(
     get_method(method)
     chosen_layers = opt.parse_layers(layers)
     search = _search_settings(steps=steps, rate=rate, clamp=clamp, decay=decay)
-    given = _read(terminal, facts, target, subject, paraphrase or [], neighbor or [], skip_bad)
+    details = {"subject": subject, "paraphrases": paraphrase or (), "neighbors": neighbor or ()}
+    given = _read(terminal, facts, target, details, skip_bad)
     if out is not None and not plan:
         check_replaceable(out.expanduser(), kind="checkpoint")
     with Phases(terminal) as phases:
         editor = open_editor(source, phases, "preview" if plan else "create", chat=chat)
-        given = _check(terminal, editor, given, skip_bad, plan)
+        given = fitting_facts(terminal, editor, given, skip_bad, contexts=skip_bad and not plan)
+        given = consistent_facts(terminal, given, skip_bad)
         settings = editor.settings(method, facts=len(given), layers=chosen_layers, lam=lam)
         targets = replace(settings.targets, **search)
         phases.steps, phases.facts = targets.steps, len(given)
@@ -111,29 +113,20 @@ def edit(
     terminal.result(report, done.id)
 
 
-def _read(
-    terminal: Terminal,
-    facts: str,
-    target: str | None,
-    subject: str | None,
-    paraphrases: list[str],
-    neighbors: list[str],
-    skip_bad: bool,
-) -> Facts:
+def _read(terminal: Terminal, facts: str, target: str | None, details: dict[str, Any], skip_bad: bool) -> Facts:
+    """Read a file of facts, or a single fact; `details` are the subject, paraphrases and neighbors of the latter."""
     is_file = os.path.isfile(facts)  # noqa: PTH113 - False for a prompt that is too long to be a file's name
-    if target is not None and not (is_file and subject is None and "{" not in facts):
-        return single_fact(facts, target, subject, paraphrases, neighbors)
+    if target is not None and not (is_file and details["subject"] is None and "{" not in facts):
+        return single_fact(facts, target, **details)
     if not is_file and ("{" in facts or " " in facts.strip()):
         example = 'rebind edit "The capital of {France} is" "Rome"'
         raise InputError(f"The prompt {facts!r} has no target", advice=f"Add it: {example}", code="missing_target")
-    if target or subject or paraphrases or neighbors:
-        raise InputError(
-            f"{facts} is a file of facts, and a target or options of a single fact were given as well",
-            advice="Write targets, subjects, paraphrases and neighbors into the file",
-            code="file_and_fact",
-        )
+    if target or any(details.values()):
+        problem = f"{facts} is a file of facts, and a target or options of a single fact were given as well"
+        advice = "Write targets, subjects, paraphrases and neighbors into the file"
+        raise InputError(problem, advice=advice, code="file_and_fact")
     given = facts_of_file(terminal, facts, skip_bad)
-    return given if skip_bad else consistent_facts(terminal, given, skip_bad=False)  # else after `_check`
+    return given if skip_bad else consistent_facts(terminal, given, skip_bad=False)  # else after `fitting_facts`
 
 
 def _search_settings(**settings: float | None) -> dict[str, Any]:
@@ -143,29 +136,6 @@ def _search_settings(**settings: float | None) -> dict[str, Any]:
         if not (0 < value < math.inf or (name == "decay" and value == 0)):
             raise InputError(f"The {name} of the search is {value:g}", expected="a number above 0", code="not_positive")
     return given
-
-
-def _check(terminal: Terminal, editor: Editor, facts: Facts, skip_bad: bool, plan: bool) -> Facts:
-    """Check that every prompt fits into the model's context, and that no two facts contradict each other."""
-    from rebind.models import Prompt
-
-    def check(some: Sequence[Fact]) -> None:
-        editor.language_model.encode([fact.as_prompt() for fact in some])
-        for kind in ("paraphrases", "neighbors"):
-            try:
-                editor.language_model.encode(
-                    [Prompt(text, fact.target) for fact in some for text in getattr(fact, kind)]
-                )
-            except InputError as error:
-                raise with_prefix(error, f"One of the {kind}") from None
-        if skip_bad and not plan:
-            editor.fact_prompts(some)  # behind contexts as well, which are sampled first
-
-    try:
-        check(facts.facts)
-    except InputError:  # checking all together is fast; checking one by one finds out which
-        facts = valid_facts(terminal, facts, lambda fact: check([fact]), skip_bad)
-    return consistent_facts(terminal, facts, skip_bad)
 
 
 def _undo_command(editor: Editor, edit: Edit, source: opt.EditorOptions) -> str:
@@ -259,8 +229,8 @@ def _print_plan(terminal: Terminal, plan: Plan) -> None:
         ("old keys", "cached" if plan.moments_cached else f"to be collected from {plan.moment_tokens:,} tokens"),
         ("tokens", f"{plan.prompt_tokens:,} in all prompts"),
         ("time", f"about {seconds(plan.seconds)}"),
-        ("memory", f"about {size(plan.bytes_in_memory)} besides the model"),
-        ("ledger", f"grows by about {size(plan.bytes_on_disk)}"),
+        ("memory", f"about {decimal(plan.bytes_in_memory)} besides the model"),
+        ("ledger", f"grows by about {decimal(plan.bytes_on_disk)}"),
     ]
     for one in plan.earlier[: tables.LISTED]:
         kind = "contradicts this edit" if one.clashes else "has the same subject"

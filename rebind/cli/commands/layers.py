@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.text import Text
 
 from rebind.cli import options as opt
-from rebind.cli.fact_input import consistent_facts, facts_of_file, print_skipped, valid_facts
+from rebind.cli.fact_input import consistent_facts, facts_of_file, fitting_facts, print_skipped, valid_facts
 from rebind.cli.session import load_editor
 from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.heatmap import heatmap
@@ -17,8 +17,6 @@ from rebind.edit.wording import percent
 
 if TYPE_CHECKING:
     from rebind.analysis.layer_search import LayerChoice
-    from rebind.edit.editor import Editor
-    from rebind.edit.facts.fact import Fact
 
 EXAMPLES = opt.examples(
     "rebind layers --model Qwen/Qwen3-0.6B",
@@ -42,17 +40,16 @@ def layers(
 
     given = Facts(()) if facts is None else facts_of_file(terminal, facts, skip_bad)
     with Phases(terminal) as phases:
-        from rebind.analysis.layer_search import saved_layer_choice, search_layers
-        from rebind.analysis.trial_facts import TRIAL_FACTS, trial_facts_from
+        from rebind.analysis import TRIAL_FACTS, saved_layer_choice, search_layers, trial_facts_from
         from rebind.edit.settings import layers_file
 
         if facts is not None:
-            given = valid_facts(terminal, given, lambda fact: trial_facts_from([fact]), skip_bad)
+            given = valid_facts(terminal, given, trial_facts_from, skip_bad)
             given = consistent_facts(terminal, given, skip_bad)
         editor = load_editor(source, phases)
         if facts is not None:
             phases.begin("contexts")
-            given = valid_facts(terminal, given, lambda fact: _require_fit(editor, fact), skip_bad)
+            given = fitting_facts(terminal, editor, given, skip_bad, contexts=True)
         choice = None if again or facts is not None else saved_layer_choice(editor.fingerprint)
         is_cached = choice is not None
         if choice is None:
@@ -64,15 +61,6 @@ def layers(
     terminal.hint(f"cached in {path}" if is_cached else f"measured in {spent}, stored in {path}")
     more = {"skipped": len(given.skipped), "cached": is_cached, "path": str(path), "seconds": phases.seconds}
     terminal.result(choice.to_json() | more, ",".join(map(str, choice.layers)))
-
-
-def _require_fit(editor: Editor, fact: Fact) -> None:
-    """Check before the trials that every prompt fits into the model's context."""
-    from rebind.models import Prompt
-
-    texts = (fact.text, *fact.paraphrases, *fact.neighbors)
-    editor.language_model.encode([Prompt(text, str(target)) for text in texts for target in (fact.target, fact.old)])
-    editor.fact_prompts([fact])  # behind contexts as well
 
 
 def _print(terminal: Terminal, choice: LayerChoice) -> None:

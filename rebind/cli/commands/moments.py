@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
+from rich.filesize import decimal
+
 from rebind.cli import options as opt
 from rebind.cli.session import describe, load_editor
 from rebind.cli.ui import Phases, Terminal
-from rebind.cli.ui.tables import seconds, size, table
+from rebind.cli.ui.tables import seconds, table
 
 EXAMPLES = opt.examples(
     "rebind moments",
@@ -42,7 +44,7 @@ def moments(
             rows.append(row | {"path": str(path), "bytes": path.stat().st_size})
     made = table("site", "tokens", "d_k", "rank", "file", right=("tokens", "d_k", "rank"))
     for row in rows:
-        file = f"{'cached' if row['cached'] else 'new'}, {size(row['bytes'])}"
+        file = f"{'cached' if row['cached'] else 'new'}, {decimal(row['bytes'])}"
         made.add_row(row["site"], f"{row['tokens']:,}", str(row["d_k"]), f"{row['rank']:.0f}", file)
     terminal.print(made)
     terminal.hint("rank: the number of directions that the keys spread over, tr(C)² / tr(C²)")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rebind.cli import options as opt
-from rebind.cli.fact_input import facts_of_file, print_skipped, single_fact, valid_facts
+from rebind.cli.fact_input import facts_of_file, fitting_facts, print_skipped, single_fact
 from rebind.cli.session import describe, load_editor, open_editor
 from rebind.cli.ui import Phases
 from rebind.cli.ui.heatmap import heatmap
@@ -67,7 +67,7 @@ def trace(
     with Phases(terminal) as phases:
         editor = load_editor(source, phases) if base else open_editor(source, phases)
         if facts is not None:
-            given = valid_facts(terminal, given, lambda fact: _require_fit(editor, fact), skip_bad)
+            given = fitting_facts(terminal, editor, given, skip_bad)
         known = facts is not None and not predicted
         traces = _trace(editor, given.facts, settings, phases, use_target=target is not None, known=known)
     result = traces[0] if facts is None else average_traces(traces)
@@ -112,11 +112,6 @@ def _read(
     if target is not None:
         require_text("target", target)
     return single_fact(str(prompt), target or ".", subject)
-
-
-def _require_fit(editor: Editor, fact: Fact) -> None:
-    prompts = [fact.as_prompt(), *([] if fact.old is None else [fact.as_prompt(fact.old)])]
-    editor.language_model.with_chat(False).encode(prompts)
 
 
 def _trace(

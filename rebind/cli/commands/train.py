@@ -39,7 +39,7 @@ def train(
     ] = "modern-10m",
     layers: Annotated[
         str | None,
-        opt.value("KINDS", "Layer kind, or a pattern: delta,delta,attention.", default="preset's", panel=MODEL),
+        opt.value("KINDS", "Kind of the layers, or a pattern: delta,delta,attention.", default="preset's", panel=MODEL),
     ] = None,
     changes: Annotated[
         list[str] | None,
@@ -52,7 +52,7 @@ def train(
     validation: Annotated[
         str | None, opt.value("TEXT", "Text to measure perplexity on.", default="the end of --data", panel=DATA)
     ] = None,
-    held: Annotated[
+    validation_fraction: Annotated[
         float, opt.value("X", "Fraction of the text, taken from its end, held out for validation.", panel=DATA)
     ] = 0.05,
     length: Annotated[int, opt.value("N", "Number of tokens per segment.", panel=STEPS)] = 256,
@@ -96,7 +96,7 @@ def train(
     from rebind.storage import cache_dir
 
     config = TrainConfig(
-        DataConfig(data, tokenizer, vocabulary, validation, held),
+        DataConfig(data, tokenizer, vocabulary, validation, validation_fraction),
         preset=preset,
         layers=_kinds(layers),
         model=_fields(changes or []),

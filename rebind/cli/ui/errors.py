@@ -76,7 +76,7 @@ def as_option(name: str, value: object, options: Mapping[str, str]) -> str:
     """
     option = options.get(PARAMETERS.get(name, name))
     if option is None:
-        return f"{as_argument(name, value)} (in Python)"
+        return as_argument(name, value) + ("" if value is None else " (in Python)")
     if value is None or value is True:
         return option
     text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -58,19 +58,6 @@ def seconds(value: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def size(count: float) -> str:
-    """Return a number of bytes in the largest suitable unit.
-
-    >>> size(512), size(3 * 2**20)
-    ('512 B', '3.0 MiB')
-    """
-    units = ["B", "KiB", "MiB", "GiB"]
-    while count >= 1024 and len(units) > 1:
-        count /= 1024
-        units.pop(0)
-    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
-
-
 def counted(number: int, name: str) -> str:
     """Return a number with its noun.
 

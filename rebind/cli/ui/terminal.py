@@ -58,10 +58,8 @@ class Terminal:
 
     def report(self, kind: str, text: str, style: str = "yellow") -> None:
         """Print one line on standard error: an error, a warning, a skipped record."""
-        try:
+        with suppress(OSError):  # if standard error cannot be written, the exit code must do
             self.err.print(f"{kind}: {' '.join(text.split())}", style=style, soft_wrap=True)
-        except OSError:  # there is nowhere to report this; the exit code must do
-            discard_output(sys.stderr)
 
     @contextmanager
     def warnings_shown(self) -> Iterator[None]:
