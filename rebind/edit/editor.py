@@ -34,16 +34,13 @@ from rebind.edit.ledger.fold import EditedWeights
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.ledger.log import JSON
 from rebind.edit.methods import METHODS, Method, get_method
-from rebind.edit.moments.collect import Moments
-from rebind.edit.moments.corpus import Corpus, OwnSamples
+from rebind.edit.moments import Corpus, Moments, OwnSamples
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
 from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
-from rebind.edit.targets.contexts import ContextSettings, prompts_in_contexts, sample_contexts
-from rebind.edit.targets.objective import FactPrompts, TargetSettings
-from rebind.edit.targets.search import TargetSearch
-from rebind.edit.targets.store import TargetStore
+from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStore
+from rebind.edit.targets.contexts import prompts_in_contexts, sample_contexts
 from rebind.errors import InputError, LedgerError, StorageError
 from rebind.memory import LowRank
 from rebind.models.language_model import LanguageModel
@@ -291,12 +288,10 @@ class Editor:
             self.language_model,
             self.language_model.encode([fact.as_prompt() for fact in listed]),
             settings,
-            contexts=len(self.context_settings.first_words),
-            context_tokens=self.context_settings.tokens,
-            moment_tokens=self.moments.tokens,
-            moments_cached=all(self.moments.path(self.sites[layer].name).exists() for layer in settings.layers),
-            conflicts=conflicts(listed),
-            earlier=find_earlier_edits(listed, self.ledger.active),
+            self.context_settings,
+            self.moments,
+            conflicts(listed),
+            find_earlier_edits(listed, self.ledger.active),
         )
 
     # Export

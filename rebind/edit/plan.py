@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from rebind.edit.facts import Conflict
 from rebind.edit.guard import EarlierEdit
+from rebind.edit.moments import Moments
 from rebind.edit.settings import EditSettings
-from rebind.edit.targets.objective import TargetSettings
+from rebind.edit.targets import ContextSettings, TargetSettings
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt
 
@@ -41,22 +42,20 @@ def estimate(
     model: LanguageModel,
     prompts: Sequence[EncodedPrompt],
     settings: EditSettings,
-    *,
-    contexts: int,
-    context_tokens: int,
-    moment_tokens: int,
-    moments_cached: bool,
+    contexts: ContextSettings,
+    moments: Moments,
     conflicts: Sequence[Conflict],
     earlier: Sequence[EarlierEdit],
 ) -> Plan:
     """Estimate tokens, bytes and seconds from the lengths of the prompts and the size of the model."""
     sites = [model.sites[layer] for layer in settings.layers]
-    rows = 1 + contexts
-    tokens = rows * sum(len(prompt.ids) + len(prompt.target) + context_tokens for prompt in prompts)
+    moments_cached = all(moments.path(site.name).exists() for site in sites)
+    rows = 1 + len(contexts.first_words)
+    tokens = rows * sum(len(prompt.ids) + len(prompt.target) + contexts.tokens for prompt in prompts)
     suffix = rows * sum(len(prompt.ids) - prompt.subject_last + len(prompt.target) for prompt in prompts)
     parameters = sum(parameter.numel() for parameter in model.model.parameters())
     work = 2 * parameters * (3 * tokens + 2 * settings.targets.steps * suffix)
-    work += 0 if moments_cached else 2.6 * parameters * moment_tokens
+    work += 0 if moments_cached else 2.6 * parameters * moments.tokens
     widest, width = max(site.d_k for site in sites), sites[0].d_v
     return Plan(
         method=settings.method.name,
@@ -65,7 +64,7 @@ def estimate(
         facts=len(prompts),
         prompt_tokens=tokens,
         moments_cached=moments_cached,
-        moment_tokens=moment_tokens,
+        moment_tokens=moments.tokens,
         bytes_on_disk=4 * len(prompts) * sum(2 * site.d_k + site.d_v for site in sites),
         bytes_in_memory=8 * 4 * widest * widest + 4 * suffix * len(model.sites) * width * 12,
         seconds=work / (CPU_RATE if model.device.type == "cpu" else GPU_RATE),

@@ -10,9 +10,18 @@
 
 from __future__ import annotations
 
+from rebind.edit.targets.contexts import ContextSettings
 from rebind.edit.targets.objective import FactPrompts, TargetSettings
 from rebind.edit.targets.optimize import TargetStates, find_targets
 from rebind.edit.targets.search import TargetSearch
 from rebind.edit.targets.store import TargetStore
 
-__all__ = ["FactPrompts", "TargetSearch", "TargetSettings", "TargetStates", "TargetStore", "find_targets"]
+__all__ = [
+    "ContextSettings",
+    "FactPrompts",
+    "TargetSearch",
+    "TargetSettings",
+    "TargetStates",
+    "TargetStore",
+    "find_targets",
+]

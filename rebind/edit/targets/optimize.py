@@ -29,6 +29,7 @@ from rebind.errors import NumericalError
 from rebind.models.batching import CACHED_TOKEN_COST, run_in_batches, tokens_that_fit
 from rebind.models.trunk import Trunk
 
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # of Adam
 RECORDING_COST = 10_000  # recording a step takes as long as running one with this many rows
 
 
@@ -69,7 +70,7 @@ def find_targets(
     tokens_at_once: int | None = None,
     allow_recording: bool = True,
     on_step: OnStep | None = None,
-    on_group: OnGroup | None = None,
+    on_group: OnGroup = lambda indices, targets: None,
 ) -> TargetStates:
     """Find the target state of every fact at the output of block `layer`.
 
@@ -77,17 +78,18 @@ def find_targets(
         trunk: the model; the search starts from its hidden states.
         layer: the block that δ is added behind.
         facts: the prompts of each fact.
-        settings: of the search.
+        settings: how to search.
         search_trunk: a copy of the model in a narrower dtype that runs the steps; by default the model itself.
-        tokens_at_once: bounds a group of facts: rows times tokens, with padding. A token of a cached prefix counts
-            for less. By default what fits on the device; halved, with a warning, if memory runs out.
+        tokens_at_once: bounds a group of facts: rows times tokens, with padding; tokens of cached prefixes count for
+            less. By default what fits on the device; halved, with a warning, if memory runs out.
         allow_recording: record steps as a CUDA graph where that is possible.
         on_step: is called after every step.
-        on_group: is called with the targets of every finished group, and when the search is interrupted with those
+        on_group: is called with the targets of every finished group and, when the search is interrupted, with those
             of the facts that are finished, so that they can be stored.
     """
     sizes = [(rows, CACHED_TOKEN_COST * prefix, suffix) for rows, prefix, suffix in (fact.size for fact in facts)]
     order = sorted(range(len(facts)), key=lambda index: sizes[index][::-1])  # similar lengths together
+    budget = tokens_at_once or tokens_that_fit(search_trunk or trunk)
     done, total_loss = 0, 0.0
 
     def search_group(group: list[int]) -> TargetStates:
@@ -95,23 +97,19 @@ def find_targets(
             if on_step is not None:
                 on_step(step, done + finished, (total_loss + float(loss.sum())) / (done + len(group)))
 
-        search = _GroupSearch(group, settings)
-        recorded = allow_recording and can_record(trunk)
+        search = _GroupSearch(trunk, search_trunk, layer, [facts[index] for index in group], settings)
         try:
-            return search.run(trunk, search_trunk, layer, [facts[index] for index in group], recorded, report)
+            return search.run(allow_recording and can_record(trunk), report)
         except KeyboardInterrupt:
-            if on_group is not None and len(rows := search.finished()):
+            if len(rows := search.finished()):
                 on_group([group[row] for row in rows.tolist()], search.targets().select(rows))
             raise
 
     parts: list[TargetStates] = []
-    for group, targets in run_in_batches(
-        sizes, order, tokens_at_once or tokens_that_fit(search_trunk or trunk), search_group
-    ):
+    for group, targets in run_in_batches(sizes, order, budget, search_group):
         parts.append(targets)
         done, total_loss = done + len(group), total_loss + float(targets.loss.sum())
-        if on_group is not None:
-            on_group(group, targets)
+        on_group(group, targets)
     targets = TargetStates.concatenate(parts)
     return targets.select(torch.tensor(order, device=targets.states.device).argsort())
 
@@ -119,40 +117,48 @@ def find_targets(
 class _GroupSearch:
     """δ for a group of facts, side by side."""
 
-    def __init__(self, group: Sequence[int], settings: TargetSettings) -> None:
-        self.group, self.settings = group, settings
-        self.active = torch.zeros(0, dtype=torch.bool)  # [n]: facts that are not finished
-
-    def run(
+    def __init__(
         self,
         trunk: Trunk,
         search_trunk: Trunk | None,
         layer: int,
         facts: Sequence[FactPrompts],
-        recorded: bool,
-        report: Callable[[int, int, Tensor], None],
-    ) -> TargetStates:
-        objective: Objective | RecordedObjective = self._start(trunk, search_trunk, layer, facts)
+        settings: TargetSettings,
+    ) -> None:
+        batch = SearchBatch.prepare(trunk, layer, facts, search_trunk)
+        wide = torch.promote_types(batch.hidden.dtype, torch.float32)
+        self.settings = settings
+        self.initial = batch.hidden[batch.bare, 0].to(wide)  # [n, width]: h₀
+        self.length = torch.linalg.vector_norm(self.initial, dim=-1)
+        self.delta = torch.zeros_like(self.initial)
+        self.loss = torch.zeros_like(self.length)
+        self.steps = torch.zeros_like(self.length, dtype=torch.long)
+        self.active = torch.ones_like(self.length, dtype=torch.bool)  # [n]: facts that are not finished
+        self.objective: Objective | RecordedObjective  # of the facts that are still in the batch
+        self.objective = Objective(search_trunk or trunk, layer, batch, settings, self.length)
+
+    def run(self, recorded: bool, report: Callable[[int, int, Tensor], None]) -> TargetStates:
+        """Search, with steps `recorded` as a CUDA graph if the model's code allows it."""
         adam = _Adam(self.delta, self.settings.rate)
         rows = torch.arange(len(self.delta), device=self.delta.device)  # facts in the batch
         for step in range(self.settings.steps):
-            loss = objective.loss(self.delta[rows])
+            loss = self.objective.loss(self.delta[rows])
             self.loss[rows] = torch.where(self.active[rows], loss, self.loss[rows])
-            self._require_finite(rows, loss)
+            self._require_finite(loss)
             self.active[rows] &= loss >= self.settings.enough
             going = self.active[rows].nonzero().squeeze(-1)
             report(step, len(self.loss) - len(going), self.loss)
             if step == self.settings.steps - 1 or not len(going):
                 break
-            gradient = objective.gradient()
+            gradient = self.objective.gradient()
             self._move(adam, rows[going], gradient[going])
             # A graph has one size of batch: finished facts stay in it, unmoved, until recording a new one pays off.
-            saved_rows = objective.batch.rows_per_fact * (len(rows) - len(going)) * (self.settings.steps - step)
+            saved_rows = self.objective.batch.rows_per_fact * (len(rows) - len(going)) * (self.settings.steps - step)
             if len(going) < len(rows) and (not recorded or saved_rows > RECORDING_COST):
-                rows, objective = rows[going], objective.select(going)
-            if recorded and isinstance(objective, Objective):
-                objective = record(objective)
-                recorded = isinstance(objective, RecordedObjective)
+                rows, self.objective = rows[going], self.objective.select(going)
+            if recorded and isinstance(self.objective, Objective):
+                self.objective = record(self.objective)
+                recorded = isinstance(self.objective, RecordedObjective)
         return self.targets()
 
     def finished(self) -> Tensor:
@@ -162,22 +168,10 @@ class _GroupSearch:
     def targets(self) -> TargetStates:
         return TargetStates(self.initial + self.delta, self.initial, self.loss, self.steps)
 
-    def _start(self, trunk: Trunk, search_trunk: Trunk | None, layer: int, facts: Sequence[FactPrompts]) -> Objective:
-        batch = SearchBatch.prepare(trunk, layer, facts, search_trunk)
-        wide = torch.promote_types(batch.hidden.dtype, torch.float32)
-        self.initial = batch.hidden[batch.bare, 0].to(wide)  # [n, width]: h₀
-        self.length = torch.linalg.vector_norm(self.initial, dim=-1)
-        self.delta = torch.zeros_like(self.initial)
-        self.loss = torch.zeros_like(self.length)
-        self.steps = torch.zeros_like(self.length, dtype=torch.long)
-        self.active = torch.ones_like(self.length, dtype=torch.bool)
-        return Objective(search_trunk or trunk, layer, batch, self.settings, self.length)
-
-    def _require_finite(self, rows: Tensor, loss: Tensor) -> None:
-        if not torch.isfinite(loss).all():
-            broken = rows[~torch.isfinite(loss)]
+    def _require_finite(self, loss: Tensor) -> None:
+        if broken := int((~torch.isfinite(loss)).sum()):
             raise NumericalError(
-                f"The loss of fact {self.group[int(broken[0])]} became NaN or infinite ({len(broken)} facts in all)",
+                f"The search diverged: the loss of {broken} facts is NaN or infinite",
                 advice="Load the model in float32 or bfloat16, or try {rate}",
                 settings={"rate": self.settings.rate / 5},
                 code="target_search_diverged",
@@ -196,16 +190,15 @@ class _GroupSearch:
 class _Adam:
     """Adam with a state per row, because facts leave the batch at different steps."""
 
-    def __init__(self, like: Tensor, rate: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
-        self.rate, self.betas, self.eps = rate, betas, eps
+    def __init__(self, like: Tensor, rate: float) -> None:
+        self.rate = rate
         self.first, self.second = torch.zeros_like(like), torch.zeros_like(like)
         self.count = like.new_zeros(len(like), 1)
 
     def update(self, delta: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        b1, b2 = self.betas
         self.count[rows] += 1
-        self.first[rows] = b1 * self.first[rows] + (1 - b1) * gradient
-        self.second[rows] = b2 * self.second[rows] + (1 - b2) * gradient.square()
-        first = self.first[rows] / (1 - b1 ** self.count[rows])
-        second = self.second[rows] / (1 - b2 ** self.count[rows])
-        delta[rows] -= self.rate * first / (second.sqrt() + self.eps)
+        self.first[rows] = BETA1 * self.first[rows] + (1 - BETA1) * gradient
+        self.second[rows] = BETA2 * self.second[rows] + (1 - BETA2) * gradient.square()
+        first = self.first[rows] / (1 - BETA1 ** self.count[rows])
+        second = self.second[rows] / (1 - BETA2 ** self.count[rows])
+        delta[rows] -= self.rate * first / (second.sqrt() + EPSILON)

@@ -17,38 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rebind.edit.targets.objective import can_record
-from rebind.models.trunk import Trunk
-
 NAME = "rebind_short"
 MAX_KEYS = 256  # with more keys, storing the scores costs more than a kernel that never stores them
-BYTES_PER_PARAMETER = 12  # GPU memory for the model (4), the copy (2) and the search itself
-
-
-class SearchCopy:
-    """Makes the copy for the first search, while the weights of the base model are in place."""
-
-    def __init__(self, trunk: Trunk) -> None:
-        self._trunk = trunk
-        self._copy: Trunk | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype to search in. It depends on the size of the GPU, not on its free memory: results are repeatable."""
-        own = self._trunk.dtype
-        if own != torch.float32 or not can_record(self._trunk):
-            return own
-        size = sum(parameter.numel() for parameter in self._trunk.model.parameters())
-        return torch.bfloat16 if torch.cuda.mem_get_info(self._trunk.device)[1] > BYTES_PER_PARAMETER * size else own
-
-    def trunk(self) -> Trunk | None:
-        """Return the copy; None where the search runs on the model itself."""
-        if self.dtype == self._trunk.dtype:
-            return None
-        if self._copy is None or self._copy.dtype != self.dtype:
-            self._copy = self._trunk.narrowed(self.dtype)
-            speed_up(self._copy.model)
-        return self._copy
 
 
 def speed_up(model: Any) -> None:

@@ -35,20 +35,21 @@ class TargetStore:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._requested: set[str] = set()  # keys of the edit at work
+        self._files: dict[Path, Sequence[str]] = {}  # the keys in each file
 
     def load(self, keys: Sequence[str]) -> dict[str, TargetStates]:
         """Return the stored targets among `keys`, as one row each. Damaged files are removed."""
         self._requested = set(keys)
         rows: dict[str, TargetStates] = {}
-        for file in self._files():
+        for file in sorted(self.folder.glob("targets-*.safetensors")) if self.folder else ():
             try:
-                stored, targets = _read(file)
+                self._files[file], targets = _read(file)
             except (SafetensorError, KeyError, TypeError, ValueError):
                 file.unlink(missing_ok=True)
                 continue
             except OSError:  # another process has just removed it
                 continue
-            for index, key in enumerate(stored):
+            for index, key in enumerate(self._files[file]):
                 if key in self._requested:
                     rows[key] = targets.select(torch.tensor([index]))
         return rows
@@ -58,23 +59,17 @@ class TargetStore:
         if self.folder is None or not keys:
             return
         tensors = {part: getattr(targets, part).detach().cpu().contiguous() for part in PARTS}
-        metadata = {"keys": json.dumps(list(keys))}
         name = hashlib.sha256("".join(keys).encode()).hexdigest()[:24]
-        write_file(path_inside(self.folder, f"targets-{name}.safetensors"), save(tensors, metadata=metadata))
+        file = path_inside(self.folder, f"targets-{name}.safetensors")
+        write_file(file, save(tensors, metadata={"keys": json.dumps(list(keys))}))
+        self._files[file] = keys
 
     def clear(self) -> None:
         """Remove the targets that were last loaded, once their edit is in the ledger."""
-        for file in self._files():
-            try:
-                with safe_open(str(file), framework="pt") as opened:
-                    stored = json.loads(opened.metadata()["keys"])
-            except (SafetensorError, KeyError, TypeError, ValueError, OSError):
-                continue  # the next `load` removes it
-            if self._requested.issuperset(stored):
+        for file, keys in self._files.items():
+            if self._requested.issuperset(keys):
                 file.unlink(missing_ok=True)
-
-    def _files(self) -> list[Path]:
-        return [] if self.folder is None else sorted(self.folder.glob("targets-*.safetensors"))
+        self._files.clear()
 
 
 def _read(file: Path) -> tuple[list[str], TargetStates]:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rebind.edit.targets import TargetSearch, TargetStates, TargetStore
-from rebind.edit.targets import search_copy as search_copy_module
-from rebind.edit.targets.search_copy import SearchCopy
+from rebind.edit.targets import search as search_module
 from tests import tiny
 from tests.edit.targets.test_optimize import FACTS, LAYER, SETTINGS, family_targets, family_trunk
 from tests.families import FAMILIES
@@ -76,23 +75,15 @@ def find(folder: Path | None, facts: Any = FACTS, **changes: Any) -> tuple[Targe
     return result, steps
 
 
-def interrupt(folder: Path, after: int) -> None:
-    """Interrupt a search after this many facts, one at a time."""
-    begun: list[int] = []
-
-    def on_step(step: int, *_: Any) -> None:
-        begun.append(step)
-        if begun.count(0) > after:
+def test_an_interrupted_search_resumes(tmp_path):
+    def interrupt(step: int, *_: Any) -> None:
+        if step == SETTINGS.steps - 1:
             raise KeyboardInterrupt
 
     search = TargetSearch(family_trunk("llama"), "model")
     with pytest.raises(KeyboardInterrupt):
-        search.find(LAYER, FACTS, SETTINGS, TargetStore(folder), on_step, tokens_at_once=1)
-
-
-def test_an_interrupted_search_resumes(tmp_path):
-    interrupt(tmp_path, after=3)
-    assert len(files(tmp_path)) == 3
+        search.find(LAYER, FACTS, SETTINGS, TargetStore(tmp_path), interrupt)
+    assert len(files(tmp_path)) == 1
     result, steps = find(tmp_path)
     assert steps
     for got, expected in zip(result.tensors(), family_targets("llama").tensors(), strict=True):
@@ -118,12 +109,9 @@ def test_the_size_of_a_gpu_decides_the_dtype_of_the_search(monkeypatch, tmp_path
     trunk = tiny.trunk(FAMILIES["llama"](seed=2))
     search = TargetSearch(trunk, "model")
     assert search.dtype == torch.float32
-    monkeypatch.setattr(search_copy_module, "can_record", lambda _: True)
+    monkeypatch.setattr(search_module, "can_record", lambda _: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, int(gib * 2**30)))
     assert search.dtype == dtype
-    copy = SearchCopy(trunk).trunk()
-    assert (copy is None) == (dtype == torch.float32)
-    assert copy is None or copy.dtype == dtype
     search.find(LAYER, FACTS[:1], SETTINGS, TargetStore(tmp_path))
     monkeypatch.undo()
     steps: list[int] = []
