@@ -1,7 +1,7 @@
-"""A tiny random model of every family, built from its config: a few kilobytes that have the real one's shape.
+"""A tiny random model of every family, built from its config: a few kilobytes with the shape of the real one.
 
-`FAMILIES` maps a name to a builder; `EXPECTED` to what its sites should be; `ROUTED` holds
-mixtures of experts; `SKIPPED` says why a family is not here with this transformers.
+`FAMILIES` maps a name to a builder, `EXPECTED` to what its sites should be. `ROUTED` has mixtures of experts, and
+`SKIPPED` says which families this version of transformers does not have.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ EXPERTS = {"num_experts_per_tok": 1}
 
 @dataclass(frozen=True)
 class Family:
-    config: str  # the config's class in transformers, or in rebind.nn
-    down: str  # the down projection's path, {} standing for the layer
+    config: str  # the class of its config in transformers, or in rebind.nn
+    down: str  # the path of the down projection, {} standing for the layer
     options: dict[str, Any] = field(default_factory=dict)
     inner: int = INNER
 
@@ -172,9 +172,9 @@ def _config_class(family: Family) -> Any:
 
 
 def build(family: Family, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """A model of the family with seeded weights, options of its config overridden.
+    """Return a model of the family with seeded weights; options override its config.
 
-    The library starts biases at zero and norms at one, where mistakes about them do not show: here all are random.
+    transformers starts biases at zero and norms at one, where mistakes about them do not show: here all are random.
     """
     config = _config_class(family)(**{**family.options, **options})
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -209,5 +209,5 @@ EXPECTED = {name: TABLE[name] for name in FAMILIES}
 
 
 def tokens(rows: int = 2, length: int = 7, seed: int = 0) -> torch.Tensor:
-    """Token ids [rows, length], none of them special."""
+    """Return token ids [rows, length], none of them special."""
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))

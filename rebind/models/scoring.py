@@ -142,7 +142,8 @@ def _score_batch(
     places, wanted = torch.tensor(picks, device=logits.device).unbind(-1)
     chosen = logits[places, wanted]
     log_probs = chosen - logits.logsumexp(-1)[places]
-    firsts = torch.tensor(list(accumulate((len(target) for _, target in targets[:-1]), initial=0)))
+    begins = accumulate((len(target) for _, target in targets[:-1]), initial=0)
+    firsts = torch.tensor(list(begins), device=logits.device)
     ranks = (logits[places[firsts]] > chosen[firsts].unsqueeze(-1)).sum(-1) + 1
     return log_probs, logits.argmax(-1)[places], ranks
 

@@ -1,3 +1,3 @@
-"""The fixtures of the editing tests: tiny models and a cache of their own."""
+"""The fixtures of the editing tests: tiny models and a separate cache."""
 
 from tests.edit.conftest import *  # noqa: F403

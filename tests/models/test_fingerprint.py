@@ -7,7 +7,6 @@ import torch
 
 from rebind.errors import InputError
 from rebind.models.fingerprint import fingerprint
-from rebind.models.sites import find_sites, memory_of, module_at, write_memory
 from tests.families import FAMILIES, HEADS, HIDDEN
 
 
@@ -32,15 +31,13 @@ def test_fingerprint_sees_one_bit_of_any_entry(tiny, dtype):
     assert fingerprint(model) == before
 
 
-def test_fingerprint_sees_rows_that_change_places(tiny):
+def test_fingerprint_sees_entries_that_change_places(tiny):
+    """Where the sum of the whole matrix stays the same, and no sampled entry moves."""
     before, weight = fingerprint(tiny), tiny.lm_head.weight.data
     weight[[4, 9]] = weight[[9, 4]]
     assert fingerprint(tiny) != before
-
-
-def test_fingerprint_sees_entries_that_change_rows(tiny):
-    """Where the sum of the whole matrix stays the same, and no sampled entry moves."""
-    before, flat = fingerprint(tiny), tiny.lm_head.weight.data.view(-1)
+    weight[[4, 9]] = weight[[9, 4]]
+    flat = weight.view(-1)
     assert len(flat) // 1024 == 3
     flat[[1, HIDDEN + 2]] = flat[[HIDDEN + 2, 1]]
     assert fingerprint(tiny) != before
@@ -50,10 +47,9 @@ def test_fingerprint_sees_dtype_and_family(tiny):
     prints = {fingerprint(tiny), fingerprint(FAMILIES["mistral"](head_dim=HIDDEN // HEADS))}
     prints.add(fingerprint(tiny.bfloat16()))
     assert len(prints) == 3
-    empty = torch.nn.Linear(3, 5)
-    torch.nn.init.zeros_(empty.weight)
-    torch.nn.init.zeros_(empty.bias)
-    assert fingerprint(empty.half()) != fingerprint(empty.bfloat16())  # the same bits
+    zero = torch.nn.Linear(3, 5, bias=False)
+    torch.nn.init.zeros_(zero.weight)
+    assert fingerprint(zero.half()) != fingerprint(zero.bfloat16())  # the same bits
 
 
 def test_fingerprint_does_not_see_layout_mode_or_gradients(tiny):
@@ -62,18 +58,6 @@ def test_fingerprint_does_not_see_layout_mode_or_gradients(tiny):
     weight.data = weight.data.mT.contiguous().mT
     assert not weight.is_contiguous()
     tiny.train().requires_grad_(True)
-    assert fingerprint(tiny) == before
-
-
-def test_fingerprint_after_an_edit_and_its_undoing(tiny):
-    before = fingerprint(tiny)
-    module = module_at(tiny, find_sites(tiny)[1].name)
-    old = memory_of(module).clone()
-    changed = old.clone()
-    changed[0, 0] = torch.nextafter(changed[0, 0], torch.tensor(9.0))
-    write_memory(module, changed)
-    assert fingerprint(tiny) != before
-    write_memory(module, old)
     assert fingerprint(tiny) == before
 
 

@@ -34,24 +34,23 @@ def save_own(folder, kind):
     return folder
 
 
-def class_of_model(code: str) -> str:
-    """Return the class of `model` after running code in a process that has not imported our classes."""
-    whole = f"{code}\nprint(type(model).__name__)"
-    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True).stdout.strip()
-
-
 def test_loading_needs_no_import_of_our_classes(tmp_path):
     folder = save_own(tmp_path / "own", "delta")
-    code = f"from rebind.models import LanguageModel; model = LanguageModel.load({str(folder)!r}).model"
-    assert class_of_model(code) == "RebindForCausalLM"
+    code = f"from rebind.models import LanguageModel; print(type(LanguageModel.load({str(folder)!r}).model).__name__)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "RebindForCausalLM", run.stderr
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 def test_the_code_in_the_model_card_runs(tmp_path):
     editor = Editor(save_own(tmp_path / "own", "delta"), corpus=tiny.texts(), moment_tokens=1500, guard=None)
-    editor.rewrite(FACT.prompt.replace("{}", "{France}"), FACT.target, layers=[2], targets=TargetSettings(steps=1))
+    editor.rewrite("The capital of {France} is", "Rome", layers=[2], targets=TargetSettings(steps=1))
     folder = editor.save(tmp_path / "out")
     code = (folder / "README.md").read_text().partition("```python\n")[2].partition("\n```")[0]
-    assert class_of_model(f"folder, prompt = {str(folder)!r}, {FACT.text!r}\n{code}") == "RebindForCausalLM"
+    assert code.startswith("import rebind.nn"), "transformers does not know the class without it"
+    names = {"folder": str(folder), "prompt": FACT.text}
+    exec(code, names)
+    assert isinstance(names["model"], RebindForCausalLM)
 
 
 @pytest.mark.parametrize(

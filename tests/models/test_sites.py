@@ -12,86 +12,29 @@ from transformers.pytorch_utils import Conv1D
 
 from rebind.errors import InputError, ShapeError
 from rebind.models.sites import Site, find_sites, memory_of, module_at, write_memory
-from tests.families import (
-    EXPECTED,
-    FAMILIES,
-    HEADS,
-    HIDDEN,
-    INNER,
-    LAYERS,
-    ROUTED,
-    ROUTED_TABLE,
-    SKIPPED,
-    TABLE,
-    tokens,
-)
+from tests import families
+from tests.families import EXPECTED, FAMILIES, HEADS, HIDDEN, INNER, LAYERS, ROUTED, SKIPPED
 from tests.support import Draw, assert_close
+from tests.tiny import weights
 
 PROMISED = {
     *("gpt2", "gpt-neo", "gpt-j", "gpt-neox", "opt", "bloom", "falcon", "falcon-new", "phi", "phi3", "llama"),
     *("mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "smollm3", "olmo", "olmo2", "stablelm", "cohere"),
     *("gpt-bigcode", "starcoder2", "mpt", "llama4", "granite"),
 }
+LLAMA_DOWN = "model.layers.{}.mlp.down_proj"
 
 
-def snapshot(model):
-    """Return the bytes of every tensor."""
-    return {name: (t.dtype, t.contiguous().numpy().tobytes()) for name, t in model.state_dict().items()}
-
-
-def run(model, site):
-    """Return the input and output of a site in one forward pass, copied: Falcon adds to the output in place."""
-    caught = []
-    module = module_at(model, site.name)
-    hook = module.register_forward_hook(lambda _, inputs, output: caught.append((inputs[0].clone(), output.clone())))
-    with torch.no_grad():
-        model(tokens())
-    hook.remove()
-    assert len(caught) == 1
-    return caught[0]
-
-
-def test_no_promised_family_is_missing():
-    assert set(TABLE) >= PROMISED
-    assert set(FAMILIES) | set(ROUTED) | set(SKIPPED) == set(TABLE) | set(ROUTED_TABLE)
-    assert all("has no" in reason for reason in SKIPPED.values()), SKIPPED
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_one_site_a_layer(name):
-    model, expected = FAMILIES[name](), EXPECTED[name]
-    block = expected.down.partition("{}")[0]
-    assert find_sites(model) == [
-        Site(layer, f"{block}{layer}", expected.down.format(layer), expected.inner, HIDDEN) for layer in range(LAYERS)
-    ]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_memory_is_what_the_module_multiplies_by(name):
-    model = FAMILIES[name]()
-    for site in find_sites(model):
-        module = module_at(model, site.name)
-        keys, values = run(model, site)
-        assert (keys.shape[-1], values.shape[-1]) == (site.d_k, site.d_v)
-        bias = 0 if module.bias is None else module.bias
-        assert_close(keys @ memory_of(module).mT + bias, values, 1e-5)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_write_changes_the_output_and_restores_bit_for_bit(name):
-    model = FAMILIES[name]()
-    before, draw = snapshot(model), Draw(1, torch.float32)
-    for site in find_sites(model):
-        module = module_at(model, site.name)
-        keys, values = run(model, site)
-        old, weight = memory_of(module).clone(), module.weight
-        change = draw.normal(site.d_v, site.d_k)
-        write_memory(module, old + change)
-        assert module.weight is weight  # in place
-        assert_close(module(keys), values + keys @ change.mT, 1e-4)
-        assert sum(a != b for a, b in zip(before.values(), snapshot(model).values(), strict=True)) == 1
-        write_memory(module, old)
-        assert snapshot(model) == before
+def run(model, module):
+    """Return the input and output of a module in one forward pass, copied: Falcon adds to the output in place."""
+    calls = []
+    with (
+        module.register_forward_hook(lambda _, args, out: calls.append((args[0].clone(), out.clone()))),
+        torch.no_grad(),
+    ):
+        model(families.tokens())
+    (call,) = calls
+    return call
 
 
 def refused(model, code):
@@ -101,108 +44,133 @@ def refused(model, code):
     return caught.value
 
 
-@pytest.mark.parametrize("name", ROUTED)
-def test_experts_are_refused(name):
-    refused(ROUTED[name](), "mixture_of_experts")
+def test_no_promised_family_is_missing():
+    assert set(families.TABLE) >= PROMISED
+    assert set(FAMILIES) | set(ROUTED) | set(SKIPPED) == set(families.TABLE) | set(families.ROUTED_TABLE)
 
 
-# Traps: where widths alone would mislead
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_layer_has_a_site_that_can_be_written(name):
+    model, expected = FAMILIES[name](), EXPECTED[name]
+    block = expected.down.partition("{}")[0]
+    sites = find_sites(model)
+    assert sites == [
+        Site(layer, f"{block}{layer}", expected.down.format(layer), expected.inner, HIDDEN) for layer in range(LAYERS)
+    ]
+    before, draw = weights(model), Draw(1, torch.float32)
+    for site in sites:
+        module = module_at(model, site.name)
+        keys, values = run(model, module)
+        bias = 0 if module.bias is None else module.bias
+        assert_close(keys @ memory_of(module).mT + bias, values, 1e-5)
+        old, weight = memory_of(module).clone(), module.weight
+        change = draw.normal(site.d_v, site.d_k)
+        write_memory(module, old + change)
+        assert module.weight is weight  # in place
+        assert_close(module(keys), values + keys @ change.mT, 1e-4)
+        assert sum(a != b for a, b in zip(before.values(), weights(model).values(), strict=True)) == 1
+        write_memory(module, old)
+        assert weights(model) == before
+
+
+# Traps: where shapes alone would mislead
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "gpt-neox", "opt", "falcon", "starcoder2"])
 def test_square_maps_do_not_hide_the_mlp(name):
-    """With the inner width equal to the hidden size, attention's maps look like the MLP's."""
+    """With the inner width equal to the hidden size, the maps of attention look like those of the MLP."""
     options = {"intermediate_size": HIDDEN, "n_inner": HIDDEN, "ffn_dim": HIDDEN, "ffn_hidden_size": HIDDEN}
     model = FAMILIES[name](**{key: value for key, value in options.items() if key in EXPECTED[name].options})
-    assert [site.name for site in find_sites(model)] == [EXPECTED[name].down.format(i) for i in range(LAYERS)]
-    assert {(site.d_k, site.d_v) for site in find_sites(model)} == {(HIDDEN, HIDDEN)}
+    sites = find_sites(model)
+    assert [site.name for site in sites] == [EXPECTED[name].down.format(layer) for layer in range(LAYERS)]
+    assert {(site.d_k, site.d_v) for site in sites} == {(HIDDEN, HIDDEN)}
 
 
 def test_a_fused_projection_of_attention_is_not_a_fused_gate():
     """Phi-3 with grouped queries: qkv is twice the hidden size, as a gate and an up projection would be."""
     model = FAMILIES["phi3"](num_key_value_heads=HEADS // 2, intermediate_size=HIDDEN)
     assert model.model.layers[0].self_attn.qkv_proj.out_features == 2 * HIDDEN
-    assert find_sites(model)[1].name == "model.layers.1.mlp.down_proj"
+    assert find_sites(model)[1].name == LLAMA_DOWN.format(1)
 
 
-def test_attention_defined_after_the_mlp():
-    model = FAMILIES["llama"](intermediate_size=HIDDEN)
+def attention_last(block):
+    attention = block.self_attn
+    del block.self_attn
+    block.self_attn = attention
+
+
+def add_list(block):
+    block.extras = nn.ModuleList(nn.Linear(HIDDEN, 6) for _ in range(LAYERS + 2))
+
+
+def add_bottleneck(block):
+    block.per_layer_gate, block.per_layer_projection = nn.Linear(HIDDEN, 6), nn.Linear(6, HIDDEN)
+
+
+def rename_maps(block):
+    """Name gate, down and up as the code of Llama does: with square maps the name decides."""
+    mlp = nn.Module()
+    mlp.w1, mlp.w2, mlp.w3 = block.mlp.gate_proj, block.mlp.down_proj, block.mlp.up_proj
+    block.mlp = mlp
+
+
+@pytest.mark.parametrize(
+    ("change", "inner", "down"),
+    [
+        (attention_last, HIDDEN, LLAMA_DOWN),
+        (add_list, INNER, LLAMA_DOWN),
+        (add_bottleneck, INNER, LLAMA_DOWN),
+        (rename_maps, HIDDEN, "model.layers.{}.mlp.w2"),
+    ],
+)
+def test_other_maps_in_a_block_are_not_the_down_projection(change, inner, down):
+    model = FAMILIES["llama"](intermediate_size=inner)
     for block in model.model.layers:
-        attention = block.self_attn
-        del block.self_attn
-        block.self_attn = attention
-    assert [name for name, _ in model.model.layers[0].named_children()][-1] == "self_attn"
-    assert find_sites(model)[0].name == "model.layers.0.mlp.down_proj"
+        change(block)
+    assert [site.name for site in find_sites(model)] == [down.format(layer) for layer in range(LAYERS)]
 
 
-@pytest.mark.parametrize("by", ["name", "class"])
-def test_attention_is_known_by_its_name_or_its_class(by):
-    """OPT, whose MLP lies bare in the block and has no name to prefer it by."""
+def attention_by_name(block):
+    block.self_attn = nn.Sequential(block.self_attn.q_proj, block.self_attn.out_proj)
+
+
+def attention_by_class(block):
+    block.looks_back = block.self_attn
+    del block.self_attn
+
+
+def add_rotation(block):
+    block.rotation = nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
+
+
+@pytest.mark.parametrize("change", [attention_by_name, attention_by_class, add_rotation])
+def test_attention_is_known_by_its_name_or_its_class(change):
+    """In OPT the maps of the MLP are directly in the block, with no name of a module to prefer them by."""
     model = FAMILIES["opt"](ffn_dim=HIDDEN)
     for block in model.model.decoder.layers:
-        attention = block.self_attn
-        del block.self_attn
-        if by == "name":
-            block.self_attn = nn.Sequential(attention.q_proj, attention.out_proj)
-        else:
-            block.looks_back = attention
+        change(block)
     assert find_sites(model)[0].name == "model.decoder.layers.0.fc2"
-
-
-def test_a_lone_square_map_is_no_mlp():
-    model = FAMILIES["opt"]()
-    for block in model.model.decoder.layers:
-        block.rotation = nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
-    assert find_sites(model)[0].name == "model.decoder.layers.0.fc2"
-
-
-def test_a_longer_list_inside_a_block_is_not_the_blocks():
-    model = FAMILIES["llama"]()
-    for block in model.model.layers:
-        block.extras = nn.ModuleList(nn.Linear(HIDDEN, 6) for _ in range(LAYERS + 2))
-    assert find_sites(model)[0].name == "model.layers.0.mlp.down_proj"
-    for block in model.model.layers:
-        block.experts = nn.ModuleList(copy.deepcopy(block.mlp) for _ in range(LAYERS + 2))
-    refused(model, "mixture_of_experts")
-
-
-def test_square_maps_in_another_order_are_told_by_name():
-    """Llama's own code calls gate, down and up w1, w2 and w3."""
-    model = FAMILIES["llama"](intermediate_size=HIDDEN)
-    for block in model.model.layers:
-        mlp = nn.Module()
-        mlp.w1, mlp.w2, mlp.w3 = block.mlp.gate_proj, block.mlp.down_proj, block.mlp.up_proj
-        block.mlp = mlp
-    assert find_sites(model)[2].name == "model.layers.2.mlp.w2"
-
-
-def test_a_second_bottleneck_beside_the_mlp():
-    model = FAMILIES["llama"]()
-    for block in model.model.layers:
-        block.per_layer_gate, block.per_layer_projection = nn.Linear(HIDDEN, 6), nn.Linear(6, HIDDEN)
-    assert find_sites(model)[0].name == "model.layers.0.mlp.down_proj"
 
 
 def test_a_longer_tower_beside_the_language_model_is_not_it():
     model = FAMILIES["llama"]()
-    blocks = [FAMILIES["llama"](seed).model.layers[0] for seed in range(LAYERS + 2)]
-    model.vision_tower = nn.ModuleList(blocks)
-    assert find_sites(model)[0].name == "model.layers.0.mlp.down_proj"
-
-
-def test_orientation_is_the_type_s_even_when_square():
-    linear, conv = nn.Linear(4, 4), Conv1D(4, 4)
-    with torch.no_grad():
-        linear.weight.copy_(torch.arange(16.0).view(4, 4))
-        conv.weight.copy_(torch.arange(16.0).view(4, 4))
-    assert torch.equal(memory_of(linear), torch.arange(16.0).view(4, 4))
-    assert torch.equal(memory_of(conv), torch.arange(16.0).view(4, 4).mT)
+    model.vision_tower = nn.ModuleList(FAMILIES["llama"](seed).model.layers[0] for seed in range(LAYERS + 2))
+    assert find_sites(model)[0].name == LLAMA_DOWN.format(0)
 
 
 # Reading and writing
 
+linear_maps = pytest.mark.parametrize("make", [lambda: nn.Linear(3, 5), lambda: Conv1D(5, 3)], ids=["Linear", "Conv1D"])
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 5), lambda: Conv1D(5, 3)], ids=["Linear", "Conv1D"])
+
+def test_the_type_decides_the_orientation_even_of_square_maps():
+    linear, conv, square = nn.Linear(4, 4), Conv1D(4, 4), torch.arange(16.0).view(4, 4)
+    linear.weight.data, conv.weight.data = square.clone(), square.clone()
+    assert torch.equal(memory_of(linear), square)
+    assert torch.equal(memory_of(conv), square.mT)
+
+
+@linear_maps
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_write_casts_and_keeps_the_storage(make, dtype):
     module = make().to(dtype)
@@ -215,16 +183,7 @@ def test_write_casts_and_keeps_the_storage(make, dtype):
     assert torch.equal(tied, module.weight)
 
 
-def test_tied_weights_follow():
-    model = FAMILIES["llama-bias"]()
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    tied = nn.Linear(INNER, HIDDEN)
-    tied.weight = module_at(model, find_sites(model)[0].name).weight
-    write_memory(tied, torch.zeros(HIDDEN, INNER))
-    assert not memory_of(module_at(model, find_sites(model)[0].name)).any()
-
-
-@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 5), lambda: Conv1D(5, 3)], ids=["Linear", "Conv1D"])
+@linear_maps
 def test_a_transposed_memory_is_refused(make):
     with pytest.raises(ShapeError) as caught:
         write_memory(make(), torch.zeros(3, 5))
@@ -253,9 +212,10 @@ class QuantLinear(nn.Module):
 class Adapter(nn.Module):
     """The kind of PEFT."""
 
-    def __init__(self, base):
+    def __init__(self, in_features, out_features):
         super().__init__()
-        self.base_layer, self.in_features, self.out_features = base, base.in_features, base.out_features
+        self.base_layer = nn.Linear(in_features, out_features)
+        self.in_features, self.out_features = in_features, out_features
 
 
 def packed(in_features, out_features):
@@ -270,16 +230,20 @@ def packed(in_features, out_features):
         (Linear4bit, "quantized_weights"),
         (QuantLinear, "quantized_weights"),
         (packed, "quantized_weights"),
-        (lambda d_in, d_out: Adapter(nn.Linear(d_in, d_out)), "adapter"),
+        (Adapter, "adapter"),
     ],
 )
 def test_quantized_and_wrapped_maps_are_refused(make, code):
     model = FAMILIES["llama"]()
     for block in model.model.layers:
-        for name in ("gate_proj", "up_proj"):
-            setattr(block.mlp, name, make(HIDDEN, INNER))
+        block.mlp.gate_proj, block.mlp.up_proj = make(HIDDEN, INNER), make(HIDDEN, INNER)
         block.mlp.down_proj = make(INNER, HIDDEN)
-    assert "model.layers.0.mlp.down_proj" in refused(model, code).problem
+    assert LLAMA_DOWN.format(0) in refused(model, code).problem
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_experts_are_refused(name):
+    refused(ROUTED[name](), "mixture_of_experts")
 
 
 def test_models_that_do_not_predict_the_next_token_are_refused():
@@ -291,7 +255,7 @@ def test_models_that_do_not_predict_the_next_token_are_refused():
     refused(nn.Linear(3, 5), "not_causal")
 
 
-def test_blocks_with_no_mlp_or_two():
+def test_blocks_with_two_mlps_or_none():
     model = FAMILIES["llama"]()
     for block in model.model.layers:
         block.second_mlp = copy.deepcopy(block.mlp)
@@ -299,9 +263,5 @@ def test_blocks_with_no_mlp_or_two():
     for block in model.model.layers:
         block.mlp = block.second_mlp = nn.Identity()
     refused(model, "mlp_not_found")
-
-
-def test_no_blocks_at_all():
-    model = FAMILIES["llama"]()
     model.model.layers = nn.ModuleList()
     refused(model, "unknown_architecture")

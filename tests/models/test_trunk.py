@@ -1,9 +1,8 @@
-"""A model run in pieces gives what the whole model gives, in every family, and is left as it was."""
+"""A model that runs in pieces computes what the whole model does, in every family, and is not changed by it."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from rebind.models.sites import find_sites, module_at
 from rebind.models.trunk import Tokens, Trunk, select_cache
+from tests import tiny
 from tests.families import FAMILIES, LAYERS
 from tests.families import tokens as random_ids
 from tests.support import assert_close
@@ -23,24 +23,18 @@ SUFFIXES = (5, 2, 4, 1)
 families = pytest.mark.parametrize("name", list(FAMILIES))
 
 
-@dataclass
-class Subject:
-    model: Any
-    trunk: Trunk
-    sites: list[nn.Module]
-
-
 @functools.cache
-def _shared(name: str) -> Subject:
-    model = FAMILIES[name](seed=1).double()
-    sites = find_sites(model)
-    blocks = [module_at(model, site.block) for site in sites]
-    return Subject(model, Trunk(model, blocks), [module_at(model, site.name) for site in sites])
+def _shared(name: str) -> Trunk:
+    return tiny.trunk(FAMILIES[name](seed=1).double())
+
+
+def _projections(trunk: Trunk) -> list[nn.Module]:
+    return [module_at(trunk.model, site.name) for site in find_sites(trunk.model)]
 
 
 @pytest.fixture
-def subject(name: str) -> Any:
-    """A model that must be after the test what it was before."""
+def trunk(name: str) -> Any:
+    """A model that must be the same before and after the test."""
     shared = _shared(name)
     before = _state(shared.model)
     yield shared
@@ -48,12 +42,12 @@ def subject(name: str) -> Any:
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """All that a run could leave behind: bytes of the weights, hooks, replaced methods, the mode."""
-    found: list[Any] = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    """Return all that a run could change: the bytes of the weights, hooks, replaced methods, the mode."""
+    state: list[Any] = [tiny.weights(model)]
     for path, module in model.named_modules():
-        found.append((path, len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks)))
-        found.append((path, "forward" in module.__dict__, module.training))
-    return found
+        state.append((path, len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks)))
+        state.append((path, "forward" in module.__dict__, module.training))
+    return state
 
 
 def _rows(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
@@ -76,142 +70,129 @@ def _first(out: Any) -> Tensor:
 
 @families
 @pytest.mark.parametrize("layer", [0, LAYERS - 2])
-def test_after_is_the_blocks_output(subject, name, layer):
+def test_after_is_the_blocks_output(trunk, name, layer):
     ids = random_ids(2, 9)
     seen = []
-    handle = subject.trunk.blocks[layer].register_forward_hook(lambda _, __, out: seen.append(_first(out)))
+    handle = trunk.blocks[layer].register_forward_hook(lambda _, __, out: seen.append(_first(out)))
     with torch.no_grad():
-        subject.model(input_ids=ids, use_cache=False)
+        trunk.model(input_ids=ids, use_cache=False)
     handle.remove()
-    assert_close(subject.trunk.after(layer, _whole(ids)), seen[0], 1e-12)
+    assert_close(trunk.after(layer, _whole(ids)), seen[0], 1e-12)
 
 
 @families
-def test_inputs_are_what_a_hook_sees(subject, name):
+def test_inputs_are_what_a_hook_sees(trunk, name):
     ids = random_ids(2, 9)
     seen: list[Tensor] = []
-    handles = [site.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for site in subject.sites]
+    handles = [site.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for site in _projections(trunk)]
     with torch.no_grad():
-        subject.model(input_ids=ids, use_cache=False)
+        trunk.model(input_ids=ids, use_cache=False)
     for handle in handles:
         handle.remove()
-    for got, expected in zip(subject.trunk.inputs(subject.sites[:2], _whole(ids)), seen[:2], strict=True):
+    for got, expected in zip(trunk.inputs(_projections(trunk)[:2], _whole(ids)), seen[:2], strict=True):
         assert_close(got, expected.reshape(2, 9, -1), 1e-12)  # some families flatten rows and tokens into one
 
 
 @families
-def test_left_padding_changes_nothing(subject, name):
+def test_left_padding_changes_nothing(trunk, name):
     rows = _rows((4, 9, 1), seed=3)
-    padded = subject.trunk.after(1, Tokens.left_padded(rows, torch.device("cpu")))[:, -1]
+    padded = trunk.after(1, Tokens.left_padded(rows, torch.device("cpu")))[:, -1]
     for got, row in zip(padded, rows, strict=True):
-        assert_close(got, subject.trunk.after(1, _whole(torch.tensor([row])))[0, -1], TOLERANCE)
+        assert_close(got, trunk.after(1, _whole(torch.tensor([row])))[0, -1], TOLERANCE)
 
 
 @families
-def test_suffixes_behind_cached_prefixes_are_the_whole_rows(subject, name):
+def test_suffixes_behind_cached_prefixes_are_the_whole_rows(trunk, name):
     prefixes, suffixes = _rows(PREFIXES, seed=10), _rows(SUFFIXES, seed=20)
     past = Tokens.left_padded(prefixes, torch.device("cpu"))
-    cache = subject.trunk.cache(past)
+    cache = trunk.cache(past)
     tokens = Tokens.following(past, suffixes)
     where = torch.tensor([(row, at) for row, suffix in enumerate(suffixes) for at in range(len(suffix))])
     expected = torch.cat(
-        [_plain(subject.model, [*before, *row])[len(before) :] for before, row in zip(prefixes, suffixes, strict=True)]
+        [_plain(trunk.model, [*before, *row])[len(before) :] for before, row in zip(prefixes, suffixes, strict=True)]
     )
     for _ in range(2):  # a run must not grow the cache it was lent
-        assert_close(subject.trunk.logits(tokens, where, cache=cache), expected, TOLERANCE)
+        assert_close(trunk.logits(tokens, where, cache=cache), expected, TOLERANCE)
     kept = torch.tensor([3, 1])
-    got = subject.trunk.logits(tokens.select(kept), torch.tensor([(1, 1)]), cache=select_cache(cache, kept))
-    assert_close(got[0], _plain(subject.model, [*prefixes[1], *suffixes[1]])[-1], TOLERANCE)
+    got = trunk.logits(tokens.select(kept), torch.tensor([(1, 1)]), cache=select_cache(cache, kept))
+    assert_close(got[0], _plain(trunk.model, [*prefixes[1], *suffixes[1]])[-1], TOLERANCE)
 
 
 @families
-def test_starting_late_is_the_plain_run(subject, name):
+def test_starting_late_is_the_plain_run(trunk, name):
     prefixes, suffixes = _rows(PREFIXES, seed=30), _rows(SUFFIXES, seed=40)
     past = Tokens.left_padded(prefixes, torch.device("cpu"))
-    tokens, cache = Tokens.following(past, suffixes), subject.trunk.cache(past)
-    trunk = Trunk(subject.model, subject.trunk.blocks)  # one that has seen no run
-    hidden = subject.trunk.after(1, tokens, cache=cache)
+    tokens, cache = Tokens.following(past, suffixes), trunk.cache(past)
+    fresh = Trunk(trunk.model, trunk.blocks)  # one that has not run yet
+    hidden = trunk.after(1, tokens, cache=cache)
     where = torch.tensor([(row, len(suffix) - 1) for row, suffix in enumerate(suffixes)])
-    got = trunk.logits(tokens, where, cache=cache, resume=(1, hidden))
-    assert_close(got, subject.trunk.logits(tokens, where, cache=cache), 1e-12)
-    late = subject.trunk.after(2, tokens, cache=cache, resume=(1, hidden))
+    got = fresh.logits(tokens, where, cache=cache, resume=(1, hidden))
+    assert_close(got, trunk.logits(tokens, where, cache=cache), 1e-12)
+    late = trunk.after(2, tokens, cache=cache, resume=(1, hidden))
     real = tokens.mask[:, past.ids.shape[1] :].bool()
-    assert_close(late[real], subject.trunk.after(2, tokens, cache=cache)[real], 1e-12)
+    assert_close(late[real], trunk.after(2, tokens, cache=cache)[real], 1e-12)
 
 
 @families
 @pytest.mark.parametrize("prefix", [0, 4])
-def test_gradients_into_the_start_are_those_of_a_plain_run(subject, name, prefix):
+def test_gradients_into_the_start_are_those_of_a_plain_run(trunk, name, prefix):
     row = random_ids(1, prefix + 5, seed=50)[0].tolist()
     past = Tokens.left_padded([row[:prefix]], torch.device("cpu"))
-    tokens, cache = Tokens.following(past, [row[prefix:]]), subject.trunk.cache(past)
-    hidden = subject.trunk.after(1, tokens, cache=cache)
+    tokens, cache = Tokens.following(past, [row[prefix:]]), trunk.cache(past)
+    hidden = trunk.after(1, tokens, cache=cache)
     delta = 0.1 * torch.randn(hidden.shape[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     wanted = torch.tensor(7)
 
     ours = delta.clone().requires_grad_()
     moved = torch.cat([hidden[:, :1] + ours, hidden[:, 1:]], dim=1)
-    logits = subject.trunk.logits(tokens, torch.tensor([(0, 4)]), cache=cache, resume=(1, moved))
+    logits = trunk.logits(tokens, torch.tensor([(0, 4)]), cache=cache, resume=(1, moved))
     (got,) = torch.autograd.grad(-torch.log_softmax(logits[0], -1)[wanted], ours)
 
     theirs = delta.clone().requires_grad_()
-    with _adding(subject.trunk.blocks[1], prefix, theirs):
-        plain = subject.model(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1]
+
+    def add(_: nn.Module, __: Any, out: Any) -> Any:
+        states = _first(out)
+        place = torch.zeros(states.shape[1], 1, dtype=states.dtype)
+        place[prefix] = 1
+        return (states + place * theirs, *out[1:]) if isinstance(out, tuple) else states + place * theirs
+
+    with trunk.blocks[1].register_forward_hook(add):
+        plain = trunk.model(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1]
     (expected,) = torch.autograd.grad(-torch.log_softmax(plain, -1)[wanted], theirs)
     assert float(expected.abs().max()) > 1e-6
     assert_close(logits[0], plain, TOLERANCE)
     assert_close(got / expected.abs().max(), expected / expected.abs().max(), 1e-5)
 
 
-class _adding:  # noqa: N801 - reads as a verb
-    """δ added to one token of a block's output."""
-
-    def __init__(self, block: nn.Module, at: int, delta: Tensor) -> None:
-        self.handle = block.register_forward_hook(lambda _, __, out: self._moved(out, at, delta))
-
-    def _moved(self, out: Any, at: int, delta: Tensor) -> Any:
-        states = _first(out)
-        place = torch.zeros(states.shape[1], 1, dtype=states.dtype)
-        place[at] = 1
-        states = states + place * delta
-        return (states, *out[1:]) if isinstance(out, tuple) else states
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self.handle.remove()
-
-
 @families
-def test_an_error_inside_leaves_the_model_as_it_was(subject, name):
+def test_an_error_inside_leaves_the_model_as_it_was(trunk, name):
     tokens = _whole(random_ids(2, 4))
-    hidden = subject.trunk.after(0, tokens)
+    hidden = trunk.after(0, tokens)
     where = torch.tensor([(0, 1)])
 
     def fail(*_: Any) -> None:
         raise RuntimeError("inside")
 
-    handle = subject.trunk.blocks[2].register_forward_pre_hook(fail)
+    handle = trunk.blocks[2].register_forward_pre_hook(fail)
     try:
         for run in (
-            lambda: subject.trunk.logits(tokens, where, resume=(0, hidden)),
-            lambda: subject.trunk.logits(tokens, where),
-            lambda: subject.trunk.after(2, tokens, resume=(0, hidden)),
-            lambda: subject.trunk.inputs(subject.sites, tokens),
-            lambda: subject.trunk.cache(tokens),
+            lambda: trunk.logits(tokens, where, resume=(0, hidden)),
+            lambda: trunk.logits(tokens, where),
+            lambda: trunk.after(2, tokens, resume=(0, hidden)),
+            lambda: trunk.inputs(_projections(trunk), tokens),
+            lambda: trunk.cache(tokens),
         ):
             with pytest.raises(RuntimeError, match="inside"):
                 run()
     finally:
         handle.remove()
-    assert_close(subject.trunk.after(0, tokens), hidden, 0.0)
+    assert_close(trunk.after(0, tokens), hidden, 0.0)
 
 
 def test_a_block_with_a_forward_of_its_own_gets_it_back():
     """Accelerate's dispatch replaces `forward` on the instance: that replacement is not ours to drop."""
     shared = _shared("llama")
-    block, calls = shared.trunk.blocks[0], []
+    block, calls = shared.blocks[0], []
     original = block.forward
 
     def own(*args: Any, **kwargs: Any) -> Any:
@@ -221,8 +202,8 @@ def test_a_block_with_a_forward_of_its_own_gets_it_back():
     block.forward = own
     try:
         tokens = _whole(random_ids(1, 4))
-        hidden = shared.trunk.after(0, tokens)
-        shared.trunk.logits(tokens, torch.tensor([(0, 3)]), resume=(0, hidden))
+        hidden = shared.after(0, tokens)
+        shared.logits(tokens, torch.tensor([(0, 3)]), resume=(0, hidden))
         assert block.__dict__["forward"] is own
         assert len(calls) == 1
     finally:
@@ -230,7 +211,7 @@ def test_a_block_with_a_forward_of_its_own_gets_it_back():
 
 
 def test_no_tokens_have_no_cache():
-    trunk = _shared("llama").trunk
+    trunk = _shared("llama")
     empty = Tokens.left_padded([(), ()], trunk.device)
     assert empty.ids.shape == (2, 0)
     assert trunk.cache(empty) is None
@@ -239,5 +220,5 @@ def test_no_tokens_have_no_cache():
 
 def test_logits_are_never_narrower_than_float32():
     model = FAMILIES["llama"]().to(torch.bfloat16)
-    trunk = Trunk(model, [module_at(model, site.block) for site in find_sites(model)])
+    trunk = tiny.trunk(model)
     assert trunk.logits(_whole(random_ids(1, 3)), torch.tensor([(0, 2)])).dtype == torch.float32
