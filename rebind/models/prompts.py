@@ -113,8 +113,9 @@ def encode_prompts(
             raise InputError(f"The subject of {prompt.text!r} has no tokens", code="subject_without_tokens")
         length = len(opening) + len(ids) + max(1, len(target))
         if limit is not None and length > limit:
+            answer = f" with its answer {_shorten(prompt.target)!r}" if prompt.target else " with an answer"
             raise InputError(
-                f"Prompt {_shorten(prompt.text)!r} with its answer {_shorten(prompt.target)!r} is {length} tokens long",
+                f"Prompt {_shorten(prompt.text)!r}{answer} is {length} tokens long",
                 expected=f"at most {limit} tokens, the context length of the model",
                 code="prompt_too_long",
             )
@@ -171,10 +172,12 @@ def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
 
 def _render_chat(user: str, assistant: str, tokenizer: Any) -> str:
     """Return a conversation as text that ends with the last word of the assistant so far."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise _chat_error("is missing")
     turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True))
-    except Exception as problem:  # there is no template, or the program that it is raised something
+    except Exception as problem:  # a template is a program of its author: it may raise anything
         raise _chat_error(f"fails ({problem})") from problem
 
 
