@@ -33,7 +33,7 @@ from rebind.edit.ledger.edit import Edit, library_versions, pack_writes
 from rebind.edit.ledger.fold import EditedWeights
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.ledger.log import JSON
-from rebind.edit.methods import METHODS, Method, get_method
+from rebind.edit.methods import Method, get_method
 from rebind.edit.moments import Corpus, Moments, OwnSamples
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.progress import Progress
@@ -253,15 +253,8 @@ class Editor:
         targets: TargetSettings | None = None,
     ) -> EditSettings:
         """Return the settings that an edit of this many facts would run with."""
-        chosen = get_method(method)
-        if chosen is not METHODS.get(chosen.name):
-            raise InputError(
-                f"Method {chosen.name!r} is not in rebind.edit.METHODS, where later folds of the ledger look it up",
-                advice="Add it there first",
-                code="method_not_registered",
-            )
         return choose_settings(
-            chosen,
+            get_method(method),
             self.language_model.name,
             len(self.sites),
             facts=facts,
@@ -357,17 +350,17 @@ class Editor:
         self.weights.remember_base(names)
         self.weights.load_old_keys(names)
         self.progress.phase("targets")
-        found = self.target_search.find(
+        target_states = self.target_search.find(
             sites[-1].layer, prompts, settings.targets, self._target_store, self.progress.targets
         )
-        require_finite_targets(found.states)
+        require_finite_targets(target_states.states)
         self.progress.phase("solve")
         old_keys = self.weights.old_keys
         subjects = SubjectStates(self.language_model.trunk, prompts)
         lam = settings.lam
         if lam is None:
             lam = choose_lambda(subjects.keys(sites[0]), old_keys[sites[0].name])
-        writes = solve_writes(subjects, sites, found.states, settings.method, old_keys, lam)
+        writes = solve_writes(subjects, sites, target_states.states, settings.method, old_keys, lam)
         return Edit(
             facts=tuple(facts),
             method=settings.method.name,
@@ -381,7 +374,7 @@ class Editor:
                 "chat": self.language_model.chat,
             },
             sites=tuple(writes),
-            tensors={"targets": found.states.float().cpu(), **pack_writes(writes)},
+            tensors={"targets": target_states.states.float().cpu(), **pack_writes(writes)},
             versions=library_versions(),
         )
 
@@ -450,8 +443,8 @@ class Editor:
     def _require_own(self, ledger: Ledger) -> None:
         if ledger.model != self.fingerprint:
             raise InputError(
-                f"Ledger {ledger.path or 'in memory'} belongs to {ledger.model_name or 'a model'} with fingerprint "
-                f"{ledger.model[:12]}…, and this model has {self.fingerprint[:12]}…",
+                f"The ledger belongs to {ledger.model_name or 'a model'} ({ledger.model[:12]}…), not to this model "
+                f"({self.fingerprint[:12]}…)",
                 advice="Load the model that the ledger belongs to",
                 code="ledger_of_other_model",
             )

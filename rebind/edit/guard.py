@@ -148,11 +148,10 @@ def warn_of_shared_keys(facts: Sequence[Fact]) -> None:
     first = facts[groups[0].indices[0]]
     second = next(facts[index] for index in groups[0].indices if facts[index].target != first.target)
     count = sum(len(group.indices) for group in groups)
-    others = f" ({count} facts in all)" if count > 2 else ""
     warnings.warn(
-        f"{first.text!r} → {first.target!r} and {second.text!r} → {second.target!r}{others} read the same up to the "
-        f"end of the subject, so they share a key, and a compromise between their targets will be written. Keep one "
-        f"of them, or rephrase one so that other text comes before the subject.",
+        f"{count} facts share a key with a fact that has another target, because they read the same up to the end of "
+        f"the subject: {first.text!r} → {first.target!r} and {second.text!r} → {second.target!r}. A compromise will be "
+        f"written. Keep one of them, or rephrase one so that other text comes before the subject.",
         FactWarning,
         stacklevel=4,
     )
@@ -192,17 +191,16 @@ def check_earlier_edits(earlier: Sequence[EarlierEdit], *, force: bool) -> None:
     clashes = [one for one in earlier if one.clashes]
     if clashes and not force:
         first = clashes[0]
-        more = f" (and {len(clashes) - 1} more prompts have other targets)" if len(clashes) > 1 else ""
         raise InputError(
-            f"Edit {first.edit} already makes the model answer {first.text!r} with {first.target!r}{more}",
+            f"Edit {first.edit} already makes the model answer {first.text!r} with {first.target!r}",
             expected="one target per prompt",
             advice=f"Undo edit {first.edit} first, or use {{force}} to write over it",
             settings={"force": True},
             code="conflicting_edit",
         )
     if earlier:
-        first, more_subjects = earlier[0], len({one.subject for one in earlier}) - 1
-        others = f", and {more_subjects} more subjects were edited, too" if more_subjects else ""
+        first, subjects = earlier[0], len({one.subject for one in earlier})
+        others = f" (and other edits about {subjects - 1} more subjects)" if subjects > 1 else ""
         warnings.warn(
             f"Edit {first.edit} is already about {first.subject!r} ({first.text} → {first.target}){others}. The new "
             f"edit comes on top of it; undo {first.edit} if it should not stay.",

@@ -98,10 +98,9 @@ METHODS = {
 }
 
 
-def get_method(name: str | Method) -> Method:
-    """Return the method with this name; a `Method` is returned as it is."""
-    if isinstance(name, Method):
-        return name
-    if name not in METHODS:
+def get_method(method: str | Method) -> Method:
+    """Return a method by its name. A `Method` must be in `METHODS`, where later folds look it up by its name."""
+    name = method.name if isinstance(method, Method) else method
+    if name not in METHODS or method not in (name, METHODS[name]):
         raise unknown_name("method", name, METHODS)
     return METHODS[name]

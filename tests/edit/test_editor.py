@@ -168,7 +168,7 @@ LONG = Fact.parse("The capital of {France} " + "and the old bridge of Mostar " *
         (FACTS[:1], {"layers": (3,)}, InputError, "layers_out_of_range"),
         (FACTS[:1], {"layers": ()}, InputError, "layers_out_of_range"),
         (FACTS[:1], {"method": "memot"}, UnknownNameError, "unknown_method"),
-        (FACTS[:1], {"method": replace(METHODS["memit"], name="mine")}, InputError, "method_not_registered"),
+        (FACTS[:1], {"method": replace(METHODS["memit"], lam=3.0)}, UnknownNameError, "unknown_method"),
     ],
 )
 def test_input_that_cannot_be_written_is_refused(facts, options, error, code):

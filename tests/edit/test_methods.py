@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rebind import Write
-from rebind.edit.methods import METHODS, get_method
+from rebind.edit.methods import METHODS, Method, get_method
 from rebind.edit.moments import OldKeys
 from rebind.errors import InputError, UnknownNameError
 from rebind.memory import equality, ridge
@@ -38,6 +38,8 @@ def test_recursive_is_ridge_with_the_earlier_keys_in_its_moment():
 
 def test_methods_are_found_by_name():
     assert get_method("memit") is METHODS["memit"] is get_method(METHODS["memit"])
+    with raises(UnknownNameError, "unknown_method"):
+        get_method(Method("mine", "not in METHODS", METHODS["memit"].gain))
     with pytest.raises(UnknownNameError) as caught:
         get_method("memt")
     assert caught.value.code == "unknown_method"
