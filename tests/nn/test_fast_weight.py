@@ -15,7 +15,7 @@ from rebind.nn import FastWeight
 from rebind.nn.parts.convolution import ShortConvolution
 from rebind.nn.parts.dense import project_jointly
 from rebind.nn.parts.feature_map import FeatureMap, scale_to_unit_norm, scale_to_unit_sum
-from rebind.nn.parts.gates import Decay, Gates
+from rebind.nn.parts.gates import Gates
 from rebind.ops import scan
 from tests.support import Draw, assert_close
 
@@ -143,16 +143,6 @@ def test_the_convolution_written_out():
     assert_close(window, x[:, -3:])
 
 
-def test_decays_start_as_in_mamba():
-    torch.manual_seed(0)
-    decay = Decay(4, 1_000)
-    rate, step = decay.A_log.exp(), functional.softplus(decay.dt_bias)
-    assert 1 <= rate.min() < 1.1
-    assert 15 < rate.max() <= 16
-    assert 0.0009 < step.min() < 0.0011
-    assert 0.09 < step.max() < 0.1
-
-
 def test_a_slow_decay_survives_half_precision():
     """α = exp(−1e-6) is 1 in bfloat16, so the layer passes its logarithm on."""
     gates = FastWeight(4, 1, rule="gated_delta").to(torch.bfloat16).gates
@@ -180,14 +170,6 @@ def test_a_feature_object_can_be_shared():
     assert feature.projection is drawn
     assert other.phi.feature.projection.abs().max() > 0
     assert "phi.projection" in one.state_dict()
-
-
-def test_features_are_drawn_on_meta_too():
-    """transformers builds a model there before it loads one; FAVOR+ still follows from its seed."""
-    with torch.device("meta"):
-        layer = FastWeight(8, 2, feature="favor", normalizer="sum")
-    assert layer.k_proj.weight.is_meta
-    assert torch.equal(layer.phi.projection, Favor(4).projection.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -74,7 +74,7 @@ class SequenceLayer(nn.Module, Generic[S]):
         for tensor in state.tensors:
             require_rows(x.shape[0], len(tensor))
 
-    def _check_or_begin(self, x: Tensor, state: S | None, mask: Tensor | None, *, rank: int = 3) -> S:
+    def _check_or_begin(self, x: Tensor, state: S | None, mask: Tensor | None) -> S:
         """Check the arguments and return the state to start from."""
-        self._check(x, state, mask, rank=rank)
+        self._check(x, state, mask)
         return self.initial_state(x.shape[0]) if state is None else state
