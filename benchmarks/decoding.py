@@ -30,8 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.report import RESULTS
-from rebind.bench.clock import clocked, timed, wait
-from rebind.bench.machine import machine
+from rebind.bench.measure import clocked, machine, timed, wait
 from rebind.nn import RebindCache, RebindConfig, RebindForCausalLM, preset, recorded_decoding
 from rebind.storage import write_json
 

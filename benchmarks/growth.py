@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 from benchmarks.clock import Clock, peak_gib, told_apart
 from benchmarks.report import RESULTS
-from rebind.bench.machine import machine
+from rebind.bench.measure import machine
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
-from rebind.edit.methods import Old
+from rebind.edit.moments import OldKeys
 from rebind.edit.progress import Progress
 from rebind.files import write_atomically
 from rebind.models.sites import module_at
@@ -149,17 +149,17 @@ def learn(editor: Editor, layers: Sequence[int], tokens: int) -> None:
     read = 0
     while read < tokens:
         rows = max(1, min(AT_ONCE, tokens - read) // WINDOW)
-        ids = torch.randint(vocabulary, (rows, WINDOW), generator=generator).to(editor.trunk.device)
+        ids = torch.randint(vocabulary, (rows, WINDOW), generator=generator).to(editor.language_model.device)
         everywhere = torch.ones_like(ids)
-        seen = editor.trunk.inputs(modules, Tokens(ids, everywhere, everywhere.cumsum(-1) - 1))
+        seen = editor.language_model.trunk.inputs(modules, Tokens(ids, everywhere, everywhere.cumsum(-1) - 1))
         for name, keys in zip(names, seen, strict=True):
             wide = keys.flatten(0, 1).float()
             product = (wide.mT @ wide).double()
             totals[name] = totals[name].add_(product) if name in totals else product
         read += ids.numel()
     for name in names:
-        editor.weights.old[name] = Old(totals.pop(name) / read)
-        _ = editor.weights.old[name].factored
+        editor.weights.old_keys[name] = OldKeys(totals.pop(name) / read)
+        _ = editor.weights.old_keys[name].factored
 
 
 # One edit, phase by phase
@@ -167,7 +167,7 @@ def learn(editor: Editor, layers: Sequence[int], tokens: int) -> None:
 
 def edit(editor: Editor, facts: list[Fact], steps: int) -> tuple[float, dict[str, float]]:
     """Write and undo: the seconds of the edit, in all and by phase."""
-    search = replace(editor.settings("memit")[1].targets, steps=steps, enough=0.0)
+    search = replace(editor.settings("memit").targets, steps=steps, enough=0.0)
     clock = Clock()
     editor.progress = clock.progress
     clock.enter("writing")  # the edits before are taken out of the weights
@@ -195,7 +195,7 @@ def grown(
 ) -> Iterator[Row]:
     """A row for each number of facts."""
     editor = Editor(build(shape, device, dtype), tokenizer)
-    layers = editor.settings("memit")[1].layers
+    layers = editor.settings("memit").layers
     sizes = [(parameter.numel(), parameter.element_size()) for parameter in editor.model.parameters()]
     clock = Clock()
     clock.enter("contexts")
@@ -206,7 +206,7 @@ def grown(
     once = clock.spent
     edit(editor, invented(1), 2)  # kernels are loaded, and what the base says to the canaries is there
     for n in numbers:
-        if editor.trunk.device.type == "cuda":
+        if editor.language_model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds, phases = edit(editor, invented(n), steps)
         yield Row(

@@ -39,13 +39,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import RESULTS
-from rebind.bench.machine import machine
+from rebind.bench.measure import machine
 from rebind.nn import RebindForCausalLM
-from rebind.nn.training import DataConfig, OptimizerConfig, TrainConfig, by_position, carried, train
-from rebind.nn.training.data import Corpus, prepare
-from rebind.nn.training.load import load
-from rebind.nn.training.log import Log
-from rebind.nn.training.loop import TIMES
+from rebind.nn.training import (
+    DataConfig,
+    OptimizerConfig,
+    TrainConfig,
+    carried_perplexity,
+    loss_by_position,
+    train,
+)
+from rebind.nn.training.data import TokenizedText, prepare_text
+from rebind.nn.training.outputs import TIMES
 from rebind.storage import write_file, write_json
 
 KINDS = (  # the slowest first
@@ -116,16 +121,16 @@ def config_of(options: argparse.Namespace, kind: str, seed: int, intermediate: i
         preset="schlag-small",
         layers=kind,
         model=model,
-        optimizer=OptimizerConfig(rate=options.rate, warmup=options.warmup),
+        optimizer=OptimizerConfig(learning_rate=options.rate, warmup=options.warmup),
         length=options.length,
-        batch=options.batch,
+        batch_size=options.batch,
         steps=options.steps,
         carry=options.carry,
         seed=seed,
         evaluate_every=options.steps,
         evaluate_tokens=4 * options.length,  # what matters is measured afterwards
         save_every=options.steps,
-        keep=1,
+        keep_checkpoints=1,
         log_every=50,
         precision=options.precision,
         record=options.device.startswith("cuda") and not options.carry,  # launching would take longer than computing
@@ -146,7 +151,7 @@ def matching_width(options: argparse.Namespace, kind: str, vocabulary: int) -> i
     return max(1, round((target - first) / (second - first)) + 1)
 
 
-def run(options: argparse.Namespace, kind: str, seed: int, corpus: Corpus) -> Result:
+def run(options: argparse.Namespace, kind: str, seed: int, corpus: TokenizedText) -> Result:
     """Train a model and measure it on the validation text."""
     intermediate = matching_width(options, kind, len(corpus.tokenizer))
     folder = work_folder(options) / run_name(kind, seed, mark_of(options))
@@ -165,35 +170,35 @@ def run(options: argparse.Namespace, kind: str, seed: int, corpus: Corpus) -> Re
         state=summary["state"],
         loss=summary["loss"],
         epochs=summary["epochs"],
-        seconds=sum(row["seconds"] for row in Log(folder / TIMES).rows()),
+        seconds=sum(row["seconds"] for row in JsonLines(folder / TIMES).read()),
         evaluation_seconds=time.perf_counter() - begin,
         **measurements,
     )
 
 
-def count_tokens(options: argparse.Namespace, corpus: Corpus) -> int:
+def count_tokens(options: argparse.Namespace, corpus: TokenizedText) -> int:
     """Return how many tokens of --valid are predicted: as many of the longest windows as there are."""
     longest = FACTORS[-1] * options.length
     if options.valid_tokens < longest:
         raise SystemExit(f"--valid-tokens is {options.valid_tokens}; expected {longest} or more.")
-    if len(corpus.held) <= longest:
-        raise SystemExit(f"{options.valid} has {len(corpus.held)} tokens; expected more than {longest}. Add text.")
-    return int(min(options.valid_tokens, len(corpus.held) - 1) // longest * longest)
+    if len(corpus.validation) <= longest:
+        raise SystemExit(f"{options.valid} has {len(corpus.validation)} tokens; expected more than {longest}. Add text.")
+    return int(min(options.valid_tokens, len(corpus.validation) - 1) // longest * longest)
 
 
-def measure(options: argparse.Namespace, model: RebindForCausalLM, corpus: Corpus) -> dict[str, Any]:
+def measure(options: argparse.Namespace, model: RebindForCausalLM, corpus: TokenizedText) -> dict[str, Any]:
     longest, count = FACTORS[-1] * options.length, count_tokens(options, corpus)
-    ids = torch.from_numpy(corpus.held[: count + 1].astype("int64"))
+    ids = torch.from_numpy(corpus.validation[: count + 1].astype("int64"))
     losses = {}
     for factor in FACTORS:
         length = factor * options.length
-        losses[factor] = by_position(model, ids, length, rows=max(1, BATCH_TOKENS // length))
+        losses[factor] = loss_by_position(model, ids, length, rows=max(1, BATCH_TOKENS // length))
     stretches = losses[FACTORS[-1]].view(-1, options.length).mean(1)
     return {
         "perplexity": _perplexity(float(losses[1].mean())),
         "by_length": {f"{factor}": _perplexity(float(losses[factor].mean())) for factor in FACTORS},
         "by_position": [_perplexity(loss) for loss in stretches.tolist()],
-        "carried": None if model.grows else carried(model, ids, longest).perplexity,
+        "carried": None if model.grows else carried_perplexity(model, ids, longest).perplexity,
     }
 
 
@@ -236,13 +241,13 @@ def finished_runs(options: argparse.Namespace, mark: str) -> dict[tuple[str, int
     return results
 
 
-def prepare_corpus(options: argparse.Namespace) -> Corpus:
+def prepare_corpus(options: argparse.Namespace) -> TokenizedText:
     """Return the corpus in tokens, tokenized now or earlier."""
     texts = [Path(name).read_text(encoding="utf-8") for name in options.data]
     text = "\n".join(texts).encode()
     if not corpus_file(options).exists() or corpus_file(options).read_bytes() != text:
         write_file(corpus_file(options), text)
-    return prepare(config_of(options, "delta", 0, 8).data, work_folder(options) / "tokens")
+    return prepare_text(config_of(options, "delta", 0, 8).data, work_folder(options) / "tokens")
 
 
 # One process per kind
@@ -390,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     corpus = prepare_corpus(options)
     count_tokens(options, corpus)  # fails before anything is trained if there is too little text
     epochs = options.steps * options.batch * options.length / len(corpus.train)
-    print(f"{len(corpus.train):,} tokens for training, {epochs:.1f} epochs; {len(corpus.held):,} for validation")
+    print(f"{len(corpus.train):,} tokens for training, {epochs:.1f} epochs; {len(corpus.validation):,} for validation")
     counts = {}
     for kind in options.kinds:
         width = matching_width(options, kind, len(corpus.tokenizer))

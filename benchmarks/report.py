@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rebind.bench.machine import Peak, machine
+from rebind.bench.measure import Peak, machine
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -43,10 +43,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.report import RESULTS
-from rebind.bench.clock import timed, wait
-from rebind.bench.machine import machine
+from rebind.bench.measure import machine, timed, wait
 from rebind.nn import RebindConfig, RebindForCausalLM, preset
-from rebind.nn.training.recorded import RecordedStep
+from rebind.nn.training.step import RecordedStep
 from rebind.storage import write_json
 
 WARM_UP_STEPS = 3  # compile the kernels and create the moments

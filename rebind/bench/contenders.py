@@ -1,8 +1,17 @@
-"""Who takes part in the scan's benchmark: ours, and whatever else can be imported."""
+"""The implementations that take part in the benchmark of the scan: ours, and those that can be imported.
+
+On a CPU the peak memory of one is the highest resident size of a process of its own:
+
+    python -m rebind.bench.contenders ours gated_delta float32 1x2048x8x64
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,11 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rebind.bench.measure import MIB, Peak
+from rebind.errors import InputError
 from rebind.ops import scan, step
 
 Shape = tuple[int, int, int, int]  # B, T, H, D
-Scan = Callable[..., Tensor]  # (q, k, v, log_decay, beta) → the output
-RULES = ("gated delta", "delta", "sum", "softmax")
+Implementation = Callable[..., Tensor]  # (q, k, v, log_decay, beta) → the output
+Decoder = Callable[[list[Tensor], Tensor], object]  # (q, k, v, log_decay, beta [B, 1, H, …], the state)
+OUR_RULES = ("gated_delta", "delta", "sum")
+RULES = (*OUR_RULES, "softmax")
 
 
 @dataclass(frozen=True)
@@ -23,92 +36,94 @@ class Contender:
 
     name: str
     rule: str  # one of RULES
-    run: Scan
-    largest: int = 2**62  # tokens in all that it is given
-    length: int = 2**62  # tokens a sequence that it is given
+    run: Implementation
+    most_tokens: int = 2**62  # in all; beyond that it takes too long
+    longest: int = 2**62  # sequence
     scaled: bool = False  # whether it divides queries by √D
 
     def takes(self, shape: Shape) -> bool:
-        return shape[0] * shape[1] <= self.largest and shape[1] <= self.length
+        """Return whether it is measured at this shape."""
+        return shape[0] * shape[1] <= self.most_tokens and shape[1] <= self.longest
 
 
 def contenders(device: str) -> tuple[list[Contender], list[str]]:
-    """Ours first, then what can be imported here; and why something cannot."""
-    field = [Contender("ours", rule, ours(rule)) for rule in RULES[:3]]
+    """Return ours first, then the others that can be imported here, and why some cannot."""
+    field = [Contender("ours", rule, our_scan(rule)) for rule in OUR_RULES]
     missing = []
-    for library, found in (("flash-linear-attention", _fla), ("transformers", _transformers)):
+    for library, find in (("flash-linear-attention", _fla), ("transformers", _transformers)):
         if library == "flash-linear-attention" and not device.startswith("cuda"):
             continue  # it runs on GPUs only
         try:
-            field += found()
+            field += find()
         except (ImportError, AttributeError) as problem:
             missing.append(f"without {library}: {problem}")
-    field.append(Contender("SDPA", "softmax", softmax, length=2**13 if device == "cpu" else 2**62))
-    field.append(Contender("loop", "gated delta", loop, largest=2**12, length=2**9))
+    field.append(Contender("SDPA", "softmax", _softmax, longest=2**13 if device == "cpu" else 2**62))
+    field.append(Contender("loop", "gated_delta", _loop, most_tokens=2**12, longest=2**9))
     return field, missing
 
 
-def decoders(device: str) -> dict[str, Callable[[list[Tensor], Tensor], object]]:
-    """Ways to write one token: a function of q, k, v, log_decay, beta [B, 1, H, …] and the state."""
+def decoders(device: str) -> dict[str, Decoder]:
+    """Return the ways to write one token, by name."""
 
     def ours(leaves: list[Tensor], state: Tensor) -> object:
         q, k, v, log_decay, beta = (x[:, 0] for x in leaves)
         return step(q, k, v, state, log_decay=log_decay, erase=beta, write=beta)
 
-    found: dict[str, Callable[[list[Tensor], Tensor], object]] = {"ours": ours}
-    if device.startswith("cuda"):
-        try:
-            recurrent = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
-        except (ImportError, AttributeError):
-            return found
+    if not device.startswith("cuda"):
+        return {"ours": ours}
+    try:
+        recurrent = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+    except (ImportError, AttributeError):
+        return {"ours": ours}
 
-        def fla(leaves: list[Tensor], state: Tensor) -> object:
-            q, k, v, log_decay, beta = leaves
-            return recurrent(q, k, v, g=log_decay, beta=beta, scale=1.0, initial_state=state, output_final_state=True)
+    def fla(leaves: list[Tensor], state: Tensor) -> object:
+        q, k, v, log_decay, beta = leaves
+        return recurrent(q, k, v, g=log_decay, beta=beta, scale=1.0, initial_state=state, output_final_state=True)
 
-        found["fla"] = fla
-    return found
+    return {"ours": ours, "fla": fla}
 
 
-def ours(rule: str) -> Scan:
+def our_scan(rule: str) -> Implementation:
+    """Return our scan with a rule."""
+
     def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
         if rule == "sum":
             return scan(q, k, v)[0]
-        return scan(q, k, v, log_decay=log_decay if rule == "gated delta" else None, erase=beta, write=beta)[0]
+        return scan(q, k, v, log_decay=log_decay if rule == "gated_delta" else None, erase=beta, write=beta)[0]
 
     return run
 
 
-def loop(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+def _loop(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
     return scan(q, k, v, log_decay=log_decay, erase=beta, write=beta, backend="reference")[0]
 
 
-def softmax(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+def _softmax(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def _transformers() -> Iterator[Contender]:
-    importlib.import_module("transformers").logging.set_verbosity_error()  # it says that it falls back
+    importlib.import_module("transformers").logging.set_verbosity_error()  # it warns that it falls back
     peer = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next").torch_chunk_gated_delta_rule
 
     def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
         return peer(q, k, v, g=log_decay, beta=beta)[0]
 
-    yield Contender("transformers", "gated delta", run, largest=2**17, length=2**14, scaled=True)
+    yield Contender("transformers", "gated_delta", run, most_tokens=2**17, longest=2**14, scaled=True)
 
 
 def _fla() -> Iterator[Contender]:
     delta = importlib.import_module("fla.ops.delta_rule").chunk_delta_rule
     gated = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     linear = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
-    yield Contender("fla", "gated delta", lambda q, k, v, g, beta: gated(q, k, v, g=g, beta=beta, scale=1.0)[0])
+    yield Contender("fla", "gated_delta", lambda q, k, v, g, beta: gated(q, k, v, g=g, beta=beta, scale=1.0)[0])
     yield Contender("fla", "delta", lambda q, k, v, g, beta: delta(q, k, v, beta=beta, scale=1.0)[0])
     yield Contender("fla", "sum", lambda q, k, v, g, beta: linear(q, k, v, scale=1.0, normalize=False)[0])
 
 
-def inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v, log_decay and beta as leaves: unit keys and queries, decays of a trained model's size."""
+def draw_inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Draw q, k, v, log_decay and beta as leaves: unit keys and queries, decays as large as in a trained model."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -121,11 +136,75 @@ def inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta)]
 
 
-def forward(run: Scan, leaves: list[Tensor]) -> Tensor:
+def run_forward(run: Implementation, leaves: list[Tensor]) -> Tensor:
+    """Run without gradients."""
     with torch.no_grad():
         return run(*leaves)
 
 
-def both(run: Scan, leaves: list[Tensor], slope: Tensor) -> None:
-    """Forward and backward."""
+def run_both(run: Implementation, leaves: list[Tensor], slope: Tensor) -> None:
+    """Run forward and backward."""
     torch.autograd.grad(run(*leaves), leaves, slope, allow_unused=True)
+
+
+def name_of(shape: Shape) -> str:
+    """Return a shape as it is written: 1x2048x8x64."""
+    return "x".join(map(str, shape))
+
+
+def parse_shape(text: str) -> Shape:
+    """Return the shape of a text.
+
+    >>> parse_shape("1x2048x8x64")
+    (1, 2048, 8, 64)
+    """
+    parts = [int(part) if part.isdecimal() else 0 for part in text.strip().split("x")]
+    if len(parts) != 4 or min(parts) < 1:
+        raise InputError(f"The shape is {text!r}", expected="BxTxHxD, such as 1x2048x8x64", code="invalid_shape")
+    b, t, h, d = parts
+    return b, t, h, d
+
+
+def peak_memory(contender: Contender, shape: Shape, device: str, dtype: torch.dtype) -> float | None:
+    """Return the peak memory of forward and backward in MiB, inputs and gradients included; None if unknown."""
+    if device.startswith("cuda"):
+        return _peak_on_gpu(contender, shape, device, dtype)
+    if device != "cpu":
+        return None
+    words = [contender.name, contender.rule, str(dtype).removeprefix("torch."), name_of(shape)]
+    done = subprocess.run(
+        [sys.executable, "-m", "rebind.bench.contenders", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+    )
+    return float(done.stdout.split()[-1]) if done.returncode == 0 else None
+
+
+def _peak_on_gpu(contender: Contender, shape: Shape, device: str, dtype: torch.dtype) -> float:
+    gc.collect()
+    torch.cuda.empty_cache()
+    leaves = draw_inputs(shape, device, dtype)
+    slope = torch.randn_like(leaves[2])
+    size = sum(x.numel() * x.element_size() for x in (*leaves, slope))
+    before = torch.cuda.memory_allocated() - size
+    torch.cuda.reset_peak_memory_stats()
+    run_both(contender.run, leaves, slope)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def _peak_of_this_process(name: str, rule: str, dtype: torch.dtype, shape: Shape) -> float:
+    (contender,) = (c for c in contenders("cpu")[0] if (c.name, c.rule) == (name, rule))
+    small = draw_inputs((1, 64, 1, 8), "cpu", dtype)
+    run_both(contender.run, small, torch.randn_like(small[2]))  # loads libraries and creates thread pools
+    with Peak() as peak:
+        leaves = draw_inputs(shape, "cpu", dtype)
+        run_both(contender.run, leaves, torch.randn_like(leaves[2]))
+    return peak.mib
+
+
+if __name__ == "__main__":
+    _name, _rule, _dtype, _shape = sys.argv[1:]
+    print(_peak_of_this_process(_name, _rule, getattr(torch, _dtype), parse_shape(_shape)))

@@ -14,7 +14,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rebind.errors import InputError, ShapeError
-from rebind.files import write_atomically
 from rebind.memory.chain import chain
 from rebind.memory.checks import require_finite, require_tensors, require_width, unknown_name
 from rebind.memory.closed_form import equality
@@ -22,6 +21,7 @@ from rebind.memory.features import Feature, get_feature, l2_normalize, sum_norma
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Gate, Rule, get_rule
 from rebind.memory.write import Write
+from rebind.storage import write_file
 
 NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
     "l2": l2_normalize,
@@ -147,14 +147,6 @@ class Memory:
 
     def save(self, path: str | Path) -> None:
         """Write the memory to a safetensors file, atomically."""
-        path = Path(path)
-        if not path.parent.is_dir():
-            raise InputError(
-                f"Folder {path.parent} does not exist",
-                expected="an existing folder to save in",
-                advice="Create it first",
-                code="no_such_folder",
-            )
         for kind, part, registry in (("Rule", self.rule, Rule._known), ("Feature map", self.feature, Feature._known)):
             if registry.get(part.name) is not type(part):
                 raise InputError(
@@ -176,7 +168,7 @@ class Memory:
             {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
             metadata={"rebind": json.dumps(description)},
         )
-        write_atomically(path, data)
+        write_file(path, data)
 
     @classmethod
     def load(cls, path: str | Path) -> Memory:

@@ -268,31 +268,6 @@ def test_every_setting_is_saved(tmp_path):
     assert not back.weights.requires_grad
 
 
-def test_saving_respects_the_umask_and_follows_links(tmp_path):
-    real, link = tmp_path / "real", tmp_path / "link"
-    memory().save(real)
-    assert real.stat().st_mode & 0o777 == 0o666 & ~_umask()
-    link.symlink_to(real)
-    m = memory()
-    m.bind(Draw(19).normal(8), Draw(19).normal(3))
-    m.save(link)
-    assert link.is_symlink()
-    assert Memory.load(real).rows == 1
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def test_a_missing_folder_is_named(tmp_path):
-    assert_errors(
-        (InputError, "no_such_folder", lambda: memory().save(tmp_path / "none" / "m")),
-        (InputError, "no_such_file", lambda: Memory.load(tmp_path)),
-    )
-
-
 def test_a_part_without_a_name_of_its_own_is_not_saved(tmp_path):
     class Louder(type(get_rule("sum"))):
         pass

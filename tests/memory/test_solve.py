@@ -203,7 +203,7 @@ def test_refinement_serves_each_entry_of_a_batch():
 
 
 def test_vmap_never_returns_a_plausible_wrong_number():
-    """Where a rescue cannot be decided on, an entry that needs one is NaN and its neighbours are right."""
+    """Where a rescue cannot be decided on, an entry that needs one is NaN and its neighbors are right."""
     good = torch.eye(3).double()
     solved = torch.vmap(lambda a: factor(a).solve(torch.ones(3, 1).double()).value)(torch.stack([good, -good]))
     assert_close(solved[0], torch.ones(3, 1).double())
