@@ -11,7 +11,7 @@ from rebind.cli.ui import Phases, Terminal
 from rebind.storage import check_writable
 
 if TYPE_CHECKING:
-    from rebind.bench.scan import Report, Row
+    from rebind.bench.scan import Measurement, ScanReport
 
 EXAMPLES = opt.examples(
     "rebind bench scan --quick",
@@ -42,11 +42,12 @@ def scan(
     """Time the scan beside other implementations: forward, backward, memory and decoding."""
     import torch
 
-    from rebind.bench.scan import Setup, parse_shape, run
-    from rebind.bench.table import notes, spared, tables
+    from rebind.bench.contenders import parse_shape
+    from rebind.bench.report import notes, tables
+    from rebind.bench.scan import ScanSetup, run
     from rebind.memory.checks import usable_device
 
-    setup = Setup.of(
+    setup = ScanSetup(
         device,
         opt.parse_dtype(dtype),
         tuple(map(parse_shape, _split(shapes))),
@@ -61,24 +62,24 @@ def scan(
     path = out / f"scan-{setup.device.replace(':', '-')}.json"
     usual_threads = torch.get_num_threads()
     torch.set_num_threads(threads or usual_threads)
-    shapes_done: list[list[Row]] = []
+    shapes_done: list[list[Measurement]] = []
 
-    def shape_done(report: Report, rows: list[Row]) -> None:
+    def shape_done(report: ScanReport, rows: list[Measurement]) -> None:
         report.save(path)  # so that a later failure does not lose it
         shapes_done.append(rows)
 
     try:
         with Phases(terminal) as phases:
             report = run(
-                setup, told=lambda done, total, what: phases.count("measuring", done, total, what), found=shape_done
+                setup,
+                on_progress=lambda done, total, what: phases.count("measuring", done, total, what),
+                on_shape=shape_done,
             )
     finally:
         torch.set_num_threads(usual_threads)
         for rows in shapes_done:
             terminal.print(*tables(rows, terminal.out.width))
-            for note in notes(rows):
-                terminal.hint(note)
-    for note in filter(None, [spared(report.rows, terminal.out.width), *report.missing, report.note]):
+    for note in [*notes(report.rows, terminal.out.width), *report.missing, report.note]:
         terminal.hint(note)
     files = [path, *_draw(terminal, report, path)]
     terminal.print(f"wrote {', '.join(map(str, files))}")
@@ -89,9 +90,9 @@ def _split(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def _draw(terminal: Terminal, report: Report, path: Path) -> list[Path]:
+def _draw(terminal: Terminal, report: ScanReport, path: Path) -> list[Path]:
     try:
-        from rebind.bench.figure import draw
+        from rebind.bench.report import draw
 
         files = [path.with_suffix(".png"), path.with_suffix(".svg")]
         if draw(report.document(), *files):
