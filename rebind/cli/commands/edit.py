@@ -102,7 +102,7 @@ def edit(
         terminal.result({"plan": asdict(planned), "skipped": len(given.skipped)}, f"{planned.seconds:.1f}")
         return
     report |= {"skipped": len(given.skipped), "seconds": phases.seconds, "saved": None if out is None else str(out)}
-    _print_edit(terminal, editor, done, report, settings.source)
+    _print_edit(terminal, editor, report, settings.source)
     if settings.source.startswith("by its depth"):
         measured = opt.ModelOptions(source.model, source.device, source.dtype)
         terminal.suggest(
@@ -159,15 +159,15 @@ def _ask(editor: Editor, done: Edit, phases: Phases) -> dict[str, Any]:
         before = model.generate(first, 12), model.score(probes)
     after = model.generate(first, 12), model.score(probes)
     scored = [
-        {"fact": index, "prompt": prompt.text, "before": old.to_json(), "after": new.to_json()}
-        for (index, prompt), old, new in zip(paraphrases + neighbors, before[1], after[1], strict=True)
+        {"fact": index, "prompt": one.text, "target": one.target, "before": old.to_json(), "after": new.to_json()}
+        for (index, one), old, new in zip(paraphrases + neighbors, before[1], after[1], strict=True)
     ]
     scores: Any = done.scores
     facts = []
     for index, fact in listed:
         asked = [(scores["before"][index], before[0]), (scores["after"][index], after[0])]
         states = [score | {"continues": texts[index] if index < GENERATED else None} for score, texts in asked]
-        facts.append(fact.to_json() | {"before": states[0], "after": states[1]})
+        facts.append(fact.to_json() | {"text": fact.text, "before": states[0], "after": states[1]})
     return {
         "id": done.id,
         "model": model.name,
@@ -184,17 +184,10 @@ def _ask(editor: Editor, done: Edit, phases: Phases) -> dict[str, Any]:
     }
 
 
-def _print_edit(terminal: Terminal, editor: Editor, done: Edit, report: dict[str, Any], source: str) -> None:
-    texts = [f"{fact.text} → {fact.target}" for fact in done.facts]
-    rows = [
-        (text, one["target"], one["before"], one["after"]) for text, one in zip(texts, report["facts"], strict=True)
-    ]
-    tables.print_answers(terminal, "fact", rows)
-    if paraphrases := report["paraphrases"]:
-        targets = [done.facts[one["fact"]].target for one in paraphrases]
-        asked = zip(paraphrases, targets, strict=True)
-        rows = [(one["prompt"], target, one["before"], one["after"]) for one, target in asked]
-        tables.print_answers(terminal, "paraphrase", rows)
+def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], source: str) -> None:
+    for kind in ("fact", "paraphrase"):
+        if rows := report[f"{kind}s"]:
+            tables.print_answers(terminal, kind, rows)
     if neighbors := report["neighbors"]:
         same = sum(one["before"]["says"] == one["after"]["says"] for one in neighbors)
         made = tables.table("neighbor", "before", "after")

@@ -57,9 +57,11 @@ def show(
     edit = ledger.get(id)
     is_active = ledger.is_active(edit.id)
     scores: Any = edit.scores
-    texts = [f"{fact.text} → {fact.target}" for fact in edit.facts]
-    targets = [fact.target for fact in edit.facts]
-    tables.print_answers(terminal, "fact", list(zip(texts, targets, scores["before"], scores["after"], strict=True)))
+    answers = [
+        {"prompt": fact.text, "target": fact.target, "before": before, "after": after}
+        for fact, before, after in zip(edit.facts, scores["before"], scores["after"], strict=True)
+    ]
+    tables.print_answers(terminal, "fact", answers)
     settings: Any = edit.settings
     hidden = {"chat"} if uses_lambda(edit.method) else {"chat", "lam"}
     rows = [
@@ -74,7 +76,7 @@ def show(
     ]
     terminal.print(tables.pairs(rows))
     document = {"id": edit.id, "active": is_active, "ledger": str(ledger.path)} | edit.to_json()
-    terminal.result(document, "\n".join(texts))
+    terminal.result(document, "\n".join(f"{fact.text} → {fact.target}" for fact in edit.facts))
 
 
 def undo(ids: Ids, *, source: opt.LedgerOptions, terminal: Terminal) -> None:

@@ -17,8 +17,7 @@ from rebind.errors import InputError
 from rebind.storage import check_writable, write_file
 
 if TYPE_CHECKING:
-    from rebind.analysis import AverageTrace, Trace, TraceSettings
-    from rebind.edit.editor import Editor
+    from rebind.analysis import AverageTrace, Trace, Tracer
     from rebind.edit.facts.fact import Fact
     from rebind.edit.facts.readers import Facts
 
@@ -57,19 +56,33 @@ def trace(
     terminal: Terminal,
 ) -> None:
     """Causal tracing: find the layers and tokens where the model recalls a fact."""
-    given = _read(terminal, prompt, subject, target, facts, limit, skip_bad)
-    from rebind.analysis import TraceSettings, average_traces, draw_trace
+    if (prompt is None) == (facts is None) or (facts is not None and (subject or target)):
+        raise InputError(
+            "The command line does not say what to trace",
+            expected="a prompt, perhaps with a subject and a target, or a file of facts",
+            advice='Try `rebind trace "The {Louvre} is in"`',
+            code="prompt_or_facts",
+        )
+    from rebind.analysis import Tracer, TraceSettings, average_traces, draw_trace
     from rebind.analysis.traces import KINDS
+    from rebind.models.prompts import require_text
 
+    if target is not None:
+        require_text("target", target)
+    if facts is not None:
+        given = facts_of_file(terminal, facts, skip_bad, limit)
+    else:
+        given = single_fact(str(prompt), target or ".", subject)
     settings = TraceSettings(KINDS if kind == "all" else (kind,), noise, draws, window, seed)
     if out is not None:
         check_writable(out)
     with Phases(terminal) as phases:
         editor = load_editor(source, phases) if base else open_editor(source, phases)
+        tracer = Tracer(editor.language_model, settings)
         if facts is not None:
             given = fitting_facts(terminal, editor, given, skip_bad)
-        known = facts is not None and not predicted
-        traces = _trace(editor, given.facts, settings, phases, use_target=target is not None, known=known)
+        chosen = given.facts if facts is None or predicted else _known(tracer, given)
+        traces = _trace(tracer, chosen, phases, use_target=target is not None)
     result = traces[0] if facts is None else average_traces(traces)
     document = describe(editor) | result.to_json()
     document |= {"unknown": len(given) - len(traces), "skipped": len(given.skipped)}
@@ -89,57 +102,23 @@ def trace(
     terminal.result(document | {"seconds": spent, "files": [str(file) for file in files]}, brief)
 
 
-def _read(
-    terminal: Terminal,
-    prompt: str | None,
-    subject: str | None,
-    target: str | None,
-    facts: Path | None,
-    limit: int | None,
-    skip_bad: bool,
-) -> Facts:
-    from rebind.models.prompts import require_text
-
-    if (prompt is None) == (facts is None) or (facts is not None and (subject or target)):
-        raise InputError(
-            "The command line does not say what to trace",
-            expected="a prompt, perhaps with a subject and a target, or a file of facts",
-            advice='Try `rebind trace "The {Louvre} is in"`',
-            code="prompt_or_facts",
-        )
-    if facts is not None:
-        return facts_of_file(terminal, facts, skip_bad, limit)
-    if target is not None:
-        require_text("target", target)
-    return single_fact(str(prompt), target or ".", subject)
+def _known(tracer: Tracer, facts: Facts) -> tuple[Fact, ...]:
+    """Return the facts that the model answers correctly."""
+    if known := tuple(fact for fact in facts if tracer.knows(fact)):
+        return known
+    problem = f"The model knows none of the {len(facts)} facts"
+    advice = "Choose facts that it knows, or use {predicted} to trace what it says instead"
+    raise InputError(problem, advice=advice, settings={"predicted": True}, code="no_known_facts")
 
 
-def _trace(
-    editor: Editor,
-    facts: tuple[Fact, ...],
-    settings: TraceSettings,
-    phases: Phases,
-    *,
-    use_target: bool,
-    known: bool,
-) -> list[Trace]:
-    """Trace facts; with `known`, only those that the model answers correctly."""
-    from rebind.analysis import Tracer
-
+def _trace(tracer: Tracer, facts: tuple[Fact, ...], phases: Phases, *, use_target: bool) -> list[Trace]:
     traces: list[Trace] = []
 
     def report(done: int, total: int) -> None:
         note = f"fact {len(traces) + 1} of {len(facts)}" if len(facts) > 1 else f"{done:,} of {total:,} states"
         phases.count("restoring states", len(traces) * total + done, len(facts) * total, note)
 
-    tracer = Tracer(editor.language_model, settings, on_progress=report)
-    if known:
-        asked = len(facts)
-        facts = tuple(fact for fact in facts if tracer.knows(fact))
-        if not facts:
-            advice = "Choose facts that it knows, or use {predicted} to trace what it says instead"
-            problem = f"The model knows none of the {asked} facts"
-            raise InputError(problem, advice=advice, settings={"predicted": True}, code="no_known_facts")
+    tracer.on_progress = report
     for fact in facts:
         traces.append(tracer.trace(fact, use_target=use_target))
     return traces

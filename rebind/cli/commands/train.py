@@ -15,15 +15,13 @@ from rebind.cli.ui.tables import pairs, table
 from rebind.errors import InputError
 
 if TYPE_CHECKING:
-    from rebind.nn.training import Progress as TrainProgress
-    from rebind.nn.training import Result
-    from rebind.nn.training.loop import Update
+    from rebind.nn.training import TrainingProgress, TrainingResult, TrainingUpdate
 
 EXAMPLES = opt.examples(
     "rebind train --data corpus.txt --out runs/delta --layers delta --steps 2000",
     "rebind train --data corpus.txt --out runs/hybrid --layers gated_delta,gated_delta,attention --device cuda",
     "rebind train --data hf:roneneldan/TinyStories --out runs/stories --preset modern-60m --length 512 --carry",
-    "torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/four --batch 64 --device cuda",
+    "torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/four --batch-size 64 --device cuda",
     "torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/large --sharded --device cuda",
     note="An interrupted run resumes from its last checkpoint when the same command is run again.",
 )
@@ -56,18 +54,18 @@ def train(
         float, opt.value("X", "Fraction of the text, taken from its end, held out for validation.", panel=DATA)
     ] = 0.05,
     length: Annotated[int, opt.value("N", "Number of tokens per segment.", panel=STEPS)] = 256,
-    batch: Annotated[int, opt.value("N", "Number of segments per step, over all processes.", panel=STEPS)] = 16,
+    batch_size: Annotated[int, opt.value("N", "Number of segments per step, over all processes.", panel=STEPS)] = 16,
     accumulate: Annotated[int, opt.value("N", "Number of pieces that a batch is computed in.", panel=STEPS)] = 1,
     steps: Annotated[int, opt.value("N", "Number of training steps.", panel=STEPS)] = 1_000,
-    rate: Annotated[float, opt.value("X", "Peak learning rate.", panel=STEPS)] = 1e-3,
+    learning_rate: Annotated[float, opt.value("X", "Peak learning rate.", panel=STEPS)] = 1e-3,
     warmup: Annotated[int, opt.value("N", "Number of steps until the learning rate peaks.", panel=STEPS)] = 100,
-    decay: Annotated[float, opt.value("X", "Weight decay of matrices.", panel=STEPS)] = 0.1,
-    clip: Annotated[float, opt.value("X", "Largest norm of the gradient.", panel=STEPS)] = 1.0,
+    weight_decay: Annotated[float, opt.value("X", "Weight decay of matrices.", panel=STEPS)] = 0.1,
+    clip_norm: Annotated[float, opt.value("X", "Largest norm of the gradient.", panel=STEPS)] = 1.0,
     carry: Annotated[bool, opt.flag("--carry", "Carry memories from each segment to the next.", panel=STEPS)] = False,
     evaluate_every: Annotated[int, opt.value("N", "Number of steps between evaluations.", panel=STEPS)] = 250,
     evaluate_tokens: Annotated[int, opt.value("N", "Evaluate on at most N tokens.", panel=STEPS)] = 100_000,
     save_every: Annotated[int, opt.value("N", "Number of steps between checkpoints.", panel=STEPS)] = 250,
-    keep: Annotated[int, opt.value("N", "Number of checkpoints to keep.", panel=STEPS)] = 2,
+    keep_checkpoints: Annotated[int, opt.value("N", "Number of checkpoints to keep.", panel=STEPS)] = 2,
     seed: Annotated[int, opt.value("N", "Random seed for initial weights, data order and dropout.", panel=STEPS)] = 0,
     precision: Annotated[
         str, opt.value("NAME", "float32, bfloat16, or auto (bfloat16 on a GPU, else float32).", panel=MODEL)
@@ -100,9 +98,9 @@ def train(
         preset=preset,
         layers=_kinds(layers),
         model=_fields(changes or []),
-        optimizer=OptimizerConfig(rate=rate, warmup=warmup, weight_decay=decay, clip=clip),
+        optimizer=OptimizerConfig(learning_rate, warmup=warmup, weight_decay=weight_decay, clip_norm=clip_norm),
         length=length,
-        batch=batch,
+        batch_size=batch_size,
         accumulate=accumulate,
         steps=steps,
         carry=carry,
@@ -110,7 +108,7 @@ def train(
         evaluate_every=evaluate_every,
         evaluate_tokens=evaluate_tokens,
         save_every=save_every,
-        keep=keep,
+        keep_checkpoints=keep_checkpoints,
         precision=precision,
         compile=compiled,
         record=record,
@@ -157,21 +155,21 @@ def _fields(changes: list[str]) -> dict[str, Any]:
     return values
 
 
-def _progress(phases: Phases) -> TrainProgress:
+def _progress(phases: Phases) -> TrainingProgress:
     """Show the speed and the losses."""
-    from rebind.nn.training import Progress as TrainProgress
+    from rebind.nn.training import TrainingProgress
 
-    def step(update: Update) -> None:
+    def step(update: TrainingUpdate) -> None:
         validation = "" if update.validation is None else f", validation {update.validation:.3f}"
-        note = f"{update.tokens_a_second:,.0f} tokens/s, loss {update.loss:.3f}{validation}"
+        note = f"{update.tokens_per_second:,.0f} tokens/s, loss {update.loss:.3f}{validation}"
         phases.count("training", update.step, update.steps, note)
 
-    return TrainProgress(step=step, phase=phases.begin)
+    return TrainingProgress(step=step, phase=phases.begin)
 
 
-def _print(terminal: Terminal, result: Result) -> None:
+def _print(terminal: Terminal, result: TrainingResult) -> None:
     summary = result.summary
-    if result.began == summary["steps"]:
+    if result.resumed_from == summary["steps"]:
         terminal.print(f"{result.folder} is already complete: all {summary['steps']:,} steps are done")
     kinds = ", ".join(dict.fromkeys(summary["layers"]))
     terminal.print(Text(f"{summary['parameters']:,} parameters, layers: {kinds}", style="bold"))
@@ -187,5 +185,5 @@ def _print(terminal: Terminal, result: Result) -> None:
     if not (result.folder / "curve.png").exists():
         terminal.hint("no loss curve: it needs matplotlib (pip install 'rebind[lab]')")
     terminal.suggest("generate", opt.command_line("generate", str(result.folder), "Once"))
-    document = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "began": result.began}
+    document = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "resumed_from": result.resumed_from}
     terminal.result({**document, "summary": summary}, str(result.folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,8 +15,6 @@ from rebind.edit.wording import percent
 
 LONGEST_TEXT = 48  # characters of a text in a cell
 LISTED = 20  # rows of a table that may be long
-
-Answer: TypeAlias = tuple[str, str, Mapping[str, Any], Mapping[str, Any]]  # question, target, scores before and after
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
@@ -79,21 +77,25 @@ def one_line(text: str, longest: int = LONGEST_TEXT) -> str:
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
 
 
-def print_answers(terminal: Terminal, kind: str, rows: Sequence[Answer]) -> None:
-    """Print a table of questions and their answers before and after an edit, and how many are now right."""
+def print_answers(terminal: Terminal, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of questions and their answers before and after an edit, and how many are now right.
+
+    Each row has a prompt (or "text"), a target, and the scores "before" and "after".
+    """
     made = table(kind, "probability", "rank", "before", "after", right=("probability", "rank"))
-    for text, target, before, after in rows[:LISTED]:
+    for row in rows[:LISTED]:
+        before, after = row["before"], row["after"]
         made.add_row(
-            text,
+            f"{row.get('text', row['prompt'])} → {row['target']}",
             _change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
             _change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
-            *(one_line(score.get("continues") or first_words(score, target)) for score in (before, after)),
+            *(one_line(score.get("continues") or first_words(score, row["target"])) for score in (before, after)),
         )
     terminal.print(made)
     if len(rows) > LISTED:
         terminal.hint(f"… and {len(rows) - LISTED} more; --json lists all of them")
     if len(rows) > 1:
-        exact = [sum(score["exact"] for score in scores) for scores in zip(*(row[2:] for row in rows), strict=True)]
+        exact = [sum(row[when]["exact"] for row in rows) for when in ("before", "after")]
         terminal.print(f"{exact[1]} of {len(rows)} {kind}s answered with the whole target (before: {exact[0]})")
 
 
