@@ -27,7 +27,7 @@ class Command(TyperCommand):
         return _plain(super().get_params(ctx))
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands under one name. The outermost group reports all errors."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -56,7 +56,7 @@ class Group(TyperGroup):
 def new_app(**settings: Any) -> typer.Typer:
     """Return a group of commands."""
     return typer.Typer(
-        cls=Group, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP_NAMES, **settings
+        cls=CommandGroup, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP_NAMES, **settings
     )
 
 
