@@ -1,7 +1,7 @@
 """CUDA graphs: kernels that were launched once, one by one, and are replayed with one call.
 
-Many steps take a host longer to launch than a GPU to compute. What is recorded must find its inputs in the
-same tensors every time, and must not look at a value.
+Many steps take a host longer to launch than a GPU to compute. What is recorded must find its inputs in the same tensors
+every time, and must not depend on values.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ import torch
 
 from rebind.errors import CudaGraphWarning
 
-Made = TypeVar("Made")
+Recording = TypeVar("Recording")
 
 
-def replay_of(call: Callable[[], object], *, warm: int = 1) -> Callable[[], object]:
-    """The call as a graph, after so many runs that compile and set up what must not be in it."""
-    here, aside = torch.cuda.current_stream(), _aside()
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        for _ in range(warm):
+def record_graph(call: Callable[[], object], *, warm_up: int = 1) -> Callable[[], object]:
+    """Record a call as a CUDA graph and return its replay.
+
+    The call runs `warm_up` times before: that compiles and allocates what must not be part of the graph.
+    """
+    here, side = torch.cuda.current_stream(), _side_stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        for _ in range(warm_up):
             call()
-    here.wait_stream(aside)
+    here.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with captured(graph):
+    with capture_graph(graph):
         call()
     return graph.replay
 
 
 @contextmanager
-def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """What is launched here goes into the graph; where that fails, random numbers can still be drawn afterwards.
+def capture_graph(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Put what is launched here into the graph. If that fails, random numbers can still be drawn afterwards.
 
-    Before torch 2.13 the generator of a capture that failed takes it to go on, and refuses to draw: it gets a new state
-    with the numbers that were next.
+    Before torch 2.13 a generator believes that a failed capture goes on, and refuses to draw: it gets a new state, from
+    which the same numbers follow.
     """
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     before = generator.get_state()
@@ -52,16 +55,17 @@ def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         raise
 
 
-def or_none(make: Callable[[], Made], what: str) -> Made | None:
-    """A recording, or None, with a warning that `what` goes on without, where code does what a graph does not hold."""
+def record_or_warn(record: Callable[[], Recording], what: str) -> Recording | None:
+    """Return a recording, or None with a warning that `what` runs without one, if a graph cannot hold what it does."""
     try:
-        return make()
+        return record()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as problem:
         torch.cuda.synchronize()
+        reason = str(problem).splitlines()[0]
         warnings.warn(
-            f"{what} cannot be recorded as a CUDA graph ({str(problem).splitlines()[0]}): it goes on without, slower",
+            f"{what} cannot be recorded as a CUDA graph ({reason}) and runs without one, slower",
             CudaGraphWarning,
             stacklevel=3,
         )
@@ -69,6 +73,6 @@ def or_none(make: Callable[[], Made], what: str) -> Made | None:
 
 
 @cache
-def _aside() -> torch.cuda.Stream:
-    """One stream for all: each would keep a workspace of cuBLAS."""
+def _side_stream() -> torch.cuda.Stream:
+    """Return one stream for all recordings: each stream would keep a workspace of cuBLAS."""
     return torch.cuda.Stream()

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from rebind.cuda_graphs import replay_of
+from rebind.cuda_graphs import record_graph
 
 MIB = 2**20
 FEWEST = 3  # rounds
@@ -64,12 +64,12 @@ def clocked(call: Callable[[], Result], device: str) -> tuple[float, Result]:
     return time.perf_counter() - begin, result
 
 
-def record_graph(call: Callable[[], object], device: str) -> Callable[[], object] | None:
+def try_to_record(call: Callable[[], object], device: str) -> Callable[[], object] | None:
     """Return the call as a CUDA graph, its kernels with no Python between them; None if it cannot be recorded."""
     if not device.startswith("cuda"):
         return None
     try:
-        return replay_of(call)
+        return record_graph(call)
     except Exception:  # other libraries may do anything that cannot be recorded
         torch.cuda.synchronize()
         return None

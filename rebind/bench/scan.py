@@ -32,7 +32,7 @@ from rebind.bench.contenders import (
     run_both,
     run_forward,
 )
-from rebind.bench.measure import Rates, clocked, machine, race, record_graph
+from rebind.bench.measure import Rates, clocked, machine, race, try_to_record
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
 from rebind.storage import write_json
@@ -255,7 +255,7 @@ def _measure(
 
 def _race(rows: list[Measurement], column: str, calls: dict[int, Callable[[], object]], setup: ScanSetup) -> None:
     """Time the calls as they are, and on a GPU also as kernels alone."""
-    recorded = ((index, record_graph(call, setup.device)) for index, call in calls.items())
+    recorded = ((index, try_to_record(call, setup.device)) for index, call in calls.items())
     replays = {index: replay for index, replay in recorded if replay is not None}
     for name, ready in ((column, calls), (f"kernels_{column}", replays)):
         if ready:

@@ -1,4 +1,4 @@
-"""CUDA graphs: after one that could not be recorded random numbers are drawn as if nobody had tried."""
+"""CUDA graphs: after a failed recording, random numbers continue as if it had not been tried."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rebind.cuda_graphs import captured
+from rebind.cuda_graphs import capture_graph
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 class _Generator:
-    """Torch's, as much as `captured` has to do with: a capture that fails leaves it taking the capture to go on."""
+    """What `capture_graph` uses of torch's generator, which believes that a failed capture goes on."""
 
     def __init__(self, device) -> None:
         self.device, self.state = device, {"next": 0, "capturing": False}
@@ -33,20 +33,20 @@ class _Generator:
 
 @pytest.fixture
 def generator(monkeypatch):
-    made = _Generator("cuda:0")
-    made.set_state(7)
+    generator = _Generator("cuda:0")
+    generator.set_state(7)
 
     @contextmanager
     def graph(_):
-        made.state["capturing"] = True
+        generator.state["capturing"] = True
         yield
-        made.state["capturing"] = False
+        generator.state["capturing"] = False
 
-    monkeypatch.setattr(torch.cuda, "default_generators", (made,))
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch, "Generator", _Generator)
-    return made
+    return generator
 
 
 @pytest.mark.parametrize("problem", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
@@ -55,14 +55,14 @@ def test_a_capture_that_fails_leaves_the_generator_as_it_was(generator, problem)
         generator.state["next"] = 11
         raise problem
 
-    with pytest.raises(problem), captured(None):
+    with pytest.raises(problem), capture_graph(None):
         fails()
     assert generator.state == {"next": 7, "capturing": False}
 
 
 def test_a_capture_that_succeeds_leaves_it_alone(generator):
     own = generator.state
-    with captured(None):
+    with capture_graph(None):
         pass
     assert generator.state is own
 
@@ -74,12 +74,12 @@ def test_on_a_gpu_random_numbers_go_on():
     expected = torch.randn(4, device="cuda")
     torch.manual_seed(0)
     x = torch.randn(4, device="cuda")
-    with pytest.raises(RuntimeError), captured(torch.cuda.CUDAGraph()):
+    with pytest.raises(RuntimeError), capture_graph(torch.cuda.CUDAGraph()):
         float(torch.rand_like(x).sum())
     torch.cuda.synchronize()
     assert torch.equal(torch.randn(4, device="cuda"), expected)
     graph = torch.cuda.CUDAGraph()
-    with captured(graph):
+    with capture_graph(graph):
         drawn = torch.rand_like(x)
     graph.replay()
     first = drawn.clone()
