@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +16,7 @@ from rebind.cli.command import add_command, new_app, with_option_groups
 from rebind.cli.session import load_editor
 from rebind.cli.ui import Terminal
 from rebind.cli.ui.progress import DESCRIPTIONS, Phases
-from rebind.cli.ui.tables import counted, full_width, pairs, table
+from rebind.cli.ui.tables import counted, pairs, table
 
 if TYPE_CHECKING:
     from rebind.evals import EvalResult
@@ -160,7 +161,8 @@ def print_states(terminal: Terminal, header: list[str], rows: list[list[str]]) -
     """Print states of models as columns and scores as rows, in several tables where one would be too wide."""
     part: list[list[str]] = []
     for row in rows:
-        if part and full_width(_states_columns(header, [*part, row])) > terminal.out.width:
+        wanted = Console(width=1_000).measure(_states_columns(header, [*part, row])).maximum
+        if part and wanted > terminal.out.width:
             terminal.print(_states_columns(header, part))
             part = []
         part.append(row)

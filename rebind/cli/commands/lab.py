@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.text import Text
 
 from rebind.cli import options as opt
 from rebind.cli.ui import Phases, Terminal
-from rebind.cli.ui.tables import pairs, table
+from rebind.cli.ui.errors import FAILED_CHECK
+from rebind.cli.ui.tables import pairs, seconds, table
 
 if TYPE_CHECKING:
     from rebind.lab.experiment import Experiment, Point
-    from rebind.lab.run import Progress as Told
-    from rebind.lab.run import Result
+    from rebind.lab.run import ExperimentResult, Progress
 
-GAP, LEAST = 2, 20  # between columns, and the least of one that holds text
+GAP, LEAST = 2, 20  # characters between columns, and in the narrowest column that holds text
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -30,7 +30,7 @@ rebind lab hopfield --quick
 
 rebind lab closed-form width=256 loads=0.5,1,2 --seeds 5 --out runs/wide
 
-A run that was stopped or killed goes on where it was when the same command is given again."""
+To resume a run that was stopped or killed, run the same command again. The exit code is 1 if a claim does not hold."""
 
 
 def lab(
@@ -50,89 +50,89 @@ def lab(
     terminal: Terminal,
 ) -> None:
     """Run an experiment on what memories hold, forget and cost; without a name, list the experiments."""
-    if terminal.debug:
-        logging.basicConfig(format="%(relativeCreated)8d ms %(name)s: %(message)s")
-        logging.getLogger("rebind.lab").setLevel(logging.DEBUG)
     from rebind.lab.catalogue import EXPERIMENTS, get_experiment
-    from rebind.lab.experiment import configure
-    from rebind.lab.run import run
+    from rebind.lab.run import run_experiment
 
     if name in (None, "list"):
-        _list(terminal, list(EXPERIMENTS.values()), whole=name == "list")
+        _list(terminal, list(EXPERIMENTS.values()), complete=name == "list")
         return
-    experiment = get_experiment(name)
+    experiment_class = get_experiment(name)
     words = [*(overrides or []), *([] if seeds is None else [f"seeds={seeds}"])]
-    config = configure(experiment.quick if quick else experiment.config, words)
+    experiment = (experiment_class.quick() if quick else experiment_class()).with_settings(words)
     with Phases(terminal) as phases:
-        progress = _report_to(phases, experiment.name)
-        result = run(experiment, config, out, device=device or "cpu", progress=progress)
+        progress = _progress(phases, experiment.name)
+        result = run_experiment(experiment, out, device=device or "cpu", progress=progress)
     _show(terminal, experiment, result)
+    if result.failed_claims:
+        failed = "; ".join(f"{claim.statement} (measured: {claim.measured})" for claim in result.failed_claims)
+        terminal.report("error", f"{len(result.failed_claims)} of {len(result.claims)} claims do not hold: {failed}")
+        raise typer.Exit(FAILED_CHECK)
 
 
-def _list(terminal: Terminal, experiments: list[Experiment[Any]], *, whole: bool) -> None:
-    """Two lines each, as much of them as fits; the whole with `rebind lab list`."""
-    if whole:
+def _list(terminal: Terminal, experiments: list[type[Experiment]], *, complete: bool) -> None:
+    """List the experiments in two lines each, shortened to the width of the terminal, or completely."""
+    if complete:
         for one in experiments:
+            time = f"two cores: {one.cpu_time}; GPU: {one.gpu_time}"
             terminal.print(Text(one.name, style="bold"))
-            time = f"two cores: {one.takes}; GPU: {one.on_gpu}"
             terminal.print(pairs([("measures", one.title), ("answers", one.answers), ("time", time)]))
     else:
-        terminal.print(*_brief(experiments, terminal.out.width))
-        terminal.hint("rebind lab list has the lines whole")
-    terminal.hint("rebind lab NAME runs one, --quick in seconds; rebind lab --help has the rest")
-    told = [
-        {"name": one.name, "title": one.title, "answers": one.answers, "takes": one.takes, "on_gpu": one.on_gpu}
-        for one in experiments
-    ]
-    terminal.result({"experiments": told}, "\n".join(one.name for one in experiments))
+        terminal.print(*_short_lines(experiments, terminal.out.width))
+        terminal.hint("rebind lab list shows the complete lines")
+    terminal.hint("rebind lab NAME runs one, with --quick in seconds; see rebind lab --help")
+    fields = ("name", "title", "answers", "cpu_time", "gpu_time")
+    document = {"experiments": [{field: getattr(one, field) for field in fields} for one in experiments]}
+    terminal.result(document, "\n".join(one.name for one in experiments))
 
 
-def _brief(experiments: list[Experiment[Any]], width: int) -> Iterator[Text]:
-    """What each measures and how long that takes; then, behind its name, what it answers."""
-    cells = [("experiment", "two cores", "GPU"), *((one.name, one.takes, one.on_gpu) for one in experiments)]
-    name, takes, on_gpu = (max(map(len, column)) for column in zip(*cells, strict=True))
+def _short_lines(experiments: list[type[Experiment]], width: int) -> Iterator[Text]:
+    """Yield what each experiment measures and how long it takes; then, indented, what it answers."""
+    cells = [("experiment", "two cores", "GPU"), *((one.name, one.cpu_time, one.gpu_time) for one in experiments)]
+    name, cpu, gpu = (max(map(len, column)) for column in zip(*cells, strict=True))
     behind = max(LEAST, width - name - GAP)
-    room = max(LEAST, behind - takes - on_gpu - 2 * GAP)
+    room = max(LEAST, behind - cpu - gpu - 2 * GAP)
 
-    def line(first: str, text: str, cpu: str, gpu: str) -> str:
-        return (" " * GAP).join([f"{first:<{name}}", f"{text:<{room}}", f"{cpu:>{takes}}", f"{gpu:>{on_gpu}}"])
+    def line(first: str, text: str, cpu_time: str, gpu_time: str) -> str:
+        return (" " * GAP).join([f"{first:<{name}}", f"{text:<{room}}", f"{cpu_time:>{cpu}}", f"{gpu_time:>{gpu}}"])
 
-    yield Text(line("experiment", "what is measured, what it answers", "two cores", "GPU"), style="bold")
+    yield Text(line("experiment", "what it measures, what it answers", "two cores", "GPU"), style="bold")
     for one in experiments:
-        yield Text(line(one.name, shorten(one.title, room, placeholder=" …"), one.takes, one.on_gpu))
+        yield Text(line(one.name, shorten(one.title, room, placeholder=" …"), one.cpu_time, one.gpu_time))
         yield Text(" " * (name + GAP) + shorten(one.answers, behind, placeholder=" …"), style="dim")
 
 
-def _report_to(phases: Phases, name: str) -> Told:
-    def told(done: int, total: int, point: Point) -> None:
-        doing = ", ".join(f"{key} {value}" for key, value in point.items() if key != "seed") if done < total else ""
-        phases.count(name, done, total, doing)
+def _progress(phases: Phases, name: str) -> Progress:
+    def report(done: int, total: int, point: Point) -> None:
+        phases.count(name, done, total, ", ".join(f"{key} {value}" for key, value in point.items() if key != "seed"))
 
-    return told
+    return report
 
 
-def _show(terminal: Terminal, experiment: Experiment[Any], result: Result) -> None:
-    from rebind.lab.run import FIGURE
-
-    terminal.print(Text(experiment.title, style="bold"))
-    made = table("", "claim", "measured")
+def _show(terminal: Terminal, experiment: Experiment, result: ExperimentResult) -> None:
+    claims = table("", "claim", "measured")
     for claim in result.claims:
-        made.add_row(Text("✓", "green") if claim.holds else Text("✗", "bold red"), claim.says, claim.got)
-    terminal.print(made)
+        mark = Text("✓", "green") if claim.holds else Text("✗", "bold red")
+        claims.add_row(mark, claim.statement, claim.measured)
+    resumed = f", {result.resumed} of them from an earlier run" if result.resumed else ""
+    files = ", ".join(sorted(file.name for file in result.folder.iterdir() if not file.name.startswith(".")))
+    terminal.print(Text(experiment.title, style="bold"), claims)
     terminal.print(
         pairs(
             [
-                (
-                    "points",
-                    f"{len(result.rows)}" + (f", {result.resumed} of them from before" if result.resumed else ""),
-                ),
+                ("points", f"{len(result.rows)}{resumed}"),
+                ("time", seconds(result.seconds)),
                 ("results", result.folder),
-                ("files", ", ".join(sorted(file.name for file in result.folder.iterdir()))),
+                ("files", files),
             ]
         )
     )
-    if not (result.folder / f"{FIGURE}.png").exists() and find_spec("matplotlib") is None:
-        terminal.hint("no figure: pip install 'rebind[lab]' for it, then run the same command again")
-    claims = [{"says": claim.says, "holds": claim.holds, "got": claim.got} for claim in result.claims]
-    document = {"folder": str(result.folder), "config": result.config, "claims": claims, "rows": result.rows}
+    if find_spec("matplotlib") is None:
+        terminal.hint("There is no figure: run pip install 'rebind[lab]', then the same command again")
+    document = {
+        "folder": str(result.folder),
+        "config": result.config,
+        "seconds": result.seconds,
+        "claims": [vars(claim) for claim in result.claims],
+        "rows": result.rows,
+    }
     terminal.result(document, str(result.folder))

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -37,11 +36,6 @@ def pairs(rows: Sequence[tuple[str, Any]]) -> Table:
     for name, value in rows:
         made.add_row(name, str(value))
     return made
-
-
-def full_width(made: Table) -> int:
-    """Return how wide a table is where there is room for all of it."""
-    return Console(width=1_000).measure(made).maximum
 
 
 def seconds(value: float) -> str:
@@ -112,18 +106,9 @@ def drift_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return how far an edited model is from its base model and which checks failed, for `pairs`."""
     rows = []
     if drift := scores.get("drift"):
-        largest = f"largest {nats(drift['largest'])} after {drift['prompt']!r}"
-        moved = f"{nats(drift['kl'])} on unrelated prompts, {largest}"
+        largest = f"largest {drift['largest']:.2g} nats after {drift['prompt']!r}"
+        moved = f"{drift['kl']:.2g} nats on unrelated prompts, {largest}"
         rows.append(("drift", f"{moved}; weights changed by {percent(drift['growth'])}"))
     if failed := (scores.get("guard") or {}).get("failed"):
         rows.append(("forced", "; ".join(f"{one['check']}: {one['says']}" for one in failed)))
     return rows
-
-
-def nats(value: float) -> str:
-    """Return a divergence with its unit.
-
-    >>> nats(0.00021), nats(0.25), nats(3.0)
-    ('0.0002 nats', '0.25 nats', '3 nats')
-    """
-    return f"{value:.1g} nats" if value < 0.01 else f"{value:.2g} nats"
