@@ -51,7 +51,7 @@ from rebind.nn.training import (
 )
 from rebind.nn.training.data import TokenizedText, prepare_text
 from rebind.nn.training.outputs import TIMES
-from rebind.storage import write_file, write_json
+from rebind.storage import JsonLines, write_file, write_json
 
 KINDS = (  # the slowest first
     "ttt-linear",
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace, kind: str, seed: int, corpus: TokenizedText
     folder = work_folder(options) / run_name(kind, seed, mark_of(options))
     result = train(config_of(options, kind, seed, intermediate), folder, cache=work_folder(options) / "tokens")
     begin = time.perf_counter()
-    model = load(folder, device=options.device).model
+    model: Any = RebindForCausalLM.from_pretrained(result.checkpoint).to(options.device)
     summary = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     bfloat16 = options.precision == "bfloat16"
     with torch.autocast(torch.device(options.device).type, dtype=torch.bfloat16, enabled=bfloat16):
@@ -182,7 +182,8 @@ def count_tokens(options: argparse.Namespace, corpus: TokenizedText) -> int:
     if options.valid_tokens < longest:
         raise SystemExit(f"--valid-tokens is {options.valid_tokens}; expected {longest} or more.")
     if len(corpus.validation) <= longest:
-        raise SystemExit(f"{options.valid} has {len(corpus.validation)} tokens; expected more than {longest}. Add text.")
+        count = len(corpus.validation)
+        raise SystemExit(f"{options.valid} has {count} tokens; expected more than {longest}. Add text.")
     return int(min(options.valid_tokens, len(corpus.validation) - 1) // longest * longest)
 
 
@@ -382,7 +383,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.carry:
         options.kinds = [kind for kind in options.kinds if kind != "attention"]  # its state grows without bound
         if not options.kinds:
-            parser.error("--carry leaves out attention, whose state grows without bound: choose other --kinds")
+            parser.error("--carry leaves out attention, because its state grows without bound: choose other --kinds")
     return options
 
 

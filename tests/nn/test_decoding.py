@@ -37,13 +37,13 @@ def recordings(monkeypatch):
     """Recordings, recordings as calls, which like those of a GPU follow two warm-up runs."""
     calls = []
 
-    def record(call, warm):
-        for _ in range(warm):
+    def record(call, warm_up):
+        for _ in range(warm_up):
             call()
         calls.append(call)
         return call
 
-    monkeypatch.setattr(decoding, "replay_of", record)
+    monkeypatch.setattr(decoding, "record_graph", record)
     monkeypatch.setattr(decoding, "can_record", lambda token: True)
     return calls
 
@@ -182,10 +182,10 @@ def test_attention_is_refused():
 
 
 def test_a_model_that_cannot_be_recorded_decodes_with_a_warning(recordings, monkeypatch):
-    def fail(call, warm):
+    def fail(call, warm_up):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(decoding, "replay_of", fail)
+    monkeypatch.setattr(decoding, "record_graph", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     model = _model()
     expected = model.generate(**_prompts(), max_new_tokens=5, do_sample=False)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
-from rebind.cuda_graphs import replay_of
+from rebind.cuda_graphs import record_graph
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.nn import PRESETS, RebindCache, RebindConfig, RebindForCausalLM, RebindModel, preset
 from rebind.nn.lm.kinds import KINDS
@@ -80,7 +80,7 @@ def test_a_padded_run_can_be_recorded(kind):
     ids = tokens(3, 12).cuda()
     mask = torch.arange(12, device="cuda") >= torch.tensor([[0], [2], [5]], device="cuda")
     expected, outputs = lm(ids, attention_mask=mask).logits, []
-    replay_of(lambda: outputs.append(lm(ids, attention_mask=mask).logits))()
+    record_graph(lambda: outputs.append(lm(ids, attention_mask=mask).logits))()
     assert_close(outputs[-1][mask], expected[mask], 1e-5)
 
 

@@ -126,7 +126,7 @@ class Attention(SequenceLayer[AttentionState]):
 
 
 def _fitting_backends(q: Tensor) -> AbstractContextManager[None]:
-    """Keep single tokens on a GPU from cuDNN, which plans anew for every context length: milliseconds per layer."""
+    """Keep single tokens on a GPU from cuDNN, which plans for every context length again: milliseconds per layer."""
     if not q.is_cuda or q.shape[2] > 1:
         return nullcontext()
     return cast(AbstractContextManager[None], sdpa_kernel(BACKENDS_WITHOUT_PLANS))

@@ -1,4 +1,4 @@
-"""A layer whose memory is rewritten at every token, by any rule and with any feature map.
+"""A layer with a memory that is rewritten at every token, by any rule and with any feature map.
 
     q, k, v = W_q x, W_k x, W_v x          gates: σ(W_β x), and the decay of `rebind.nn.parts.gates`
     W ← α W (I − ε φ(k) φ(k)ᵀ) + η v φ(k)ᵀ
@@ -156,7 +156,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
 
     @property
     def _gate_projections(self) -> list[nn.Linear]:
-        """The projections whose outputs, side by side, `_gates` takes."""
+        """The projections of x that `_gates` takes side by side."""
         return [*([] if self.g_proj is None else [self.g_proj]), *self.gates.projections]
 
     def _gates(self, projected: Tensor | None) -> tuple[Tensor | None, TokenGates]:

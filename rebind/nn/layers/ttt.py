@@ -1,4 +1,4 @@
-"""A layer whose memory is a small model, trained at test time on the sequence that it reads.
+"""A layer with a small model as its memory, trained at test time on the sequence that it reads.
 
     ℓ(W; k, v) = ‖f(k; W) − v‖²         f(x; W) = x + LN(inner(x; W))
     W_t = W_{t'} − Σ_{t' < s ≤ t} η_s ∇ℓ(W_{t'}; k_s, v_s)      t' the start of the mini-batch of t
@@ -53,7 +53,7 @@ class TTTLayer(SequenceLayer[TTTState]):
         dim: Width of the input and the output.
         heads: Number of inner models.
         inner: `ttt.Linear()` or `ttt.Mlp(expand)` of `rebind.memory`. None: linear.
-        mini_batch: Tokens whose gradients are taken at the same weights; 1 is online descent.
+        mini_batch: Number of tokens for which gradients are taken at the same weights; 1 is online descent.
         rate: The largest η, times the width of a head. 1 suits a linear inner model, 0.1 an MLP.
     """
 

@@ -56,10 +56,6 @@ class RebindCache(Cache):
         return self.tokens_seen
 
     @property
-    def is_initialized(self) -> bool:
-        return self.tokens_seen > 0
-
-    @property
     def is_croppable(self) -> bool:
         return False
 

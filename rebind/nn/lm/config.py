@@ -28,8 +28,8 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     d_k: int | None = None  # width of the keys of a head, before φ; None: hidden_size / heads
     d_v: int | None = None  # width of the values of a head; None: hidden_size / heads
     conv_size: int | None = 4  # tokens that the short convolution of today's kinds sees; None: no convolution
-    dpfp_nu: int = 1  # ν of DPFP, whose features are 2ν times as wide as d_k
-    favor_features: int = 16  # m of FAVOR+, whose features are 2m wide
+    dpfp_nu: int = 1  # ν of DPFP: features 2ν times as wide as d_k
+    favor_features: int = 16  # m of FAVOR+: features 2m wide
     ttt_mini_batch: int = 16
     hopfield_patterns: int = 64  # per head
     rope_theta: float | None = 10_000.0  # base of the rotary positions of attention; None: no positions
@@ -58,7 +58,7 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         if not pattern or self.num_hidden_layers % len(pattern):
             raise ShapeError(
                 f"The pattern of layer kinds has {len(pattern)} entries for {self.num_hidden_layers} layers",
-                expected="a list whose length divides the number of layers",
+                expected="a list with a length that divides the number of layers",
                 code="pattern_does_not_fit",
             )
         return pattern * (self.num_hidden_layers // len(pattern))

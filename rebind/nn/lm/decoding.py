@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from rebind.cuda_graphs import or_none, replay_of
+from rebind.cuda_graphs import record_graph, record_or_warn
 from rebind.errors import InputError
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.model import RebindForCausalLM
@@ -57,7 +57,7 @@ def recorded_decoding(model: RebindForCausalLM) -> Iterator[None]:
             assert past_key_values is not None
             key = input_ids.shape, _shapes(past_key_values)
             if key not in recordings:
-                recordings[key] = or_none(partial(_Recording, original, input_ids, past_key_values), "a token")
+                recordings[key] = record_or_warn(partial(_Recording, original, input_ids, past_key_values), "Decoding")
             recording = recordings[key]
             if recording is not None:
                 return recording.play(input_ids, past_key_values)
@@ -92,7 +92,7 @@ class _Recording:
             self.logits = forward(input_ids=self.token, past_key_values=own, use_cache=True).logits
             _copy_states(own, self.states)
 
-        self.replay = replay_of(decode, warm=2)
+        self.replay = record_graph(decode, warm_up=2)
 
     def play(self, token: Tensor, cache: RebindCache) -> CausalLMOutputWithPast:
         if any(state is not own for state, own in zip(cache.states, self.states, strict=True)):

@@ -61,7 +61,7 @@ class Gates(nn.Module):
 
     @property
     def projections(self) -> list[nn.Linear]:
-        """The projections of x whose outputs, side by side, `forward` takes."""
+        """The projections of x that `forward` takes side by side."""
         rates = [] if self.beta is None else [self.beta]
         return rates if self.decay is None else [*rates, self.decay.project]
 

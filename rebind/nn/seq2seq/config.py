@@ -26,8 +26,8 @@ class RebindSeq2SeqConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     num_attention_heads: int = 4  # of every layer
     intermediate_size: int = 1_024  # width of the hidden layer of the MLPs
     mlp: str = "relu"  # or "swiglu"
-    dpfp_nu: int = 2  # ν of DPFP, whose features are 2ν times as wide as a head
-    favor_features: int = 128  # m of FAVOR+, whose features are 2m wide
+    dpfp_nu: int = 2  # ν of DPFP: features 2ν times as wide as a head
+    favor_features: int = 128  # m of FAVOR+: features 2m wide
     dropout: float = 0.1  # after the embedding, every layer and every MLP
     label_smoothing: float = 0.0  # share of the weight of a target that is spread over all tokens in training
     norm_eps: float = 1e-6

@@ -213,7 +213,7 @@ class RebindForSeq2SeqLM(RebindPreTrainedModel, GenerationMixin):  # type: ignor
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
         """Return logits [B, T, vocab], and with `labels` (−100 is ignored) their mean cross-entropy.
 
-        Labels are the targets themselves; the decoder reads them shifted by one, unless `decoder_input_ids` are given.
+        Labels are the targets themselves; the decoder reads them shifted by one, unless `decoder_input_ids` are passed.
         The source is `input_ids` or, encoded already, `encoder_outputs`. `attention_mask` belongs to the source,
         `decoder_attention_mask` to the target and its context; both are 0 for padding. A cache that is passed in is
         changed; once it contains the source, the source is not read again.
