@@ -64,7 +64,7 @@ def test_each_prompt_is_continued_by_itself(rebind, tmp_path):
     ("words", "exit_code", "code"),
     [
         (["--layers", "dleta"], 2, "unknown_layer_kind"),
-        (["--layers", "delta,delta,attention"], 2, "indivisible_pattern"),
+        (["--layers", "delta,delta,attention"], 2, "pattern_does_not_fit"),
         (["--set", "foo=1"], 2, "unknown_model_field"),
         (["--set", "dropout"], 2, "invalid_field"),
         (["--steps", "0"], 2, "invalid_steps"),
@@ -97,10 +97,10 @@ def test_generate_needs_a_run(fails, tmp_path):
     fails("generate", tmp_path / "nowhere", "the")
 
 
-@pytest.mark.parametrize("place", ["file", "file/run"])
-def test_a_file_in_the_place_of_a_run(fails, tmp_path, place):
+@pytest.mark.parametrize(("place", "exit_code"), [("file", 2), ("file/run", 3)])
+def test_a_file_in_the_place_of_a_run(fails, tmp_path, place, exit_code):
     (tmp_path / "file").touch()
-    fails("train", "--data", corpus(tmp_path), "--out", tmp_path / place, *FAST)
+    fails("train", "--data", corpus(tmp_path), "--out", tmp_path / place, *FAST, code=exit_code)
 
 
 @pytest.mark.parametrize(

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rebind.nn.training import DataConfig, OptimizerConfig, Progress, TrainConfig, train
+from rebind.nn.training import DataConfig, OptimizerConfig, TrainConfig, TrainingProgress, train
+from rebind.storage import JsonLines
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "dropout": 0.1}
 WORDS = ["the", "a", "red", "old", "cat", "dog", "bird", "house", "sees", "likes", "and", "sleeps", "under"]
 
 
 class Killed(BaseException):
-    """What no handler of errors catches: as good as a kill, without a new process."""
+    """Passes every handler of errors, as a kill would, but without a new process."""
 
 
 def text(words: int = 900, seed: int = 0) -> str:
-    drawn = random.Random(seed)
-    return " ".join(drawn.choice(WORDS) + ("\n" if drawn.random() < 0.1 else "") for _ in range(words)) + "\n"
+    generator = random.Random(seed)
+    lines = (generator.choice(WORDS) + ("\n" if generator.random() < 0.1 else "") for _ in range(words))
+    return " ".join(lines) + "\n"
 
 
 def corpus(folder: Path, content: str | None = None) -> str:
@@ -31,48 +32,46 @@ def corpus(folder: Path, content: str | None = None) -> str:
 
 
 def config(source: str, *, tokenizer: str = "characters", **changes: Any) -> TrainConfig:
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "layers": "delta",
         "model": TINY,
-        "optimizer": OptimizerConfig(rate=1e-2, warmup=3),
+        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup=3),
         "length": 16,
-        "batch": 4,
+        "batch_size": 4,
         "steps": 12,
         "save_every": 5,
         "evaluate_every": 4,
         "evaluate_tokens": 100,
         "log_every": 1,
     }
-    return TrainConfig(DataConfig(source, tokenizer, vocabulary=300), **{**options, **changes})
+    return TrainConfig(DataConfig(source, tokenizer, vocabulary=300), **{**settings, **changes})
 
 
-def killed_at(step: int) -> Progress:
-    """A listener that ends the run when it hears of that step."""
+def kill(run: TrainConfig, out: Path, step: int) -> None:
+    """Run until that step is logged, and stop there as if killed."""
 
-    def tell(update: Any) -> None:
+    def stop(update: Any) -> None:
         if update.step == step:
             raise Killed
 
-    return Progress(step=tell)
-
-
-def killed(run: TrainConfig, out: Path, step: int) -> None:
-    """Run until that step is done and logged, and end there as if killed."""
     try:
-        train(run, out, progress=killed_at(step))
+        train(run, out, progress=TrainingProgress(step=stop))
     except Killed:
         return
     raise AssertionError(f"the run ended before step {step}")
 
 
 def outcome(out: Path) -> dict[str, bytes]:
-    """Every byte that must not depend on where a run was interrupted."""
+    """Return every byte that must not depend on where a run was interrupted."""
     last = sorted((out / "checkpoints").glob("step-*"))[-1]
     files = {f"{last.name}/{file.name}": file.read_bytes() for file in last.iterdir()}
     return {**files, **{name: (out / name).read_bytes() for name in ("log.jsonl", "result.json")}}
 
 
-def losses_of(out: Path) -> torch.Tensor:
-    """What the log has of them, measured ones too."""
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return torch.tensor([row.get("loss", row.get("validation")) for row in rows])
+def losses(out: Path) -> torch.Tensor:
+    """Return the losses in the log, those on the validation text included."""
+    return torch.tensor([row.get("loss", row.get("validation")) for row in JsonLines(out / "log.jsonl").read()])
+
+
+def saved_steps(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())

@@ -1,23 +1,34 @@
-"""Training language models: text in, checkpoints that hold everything out. It needs transformers.
+"""Train language models on text. Runs can be interrupted at any time, and resume exactly.
 
-from rebind.nn.training import DataConfig, TrainConfig, train
+    from rebind.nn.training import DataConfig, TrainConfig, train
 
-result = train(TrainConfig(DataConfig("corpus.txt"), preset="modern-10m", layers="delta", steps=500), "runs/x")
+    result = train(TrainConfig(DataConfig("corpus.txt"), layers="delta", steps=500), "runs/delta")
+
+- `config`: the settings of a run
+- `tokenizers`, `data`: from text to tokens, and from tokens to batches
+- `step`: loss, gradient and update, recorded as a CUDA graph where that is faster
+- `loop`: the run, from the first step to the last
+- `checkpoint`, `outputs`: what it writes
+- `evaluate`: perplexity
+- `distributed`: several processes, with copies or shards of the model
 """
 
+from __future__ import annotations
+
 from rebind.nn.training.config import DataConfig, OptimizerConfig, TrainConfig
-from rebind.nn.training.evaluate import Perplexity, by_position, carried, sliding
-from rebind.nn.training.loop import Progress, Result, train
+from rebind.nn.training.evaluate import Perplexity, carried_perplexity, loss_by_position, sliding_perplexity
+from rebind.nn.training.loop import TrainingProgress, TrainingResult, TrainingUpdate, train
 
 __all__ = [
     "DataConfig",
     "OptimizerConfig",
     "Perplexity",
-    "Progress",
-    "Result",
     "TrainConfig",
-    "by_position",
-    "carried",
-    "sliding",
+    "TrainingProgress",
+    "TrainingResult",
+    "TrainingUpdate",
+    "carried_perplexity",
+    "loss_by_position",
+    "sliding_perplexity",
     "train",
 ]

@@ -1,10 +1,10 @@
-"""What a run is: frozen, nested, and written beside its results."""
+"""The settings of a training run. They are stored in the folder of the run, and a resumed run must have the same."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from rebind.errors import InputError
@@ -13,10 +13,11 @@ from rebind.nn.lm.config import RebindConfig
 from rebind.nn.lm.presets import preset
 
 PRECISIONS = ("auto", "float32", "bfloat16")
-MAY_CHANGE = {  # between a start and a resumption: numbers are the same but for rounding, and a recording's dropout
+LARGEST_RECORDED = 400_000_000  # parameters; larger models were not measured to be faster as a CUDA graph
+CHANGEABLE = {  # when a run is resumed: these settings change its numbers by no more than rounding
     "evaluate_every",
     "save_every",
-    "keep",
+    "keep_checkpoints",
     "log_every",
     "device",
     "record",
@@ -27,178 +28,125 @@ MAY_CHANGE = {  # between a start and a resumption: numbers are the same but for
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from.
-
-    Attributes:
-        source: A UTF-8 text file, or "hf:name" or "hf:name:split" of the Hub.
-        tokenizer: "bpe" (byte-level) or "characters", trained on the source; or a folder or Hub id.
-        vocabulary: Most tokens that a trained BPE has.
-        validation: Where perplexity is measured, a source too. None: the last `held` of the tokens, not trained on.
-        held: How much that is.
-    """
+    """Where tokens come from. A source is a UTF-8 text file, or "hf:name:split" for a dataset of the Hub."""
 
     source: str
-    tokenizer: str = "bpe"
-    vocabulary: int = 8_000
-    validation: str | None = None
-    held: float = 0.05
+    tokenizer: str = "bpe"  # "bpe" (byte-level) or "characters", trained on the source; or a folder or Hub id
+    vocabulary: int = 8_000  # largest vocabulary of a trained BPE tokenizer
+    validation: str | None = None  # source to measure perplexity on; None: the end of `source`, not trained on
+    validation_fraction: float = 0.05  # of the tokens of `source`, held out for validation if there is no other source
 
     def __post_init__(self) -> None:
-        if self.vocabulary < 257:
-            raise InputError(
-                f"vocabulary is {self.vocabulary}, expected 257 or more (256 bytes and an end): give more, or take "
-                f"the tokenizer 'characters'"
-            )
-        if not 0 < self.held < 1:
-            raise InputError(f"held is {self.held}, expected a share between 0 and 1 of the tokens: 0.05 is usual")
+        _require(self, "vocabulary", self.vocabulary > 256, "257 or more: 256 bytes and the end of text")
+        _require(self, "validation_fraction", 0 < self.validation_fraction < 1, "a number between 0 and 1")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW; the rate climbs for `warmup` steps and falls along a cosine to `final` of itself at the last step."""
+    """AdamW with a learning rate that climbs for `warmup` steps and then falls along a cosine to the last step."""
 
-    rate: float = 1e-3
-    final: float = 0.1
+    learning_rate: float = 1e-3
+    final_fraction: float = 0.1  # of the learning rate, at the last step
     warmup: int = 100
     weight_decay: float = 0.1  # of matrices; vectors have none
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    clip: float = 1.0  # largest norm of all gradients together
+    clip_norm: float = 1.0  # largest norm of the gradient
 
     def __post_init__(self) -> None:
-        for name in ("rate", "eps", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{name} is {getattr(self, name)}, expected a positive number: correct it")
-        for name in ("final", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} is {getattr(self, name)}, expected a number from 0 to 1: correct it")
-        if self.warmup < 0 or self.weight_decay < 0:
-            raise InputError(
-                f"warmup is {self.warmup} and weight_decay {self.weight_decay}, expected 0 or more: 0 turns them off"
-            )
+        for name in ("learning_rate", "eps", "clip_norm"):
+            _require(self, name, 0 < getattr(self, name) < math.inf, "a positive number")
+        for name in ("final_fraction", "beta1", "beta2"):
+            _require(self, name, 0 <= getattr(self, name) <= 1, "a number from 0 to 1")
+        for name in ("warmup", "weight_decay"):
+            _require(self, name, getattr(self, name) >= 0, "0 or more")
 
-    def rate_at(self, step: int, steps: int) -> float:
-        """The rate of step 0, 1, … of `steps`.
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """Return the learning rate of step 0, 1, … of `steps`.
 
-        >>> [round(OptimizerConfig(rate=1.0, warmup=2, final=0.0).rate_at(step, 6), 2) for step in range(6)]
+        >>> config = OptimizerConfig(learning_rate=1.0, warmup=2, final_fraction=0.0)
+        >>> [round(config.learning_rate_at(step, 6), 2) for step in range(6)]
         [0.5, 1.0, 1.0, 0.85, 0.5, 0.15]
         """
         if step < self.warmup:
-            return self.rate * (step + 1) / self.warmup
-        way = (step - self.warmup) / max(steps - self.warmup, 1)
-        return self.rate * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * way)))
+            return self.learning_rate * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(steps - self.warmup, 1)
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * cosine)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run. What `MAY_CHANGE` names decides none of its numbers; all else does.
-
-    Attributes:
-        data: Where tokens come from.
-        preset: The model, by its name in `rebind.nn.lm.presets`.
-        layers: The kind of its layers, or a pattern of kinds. None: the preset's.
-        model: Other fields of its RebindConfig.
-        length: Tokens a segment.
-        batch: Segments a step, over all processes and all of `accumulate`.
-        accumulate: Pieces that a batch is computed in, one after the other.
-        carry: Whether memories go on from one segment to the next, with the gradient cut between.
-        evaluate_tokens: Most held tokens that are read at an evaluation.
-        precision: "float32", "bfloat16" (autocast; weights stay in float32), or "auto": bfloat16 on a GPU.
-        keep: Checkpoints that are kept.
-        record: Whether steps run as one CUDA graph. None: where they can and there is memory, up to 400 million
-            parameters.
-        sharded: Whether several processes share the weights and moments (FSDP2), or each has all of them (DDP).
-        tensorboard: Whether the log is also written for TensorBoard.
-    """
+    """A whole run."""
 
     data: DataConfig
-    preset: str = "modern-10m"
-    layers: str | tuple[str, ...] | None = None
-    model: Mapping[str, Any] = field(default_factory=dict)
+    preset: str = "modern-10m"  # the model, by its name in `rebind.nn.PRESETS`
+    layers: str | tuple[str, ...] | None = None  # kind of every layer, or a pattern of kinds; None: the preset's
+    model: Mapping[str, Any] = field(default_factory=dict)  # other fields of the model's RebindConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    length: int = 256
-    batch: int = 16
-    accumulate: int = 1
+    length: int = 256  # tokens per segment
+    batch_size: int = 16  # segments per step, over all processes and pieces
+    accumulate: int = 1  # number of pieces that a batch is computed in, one after the other
     steps: int = 1_000
-    carry: bool = False
+    carry: bool = False  # whether states continue from each segment to the next, detached in between
     seed: int = 0
     evaluate_every: int = 250
-    evaluate_tokens: int = 100_000
+    evaluate_tokens: int = 100_000  # largest number of validation tokens for one evaluation
     save_every: int = 250
-    keep: int = 2
+    keep_checkpoints: int = 2
     log_every: int = 10
-    precision: str = "auto"
-    compile: bool = False
-    record: bool | None = None
+    precision: str = "auto"  # "float32", "bfloat16" (autocast; weights stay in float32), "auto": bfloat16 on a GPU
+    compile: bool = False  # whether the model runs through torch.compile
+    record: bool | None = None  # whether steps are recorded as a CUDA graph; None: if that is possible and faster
     device: str = "cpu"
-    sharded: bool = False
-    tensorboard: bool = False
+    sharded: bool = False  # whether processes share the weights and moments (FSDP2) instead of holding copies (DDP)
+    tensorboard: bool = False  # whether the log is also written for TensorBoard
 
     def __post_init__(self) -> None:
-        counts = ("length", "batch", "accumulate", "steps", "evaluate_every", "evaluate_tokens", "save_every", "keep")
+        counts = ("length", "batch_size", "accumulate", "steps", "evaluate_every", "save_every", "keep_checkpoints")
         for name in (*counts, "log_every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} is {value!r}, expected a whole number of 1 or more: correct it")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise InputError(f"seed is {self.seed!r}, expected a whole number of 0 or more, below 2⁶³: choose another")
-        if self.evaluate_tokens == 1:
-            raise InputError("evaluate_tokens is 1, expected 2 or more, of which the second is predicted: give more")
+            _require(self, name, _is_integer(getattr(self, name), 1), "an integer of 1 or more")
+        _require(self, "evaluate_tokens", _is_integer(self.evaluate_tokens, 2), "an integer of 2 or more")
+        _require(self, "seed", _is_integer(self.seed, 0) and self.seed < 2**63, "an integer from 0 to 2⁶³ − 1")
         if self.precision not in PRECISIONS:
             raise unknown_name("precision", self.precision, PRECISIONS)
-        if self.batch % self.accumulate:
-            raise InputError(
-                f"batch is {self.batch} and accumulate {self.accumulate}, expected a multiple: choose pieces that "
-                f"divide the batch"
-            )
-        if self.record:
-            self.require_recordable()
-        known = {one.name for one in fields(RebindConfig) if not one.name.startswith("_")}
         for name in self.model:
-            if name not in known:
-                raise unknown_name("field of the model", name, RebindConfig.__annotations__)  # not transformers' own
-        if self.layers is not None and "layer_kinds" in self.model:
-            raise InputError(
-                f"layers is {self.layers!r} and layer_kinds {self.model['layer_kinds']!r}, expected one of them: leave "
-                f"layer_kinds out"
-            )
-        self.model_config(self.model.get("vocab_size", 1_000))  # a bad shape says so before the corpus is read
+            if name not in RebindConfig.__annotations__:
+                raise unknown_name("model field", name, RebindConfig.__annotations__)
+        is_single = self.layers is None or "layer_kinds" not in self.model
+        _require(self, "layers", is_single, "nothing beside the model's field layer_kinds")
+        self.rows_per_piece()
+        self.should_record()
+        self.model_config(self.model.get("vocab_size", 1_000))  # refuses a wrong shape before the text is read
 
-    def require_recordable(self, processes: int = 1) -> None:
-        if not self.device.startswith("cuda"):
-            raise InputError(f"record is on and the device is {self.device!r}, expected a GPU: leave it out")
-        for name in ("carry", "compile", "sharded"):
-            if getattr(self, name):
-                raise InputError(f"record and {name} are on, expected one of them: leave the other out")
-        if self.accumulate > 1:
-            raise InputError(f"record is on and accumulate {self.accumulate}, expected 1: leave one of them out")
-        if processes > 1:
-            raise InputError(f"record is on and there are {processes} processes, expected one: leave it out")
+    def rows_per_piece(self, processes: int = 1) -> int:
+        """Return the number of segments that each process computes at once."""
+        if self.batch_size % (self.accumulate * processes):
+            expected = f"a multiple of {self.accumulate} pieces times {processes} processes"
+            raise InputError(f"The batch size is {self.batch_size}", expected=expected, code="indivisible_batch")
+        return self.batch_size // (self.accumulate * processes)
 
-    def recordable(self, processes: int) -> bool:
-        try:
-            self.require_recordable(processes)
-        except InputError:
-            return False
-        return True
+    def should_record(self, processes: int = 1, parameters: int = 0) -> bool:
+        """Return whether steps are recorded as a CUDA graph: as configured, else if that is possible and faster."""
+        is_plain = not (self.carry or self.compile or self.sharded or self.accumulate > 1)
+        is_possible = is_plain and processes == 1 and self.device.startswith("cuda")
+        if self.record and not is_possible:
+            expected = "one process on a GPU, without carry, compile, sharded and accumulate"
+            raise InputError("Steps cannot be recorded as a CUDA graph", expected=expected, code="not_recordable")
+        return is_possible and (parameters <= LARGEST_RECORDED if self.record is None else self.record)
 
-    def model_config(self, vocabulary: int, **special: Any) -> RebindConfig:
-        """The model's config for a tokenizer of so many tokens."""
+    def model_config(self, vocabulary: int, **special_tokens: int | None) -> RebindConfig:
+        """Return the config of the model for a tokenizer with `vocabulary` tokens."""
         kinds = list(self.layers) if isinstance(self.layers, tuple) else self.layers
-        return preset(self.preset, kinds, **{"vocab_size": vocabulary, **special, **self.model})
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "layers": list(self.layers) if isinstance(self.layers, tuple) else self.layers}
+        return preset(self.preset, kinds, **{"vocab_size": vocabulary, **special_tokens, **self.model})
 
 
-def differences(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """What decides the numbers and is not the same: by its name, what it was and what it is."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for name in sorted({*begun, *now} - (MAY_CHANGE if not prefix else set())):
-        old, new = begun.get(name), now.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found |= differences(old, new, f"{prefix}{name}.")
-        elif old != new:
-            found[f"{prefix}{name}"] = (old, new)
-    return found
+def _is_integer(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require(config: object, name: str, is_valid: bool, expected: str) -> None:
+    """Refuse an invalid setting, with "invalid_" and its name as the code."""
+    if not is_valid:
+        raise InputError(f"Setting {name!r} is {getattr(config, name)!r}", expected=expected, code=f"invalid_{name}")

@@ -1,65 +1,66 @@
-"""Tokenizers: trained on the corpus, or given."""
+"""Tokenizers: trained on a text, or loaded from a folder or the Hub."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from itertools import islice
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, get_session, snapshot_download
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rebind.errors import InputError
 
-END = "<|end|>"
+END_OF_TEXT = "<|end|>"
 TRAINED = ("bpe", "characters")
-HUB_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # that a tokenizer may be made of
-PROBE = (  # of words, case, accents, numbers, spaces, scripts, signs
+HUB_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # all that a tokenizer can consist of
+HUB_SECONDS = 2.0  # to answer, before the Hub counts as unreachable
+PROBE = (  # words, case, accents, numbers, spaces, scripts, signs
     "The quick brown fox, 1234567890 times: naïve café's ÉCOLE!\n\n\tdef f(x): return x**2  # 日本語 🙂 Привет\r\n"
     "  don't STOP internationalization; unbelievable, thoroughly (re)tokenized text…"
 )
-TOGETHER = 64  # pieces of text that are encoded at once
 
 
-def bpe(texts: Iterable[str], vocabulary: int) -> Any:
-    """Byte-level BPE: any text can be written in it."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, trainer)
-    return _wrapped(inner)
+def train_tokenizer(kind: str, texts: Iterable[str], vocabulary: int) -> Any:
+    """Train byte-level BPE with at most `vocabulary` tokens, or make every character of the texts a token."""
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+    else:
+        tokens = [END_OF_TEXT, *sorted({character for text in texts for character in text})]
+        ids = {token: index for index, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token=END_OF_TEXT))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+    wrap: Any = PreTrainedTokenizerFast  # untyped
+    return wrap(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
 
 
-def characters(texts: Iterable[str]) -> Any:
-    """One token a character of the corpus; others read as the end of a text."""
-    found = sorted({letter for text in texts for letter in text})
-    inner = Tokenizer(models.WordLevel({END: 0} | {letter: 1 + i for i, letter in enumerate(found)}, unk_token=END))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    return _wrapped(inner)
-
-
-def given(name: str) -> Any:
-    """The tokenizer in a folder or on the Hub.
-
-    Of the Hub its files are asked for once: transformers would ask for each in turn, and offline again and again.
-    """
+def load_tokenizer(name: str) -> Any:
+    """Load a tokenizer from a folder, from the Hub, or from the cache of the Hub where that cannot be reached."""
     try:
         folder = Path(name).expanduser()
-        return read_tokenizer(folder if folder.is_dir() else Path(snapshot_download(name, allow_patterns=HUB_FILES)))
-    except Exception as problem:  # missing, offline, not a tokenizer: each with an exception of its own
-        line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        if not folder.is_dir():
+            folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=not _hub_answers()))
+        return read_tokenizer(folder)
+    except Exception as problem:  # missing, offline, gated, no tokenizer: each has an exception of its own
         raise InputError(
-            f"tokenizer {name!r} cannot be had ({line}), expected {', '.join(TRAINED)}, a folder or a Hub id: check it"
+            f"Tokenizer {name!r} cannot be loaded: {first_line(problem)}",
+            expected=f"{', '.join(TRAINED)}, a folder or a Hub id",
+            advice="Check the name and the connection",
+            code="tokenizer_not_loaded",
         ) from None
 
 
@@ -67,33 +68,32 @@ def read_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
-def fingerprint(tokenizer: Any) -> str:
-    """A digest of what ids mean and how a text comes to its own, which saving and loading does not change."""
-    told = (sorted(tokenizer.get_vocab().items()), _ids(tokenizer, [PROBE]), tokenizer.eos_token_id)
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
-
-
-def exact(tokenizer: Any) -> str:
-    """A digest of everything about a tokenizer, for a cache that must never be wrong and may well be filled again."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    told = fingerprint(tokenizer) + ("" if backend is None else backend.to_str())
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
-
-
-def encode(tokenizer: Any, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[int], bool]]:
-    """The ids of each piece of text, without the tokens that some tokenizers put around one; its flag goes along."""
-    rest = iter(pieces)
-    while waiting := list(islice(rest, TOGETHER)):
-        ids = _ids(tokenizer, [text for text, _ in waiting])
-        yield from zip(ids, (flag for _, flag in waiting), strict=True)
-
-
-def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each text, without the tokens that some tokenizers add around one."""
     if backend := getattr(tokenizer, "backend_tokenizer", None):
-        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-def _wrapped(inner: Tokenizer) -> Any:
-    make: Any = PreTrainedTokenizerFast  # untyped
-    return make(tokenizer_object=inner, eos_token=END, clean_up_tokenization_spaces=False)
+def fingerprint(tokenizer: Any) -> str:
+    """Return a digest of what ids mean and how text is split, which saving and loading do not change."""
+    content = (sorted(tokenizer.get_vocab().items()), encode_texts(tokenizer, [PROBE]), tokenizer.eos_token_id)
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def first_line(problem: Exception) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
+
+
+def _hub_answers() -> bool:
+    """Return whether the Hub answers. It is asked in a thread, because looking up its address has no time limit."""
+    answers = []
+
+    def ask() -> None:
+        with suppress(Exception):
+            answers.append(get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS)
+    return bool(answers)
