@@ -123,7 +123,7 @@ def _endless(corpus: Corpus, tokens: int, seed: int) -> Iterator[dict[str, Tenso
 def rate(step: int, settings: Settings) -> float:
     """Return the learning rate as a fraction of the highest: a linear warm-up, then a cosine."""
     warmup = min(settings.warmup, settings.steps // 4)
-    return OptimizerConfig(rate=1.0, warmup=warmup, final=0.0).rate_at(step, settings.steps)
+    return OptimizerConfig(learning_rate=1.0, warmup=warmup, final_fraction=0.0).learning_rate_at(step, settings.steps)
 
 
 @torch.no_grad()

@@ -63,9 +63,9 @@ def _newest_checkpoint(folder: Path) -> Path:
     """Return the newest undamaged checkpoint in a folder that `rebind train` wrote; any other folder as it is."""
     if not (folder / CHECKPOINTS).is_dir() or any(folder.glob("*.safetensors")):
         return folder
-    from rebind.nn.training.checkpoint import newest  # importing nn takes a second, and most models do not need it
+    from rebind.nn.training.checkpoint import newest_checkpoint  # a second to import, and most models do not need it
 
-    checkpoint = newest(folder / CHECKPOINTS)
+    checkpoint = newest_checkpoint(folder / CHECKPOINTS)
     if checkpoint is None:
         raise InputError(f"{folder} has no checkpoint yet", advice="Train the model first", code="no_checkpoint")
     return checkpoint

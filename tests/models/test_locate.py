@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rebind.errors import InputError
+from rebind.errors import InputError, RebindWarning
 from rebind.models import locate as locate_module
 from rebind.models.language_model import LanguageModel
 from rebind.models.locate import locate
-from rebind.nn.training.checkpoint import CheckpointWarning
 
 
 def refused(code, spec):
@@ -85,7 +84,7 @@ def test_a_training_run_is_its_newest_checkpoint(folder, tmp_path):
     assert locate(run) == ("x", newest)
     assert LanguageModel.load(run).name == "x"
     (newest / "model.safetensors").write_bytes(b"")
-    with pytest.warns(CheckpointWarning, match="damaged"):
+    with pytest.warns(RebindWarning, match="damaged"):
         assert locate(run) == ("x", run / "checkpoints/step-00000005")
 
 
