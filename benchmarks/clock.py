@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from rebind.edit import editor as editor_module
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
-from rebind.edit.facts.scores import FactScore
 from rebind.edit.progress import Progress
-from rebind.edit.solve import layer_writes as spread
-from rebind.edit.solve.subject_keys import Subjects
+from rebind.edit.solve import SubjectStates
+from rebind.models.scoring import FactScore
+from rebind.models.sites import Site
 
 
 class Clock:
@@ -51,14 +52,14 @@ class Clock:
 def told_apart(editor: Editor, clock: Clock) -> Iterator[None]:
     """The editor counts keys to the solve, and the facts' scores to what goes on; here they are phases."""
 
-    class Timed(Subjects):
-        def keys(self, layer: int, module: nn.Module) -> Tensor:
+    class Timed(SubjectStates):
+        def keys(self, site: Site) -> Tensor:
             with clock.aside("keys"):
-                return super().keys(layer, module)
+                return super().keys(site)
 
-        def states(self, layer: int) -> Tensor:
+        def states_after(self, layer: int) -> Tensor:
             with clock.aside("keys"):
-                return super().states(layer)
+                return super().states_after(layer)
 
     own = editor.score
 
@@ -66,12 +67,12 @@ def told_apart(editor: Editor, clock: Clock) -> Iterator[None]:
         with clock.aside("checks"):
             return own(facts)
 
-    with patch.object(spread, "Subjects", Timed), patch.object(editor, "score", score):
+    with patch.object(editor_module, "SubjectStates", Timed), patch.object(editor, "score", score):
         yield
 
 
 def peak_gib(editor: Editor) -> float:
     """Of the GPU since it was last reset, or of this process since it began."""
-    if editor.trunk.device.type == "cuda":
+    if editor.language_model.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

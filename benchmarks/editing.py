@@ -7,7 +7,7 @@ Facts are those of the file whose true object the unedited model prefers to the 
 base model with the method's defaults (or with what --layers, --lam and --steps say, where the method takes them),
 measures, and undoes the edit. Scores and perplexity are those of `rebind.evals` (docs/evals.md), asked after the
 edit's time was taken; perplexity is on the given text. Drift is KL(base ‖ edited) of the next token on unrelated
-prompts, growth the largest ‖ΔW‖/‖W‖. With --made, neighbours of the records are facts too (benchmarks/made.py):
+prompts, growth the largest ‖ΔW‖/‖W‖. With --made, neighbors of the records are facts too (benchmarks/made.py):
 these rows are for time and memory, of scores they have ES and EA. A row whose edit cannot be made says why. JSON goes
 to benchmarks/results/editing.json, after every row.
 
@@ -40,18 +40,18 @@ from benchmarks.clock import Clock, peak_gib, told_apart
 from benchmarks.made import made_facts
 from benchmarks.methods.shared import SEVERAL_FIRST, beginning, impossible, known_records, mean, whole
 from benchmarks.report import RESULTS
-from rebind.bench.machine import machine
+from rebind.bench.measure import machine
 from rebind.cli.options import parse_layers
-from rebind.edit.editor import GUARD, Editor
+from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
+from rebind.edit.guard import Guard
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.methods import METHODS, Method
 from rebind.edit.progress import Progress
-from rebind.edit.targets.search import Search
+from rebind.edit.targets import TargetSearch
 from rebind.errors import GuardError, NumericalError
 from rebind.evals.answers import Asking, answer_all
 from rebind.evals.answers import Row as Answer
-from rebind.evals.asking import Model
 from rebind.evals.drift import Held
 from rebind.evals.records import Record, Records, read_records, without_conflicts
 from rebind.evals.scores import summarise
@@ -70,7 +70,7 @@ class Result:
 
     method: str  # "before" for the unedited model
     facts: int
-    made: bool = False  # whether neighbours of records were made facts too: then ES and EA alone are given
+    made: bool = False  # whether neighbors of records were made facts too: then ES and EA alone are given
     seconds: float | None = None  # everything but the moments, which are computed once a model
     facts_a_second: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Choices:
 
 def ask(editor: Editor, records: Sequence[Record]) -> list[Answer]:
     """What the model as it stands says to every question of the records, nothing decoded."""
-    return answer_all(Model.of(editor), records, Asking(free_tokens=0, texts=0))
+    return answer_all(editor.language_model, records, Asking(free_tokens=0, texts=0))
 
 
 def scores(records: Sequence[Record], said: Sequence[Answer]) -> dict[str, float | None]:
@@ -114,7 +114,7 @@ def scores(records: Sequence[Record], said: Sequence[Answer]) -> dict[str, float
 
 def bare(record: Record) -> Record:
     """The fact alone, of which ES and EA can be asked."""
-    return Record(replace(record.fact, paraphrases=(), neighbours=()), record.id)
+    return Record(replace(record.fact, paraphrases=(), neighbors=()), record.id)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def write(editor: Editor, facts: Sequence[Fact], method: str, chosen: Choices) -
     """Edit, phase by phase."""
     clock = Clock()
     chosen = chosen.taken_by(METHODS[method])
-    search = editor.settings(method, facts=len(facts))[1].targets
+    search = editor.settings(method, facts=len(facts)).targets
     search = search if chosen.steps is None else replace(search, steps=chosen.steps)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -230,7 +230,7 @@ def show(rows: Sequence[Result]) -> None:
     notes = [f"{_name(row)} at {row.facts:,}: {row.why}" for row in rows if row.why]
     notes += [f"{_name(row)} at {row.facts:,} fails {', '.join(row.refused)}" for row in rows if row.refused]
     if any(row.made for row in rows):
-        notes.append("made: neighbours of records are facts too, for time and memory; ES and EA alone are given")
+        notes.append("made: neighbors of records are facts too, for time and memory; ES and EA alone are given")
     quality = _table("editing", ("method", "facts", *SCORES, "perplexity", "drift", "growth"), "; ".join(notes))
     cost = _table("seconds", ("method", "facts", "layers", "λ", "search", "all", "facts/s", *PHASES, "peak GiB"))
     for row in rows:
@@ -279,7 +279,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of contexts and of sampled moments")
     parser.add_argument("--read", type=int, help="records of the file that are looked at; default: all")
     parser.add_argument("--tokens", type=int, default=50_000, help="of held text, 50,000 at most")
-    parser.add_argument("--made", type=int, nargs="*", default=[], help="also so many facts, of neighbours too")
+    parser.add_argument("--made", type=int, nargs="*", default=[], help="also so many facts, of neighbors too")
     parser.add_argument("--alone", type=int, default=0, help="also ROME on so many facts, one at a time")
     parser.add_argument("--guard", action="store_true", help="check each edit as an editor does by default")
     parser.add_argument("--search", nargs="+", choices=DTYPES, default=[None], help="in; default: the device's")
@@ -302,7 +302,8 @@ class Bench:
     def open(cls, options: argparse.Namespace) -> Bench:
         everything = without_conflicts(read_records(options.facts, limit=options.read, skip_bad=True), skip_bad=True)
         made = {n: [bare(record) for record in made_facts(everything, n)] for n in options.made}
-        editor = Editor(options.model, device=options.device, seed=options.seed, guard=GUARD if options.guard else None)
+        guard = Guard() if options.guard else None
+        editor = Editor(options.model, device=options.device, seed=options.seed, guard=guard)
         text = beginning(editor.tokenizer, options.text.read_text(encoding="utf-8"), options.tokens)
         chosen = Choices(options.layers, options.lam, options.steps)
         return cls(Held(editor, text), known_records(editor, everything), made, chosen, options.repeats)
@@ -356,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench, rows = Bench.open(options), []
     for row in bench.rows(options):
         rows.append(row)
-        store(rows, options, bench.held.editor.loaded.name)
+        store(rows, options, bench.held.editor.language_model.name)
         show([row])
     show(rows)
 
@@ -364,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @contextmanager
 def searched_in(name: str | None) -> Iterator[None]:
     """Searches in a dtype of this name; as the device has it without one."""
-    with nullcontext() if name is None else patch.object(Search, "dtype", getattr(torch, name)):
+    with nullcontext() if name is None else patch.object(TargetSearch, "dtype", getattr(torch, name)):
         yield
 
 

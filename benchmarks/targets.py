@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.report import measure, report
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
-from rebind.edit.targets.optimize import Request, TargetSettings, find_targets
+from rebind.edit.targets import FactPrompts, TargetSettings, find_targets
 
 LAYER = 6
 SETTINGS = TargetSettings(steps=13, enough=0.0)  # twelve updates
@@ -24,7 +24,7 @@ FACTS = [
 ]
 
 
-def plain(editor: Editor, requests: list[Request]) -> Tensor:
+def plain(editor: Editor, requests: list[FactPrompts]) -> Tensor:
     """δ after the same steps, by whole forward passes."""
     rows, at, owner, spans = [], [], [], []
     for fact, request in enumerate(requests):
@@ -52,7 +52,7 @@ def plain(editor: Editor, requests: list[Request]) -> Tensor:
         moved[lines, where] = moved[lines, where] + delta[whose]
         return moved
 
-    handle = editor.trunk.blocks[LAYER].register_forward_hook(hook)
+    handle = editor.language_model.trunk.blocks[LAYER].register_forward_hook(hook)
     try:
         with torch.no_grad():
             editor.model(ids, attention_mask=mask)
@@ -83,11 +83,11 @@ def plain(editor: Editor, requests: list[Request]) -> Tensor:
 
 def main() -> None:
     editor = Editor("smollm2")
-    requests = editor.requests(FACTS)
+    requests = editor.fact_prompts(FACTS)
 
     def quick() -> Tensor:
-        found = find_targets(editor.trunk, LAYER, requests, SETTINGS)
-        return found.hidden - found.before
+        found = find_targets(editor.language_model.trunk, LAYER, requests, SETTINGS)
+        return found.states - found.initial
 
     expected = plain(editor, requests)
 

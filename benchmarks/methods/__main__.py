@@ -7,7 +7,7 @@ facts in one edit; one and ten facts are the mean of several disjoint groups. *S
 after another, nothing taken back, everything written so far asked again at --at. The guard is off: what a method breaks
 is to be seen.
 
-Where more facts are written than there are records, the file's other records and neighbours of all of them are facts
+Where more facts are written than there are records, the file's other records and neighbors of all of them are facts
 too (`benchmarks/made.py`), evenly mixed with the records; each number of facts is a sequence of its own. Of these facts
 the model may prefer the new object before they are written.
 
@@ -16,7 +16,7 @@ unedited model, and the weights are the fold of the edits. *On the edited model*
 write to several layers: each batch's targets and keys are found on the model that holds the batches before it; the
 moments stay those of the unedited model, and methods that remember are handed the keys of earlier batches.
 
-What is asked: ES and EA of all facts; PS and NS of --around records, evenly spaced, with --neighbours each, of which
+What is asked: ES and EA of all facts; PS and NS of --around records, evenly spaced, with --neighbors each, of which
 none is made a fact; what the model says by itself to --free facts of an edit; perplexity of --tokens tokens. Rows with
 made facts ask PS and NS of the same records as the row of all records. Scores come with 95 % intervals. Two states that
 are the same are measured once: in one edit recursive is memit, and the first batch of a sequence is a batch.
@@ -56,10 +56,10 @@ def opened(options: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
     everything = without_conflicts(read_records(options.facts, limit=options.read, skip_bad=True), skip_bad=True)
     records = known_records(editor, everything, options.records)
     text = Path(options.text).read_text(encoding="utf-8")
-    amount = Amount(options.around, options.neighbours, options.free, options.tokens)
+    amount = Amount(options.around, options.neighbors, options.free, options.tokens)
     bench = Bench(editor, records, everything, text, amount)
     of = {
-        "model": editor.loaded.name,
+        "model": editor.language_model.name,
         "fingerprint": editor.fingerprint,
         "records": Records(tuple(records)).digest,
         "known": len(records),
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--read", type=int, help="records of the file that are looked at; default: all")
     parser.add_argument("--records", type=int, default=1000, help="of them written; more facts than these are made")
     parser.add_argument("--around", type=int, default=Amount.around, help="facts that PS and NS are asked of")
-    parser.add_argument("--neighbours", type=int, default=Amount.neighbours, help="of each, for NS")
+    parser.add_argument("--neighbors", type=int, default=Amount.neighbors, help="of each, for NS")
     parser.add_argument("--free", type=int, default=Amount.free, help="facts that are decoded freely")
     parser.add_argument("--tokens", type=int, default=Amount.tokens, help="of held text, for perplexity")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no row is begun; default: none")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from benchmarks.methods.states import Row
-from rebind.files import write_atomically
-from rebind.lab.style import AMBER, BLUE, GREEN, INK, RED, VIOLET, legend_below, named, panels
+from rebind.plotting import AMBER, BLUE, GREEN, INK, RED, VIOLET, legend_below, panels, render
+from rebind.storage import write_file
 
 COLOURS = {"memit": BLUE, "alphaedit": AMBER, "recursive": GREEN, "rome": RED, "emmet": VIOLET}
 
@@ -21,7 +19,16 @@ def figure(rows: Sequence[Row], path: Path) -> None:
     """S, EA and perplexity against the number of (real) facts: solid on the base, dashed on the edited model."""
     rows = [row for row in rows if not row.made]
     said = "solid: targets and keys found on the base model; dashed: on the model that holds the batches before"
-    drawn, (left, middle, right) = panels(3, "Facts written batch after batch", said, width=3.9)
+    drawn, (left, middle, right) = panels(
+        "Facts written batch after batch",
+        said,
+        [
+            ("S", "facts written", ""),
+            ("facts whose every token comes first", "facts written", ""),
+            ("perplexity, held text", "facts written", ""),
+        ],
+        size=(3.9, 4.4),
+    )
     before = [row for row in rows if row.method == "before"][:1]
     named_already: set[str] = set()
     highest = 0.0
@@ -32,8 +39,7 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         _score(middle, some, "EA", **look)
         highest = max(highest, _perplexity(right, some, before, **look))
         named_already.add(method)
-    for axes, title in ((left, "S"), (middle, "facts whose every token comes first"), (right, "perplexity, held text")):
-        named(axes, title, "facts written", "")
+    for axes in (left, middle, right):
         axes.set_xlim(right.get_xlim())
         axes.xaxis.set_major_formatter("{x:,.0f}")
     for axes in (left, middle):
@@ -43,10 +49,7 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         right.yaxis.set_major_formatter("{x:,.0f}")
         right.yaxis.set_minor_formatter("")
     legend_below(drawn, len(named_already))
-    FigureCanvasAgg(drawn)
-    data = io.BytesIO()
-    drawn.savefig(data, format="png", metadata={"Software": None})
-    write_atomically(path, data.getvalue())
+    write_file(path, render(drawn))
 
 
 def _look(method: str, found: str) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from typing import Any
 from benchmarks.methods.protocols import batch, sequential
 from benchmarks.methods.shared import impossible
 from benchmarks.methods.states import GROUPS, MADE_OF, Bench, Row
-from rebind.bench.machine import machine
+from rebind.bench.measure import machine
 from rebind.edit.facts.fact import Fact
-from rebind.edit.methods import Settings, get_method
+from rebind.edit.methods import get_method
+from rebind.edit.settings import EditSettings
 from rebind.evals.records import Record
 from rebind.files import write_atomically
 
@@ -50,7 +51,7 @@ class Job:
         """Whether there are not as many records as it writes."""
         return self.stops[-1] > len(bench.records)
 
-    def needs(self, bench: Bench) -> Iterator[tuple[Settings, list[Fact]]]:
+    def needs(self, bench: Bench) -> Iterator[tuple[EditSettings, list[Fact]]]:
         """What is searched for on the base, with which settings."""
         if impossible(bench.editor, get_method(self.method), self.size):
             return

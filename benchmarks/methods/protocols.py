@@ -6,7 +6,7 @@ before, as in the papers. After the last row the unedited model is there again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from benchmarks.editing import peak_gib
 from benchmarks.methods.shared import impossible, mean, whole
-from benchmarks.methods.states import Bench, Row, places
+from benchmarks.methods.states import Bench, Row
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
-from rebind.edit.methods import Method, get_method
-from rebind.edit.solve.solve import solve
-from rebind.edit.targets.search import Search
-from rebind.edit.targets.store import KeptTargets
+from rebind.edit.methods import GainRule, Method, get_method
+from rebind.edit.moments import OldKeys
+from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
+from rebind.edit.targets import TargetSearch, TargetStore
 from rebind.evals.answers import Row as Answer
 from rebind.evals.records import Record
 from rebind.memory import Write
-from rebind.models.sites import memory_of, write_memory
+from rebind.models.sites import memory_of, module_at, write_memory
 
 LOOKED_AT = 3  # groups whose perplexity is measured
 
@@ -96,30 +96,42 @@ def _on_edited(bench: Bench, method: Method) -> Writer:
     """Writes go straight into the weights, past the ledger, which stays empty: what it says puts the base back."""
     editor = bench.editor
     _ = editor.contexts, editor.drift()  # both are asked of the base: once there, they are kept
-    earlier: dict[str, Tensor] = {}  # keys of the batches before, by site
+    earlier: dict[OldKeys, Tensor] = {}  # keys of the batches before, for each site's old keys
+    method = replace(method, gain=_after(method.gain, earlier))
 
     def write(facts: list[Fact]) -> tuple[tuple[int, ...], float]:
         settings = bench.settings(method.name, len(facts))
-        sites = places(editor, settings.layers)
+        sites = [editor.sites[layer] for layer in settings.layers]
+        names = [site.name for site in sites]
         editor.progress.phase("contexts")
-        requests = editor.requests(facts)
-        editor.weights.remember([place.name for place in sites])
+        requests = editor.fact_prompts(facts)
+        editor.weights.remember_base(names)
         editor.progress.phase("moments")
-        editor.weights.learn_old_keys(sites)
+        editor.weights.load_old_keys(names)
         editor.progress.phase("targets")
         # The narrower copy of a search is of the weights as they stand; nothing is written yet: those of the base.
-        search: Any = Search(editor.trunk, "the model as it stands") if earlier else bench.memory.targets
+        trunk = editor.language_model.trunk
+        search: Any = TargetSearch(trunk, "the model as it stands") if earlier else bench.memory.targets
         wanted = search.find(
-            settings.layers[-1], requests, settings.targets, KeptTargets(None), editor.progress.targets
+            settings.layers[-1], requests, settings.targets, TargetStore(None), editor.progress.targets
         )
         editor.progress.phase("solve")
-        writes, lam = solve(
-            editor.trunk, sites, requests, wanted.hidden, method, settings.lam, editor.weights.old, earlier
-        )
-        for place in sites:
-            keys, values, found = (part.double() for part in writes[place.name].tensors())
-            write_memory(place.module, Write(keys, values, found).apply(memory_of(place.module).double()))
-            earlier[place.name] = torch.cat([earlier[place.name], keys]) if place.name in earlier else keys
-        return settings.layers, float(lam or 0.0)
+        old_keys = editor.weights.old_keys
+        subjects = SubjectStates(trunk, requests)
+        lam = settings.lam
+        if lam is None:
+            lam = choose_lambda(subjects.keys(sites[0]), old_keys[names[0]])
+        writes = solve_writes(subjects, sites, wanted.states, method, old_keys, lam)
+        for name in names:
+            keys, values, gain = (part.double() for part in writes[name].tensors())
+            module, old = module_at(editor.model, name), old_keys[name]
+            write_memory(module, Write(keys, values, gain).apply(memory_of(module).double()))
+            earlier[old] = torch.cat([earlier[old], keys]) if old in earlier else keys
+        return settings.layers, lam
 
     return write
+
+
+def _after(gain: GainRule, earlier: Mapping[OldKeys, Tensor]) -> GainRule:
+    """Return the gain after the batches before: `solve_writes` knows of no edits but the one it solves."""
+    return lambda keys, old, lam, none: gain(keys, old, lam, earlier.get(old, none))

@@ -16,8 +16,7 @@ import torch
 
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
-from rebind.edit.targets.objective import Request, TargetSettings
-from rebind.edit.targets.optimize import Found
+from rebind.edit.targets import FactPrompts, TargetSettings, TargetStates
 
 
 class Targets:
@@ -26,19 +25,19 @@ class Targets:
     def __init__(self, search: Any) -> None:
         self.search = search
         self.searched = 0  # facts
-        self._planned: dict[tuple[int, TargetSettings], dict[Request, None]] = {}
-        self._places: dict[tuple[int, TargetSettings], dict[Request, int]] = {}
-        self._found: dict[tuple[int, TargetSettings], Found] = {}
+        self._planned: dict[tuple[int, TargetSettings], dict[FactPrompts, None]] = {}
+        self._places: dict[tuple[int, TargetSettings], dict[FactPrompts, int]] = {}
+        self._found: dict[tuple[int, TargetSettings], TargetStates] = {}
 
     @property
     def dtype(self) -> torch.dtype:
         return self.search.dtype
 
-    def plan(self, layer: int, settings: TargetSettings, requests: Iterable[Request]) -> None:
+    def plan(self, layer: int, settings: TargetSettings, requests: Iterable[FactPrompts]) -> None:
         """These will be asked for: they are found with the first that is."""
         self._planned.setdefault((layer, settings), {}).update(dict.fromkeys(requests))
 
-    def find(self, layer: int, requests: Sequence[Request], settings: TargetSettings, *rest: Any) -> Found:
+    def find(self, layer: int, requests: Sequence[FactPrompts], settings: TargetSettings, *rest: Any) -> TargetStates:
         of = layer, settings
         places = self._places.setdefault(of, {})
         if any(request not in places for request in requests):
@@ -46,20 +45,20 @@ class Targets:
             missing = [request for request in wanted if request not in places]
             new = self.search.find(layer, missing, settings, *rest)
             places |= {request: len(places) + index for index, request in enumerate(missing)}
-            self._found[of] = Found.join([self._found[of], new]) if of in self._found else new
+            self._found[of] = TargetStates.concatenate([self._found[of], new]) if of in self._found else new
             self.searched += len(missing)
         found = self._found[of]
-        return found.select(torch.tensor([places[request] for request in requests], device=found.hidden.device))
+        return found.select(torch.tensor([places[request] for request in requests], device=found.states.device))
 
 
 class Requests:
     """Facts as tokens behind every context; each is tokenised once."""
 
-    def __init__(self, make: Callable[[Sequence[Fact]], list[Request]]) -> None:
+    def __init__(self, make: Callable[[Sequence[Fact]], list[FactPrompts]]) -> None:
         self.make = make
-        self._made: dict[Fact, Request] = {}
+        self._made: dict[Fact, FactPrompts] = {}
 
-    def __call__(self, facts: Sequence[Fact]) -> list[Request]:
+    def __call__(self, facts: Sequence[Fact]) -> list[FactPrompts]:
         missing = [fact for fact in dict.fromkeys(facts) if fact not in self._made]
         if missing:
             self._made.update(zip(missing, self.make(missing), strict=True))
@@ -75,7 +74,7 @@ class Memory:
 
     @classmethod
     def of(cls, editor: Editor) -> Memory:
-        made = cls(Targets(editor._search), Requests(editor.requests))
-        editor._search = made.targets  # type: ignore[assignment]
-        editor.requests = made.requests  # type: ignore[method-assign]
+        made = cls(Targets(editor.target_search), Requests(editor.fact_prompts))
+        editor.target_search = made.targets  # type: ignore[assignment]
+        editor.fact_prompts = made.requests  # type: ignore[method-assign]
         return made

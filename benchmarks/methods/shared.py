@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from statistics import fmean
 from typing import Any
 
+from rebind.evals.choosing import known
+
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import comparable
 from rebind.edit.methods import METHODS, Method
-from rebind.evals.choosing import known
 from rebind.evals.drift import Held
 from rebind.evals.records import Records
 
@@ -18,7 +19,7 @@ SEVERAL_FIRST = sorted(METHODS, key=lambda name: not METHODS[name].several_layer
 
 def known_records(editor: Editor, records: Records, most: int | None = None) -> Records:
     """Those with all that is asked, whose true object the model prefers; of one prompt's the first."""
-    whole = [index for index, one in enumerate(records) if one.fact.old and one.paraphrases and one.neighbours]
+    whole = [index for index, one in enumerate(records) if one.fact.old and one.paraphrases and one.neighbors]
     kept = known(editor, records.keep(whole))
     first = {comparable(record.fact.text): index for index, record in reversed(list(enumerate(kept)))}
     return kept.keep(sorted(first.values())[:most])

@@ -20,23 +20,20 @@ from benchmarks.methods.shared import beginning, whole
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.ledger import Ledger
-from rebind.edit.methods import Settings
 from rebind.edit.progress import Progress
-from rebind.edit.solve.layer_writes import Place
+from rebind.edit.settings import EditSettings
 from rebind.evals.answers import Asking, answer_all
 from rebind.evals.answers import Row as Answer
-from rebind.evals.asking import Model, generate
 from rebind.evals.drift import Held
 from rebind.evals.metrics import bootstrap
 from rebind.evals.records import Record
 from rebind.evals.scores import S_OF, Asked
 from rebind.evals.scores import SCORES as SCORE
-from rebind.models.sites import module_at
 
 SCORES = ("S", "ES", "PS", "NS", "EA", "free")
 GROUPS = {1: 10, 10: 5}  # how many disjoint groups of so many facts are written, each alone
 FREE_TOKENS = 16
-MADE_OF = "neighbours"  # of records; made facts were once subjects of records in templates of other records
+MADE_OF = "neighbors"  # of records; made facts were once subjects of records in templates of other records
 WAYS = {"base": "on the base", "edited": "on the edited model"}
 
 
@@ -49,7 +46,7 @@ class Row:
     found: str  # base or edited: which model targets and keys are found on
     facts: int
     groups: int = 1
-    made: bool = False  # whether facts are more than the records: others and neighbours were made facts too
+    made: bool = False  # whether facts are more than the records: others and neighbors were made facts too
     made_of: str = ""  # MADE_OF where facts were made: a row of facts made in another way is not gone on with
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # {name: value, low, high, records}
     perplexity: float | None = None
@@ -72,8 +69,8 @@ class Row:
 class Amount:
     """How much is asked of a row."""
 
-    around: int = 300  # facts whose paraphrases and neighbours are asked
-    neighbours: int = 5  # of each
+    around: int = 300  # facts whose paraphrases and neighbors are asked
+    neighbors: int = 5  # of each
     free: int = 100  # facts that are decoded freely
     tokens: int = 20_000  # of held text
 
@@ -90,7 +87,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.memory = Memory.of(self.editor)
-        self.model, self.held = Model.of(self.editor), Held(self.editor, self.held_text)
+        self.model, self.held = self.editor.language_model, Held(self.editor, self.held_text)
 
     @cached_property
     def held_text(self) -> str:
@@ -98,7 +95,7 @@ class Bench:
 
     def ask(self, records: Sequence[Record]) -> list[tuple[Record, Answer]]:
         """What the model as it stands says: each record, less what is not asked of it, with its answer."""
-        full = [index for index, record in enumerate(records) if record.paraphrases or record.neighbours]
+        full = [index for index, record in enumerate(records) if record.paraphrases or record.neighbors]
         around = {full[place] for place in evenly(len(full), self.amount.around)}
         asked = [self._asked(record, around=index in around) for index, record in enumerate(records)]
         answers = answer_all(self.model, asked, Asking(free_tokens=0, texts=0))
@@ -108,12 +105,12 @@ class Bench:
         return list(zip(asked, answers, strict=True))
 
     def _asked(self, record: Record, *, around: bool) -> Record:
-        some = record.neighbours[: self.amount.neighbours] if around else ()
+        some = record.neighbors[: self.amount.neighbors] if around else ()
         fact = record.fact if around else replace(record.fact, paraphrases=())
-        return replace(record, fact=fact, neighbours=some, consequences=())
+        return replace(record, fact=fact, neighbors=some, consequences=())
 
     def _said(self, records: Sequence[Record]) -> list[str]:
-        return generate(self.model, [record.fact.text for record in records], FREE_TOKENS)
+        return self.model.generate([record.fact.text for record in records], FREE_TOKENS)
 
     def scores(self, said: Sequence[tuple[Record, Answer]]) -> dict[str, dict[str, float]]:
         asked = [Asked(record, answer, answer, {}) for record, answer in said]  # none looks at what was said before
@@ -133,7 +130,7 @@ class Bench:
         def made(n: int) -> list[Record]:
             # PS and NS are asked of the records that they are asked of where all records alone are written
             asked = {self.records[index] for index in evenly(len(self.records), self.amount.around)}
-            spared = {one.prompt for record in asked for one in record.neighbours[: self.amount.neighbours]}
+            spared = {one.prompt for record in asked for one in record.neighbors[: self.amount.neighbors]}
             facts = made_facts(self.records, n, more=self.pool, spared=spared)
             known, read = set(self.records), set(self.pool)
             groups: tuple[list[Record], ...] = ([], [], [])
@@ -148,25 +145,25 @@ class Bench:
         made = facts > len(self.records)
         return Row(method, protocol, found, facts, made=made, made_of=MADE_OF if made else "")
 
-    def settings(self, method: str, n: int) -> Settings:
-        return self.editor.settings(method, facts=n)[1]
+    def settings(self, method: str, n: int) -> EditSettings:
+        return self.editor.settings(method, facts=n)
 
-    def prepare(self, needs: Sequence[tuple[Settings, Sequence[Fact]]]) -> None:
+    def prepare(self, needs: Sequence[tuple[EditSettings, Sequence[Fact]]]) -> None:
         """Moments of all layers in one pass; targets of all facts, in one search for each layer and settings."""
         if not needs:
             return
         editor = self.editor
         for settings, facts in needs:
-            self.memory.targets.plan(settings.layers[-1], settings.targets, editor.requests(facts))
-        sites = places(editor, sorted({layer for settings, _ in needs for layer in settings.layers}))
-        editor.weights.remember([place.name for place in sites])
-        editor.weights.learn_old_keys(sites)
+            self.memory.targets.plan(settings.layers[-1], settings.targets, editor.fact_prompts(facts))
+        names = [editor.sites[layer].name for layer in sorted({layer for one, _ in needs for layer in one.layers})]
+        editor.weights.remember_base(names)
+        editor.weights.load_old_keys(names)
 
     @contextmanager
     def apart(self) -> Iterator[Clock]:
         """An empty ledger, and a clock; the unedited model again after."""
-        self.editor.use(Ledger.in_memory(self.editor.fingerprint, self.editor.loaded.name))
-        if self.editor.trunk.device.type == "cuda":
+        self.editor.use_ledger(Ledger.in_memory(self.editor.fingerprint, self.editor.language_model.name))
+        if self.editor.language_model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         clock, self.memory.targets.searched = Clock(), 0
         self.editor.progress = clock.progress
@@ -174,7 +171,7 @@ class Bench:
             yield clock
         finally:
             self.editor.progress = Progress()
-            self.editor.use(Ledger.in_memory(self.editor.fingerprint, self.editor.loaded.name))
+            self.editor.use_ledger(Ledger.in_memory(self.editor.fingerprint, self.editor.language_model.name))
 
     def measured(self, row: Row, records: Sequence[Record], clock: Clock | None = None) -> Row:
         """The row with what the model as it stands says to the records."""
@@ -197,9 +194,3 @@ def mix(*groups: Sequence[Record]) -> list[Record]:
     """All of them, each group in its order and evenly spaced: the first batches of a sequence are like the last."""
     placed = [((index + 0.5) / len(group), one) for group in groups for index, one in enumerate(group)]
     return [one for _, one in sorted(placed, key=lambda pair: pair[0])]
-
-
-def places(editor: Editor, layers: Sequence[int]) -> list[Place]:
-    """Where those layers are written to."""
-    names = [(editor.sites[layer].name, layer) for layer in layers]
-    return [Place(name, layer, module_at(editor.model, name)) for name, layer in names]

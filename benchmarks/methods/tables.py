@@ -21,7 +21,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
         notes += [f"{row.method} at {row.facts:,} is {row.same}" for row in some if row.same]
         if any(row.made for row in some):
             notes.append(
-                "made: neighbours of records are facts too; PS and NS are of records, what they ask is not written"
+                "made: neighbors of records are facts too; PS and NS are of records, what they ask is not written"
             )
         console.print(table(title, some, "; ".join(notes)))
 

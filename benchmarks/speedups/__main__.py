@@ -31,10 +31,10 @@ from benchmarks.speedups.phases import key_rows, moment_rows, old_keys, solve_ro
 from benchmarks.speedups.searches import Setup, target_rows
 from benchmarks.speedups.timing import Row, Timer
 from benchmarks.targets import FACTS
-from rebind.bench.machine import machine
+from rebind.bench.measure import machine
 from rebind.edit.editor import Editor
 from rebind.edit.facts.readers import read_facts
-from rebind.edit.solve.subject_keys import Subjects
+from rebind.edit.solve import SubjectStates
 from rebind.files import write_atomically
 from rebind.models.sites import module_at
 
@@ -52,18 +52,18 @@ def run(
     told: Callable[[Row], None],
 ) -> None:
     """Every row, told as it is measured."""
-    settings = editor.settings("memit")[1]
+    settings = editor.settings("memit")
     search = settings.targets if steps is None else replace(settings.targets, steps=steps)
-    setup = Setup(editor.trunk, settings.layers[-1], editor.requests(facts), search)
-    sites = [(layer, module_at(editor.model, editor.sites[layer].name)) for layer in settings.layers]
-    modules = [module for _, module in sites]
-    clock = Timer(editor.trunk.device, repeats)
-    brief = replace(clock, repeats=max(repeats, BRIEF)) if editor.trunk.device.type == "cuda" else clock
-    subjects = Subjects(editor.trunk, setup.requests)
-    keys = [subjects.keys(layer, module) for layer, module in sites]
-    old = old_keys(editor.trunk, modules, max(site.d_k for site in editor.sites))
+    setup = Setup(editor.language_model.trunk, settings.layers[-1], editor.fact_prompts(facts), search)
+    sites = [editor.sites[layer] for layer in settings.layers]
+    modules = [module_at(editor.model, site.name) for site in sites]
+    clock = Timer(editor.language_model.device, repeats)
+    brief = replace(clock, repeats=max(repeats, BRIEF)) if editor.language_model.device.type == "cuda" else clock
+    subjects = SubjectStates(editor.language_model.trunk, setup.facts)
+    keys = [subjects.keys(site).double() for site in sites]
+    old = old_keys(editor.language_model.trunk, modules, max(site.d_k for site in editor.sites))
     for row in chain(
-        moment_rows(editor.trunk, modules, brief, tokens),
+        moment_rows(editor.language_model.trunk, modules, brief, tokens),
         key_rows(setup, sites, brief),
         solve_rows(keys, old, brief),
         target_rows(setup, clock, slow=slow),
@@ -103,11 +103,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     editor = Editor(options.model, device=options.device, guard=None)
-    device = editor.trunk.device.type
+    device = editor.language_model.device.type
     facts = FACTS if options.facts is None else list(read_facts(options.facts, skip_bad=True))[: options.n]
     out = options.out or RESULTS / f"speedups-{device}.json"
     rows: list[Row] = []
-    title = f"speed-ups: {len(facts)} facts, {editor.loaded.name}, {device}"
+    title = f"speed-ups: {len(facts)} facts, {editor.language_model.name}, {device}"
 
     def told(row: Row) -> None:
         rows.append(row)

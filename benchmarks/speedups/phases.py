@@ -9,29 +9,29 @@ from torch import Tensor, nn
 
 from benchmarks.speedups.searches import Setup
 from benchmarks.speedups.timing import Row, Timer, difference
-from rebind.edit.methods import Old
-from rebind.edit.solve.layer_writes import suitable_lambda
-from rebind.edit.solve.subject_keys import Subjects
+from rebind.edit.moments import OldKeys
+from rebind.edit.solve import SubjectStates, choose_lambda
 from rebind.memory.closed_form import ridge
 from rebind.memory.solve import factor
+from rebind.models.sites import Site, module_at
 from rebind.models.trunk import Tokens, Trunk
 
 WINDOW = 64  # tokens a line of random text
 
 
-def key_rows(setup: Setup, modules: Sequence[tuple[int, nn.Module]], clock: Timer) -> Iterator[Row]:
+def key_rows(setup: Setup, sites: Sequence[Site], clock: Timer) -> Iterator[Row]:
     """The keys of every layer and the states at the last: going up once, or two whole passes a layer."""
 
     def climbing() -> Tensor:
-        subjects = Subjects(setup.trunk, setup.requests)
+        subjects = SubjectStates(setup.trunk, setup.facts)
         keys = []
-        for layer, module in modules:
-            keys.append(subjects.keys(layer, module))
-            subjects.states(setup.layer)
+        for site in sites:
+            keys.append(subjects.keys(site))
+            subjects.states_after(setup.layer)
         return torch.cat(keys)
 
     def passes() -> Tensor:
-        return torch.cat([_keys_by_a_pass(setup, module) for _, module in modules])
+        return torch.cat([_keys_by_a_pass(setup, module_at(setup.trunk.model, site.name)) for site in sites])
 
     on, expected = clock(climbing)
     off, got = clock(passes)
@@ -40,8 +40,8 @@ def key_rows(setup: Setup, modules: Sequence[tuple[int, nn.Module]], clock: Time
 
 @torch.no_grad()
 def _keys_by_a_pass(setup: Setup, module: nn.Module) -> Tensor:
-    """The input of a module at the subjects, weighed as `Subjects` does, after two passes of whole prompts."""
-    prompts = [prompt for request in setup.requests for prompt in request.prompts]
+    """The input of a module at the subjects, weighed as `SubjectStates` does, after two passes of whole prompts."""
+    prompts = [prompt for fact in setup.facts for prompt in fact.prompts]
     width = max(len(prompt.ids) for prompt in prompts)
     ids = torch.tensor([[*prompt.ids] + [0] * (width - len(prompt.ids)) for prompt in prompts])
     mask = torch.tensor([[1] * len(prompt.ids) + [0] * (width - len(prompt.ids)) for prompt in prompts])
@@ -54,13 +54,13 @@ def _keys_by_a_pass(setup: Setup, module: nn.Module) -> Tensor:
     finally:
         handle.remove()
     last = seen[0][torch.arange(len(at), device=at.device), at].double()
-    parts = last.split([len(request.prompts) for request in setup.requests])
+    parts = last.split([len(fact.prompts) for fact in setup.facts])
     return torch.stack([(one[0] + one[1:].mean(0)) / 2 if len(one) > 1 else one[0] for one in parts])
 
 
-def solve_rows(keys: Sequence[Tensor], old: Sequence[Old], clock: Timer) -> Iterator[Row]:
+def solve_rows(keys: Sequence[Tensor], old: Sequence[OldKeys], clock: Timer) -> Iterator[Row]:
     """The gains of every layer: the moment's factor kept and a small system, or the whole system each time."""
-    lam = suitable_lambda(keys[0], old[0].factored)
+    lam = choose_lambda(keys[0], old[0])
     for one in old:
         _ = one.factored
 
@@ -106,11 +106,11 @@ def moment_rows(trunk: Trunk, modules: Sequence[nn.Module], clock: Timer, tokens
         yield Row("moments", name, on, off, difference(got, expected))
 
 
-def old_keys(trunk: Trunk, modules: Sequence[nn.Module], width: int) -> list[Old]:
+def old_keys(trunk: Trunk, modules: Sequence[nn.Module], width: int) -> list[OldKeys]:
     """E[kkᵀ] over twice as many random tokens as a key is wide: all a solver's time depends on is the size."""
     seen = trunk.inputs(modules, _random_text(trunk, -(-2 * width // WINDOW), seed=1))
     rows = [keys.flatten(0, 1).double() for keys in seen]
-    return [Old((one.mT @ one / len(one)).to(trunk.device)) for one in rows]
+    return [OldKeys((one.mT @ one / len(one)).to(trunk.device)) for one in rows]
 
 
 def _random_text(trunk: Trunk, lines: int, *, seed: int) -> Tokens:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rebind.models.trunk import Tokens, Trunk, _borrowed
+from rebind.models.trunk import Tokens, Trunk, borrow_cache
 
 
 @dataclass(eq=False)
@@ -35,35 +35,35 @@ class Plain(Trunk):
         self.below = below  # run the blocks below δ as well
         self.everywhere = everywhere  # logits at every token
 
-    def cache(self, tokens: Tokens, *, until: int | None = None) -> Any:
+    def cache(self, tokens: Tokens, *, last_layer: int | None = None) -> Any:
         if not self.whole or tokens.ids.shape[-1] == 0:
-            return super().cache(tokens, until=until)
+            return super().cache(tokens, last_layer=last_layer)
         return _Prefixes(tokens)
 
     @torch.no_grad()
-    def after(self, layer: int, tokens: Tokens, *, cache: Any = None, start: Any = None) -> Tensor:
+    def after(self, layer: int, tokens: Tokens, *, cache: Any = None, resume: Any = None) -> Tensor:
         if not isinstance(cache, _Prefixes):
-            return super().after(layer, tokens, cache=cache, start=start)
+            return super().after(layer, tokens, cache=cache, resume=resume)
         joined, order = _joined(cache.tokens, tokens)
         cache.states = _reordered(super().after(layer, joined), order.argsort(-1))
         return cache.states[:, -tokens.ids.shape[-1] :]
 
-    def logits(self, tokens: Tokens, where: Tensor, *, cache: Any = None, start: Any = None) -> Tensor:
+    def logits(self, tokens: Tokens, where: Tensor, *, cache: Any = None, resume: Any = None) -> Tensor:
         if isinstance(cache, _Prefixes):
-            tokens, where, start = self._from_the_first_token(tokens, where, cache, start)
+            tokens, where, resume = self._from_the_first_token(tokens, where, cache, resume)
             cache = None
-        late = nullcontext() if self.below and start is not None else self._starting(start)
-        with late, self._answering(start) if self.below else nullcontext():
+        late = nullcontext() if self.below and resume is not None else self._resuming(resume)
+        with late, self._answering(resume) if self.below else nullcontext():
             if not self.everywhere:
                 return super().logits(tokens, where, cache=cache)
-            held = super()._arguments(tokens, None if cache is None else _borrowed(cache), self._head_accepts)
+            held = super()._arguments(tokens, None if cache is None else borrow_cache(cache), self._head_accepts)
             logits = self.model(**held, use_cache=cache is not None).logits
             return logits[where[:, 0], where[:, 1]].to(torch.promote_types(logits.dtype, torch.float32))
 
     def _from_the_first_token(
-        self, tokens: Tokens, where: Tensor, cache: _Prefixes, start: tuple[int, Tensor]
+        self, tokens: Tokens, where: Tensor, cache: _Prefixes, resume: tuple[int, Tensor]
     ) -> tuple[Tokens, Tensor, tuple[int, Tensor]]:
-        layer, hidden = start
+        layer, hidden = resume
         if cache.states is None:
             self.after(layer, tokens, cache=cache)
         assert cache.states is not None
@@ -75,12 +75,12 @@ class Plain(Trunk):
         return joined, there, (layer, states)
 
     @contextmanager
-    def _answering(self, start: tuple[int, Tensor] | None) -> Iterator[None]:
+    def _answering(self, resume: tuple[int, Tensor] | None) -> Iterator[None]:
         """Let every block run, and replace what the one at δ says."""
-        if start is None:
+        if resume is None:
             yield
             return
-        layer, hidden = start
+        layer, hidden = resume
 
         def answer(_: nn.Module, __: Any, out: Any) -> Any:
             return (hidden, *out[1:]) if isinstance(out, tuple) else hidden

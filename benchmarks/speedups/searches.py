@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks.speedups.plain_trunk import Plain
 from benchmarks.speedups.timing import Row, Timer, difference
+from rebind.edit.targets import FactPrompts, TargetSettings, find_targets
 from rebind.edit.targets import optimize as engine
-from rebind.edit.targets.objective import Objective, Request
-from rebind.edit.targets.optimize import TargetSettings, find_targets
-from rebind.edit.targets.search_copy import hurry
+from rebind.edit.targets.objective import Objective
+from rebind.edit.targets.search_copy import speed_up
 from rebind.models.trunk import Trunk
 
 FEW = 4  # facts that are searched for one by one
@@ -28,23 +28,23 @@ class Setup:
 
     trunk: Trunk
     layer: int
-    requests: Sequence[Request]
+    facts: Sequence[FactPrompts]
     settings: TargetSettings
 
-    def find(self, trunk: Trunk | None = None, quick: Trunk | None = None) -> Tensor:
-        found = find_targets(trunk or self.trunk, self.layer, self.requests, self.settings, quick=quick)
-        return found.hidden - found.before
+    def find(self, trunk: Trunk | None = None, search_trunk: Trunk | None = None) -> Tensor:
+        found = find_targets(trunk or self.trunk, self.layer, self.facts, self.settings, search_trunk=search_trunk)
+        return found.states - found.initial
 
     def one_at_a_time(self, trunk: Trunk | None = None) -> Tensor:
-        alone = (Setup(self.trunk, self.layer, [request], self.settings) for request in self.requests)
+        alone = (Setup(self.trunk, self.layer, [fact], self.settings) for fact in self.facts)
         return torch.cat([one.find(trunk) for one in alone])
 
     def first(self, count: int) -> Setup:
-        return Setup(self.trunk, self.layer, self.requests[:count], self.settings)
+        return Setup(self.trunk, self.layer, self.facts[:count], self.settings)
 
     def short(self) -> Setup:
         """Two steps of two facts: enough to load what a search runs."""
-        return Setup(self.trunk, self.layer, self.requests[:2], replace(self.settings, steps=2))
+        return Setup(self.trunk, self.layer, self.facts[:2], replace(self.settings, steps=2))
 
     def within(self, context: Callable[[], Any]) -> Tensor:
         with context():
@@ -55,18 +55,18 @@ class Setup:
 def finished_stay() -> Iterator[None]:
     """Facts that are done are run to the end with the others, unmoved."""
     with ExitStack() as patches:
-        patches.enter_context(patch.object(engine, "RECORDING", float("inf")))
+        patches.enter_context(patch.object(engine, "RECORDING_COST", float("inf")))
         if not torch.cuda.is_available():  # as if a graph were recorded: those are not made anew for fewer facts
-            patches.enter_context(patch.object(engine, "can_be_recorded", lambda trunk: True))
-            patches.enter_context(patch.object(engine, "recorded", lambda objective: objective))
-            patches.enter_context(patch.object(engine, "Recorded", Objective))
+            patches.enter_context(patch.object(engine, "can_record", lambda trunk: True))
+            patches.enter_context(patch.object(engine, "record", lambda objective: objective))
+            patches.enter_context(patch.object(engine, "RecordedObjective", Objective))
         yield
 
 
 @contextmanager
 def not_recorded() -> Iterator[None]:
     """No CUDA graphs: every step is launched kernel by kernel."""
-    with patch.object(engine, "can_be_recorded", lambda trunk: False):
+    with patch.object(engine, "can_record", lambda trunk: False):
         yield
 
 
@@ -104,8 +104,8 @@ def target_rows(setup: Setup, clock: Timer, *, slow: bool = True) -> Iterator[Ro
         on, _ = clock(setup.find)  # anew beside each: a machine is not equally busy all the time
         off, got = clock(call)
         yield Row("targets", name, on, off, difference(got, expected))
-    few = min(FEW, len(setup.requests))
-    share = len(setup.requests) / few
+    few = min(FEW, len(setup.facts))
+    share = len(setup.facts) / few
     for name, call in searches_one_by_one(setup.first(few)).items():
         if slow or name != "none of them":
             off, got = clock(call, once=True)
@@ -113,10 +113,10 @@ def target_rows(setup: Setup, clock: Timer, *, slow: bool = True) -> Iterator[Ro
             yield Row("targets", told, on, share * off, difference(got, expected[:few]))
     if setup.trunk.device.type == "cuda":
         narrow = setup.trunk.narrowed(torch.bfloat16)
-        setup.short().find(quick=narrow)
-        usual, first = clock(lambda: setup.find(quick=narrow))
-        hurry(narrow.model)
-        setup.short().find(quick=narrow)
-        quick, second = clock(lambda: setup.find(quick=narrow))
+        setup.short().find(search_trunk=narrow)
+        usual, first = clock(lambda: setup.find(search_trunk=narrow))
+        speed_up(narrow.model)
+        setup.short().find(search_trunk=narrow)
+        quick, second = clock(lambda: setup.find(search_trunk=narrow))
         yield Row("targets", "attention and norms as for long texts", quick, usual, difference(first, second))
         yield Row("targets", "float32: no copy in bfloat16", quick, on, difference(expected, second))

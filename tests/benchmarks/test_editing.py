@@ -17,10 +17,9 @@ from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.methods import METHODS, get_method
 from rebind.edit.progress import Progress
-from rebind.edit.targets.search import Search
+from rebind.edit.targets import TargetSearch
 from rebind.errors import InputError, NumericalError
 from rebind.evals.answers import Asking, answer_all
-from rebind.evals.asking import Model, text_nll
 from rebind.evals.drift import Held
 from rebind.evals.records import Record, Records, read_records
 from rebind.evals.scores import summarise
@@ -33,7 +32,7 @@ ALL = ["memit", "alphaedit", "recursive", "rome", "emmet"]
 
 def facts() -> list[Fact]:
     return [
-        Fact("The capital of {} is", subject, "Rome", "Paris", paraphrases=(f"{subject} is",), neighbours=("The sea",))
+        Fact("The capital of {} is", subject, "Rome", "Paris", paraphrases=(f"{subject} is",), neighbors=("The sea",))
         for subject in SUBJECTS
     ]
 
@@ -96,19 +95,19 @@ def pair(new, true, **counts):
 def test_scores_by_hand():
     """Means over records, not prompts; a tie is neither written nor kept; S is of the three means."""
     asked = [
-        replace(one, neighbours=one.neighbours * count) for one, count in zip(records(facts()[:2]), (1, 3), strict=True)
+        replace(one, neighbors=one.neighbors * count) for one, count in zip(records(facts()[:2]), (1, 3), strict=True)
     ]
     said = [
         {
             "prompt": pair(1.0, 2.0, right=1),
             "paraphrases": [pair(3.0, 2.0)],
-            "neighbours": [pair(2.0, 1.0)],
+            "neighbors": [pair(2.0, 1.0)],
             "consequences": [],
         },
         {
             "prompt": pair(2.0, 2.0, right=1, tokens=2),
             "paraphrases": [pair(1.0, 2.0, right=1)],
-            "neighbours": [pair(1.0, 1.0), pair(2.0, 1.0), pair(0.5, 1.0)],
+            "neighbors": [pair(1.0, 1.0), pair(2.0, 1.0), pair(0.5, 1.0)],
             "consequences": [],
         },
     ]
@@ -119,7 +118,7 @@ def test_scores_by_hand():
 def likelihood(editor: Editor, prompt: str, target: str) -> float:
     """NLL of a target, a token, in one plain pass."""
     ids, wanted = (editor.tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, " " + target))
-    start = list(editor.loaded.start)
+    start = list(editor.language_model.start)
     with torch.no_grad():
         logits = editor.model(torch.tensor([[*start, *ids, *wanted]])).logits[0].double().log_softmax(-1)
     begin = len(start) + len(ids) - 1
@@ -129,13 +128,13 @@ def likelihood(editor: Editor, prompt: str, target: str) -> float:
 def test_a_rows_scores_are_those_of_evals_on_the_same_edit(held):
     editor, chosen = held.editor, Choices(steps=3)
     some = [
-        replace(one, neighbours=one.neighbours[:count])
-        for one, count in zip(records(WITH_NEIGHBOURS), (1, 3, 2, 1), strict=True)
+        replace(one, neighbors=one.neighbors[:count])
+        for one, count in zip(records(WITH_NEIGHBORS), (1, 3, 2, 1), strict=True)
     ]
     row = run(held, some, "memit", chosen)
     with written(editor, [one.fact for one in some], "memit", chosen):
-        said = answer_all(Model.of(editor), some, Asking(free_tokens=0, texts=0))
-        nll, tokens = text_nll(Model.of(editor), TEXT)
+        said = answer_all(editor.language_model, some, Asking(free_tokens=0, texts=0))
+        nll, tokens = editor.language_model.text_nll(TEXT)
 
         def likelier(one, prompt):
             return likelihood(editor, prompt, one.fact.target) < likelihood(editor, prompt, one.fact.old)
@@ -143,7 +142,7 @@ def test_a_rows_scores_are_those_of_evals_on_the_same_edit(held):
         by_hand = {
             "ES": fmean(likelier(one, one.fact.text) for one in some),
             "PS": fmean(fmean(likelier(one, prompt) for prompt in one.paraphrases) for one in some),
-            "NS": fmean(fmean(not likelier(one, other.prompt) for other in one.neighbours) for one in some),
+            "NS": fmean(fmean(not likelier(one, other.prompt) for other in one.neighbors) for one in some),
         }
     assert row.scores == {name: one["value"] for name, one in summarise(some, said, said).items() if name in row.scores}
     assert {name: row.scores[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
@@ -225,8 +224,8 @@ def test_an_edit_that_fails_says_why_and_mistakes_are_raised(held, monkeypatch):
 
 # The command
 
-WITH_NEIGHBOURS = [
-    replace(fact, neighbours=("The sea", "The capital of Berlin is", "The capital of Spain is")) for fact in facts()
+WITH_NEIGHBORS = [
+    replace(fact, neighbors=("The sea", "The capital of Berlin is", "The capital of Spain is")) for fact in facts()
 ]
 
 
@@ -278,13 +277,13 @@ def test_the_guard_is_timed_and_what_it_refuses_is_told(tmp_path, capsys):
 
 
 def test_each_dtype_to_search_in_has_its_rows(tmp_path):
-    dtypes, own = ["bfloat16", "float32"], Search.dtype
+    dtypes, own = ["bfloat16", "float32"], TargetSearch.dtype
     rows = rows_of(
         tmp_path, half_swapped(facts()), "--n", "1", "--methods", "memit", "--steps", "25", "--search", *dtypes
     )
     assert [row["search"] for row in rows] == ["", *dtypes]
     assert rows[1]["drift"] != rows[2]["drift"], "the same search twice"
-    assert Search.dtype is own
+    assert TargetSearch.dtype is own
 
 
 def test_layers_and_lam_go_to_the_methods_that_take_them(tmp_path):
@@ -307,8 +306,8 @@ def test_what_a_killed_run_measured_is_there(tmp_path, monkeypatch):
     assert [row["method"] for row in rows] == ["before", "memit"]
 
 
-def test_neighbours_are_made_facts_for_the_cost(tmp_path, capsys):
-    given = half_swapped(WITH_NEIGHBOURS)
+def test_neighbors_are_made_facts_for_the_cost(tmp_path, capsys):
+    given = half_swapped(WITH_NEIGHBORS)
     rows = rows_of(tmp_path, given, "--n", "--made", "5", "--methods", "memit", "--alone", "1")
     assert [(row["method"], row["facts"], row["made"]) for row in rows[1:]] == [
         ("rome, one at a time", 1, False),
@@ -316,4 +315,4 @@ def test_neighbours_are_made_facts_for_the_cost(tmp_path, capsys):
     ]
     assert rows[1]["S"] is not None
     assert {name for name in editing.SCORES if rows[2][name] is None} == {"PS", "NS", "S", "PA"}
-    assert "neighbours of records are facts too" in capsys.readouterr().out
+    assert "neighbors of records are facts too" in capsys.readouterr().out

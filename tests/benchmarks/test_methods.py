@@ -35,7 +35,7 @@ def records() -> list[Record]:
                 paraphrases=(f"{subject} is",),
             ),
             subject,
-            neighbours=(Question(f"The capital of {other} is", "Paris"), Question(f"I saw {more} in", "Paris")),
+            neighbors=(Question(f"The capital of {other} is", "Paris"), Question(f"I saw {more} in", "Paris")),
         )
         for number, (subject, other, more) in enumerate(zip(SUBJECTS, OTHERS, MORE, strict=True))
     ]
@@ -94,7 +94,7 @@ def test_methods_that_remember_are_handed_earlier_keys_on_the_edited_model(bench
     own = method.gain
     monkeypatch.setitem(method.__dict__, "gain", gain)
     list(sequential(bench, "recursive", "edited", 2, [4]))
-    layers = len(bench.editor.settings("recursive")[1].layers)
+    layers = len(bench.editor.settings("recursive").layers)
     assert seen == [0] * layers + [2] * layers
 
 
@@ -212,12 +212,12 @@ def test_what_is_remembered_changes_no_edit():
     ]
     memory = Memory.of(made[0])
     layers, targets = (getattr(made[0].settings("recursive")[1], name) for name in ("layers", "targets"))
-    memory.targets.plan(layers[-1], targets, made[0].requests([record.fact for record in records()][:2]))
+    memory.targets.plan(layers[-1], targets, made[0].fact_prompts([record.fact for record in records()][:2]))
     assert sequence(made[0]) == sequence(made[1])
 
 
 def test_some_records_are_asked_about_all_and_the_others_about_the_fact(bench):
-    bench.amount = Amount(around=2, neighbours=1, free=3)
+    bench.amount = Amount(around=2, neighbors=1, free=3)
     scores = bench.scores(bench.ask(bench.records))
     assert {name: one["records"] for name, one in scores.items()} == {
         "ES": 6,
@@ -241,7 +241,7 @@ def test_the_first_batches_of_a_mixed_sequence_are_like_the_last():
 
 @pytest.mark.parametrize("protocol", ["batch", "sequential"])
 def test_rows_of_made_facts_ask_their_records_about_all(bench, protocol):
-    bench.amount = Amount(around=2, neighbours=1, free=3)
+    bench.amount = Amount(around=2, neighbors=1, free=3)
     row = batch(bench, "memit", 14) if protocol == "batch" else next(sequential(bench, "memit", "base", 7, [14]))
     assert {name: one["records"] for name, one in row.scores.items()} == {
         "ES": 14,
@@ -256,13 +256,13 @@ def test_rows_of_made_facts_ask_their_records_about_all(bench, protocol):
 
 
 def test_the_same_is_asked_of_records_alone_and_among_made_facts(bench):
-    """Their neighbours are not written, and they are spread over the sequence."""
-    bench.amount = Amount(around=2, neighbours=1)
+    """Their neighbors are not written, and they are spread over the sequence."""
+    bench.amount = Amount(around=2, neighbors=1)
     (facts,) = bench.facts(16)
     assert facts == bench.facts(16, once=True)[0]
     assert {one.fact.subject for one in facts} == {*SUBJECTS, *OTHERS, *MORE} - {"Germany", "Ada"}
     alone, among = (
-        [(one.fact, one.neighbours) for one, _ in bench.ask(some) if one.neighbours] for some in (bench.records, facts)
+        [(one.fact, one.neighbors) for one, _ in bench.ask(some) if one.neighbors] for some in (bench.records, facts)
     )
     assert alone == among
     assert [fact.subject for fact, _ in among] == ["France", "Italy"]
@@ -271,15 +271,15 @@ def test_the_same_is_asked_of_records_alone_and_among_made_facts(bench):
         bench.facts(17)
 
 
-def test_other_records_of_the_file_are_written_before_neighbours_are_made_facts(bench):
-    short = Bench(bench.editor, bench.records[:3], bench.pool, bench.text, Amount(around=1, neighbours=1))
+def test_other_records_of_the_file_are_written_before_neighbors_are_made_facts(bench):
+    short = Bench(bench.editor, bench.records[:3], bench.pool, bench.text, Amount(around=1, neighbors=1))
     assert {one.fact.subject for one in short.facts(6)[0]} == {*SUBJECTS}
-    assert [one.fact.subject for one in short.facts(6)[0] if one.neighbours] == ["France"]
+    assert [one.fact.subject for one in short.facts(6)[0] if one.neighbors] == ["France"]
     assert short.row("memit", "batch", "base", 6).made
 
 
 def test_rows_of_facts_made_in_the_former_way_are_measured_again(bench, tmp_path):
-    bench.amount = Amount(around=2, neighbours=1, free=2)
+    bench.amount = Amount(around=2, neighbors=1, free=2)
     ordered = jobs(bench, methods=["memit", "rome"], numbers=[6, 9], **(OPTIONS | {"found": ["base"], "at": [3, 9]}))
     path = tmp_path / "rows.json"
     assert not run(bench, Results.open(path, {}), ordered, lambda row, seconds: None)
@@ -338,7 +338,7 @@ def test_the_command_reads_records_and_draws(tmp_path, capsys):
     files = ["--facts", "facts.jsonl", "--text", "text.txt", "--out", "out.json", "--figure", "out.png"]
     paths = [str(tmp_path / word) if "." in word else word for word in files]
     sizes = ["--n", "1", "9", "--methods", "memit", "recursive", "--batch", "1", "--at", "1", "9"]
-    sizes += ["--around", "1", "--neighbours", "1"]
+    sizes += ["--around", "1", "--neighbors", "1"]
     main([*paths, *sizes, "--found", "base", "--model", str(folder), "--device", "cpu"])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["method"], row["protocol"], row["facts"], bool(row["why"])) for row in rows[1:]] == [
@@ -355,7 +355,7 @@ def test_the_command_reads_records_and_draws(tmp_path, capsys):
     assert [row["made"] for row in rows if row["facts"] == 9] == [True] * 5
     assert (tmp_path / "out.png").exists()
     assert all({"S", "PS", "NS"} <= set(row["scores"]) for row in rows)
-    assert "neighbours of records are facts too" in capsys.readouterr().out
+    assert "neighbors of records are facts too" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("n", [100, 1000, 10_000])

@@ -14,7 +14,7 @@ from benchmarks.speedups.searches import Setup, finished_stay, searches, searche
 from benchmarks.speedups.timing import Timer, difference
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
-from rebind.edit.targets.optimize import TargetSettings, find_targets
+from rebind.edit.targets import TargetSettings, find_targets
 from tests import tiny
 
 FACTS = [
@@ -32,12 +32,12 @@ def editor() -> Editor:
 
 @pytest.fixture
 def setup(editor) -> Setup:
-    return Setup(editor.trunk, 1, editor.requests(FACTS), TargetSettings(steps=8, enough=5.2))
+    return Setup(editor.language_model.trunk, 1, editor.fact_prompts(FACTS), TargetSettings(steps=8, enough=5.2))
 
 
 def test_every_search_finds_the_same(setup):
     expected = setup.find()
-    steps = find_targets(setup.trunk, setup.layer, setup.requests, setup.settings).steps
+    steps = find_targets(setup.trunk, setup.layer, setup.facts, setup.settings).steps
     assert 0 < int(steps.min()) < int(steps.max()), "some facts are done before others"
     for name, call in (searches(setup) | searches_one_by_one(setup)).items():
         assert difference(call(), expected) < 1e-9, name
@@ -55,10 +55,10 @@ def test_a_plain_trunk_does_the_work(setup, off, tokens, blocks, heads):
         last.register_forward_hook(lambda _, __, out: widths.append((out[0] if isinstance(out, tuple) else out).shape)),
         first.mlp.register_forward_hook(lambda *_: ran.append(1)),
     ]
-    Setup(setup.trunk, setup.layer, setup.requests, TargetSettings(steps=3, enough=0.0)).find(Plain(setup.trunk, **off))
+    Setup(setup.trunk, setup.layer, setup.facts, TargetSettings(steps=3, enough=0.0)).find(Plain(setup.trunk, **off))
     for hook in hooks:
         hook.remove()
-    suffix = max(request.size[2] for request in setup.requests)
+    suffix = max(request.size[2] for request in setup.facts)
     assert (widths[-1][1] > suffix) is (tokens == "all")
     assert (len(ran) > 3) is bool(blocks)
 
