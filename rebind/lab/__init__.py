@@ -1,1 +1,29 @@
-"""Experiments: what a memory holds, what it forgets and what that costs, measured and drawn. One file each."""
+"""Experiments: what a memory holds, what it forgets and what that costs, measured, drawn and checked.
+
+- `experiment`: what an experiment is; `catalogue`: all of them, by name
+- `run`: measure an experiment into a folder, or resume it
+- `report`, `style`, `theory`: curves and tables, how they are drawn, expected errors of random keys
+- `closed_form`, `forgetting`, `hopfield`, `ttt_1d`, `cost`: experiments without training
+- `edits`: editing methods in one layer of a language model
+- `retrieval`: the retrieval tasks of Schlag et al., with the experiments `capacity` and `overwrite`
+- `mqar`: multi-query associative recall
+- `stacks`: many small models trained side by side, for `retrieval` and `mqar`
+
+To add an experiment, write a subclass of `Experiment` in a module of its own and add it to `catalogue`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["EXPERIMENTS", "Claim", "Experiment", "ExperimentResult", "Table", "get_experiment", "run_experiment"]
+
+HOMES = {"EXPERIMENTS": "catalogue", "get_experiment": "catalogue", "ExperimentResult": "run", "run_experiment": "run"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the experiments when they are first used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'rebind.lab' has no attribute {name!r}")
+    return getattr(import_module(f"rebind.lab.{HOMES.get(name, 'experiment')}"), name)

@@ -1,20 +1,27 @@
-"""All experiments, by name."""
+"""All experiments, by name. A new experiment is one class, and one entry here."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from rebind.lab import capacity, closed_form, cost, edits, forgetting, hopfield, mqar, overwrite, ttt_1d
+from rebind.lab.closed_form import ClosedForm
+from rebind.lab.cost import Cost
+from rebind.lab.edits.experiment import Edits
 from rebind.lab.experiment import Experiment
+from rebind.lab.forgetting import Forgetting
+from rebind.lab.hopfield import Hopfield
+from rebind.lab.mqar.experiment import Mqar
+from rebind.lab.retrieval.capacity import Capacity
+from rebind.lab.retrieval.overwrite import Overwrite
+from rebind.lab.ttt_1d import Ttt1d
 from rebind.memory.checks import unknown_name
 
-EXPERIMENTS: dict[str, Experiment[Any]] = {
-    module.EXPERIMENT.name: module.EXPERIMENT
-    for module in (capacity, overwrite, closed_form, forgetting, hopfield, ttt_1d, cost, mqar, edits)
+EXPERIMENTS: dict[str, type[Experiment]] = {
+    experiment.name: experiment
+    for experiment in (Capacity, Overwrite, ClosedForm, Forgetting, Hopfield, Ttt1d, Cost, Mqar, Edits)
 }
 
 
-def get_experiment(name: str) -> Experiment[Any]:
+def get_experiment(name: str) -> type[Experiment]:
+    """Return the experiment with that name."""
     if name not in EXPERIMENTS:
         raise unknown_name("experiment", name, EXPERIMENTS)
     return EXPERIMENTS[name]

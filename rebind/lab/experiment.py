@@ -1,16 +1,16 @@
-"""What an experiment is: a config, points to measure, a way to measure them, a table, a figure and claims.
+"""What an experiment is: settings, points to measure, and the table, figure and claims made of the measurements.
 
-A *point* is a setting to measure (`{"rule": "delta", "n": 32, "seed": 0}`); a *row* is a point with what was found
-there. Points that are measured together make a *batch*. What a batch finds may depend on the config and on its points
-alone, so that a run that was killed ends with the numbers of one that was not. Several batches may be measured side by
-side; each is kept as soon as it is there.
+A *point* is one configuration to measure, such as `{"rule": "delta", "n": 32, "seed": 0}`; a *row* is a point together
+with its results. Points that are measured together form a *batch*. The results of a batch may depend only on the
+settings and on its points, so that a run that was killed and resumed ends with the same numbers as one that was not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 import torch
 
@@ -18,35 +18,19 @@ from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an optional dependency: measuring does not need it
 
-Point = dict[str, Any]
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Config:
-    """The settings of an experiment; each has its own, and these."""
-
-    seeds: int = 3  # every point is measured so many times, with other random numbers
-
-    from_zero: ClassVar[tuple[str, ...]] = ()  # settings that say which one; other whole numbers say how many
-
-
-C = TypeVar("C", bound=Config)
-
-
-class LabWarning(UserWarning):
-    """Points were measured and kept, but something could not be made of them; the message says what."""
+Point: TypeAlias = dict[str, Any]
+Row: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement about the rows that they bear out, or do not."""
+    """A statement that the measurements support, or do not."""
 
-    says: str
+    statement: str
     holds: bool
-    got: str  # the numbers it rests on
+    measured: str  # the numbers that decide it
 
 
 @dataclass(frozen=True)
@@ -56,78 +40,90 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Experiment(Generic[C]):
-    """One experiment, as its file describes it."""
+class Experiment(ABC):
+    """One experiment. The fields of a subclass are its settings; their defaults are the full-size experiment."""
 
-    name: str
-    title: str  # one line: what is measured
-    answers: str  # the figure, table or sentence of the seeds that it answers
-    takes: str  # time at full size on a CPU of two cores, or what it is for
-    config: C  # full size
-    quick: C  # the same shape in seconds
-    batches: Callable[[C], list[list[Point]]]
-    measure: Callable[[C, Sequence[Point], torch.device], list[Row]]
-    table: Callable[[C, Sequence[Row]], Table]
-    figure: Callable[[C, Sequence[Row]], Figure]
-    claims: Callable[[C, Sequence[Row]], list[Claim]]
-    on_gpu: str = "—"  # time at full size on one H200, where it was measured
-    side_by_side: Callable[[C, Sequence[Sequence[Point]], torch.device], Iterator[tuple[int, list[Row]]]] | None = None
-    """All these batches, each with its number when it is there, in any order. None: `measure`, one after another."""
+    name: ClassVar[str]
+    title: ClassVar[str]  # what is measured, in one line
+    answers: ClassVar[str]  # the figure, table or sentence of the literature that it answers
+    cpu_time: ClassVar[str]  # duration at full size on two CPU cores, or "for a GPU"
+    gpu_time: ClassVar[str] = "—"  # duration at full size on one H200, where it was measured
+    zero_based: ClassVar[tuple[str, ...]] = ()  # settings that are an index; other whole numbers are 1 or more
 
-    def rows(
-        self, config: C, batches: Sequence[Sequence[Point]], device: torch.device
-    ) -> Iterator[tuple[int, list[Row]]]:
-        """What the batches find, each with its number."""
-        if self.side_by_side is not None:
-            return self.side_by_side(config, batches, device)
-        return ((number, self.measure(config, batch, device)) for number, batch in enumerate(batches))
+    seeds: int = 3  # every point is measured with this many random seeds
+
+    @classmethod
+    @abstractmethod
+    def quick(cls) -> Self:
+        """Return a small version that takes seconds and already shows the shape of the results."""
+
+    @abstractmethod
+    def batches(self) -> list[list[Point]]:
+        """Return all points, batch by batch; raise InputError for settings that cannot be measured."""
+
+    @abstractmethod
+    def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
+        """Return the results of one batch, a dictionary of finite numbers per point."""
+
+    @abstractmethod
+    def table(self, rows: Sequence[Row]) -> Table:
+        """Return the numbers that a reader wants to see."""
+
+    @abstractmethod
+    def claims(self, rows: Sequence[Row]) -> Iterable[Claim]:
+        """Yield what the experiment claims, each statement checked against the rows."""
+
+    @abstractmethod
+    def figure(self, rows: Sequence[Row]) -> Figure:
+        """Draw the rows, with `rebind.lab.style`."""
+
+    def with_settings(self, words: Iterable[str]) -> Self:
+        """Return the experiment with `key=value` settings replaced, each read as the type of its default."""
+        defaults = {field.name: getattr(self, field.name) for field in fields(self)}
+        changes: dict[str, Any] = {}
+        for word in words:
+            name, equals, text = word.partition("=")
+            if not equals:
+                raise InputError(
+                    f"{word!r} is not a setting",
+                    expected=f"key=value, where the key is one of {', '.join(defaults)}",
+                    code="not_a_setting",
+                )
+            if name not in defaults:
+                raise unknown_name("setting", name, defaults)
+            if name in changes:
+                raise InputError(f"Setting {name!r} appears twice", expected="each setting once", code="setting_twice")
+            changes[name] = _parse(name, text, defaults[name], least=0 if name in self.zero_based else 1)
+        return replace(self, **changes)
 
 
-def configure(config: C, overrides: Iterable[str]) -> C:
-    """The config with `key=value` settings put in, each read as the type of what it replaces."""
-    known = {field.name: getattr(config, field.name) for field in fields(config)}
-    changed: dict[str, Any] = {}
-    for word in overrides:
-        name, equals, text = word.partition("=")
-        if not equals:
-            raise InputError(f"got {word!r}, expected key=value with a key of {', '.join(known)}: write {name}=…")
-        if name not in known:
-            raise unknown_name("setting", name, known)
-        if name in changed:
-            raise InputError(f"{name} is set twice, expected once: leave one of them out")
-        changed[name] = _read(name, text, known[name], known[name], least=0 if name in config.from_zero else 1)
-    return replace(config, **changed)
-
-
-def require_known(kind: str, given: Iterable[str], names: Iterable[str]) -> None:
-    """Refuse a name that nobody answers to before anything is measured."""
+def require_known(kind: str, chosen: Iterable[str], names: Iterable[str]) -> None:
+    """Raise an error for the first chosen name that does not exist."""
     known = list(names)
-    for name in given:
+    for name in chosen:
         if name not in known:
             raise unknown_name(kind, name, known)
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """A config as JSON holds it."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
-
-
-def _read(name: str, text: str, like: Any, default: Any, least: int) -> Any:
-    """Text as the type of the value it replaces. A tuple is written a,b,c; it has each once, numbers in order."""
-    if isinstance(like, tuple):
-        parts = [part for part in text.split(",") if part]
-        if not parts:
-            raise InputError(f"{name} is empty, expected values as in {name}={','.join(map(str, like))}: name some")
-        values = dict.fromkeys(_read(name, part, like[0], default, least) for part in parts)
-        return tuple(values) if isinstance(like[0], str) else tuple(sorted(values))
-    kind = type(like)
+def _parse(name: str, text: str, default: Any, least: int) -> Any:
+    """Read text as the type of the default. A list is written a,b,c; repeated values count once, numbers are sorted."""
+    if isinstance(default, tuple):
+        values = dict.fromkeys(_parse(name, part, default[0], least) for part in text.split(",") if part)
+        if not values:
+            raise _invalid(name, text, f"values such as {','.join(map(str, default))}")
+        return tuple(values) if isinstance(default[0], str) else tuple(sorted(values))
+    if isinstance(default, str):
+        return text
+    least = least if isinstance(default, int) else 0
+    kind = f"a whole number, {least} or more" if isinstance(default, int) else "a finite number, 0 or more"
     try:
-        value = kind(text)
+        value = type(default)(text)
     except ValueError:
-        value = None
-    least = least if kind is int else 0
-    if value is None or value != value or (kind is not str and not least <= value < float("inf")):
-        wanted = {int: f"a whole number of {least} or more", float: "a number of 0 or more"}[kind]
-        usual = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        raise InputError(f"{name} is {text!r}, expected {wanted}: it is {usual} unless set") from None
+        raise _invalid(name, text, kind) from None
+    if not least <= value < float("inf"):
+        raise _invalid(name, text, kind)
     return value
+
+
+def _invalid(name: str, text: str, expected: str) -> InputError:
+    return InputError(f"Setting {name!r} is {text!r}", expected=expected, code="invalid_setting")

@@ -1,4 +1,4 @@
-"""Rows in groups, their means and spreads, and the table as Markdown."""
+"""Rows grouped into curves, their means and spreads, and the table as Markdown."""
 
 from __future__ import annotations
 
@@ -13,93 +13,97 @@ from rebind.lab.experiment import Claim, Row, Table
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity against another, over the seeds."""
+    """One quantity against another, over the seeds."""
 
     x: list[float]
     mean: list[float]
-    low: list[float]  # the smallest of the seeds
-    high: list[float]
+    low: list[float]  # smallest over the seeds
+    high: list[float]  # largest over the seeds
 
     def at(self, x: float) -> float:
-        """The mean at the measured place nearest to x."""
+        """Return the mean at the measured x nearest to this one."""
         return self.mean[min(range(len(self.x)), key=lambda index: abs(self.x[index] - x))]
 
     def has(self, *places: float) -> bool:
-        """Whether all these places were measured."""
-        return all(any(math.isclose(one, place) for one in self.x) for place in places)
+        """Return whether all these x were measured."""
+        return all(any(math.isclose(x, place) for x in self.x) for place in places)
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """The pairs of x and mean."""
+        return list(zip(self.x, self.mean, strict=True))
 
 
-def select(rows: Sequence[Row], **wanted: Any) -> list[Row]:
-    """The rows that have these values."""
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+def select(rows: Sequence[Row], **values: Any) -> list[Row]:
+    """Return the rows that have these values."""
+    return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
 
 
 def curve(rows: Sequence[Row], x: str, y: str) -> Curve:
-    """y against x: the mean and the range of all rows with one x."""
+    """Return y against x: the mean and the range of all rows that share an x."""
     places = sorted({row[x] for row in rows})
     groups = [[row[y] for row in rows if row[x] == place] for place in places]
-    return Curve(places, [fmean(one) for one in groups], [min(one) for one in groups], [max(one) for one in groups])
+    return Curve(places, list(map(fmean, groups)), list(map(min, groups)), list(map(max, groups)))
 
 
-def courses(rows: Sequence[Row], every: int) -> Curve:
-    """Losses against steps, to where the last seed ends; one that ended sooner stays where it was."""
-    rows = [row for row in rows if row["losses"]]  # a loss that was never finite has no course
-    turns = max((len(row["losses"]) for row in rows), default=0)
-    end = max((row["steps"] for row in rows), default=0)
-    found = [
-        {"step": min((turn + 1) * every, end), "loss": row["losses"][min(turn, len(row["losses"]) - 1)]}
+def learning_curve(rows: Sequence[Row], name: str, every: int) -> Curve:
+    """Return the evaluations in column `name` against the steps; a model that ended early keeps its last value."""
+    rows = [row for row in rows if row[name]]  # a loss that was never finite has no evaluations
+    evaluations = max((len(row[name]) for row in rows), default=0)
+    last_step = max((row["steps"] for row in rows), default=0)
+    values = [
+        {"step": min((index + 1) * every, last_step), "value": row[name][min(index, len(row[name]) - 1)]}
         for row in rows
-        for turn in range(turns)
+        for index in range(evaluations)
     ]
-    return curve(found, "step", "loss")
+    return curve(values, "step", "value")
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean ± standard deviation over the seeds.
+    """Format the mean ± standard deviation over the seeds.
 
     >>> spread([0.5, 0.52, 0.54]), spread([0.25]), spread([1e-12, 2e-12])
     ('0.52 ± 0.02', '0.25', '1.5e-12 ± 7.1e-13')
     """
     mean = f"{fmean(values):.{digits}g}"
-    if len(values) == 1:
-        return mean
-    deviation = stdev(values)
-    return mean if deviation == 0 else f"{mean} ± {deviation:.2g}"
+    deviation = stdev(values) if len(values) > 1 else 0.0
+    return f"{mean} ± {deviation:.2g}" if deviation else mean
+
+
+def spreads(rows: Sequence[Row], *names: str, digits: int = 3) -> list[str]:
+    """Format the spread of each of these columns."""
+    return [spread([row[name] for row in rows], digits) for name in names]
+
+
+def agreement(statement: str, ratios: Sequence[float], tolerance: float) -> Claim:
+    """Claim that the ratios of measurement to theory are 1, within a tolerance."""
+    holds = all(abs(ratio - 1) < tolerance for ratio in ratios)
+    return Claim(statement, holds, f"measured/theory {min(ratios):.3f} to {max(ratios):.3f}")
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """The exponent p of y ∝ xᵖ, by least squares on logarithms.
+    """Return the exponent p of y ∝ xᵖ, by least squares on logarithms.
 
     >>> round(slope([1, 2, 4], [3, 12, 48]), 6)
     2.0
     """
-    across, up = [math.log(one) for one in x], [math.log(one) for one in y]
-    middle, height = fmean(across), fmean(up)
-    moved = [one - middle for one in across]
-    return sum(a * (b - height) for a, b in zip(moved, up, strict=True)) / sum(a * a for a in moved)
-
-
-def told(rows: Sequence[Row], name: str) -> str:
-    """Mean and deviation over the seeds, with a word of those that diverged: theirs is the last finite loss."""
-    lost = len(select(rows, diverged=True))
-    return spread([row[name] for row in rows]) + (f" ({lost} of {len(rows)} diverged)" if lost else "")
-
-
-def stayed_finite(rows: Sequence[Row]) -> Claim:
-    lost = len(select(rows, diverged=True))
-    return Claim("no model's loss becomes NaN or infinite", not lost, f"{lost} of {len(rows)} did")
+    log_x, log_y = list(map(math.log, x)), list(map(math.log, y))
+    center, level = fmean(log_x), fmean(log_y)
+    covariance = sum((a - center) * (b - level) for a, b in zip(log_x, log_y, strict=True))
+    return covariance / sum((a - center) ** 2 for a in log_x)
 
 
 def markdown(title: str, answers: str, table: Table, claims: Sequence[Claim]) -> str:
-    """table.md."""
+    """Return the content of table.md."""
     lines = [f"# {title}", "", f"Answers: {answers}."]
     if table.header:
-        lines += ["", _row(table.header), _row(["---"] * len(table.header)), *(_row(row) for row in table.rows)]
+        lines += ["", _line(table.header), _line(["---"] * len(table.header)), *map(_line, table.rows)]
     if claims:
         lines += ["", "## Claims", ""]
-    lines += [f"- {'holds' if claim.holds else '**does not hold**'}: {claim.says} ({claim.got})" for claim in claims]
+    for claim in claims:
+        lines.append(f"- {'holds' if claim.holds else '**does not hold**'}: {claim.statement} ({claim.measured})")
     return "\n".join(lines) + "\n"
 
 
-def _row(cells: Sequence[str]) -> str:
+def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

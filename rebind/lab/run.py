@@ -1,242 +1,144 @@
-"""Run an experiment into a folder. What was measured stays; a run that was killed goes on where it was.
+"""Run an experiment into a folder, or resume a run that was stopped or killed.
 
-config.json     the experiment, its settings, device and versions: all it takes to repeat it
-points.jsonl    one line a point, added as batches finish; when all are there, in the order of the points
-table.md        the numbers and the claims
-figure.png, figure.svg
+config.json                the experiment, its settings, the device and the versions: everything needed to repeat it
+points.jsonl               one line per point with its results, appended batch by batch
+table.md                   the table and the claims
+figure.png, figure.svg     the figure, if matplotlib is installed
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import platform
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from rebind.errors import InputError
-from rebind.evals.store import Lines, write_json
-from rebind.files import write_atomically
-from rebind.lab.experiment import C, Claim, Experiment, LabWarning, Point, Row, Table, settings
+from rebind.errors import RebindWarning
+from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
 from rebind.lab.report import markdown
-from rebind.memory.checks import require_finite, usable_device
+from rebind.memory.checks import usable_device
+from rebind.plotting import render
+from rebind.storage import JsonLines, RunFolder
 from rebind.version import __version__
 
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+POINTS, TABLE, FIGURE = "points.jsonl", "table.md", "figure"
 
+Progress: TypeAlias = Callable[[int, int, Point], None]  # points finished, points in total, the point that comes next
 T = TypeVar("T")
-
-CONFIG, POINTS, TABLE, FIGURE = "config.json", "points.jsonl", "table.md", "figure"
-
-Progress = Callable[[int, int, Point], None]  # points done, of how many, one that was or comes next
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a run left."""
+class ExperimentResult:
+    """What a run measured and where it is stored."""
 
     folder: Path
     config: dict[str, Any]
     rows: list[Row]
     claims: list[Claim]
-    resumed: int  # points that were there already
+    resumed: int  # points that an earlier run had already measured
+    seconds: float  # of this run alone
+
+    @property
+    def failed_claims(self) -> list[Claim]:
+        return [claim for claim in self.claims if not claim.holds]
 
 
-def run(
-    experiment: Experiment[C],
-    config: C,
+def run_experiment(
+    experiment: Experiment,
     out: str | Path | None = None,
     *,
     device: str = "cpu",
-    progress: Progress = lambda done, total, point: None,
-) -> Result:
-    """Measure every point that the folder does not have yet, then write table and figure."""
-    where = usable_device(device)
-    described = describe(experiment, config, where)
-    folder = Path(out) if out is not None else default_folder(experiment, config, where)
-    batches = experiment.batches(config)
-    begun = _open(folder, described)
-    with _alone(folder), _nothing_left(folder, begun):
-        rows, resumed = _points(experiment, config, batches, folder, where, progress)
-        claims = _made_of("claims", lambda: experiment.claims(config, rows)) or []
-        _report(experiment, config, folder, rows, claims)
-    return Result(folder, described, rows, claims, resumed)
+    progress: Progress | None = None,
+) -> ExperimentResult:
+    """Measure every point that the folder does not hold yet, then write the table and the figure.
+
+    Args:
+        experiment: the experiment, with its settings.
+        out: the folder; by default one in runs/ that depends on the experiment, its settings and the device.
+        device: where to measure.
+        progress: is called before each batch and at the end.
+    """
+    started = time.monotonic()
+    place = usable_device(device)
+    batches = experiment.batches()
+    path = Path(out) if out is not None else default_folder(experiment, place)
+    with RunFolder.open(path, "experiment", describe(experiment, place)) as folder:
+        lines = folder.rows(POINTS)
+        completed = _count_completed(lines, batches)
+        stored = lines.truncate(sum(map(len, batches[:completed])))
+        resumed, total = len(stored), sum(map(len, batches))
+        for batch in batches[completed:]:
+            if progress is not None:
+                progress(len(stored), total, batch[0])
+            results = experiment.measure(batch, place)
+            measured = [{"point": point, "result": result} for point, result in zip(batch, results, strict=True)]
+            lines.append(measured)
+            stored += measured
+        if progress is not None:
+            progress(total, total, {})
+        rows = [{**line["point"], **line["result"]} for line in stored]
+        claims = _or_warning("claims", lambda: list(experiment.claims(rows))) or []
+        table = _or_warning("table", lambda: experiment.table(rows)) or Table([], [])
+        folder.write(TABLE, markdown(experiment.title, experiment.answers, table, claims).encode())
+        if find_spec("matplotlib") is not None:
+            for form, image in (_or_warning("figure", lambda: _images(experiment, rows)) or {}).items():
+                folder.write(f"{FIGURE}.{form}", image)
+        return ExperimentResult(path, folder.config, rows, claims, resumed, time.monotonic() - started)
 
 
-def _points(
-    experiment: Experiment[C],
-    config: C,
-    batches: list[list[Point]],
-    folder: Path,
-    device: torch.device,
-    progress: Progress,
-) -> tuple[list[Row], int]:
-    """All rows, once those that were not there are measured; and how many were."""
-    path = folder / POINTS
-    there = _there(path, batches)
-    lines = _in_order(path, [line for batch in there if batch for line in batch])
-    resumed, total = len(lines.rows), sum(map(len, batches))
-    missing = [number for number, batch in enumerate(there) if batch is None]
-    rest = [batches[number] for number in missing]
-    if rest:
-        progress(resumed, total, rest[0][0])
-    for found, rows in experiment.rows(config, rest, device):
-        there[missing[found]] = _checked(rest[found], rows)
-        lines.append(there[missing[found]] or [])
-        progress(len(lines.rows), total, rest[found][-1])
-    lines = _in_order(path, [line for batch in there if batch for line in batch])
-    return [{**line["point"], **line["found"]} for line in lines.rows], resumed
-
-
-def describe(experiment: Experiment[C], config: C, device: torch.device) -> dict[str, Any]:
-    """What config.json holds."""
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def describe(experiment: Experiment, device: torch.device) -> dict[str, Any]:
+    """Return what config.json holds; a run is resumed only if all of it is the same."""
+    on_cpu = device.type == "cpu"
     return {
         "experiment": experiment.name,
-        "settings": settings(config),
-        "device": hardware,
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,  # they order a CPU's sums
+        "settings": asdict(experiment),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads() if on_cpu else None,  # they change the order of a CPU's sums
         "versions": {"rebind": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
 
-def default_folder(experiment: Experiment[C], config: C, device: torch.device) -> Path:
-    """One in runs/ for each experiment, size and device."""
-    known = {experiment.config: "", experiment.quick: "-quick"}
-    digest = sha256(json.dumps(settings(config)).encode()).hexdigest()[:6]
+def default_folder(experiment: Experiment, device: torch.device) -> Path:
+    """Return a folder in runs/ for this experiment, its settings and its device."""
+    digest = sha256(json.dumps(asdict(experiment)).encode()).hexdigest()[:6]
+    size = {type(experiment)(): "", experiment.quick(): "-quick"}.get(experiment, f"-{digest}")
     place = "" if device.type == "cpu" else f"-{device.type}"
-    return Path("runs") / f"lab-{experiment.name}{known.get(config, f'-{digest}')}{place}"
+    return Path("runs") / f"lab-{experiment.name}{size}{place}"
 
 
-def _open(folder: Path, described: dict[str, Any]) -> bool:
-    """Make the folder, or see that what it holds is this very run. Whether it was made."""
-    path = folder / CONFIG
-    foreign = InputError(f"{folder} is there already and holds no lab run: name another --out")
-    if not path.exists():
-        if folder.exists() and (not folder.is_dir() or _others(folder)):
-            raise foreign
-        write_json(path, described)
-        return True
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise InputError(f"{path} cannot be read ({problem}), expected a run's settings: name another --out") from None
-    if not (isinstance(found, dict) and {"experiment", "settings"} <= found.keys()):
-        raise foreign
-    if found != described:
-        names = ", ".join(_differences(found, described))
-        raise InputError(f"{folder} holds a run that differs in {names}, expected this one: name another --out")
-    return False
+def _count_completed(lines: JsonLines, batches: Sequence[Sequence[Point]]) -> int:
+    """Return how many batches, from the first one on, are stored completely."""
+    points = [line.get("point") for line in lines.read()]
+    start = 0
+    for number, batch in enumerate(batches):
+        if points[start : start + len(batch)] != list(batch):
+            return number
+        start += len(batch)
+    return len(batches)
 
 
-def _others(folder: Path) -> list[Path]:
-    """What a folder holds, but for what a kill left of writing its settings."""
-    return [path for path in folder.iterdir() if not path.match(f".{CONFIG}.*.tmp")]
+def _images(experiment: Experiment, rows: Sequence[Row]) -> dict[str, bytes]:
+    figure = experiment.figure(rows)
+    return {form: render(figure, form) for form in ("png", "svg")}
 
 
-@contextlib.contextmanager
-def _nothing_left(folder: Path, begun: bool) -> Iterator[None]:
-    """Settings that turn out to be wrong before anything is measured leave no begun run behind."""
-    try:
-        yield
-    except InputError:
-        if begun and not (folder / POINTS).exists():
-            (folder / CONFIG).unlink()
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One run a folder at a time. The system lets go of the lock when its holder dies, however it dies."""
-    with (folder / CONFIG).open("rb") as held:
-        if fcntl is not None:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(
-                    f"{folder} is being filled by another process, expected to be alone: wait, or name another --out"
-                ) from None
-        yield
-
-
-def _differences(one: Any, other: Any, prefix: str = "") -> list[str]:
-    """The dotted names of what is not the same."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        names = [*one, *(name for name in other if name not in one)]
-        return [found for name in names for found in _differences(one.get(name), other.get(name), f"{prefix}{name}.")]
-    return [] if one == other else [f"{prefix.removesuffix('.') or 'everything'} ({one} there, {other} here)"]
-
-
-def _there(path: Path, batches: Sequence[Sequence[Point]]) -> list[list[Row] | None]:
-    """The lines of every batch that the file has all of. Its lines must be of these points, each once."""
-    ours = {_key(point): point for batch in batches for point in batch}
-    lines: dict[str, Row] = {}
-    for number, line in enumerate(Lines(path).rows, start=1):
-        key = _key(line.get("point"))
-        if key not in ours or key in lines:
-            problem = "again" if key in lines else "which is not of this run"
-            raise InputError(
-                f"line {number} of {path} is about {line.get('point')}, {problem}, expected each point of this run "
-                f"once: restore the file, or name another --out"
-            )
-        lines[key] = line
-    whole = [[lines[_key(point)] for point in batch if _key(point) in lines] for batch in batches]
-    return [found if len(found) == len(batch) else None for found, batch in zip(whole, batches, strict=True)]
-
-
-def _key(point: Any) -> str:
-    return json.dumps(point)
-
-
-def _in_order(path: Path, lines: list[Row]) -> Lines:
-    """The file with these lines in it: as it is, cut after them, or written anew."""
-    file = Lines(path)
-    if file.rows[: len(lines)] != lines:
-        data = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-        write_atomically(path, data.encode())
-        file = Lines(path)
-    file.keep(len(lines))
-    return file
-
-
-def _checked(batch: Sequence[Point], found: Sequence[Row]) -> list[Row]:
-    """Lines of what a batch found, all of it finite."""
-    for point, row in zip(batch, found, strict=True):
-        for name, value in row.items():
-            require_finite(**{f"{name} of {point}": torch.as_tensor(value, dtype=torch.float64)})
-    return [{"point": point, "found": row} for point, row in zip(batch, found, strict=True)]
-
-
-def _report(experiment: Experiment[C], config: C, folder: Path, rows: Sequence[Row], claims: Sequence[Claim]) -> None:
-    table = _made_of("table", lambda: experiment.table(config, rows)) or Table([], [])
-    write_atomically(folder / TABLE, markdown(experiment.title, experiment.answers, table, claims).encode())
-    if find_spec("matplotlib") is not None:  # to measure it is not needed
-        from rebind.lab.style import save
-
-        _made_of("figure", lambda: save(experiment.figure(config, rows), folder / FIGURE))
-
-
-def _made_of(what: str, make: Callable[[], T]) -> T | None:
-    """Settings may leave too few points for a slope or a comparison: what was measured stays, and that is said."""
+def _or_warning(what: str, make: Callable[[], T]) -> T | None:
+    """Make something of the rows; if the settings leave too few of them, warn and go on: the measurements stay."""
     try:
         return make()
     except (LookupError, ValueError, ZeroDivisionError) as problem:
         warnings.warn(
-            f"no {what}: these settings leave too few points for it ({type(problem).__name__}: {problem}), expected "
-            f"about as many as it has of itself; the points are in {POINTS}",
-            LabWarning,
+            f"There is no {what}, because these settings leave too few points for it ({problem}). "
+            f"The measurements are in {POINTS}.",
+            RebindWarning,
             stacklevel=3,
         )
         return None

@@ -1,351 +1,293 @@
-"""Learning at test time in one dimension: a scalar memory meets a line, and a line whose slope jumps, token by token.
+"""Learning at test time in one dimension: a scalar memory learns a line, and a line with a jump in its slope.
 
-Keys are scalars, values v = w*·k plus noise. With the query q = 1 what is read is the memory itself, so outputs are
-trajectories of W. Then the same in d dimensions: how many tokens "juicing the state" takes, from W₀ = 0 and from a W₀
-that was learned over other tasks of the kind.
+Keys are scalars, values are v = w*·k plus noise. With the query q = 1 the output is the memory itself, so outputs are
+trajectories of W. Then the same in d dimensions: how many tokens it takes to fill the state ("juicing the state"),
+from W₀ = 0 and from a W₀ that was learned on other tasks of the same kind.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from rebind.lab.experiment import Claim, Config, Experiment, Point, Row, Table
-from rebind.lab.report import Curve, curve, select, slope, spread
-from rebind.memory import Recursive, Write, l2_normalise, ttt
+from rebind import plotting
+from rebind.lab import style
+from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
+from rebind.lab.report import Curve, agreement, curve, select, slope, spread, spreads
+from rebind.memory import Recursive, Write, l2_normalize, ttt
 from rebind.ops import scan_rule
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RULES = {
-    "sum": "sum",
-    "mamba2": "Mamba-2",
-    "rfa": "RFA",
-    "delta": "delta",
-    "longhorn": "Longhorn",
-    "gated_delta": "gated delta",
+RULES = {rule: style.RULES[rule] for rule in ("sum", "mamba2", "rfa", "delta", "longhorn", "gated_delta")}
+MODES = {  # gradient descent: how many tokens use the gradient at one state, label and color
+    "online": (1, "online", plotting.BLUE),
+    "mini-batch": (16, "mini-batches of 16", plotting.VIOLET),
+    "batch": (None, "batch", plotting.AMBER),
 }
-MODES = {"online": 1, "mini-batch": 16, "batch": None}  # tokens whose gradients are taken at one state
-STARTS = {"zero": "online, from W₀ = 0", "learned": "online, from a learned W₀", "solved": "least squares, from 0"}
-SPREAD = 0.5  # tasks differ from their mean by this, relative to its length
+STARTS = {
+    "zero": ("online, from W₀ = 0", plotting.BLUE),
+    "learned": ("online, from a learned W₀", plotting.CYAN),
+    "solved": ("least squares, from 0", plotting.GREEN),
+}
+TASK_SPREAD = 0.5  # distance of a task from the mean task, relative to the length of the mean
 LEFT = 0.1  # share of the squared error at which a task counts as learned
 
 
 @dataclass(frozen=True)
-class Ttt1d(Config):
+class Ttt1d(Experiment):
+    name = "ttt-1d"
+    title = "A scalar memory learns a line and a step; how many tokens the state takes to fill"
+    answers = '"Memory and Forgetting", 1-D learning at test time, Theorem 1, juicing the state'
+    cpu_time = "20 s"
+
     tokens: int = 128
     noise: float = 0.1
-    rate: float = 0.05  # η of test-time training, from which every rule's gate comes
+    rate: float = 0.05  # η of test-time training, which determines every rule's gate
     alpha: float = 0.99  # α of gated delta
-    widths: tuple[int, ...] = (2, 4, 8, 16, 32, 64)  # d where tokens are counted
-    tasks: int = 128  # over which they are averaged
+    widths: tuple[int, ...] = (2, 4, 8, 16, 32, 64)  # d of the tasks where tokens are counted
+    tasks: int = 128  # over which the count is averaged
     outer: int = 300  # steps that learn W₀
 
+    @classmethod
+    def quick(cls) -> Self:
+        return cls(widths=(2, 4, 8, 16), tasks=64, outer=80)
 
-QUICK = Ttt1d(widths=(2, 4, 8, 16), tasks=64, outer=80)
+    def batches(self) -> list[list[Point]]:
+        seeds = range(self.seeds)
+        tasks = [
+            [{"part": "trajectory", "task": task, "by": by, "seed": seed} for by in [*RULES, *MODES] for seed in seeds]
+            for task in ("line", "step")
+        ]
+        theorem = [{"part": "theorem", "seed": seed} for seed in seeds]
+        juicing = [
+            [{"part": "juicing", "width": width, "start": start, "seed": seed} for start in STARTS]
+            for width in self.widths
+            for seed in seeds
+        ]
+        return [*tasks, theorem, *juicing]
 
+    def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
+        match points[0]["part"]:
+            case "trajectory":
+                return [self._trajectory(point, device) for point in points]
+            case "theorem":
+                return [{"gap": self._gap_to_attention(point["seed"], device)} for point in points]
+            case _:
+                return self._count_tokens(points, device)
 
-def batches(config: Ttt1d) -> list[list[Point]]:
-    seeds = range(config.seeds)
-    tasks = [
-        [{"part": "trajectory", "task": task, "by": by, "seed": seed} for by in [*RULES, *MODES] for seed in seeds]
-        for task in ("line", "step")
-    ]
-    theorem = [{"part": "theorem", "seed": seed} for seed in seeds]
-    juicing = [
-        [{"part": "juicing", "width": width, "start": start, "seed": seed} for start in STARTS]
-        for width in config.widths
-        for seed in seeds
-    ]
-    return [*tasks, theorem, *juicing]
+    def slopes(self, task: str) -> Tensor:
+        """Return w* at every token: 1 throughout, or −1 from the middle on."""
+        target = torch.ones(self.tokens, dtype=torch.float64)
+        if task == "step":
+            target[self.tokens // 2 :] = -1
+        return target
 
+    def _trajectory(self, point: Point, device: torch.device) -> Row:
+        """Return the memory after every token."""
+        generator = torch.Generator().manual_seed(point["seed"])
+        k, noise = torch.randn(2, self.tokens, 1, generator=generator, dtype=torch.float64)
+        k = k.clamp(-2, 2).to(device)
+        v = self.slopes(point["task"]).to(device)[:, None] * k + self.noise * noise.to(device)
+        if point["by"] in MODES:
+            start, mini_batch = (k.new_zeros(1, 1),), MODES[point["by"]][0]
+            memory = ttt.run(ttt.Linear(), start, torch.ones_like(k), k, v, rate=self.rate, mini_batch=mini_batch).out
+        else:
+            k, v = k[None, :, None], v[None, :, None]
+            memory = scan_rule(point["by"], torch.ones_like(k), k, v, **self._gates(point["by"]))[0]
+        return {"memory": memory.flatten().tolist()}
 
-def measure(config: Ttt1d, points: Sequence[Point], device: torch.device) -> list[Row]:
-    part = points[0]["part"]
-    if part == "juicing":
-        return _juicing(config, points, device)
-    return [(_trajectory if part == "trajectory" else _theorem)(config, point, device) for point in points]
+    def _gates(self, rule: str) -> dict[str, Any]:
+        step = 2 * self.rate  # the gradient of a squared error has a factor of two
+        gates: dict[str, dict[str, Any]] = {
+            "sum": {},
+            "mamba2": {"alpha": 1 - step, "dt": step},
+            "gated_delta": {"alpha": self.alpha, "beta": step},
+        }
+        return gates.get(rule, {"beta": step})
 
+    def _gap_to_attention(self, seed: int, device: torch.device) -> float:
+        """Compare batch descent with η = ½ from W₀ = 0 with linear attention, d = 8 (Theorem 1)."""
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = torch.randn(3, self.tokens, 8, generator=generator, dtype=torch.float64).to(device)
+        trained = ttt.run(ttt.Linear(), (k.new_zeros(8, 8),), q, k, v, rate=0.5, mini_batch=None).out
+        attended = scan_rule("sum", q[None, :, None], k[None, :, None], v[None, :, None])[0][0, :, 0]
+        return float((trained - attended).abs().max() / attended.abs().max())
 
-def slopes(config: Ttt1d, task: str) -> Tensor:
-    """w* at every token: 1 throughout, or −1 from the middle on."""
-    target = torch.ones(config.tokens, dtype=torch.float64)
-    if task == "step":
-        target[config.tokens // 2 :] = -1
-    return target
+    def _count_tokens(self, points: Sequence[Point], device: torch.device) -> list[Row]:
+        """Count tokens until a tenth of the error is left, on average over tasks."""
+        width = points[0]["width"]
+        generator = torch.Generator().manual_seed(1000 * width + points[0]["seed"])
+        mean = torch.randn(width, generator=generator, dtype=torch.float64)
+        mean = mean / mean.norm() * math.sqrt(width)
+        starts = {"learned": self._learned_start(mean, generator)}
+        wanted, keys = (x.to(device) for x in _draw_tasks(self.tasks, 4 * width, mean, generator))
+        rows = []
+        for point in points:
+            start = starts.get(point["start"], torch.zeros_like(mean))
+            states = (_least_squares if point["start"] == "solved" else _online)(start.to(device), wanted, keys)
+            left = (states - wanted.unsqueeze(1)).square().sum(-1).mean(0) / wanted.square().sum(-1).mean()
+            rows.append({"tokens": _first_below(left.tolist()), "off": float((start - mean).norm() / mean.norm())})
+        return rows
 
+    def _learned_start(self, mean: Tensor, generator: torch.Generator) -> Tensor:
+        """Learn W₀ in an outer loop: descend on the loss after d/2 tokens, over fresh tasks."""
+        start = torch.zeros_like(mean, requires_grad=True)
+        optimizer = torch.optim.Adam([start])
+        for step in range(self.outer):
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / self.outer)
+            wanted, keys = _draw_tasks(32, max(len(mean) // 2, 1), mean, generator)
+            loss = (_online(start, wanted, keys)[:, -1] - wanted).square().sum(-1).mean() / len(mean)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return start.detach()
 
-def _trajectory(config: Ttt1d, point: Point, device: torch.device) -> Row:
-    generator = torch.Generator().manual_seed(point["seed"])
-    k, noise = torch.randn(2, config.tokens, 1, generator=generator, dtype=torch.float64)
-    k = k.clamp(-2, 2).to(device)
-    v = slopes(config, point["task"]).to(device)[:, None] * k + config.noise * noise.to(device)
-    read = _descended if point["by"] in MODES else _scanned
-    return {"memory": read(config, point["by"], k, v).flatten().tolist()}
+    def table(self, rows: Sequence[Row]) -> Table:
+        names = {rule: label for rule, (label, _) in RULES.items()} | {mode: f"descent, {mode}" for mode in MODES}
+        lines = []
+        for task in ("line", "step"):
+            target = float(self.slopes(task)[-1])
+            for by, name in names.items():
+                ends = [row["memory"][-1] for row in select(rows, part="trajectory", task=task, by=by)]
+                lines.append([f"{task}: W at the end, w* = {target:g}", name, spread(ends)])
+        for width in self.widths:
+            for start, (label, _) in STARTS.items():
+                cells = spreads(select(rows, part="juicing", width=width, start=start), "tokens")
+                lines.append([f"tokens to a tenth of the error, d = {width}", label, *cells])
+        gap = max(row["gap"] for row in select(rows, part="theorem"))
+        lines.append(["Theorem 1: batch descent against linear attention", "largest difference", f"{gap:.0e}"])
+        return Table(["measured", "by", "value"], lines)
 
+    def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
+        gap = max(row["gap"] for row in select(rows, part="theorem"))
+        yield Claim("batch descent with η = ½ from 0 is linear attention", gap < 1e-12, f"largest difference {gap:.0e}")
+        online, delta = (select(rows, part="trajectory", by=by) for by in ("online", "delta"))
+        gap = max(
+            abs(a - b)
+            for one, other in zip(online, delta, strict=True)
+            for a, b in zip(one["memory"], other["memory"], strict=True)
+        )
+        statement = "online descent with rate η is the delta rule with β = 2η"
+        yield Claim(statement, gap < 1e-12, f"largest difference {gap:.0e}")
+        steps = {by: select(rows, part="trajectory", task="step", by=by) for by in [*RULES, *MODES]}
+        distance = {by: max(abs(row["memory"][-1] + 1) for row in some) for by, some in steps.items()}
+        follow = ("delta", "longhorn", "gated_delta", "rfa", "mamba2", "online")
+        shown = ("delta", "gated_delta", "rfa", "sum", "batch")
+        yield Claim(
+            "after the slope jumps, every rule that decays or corrects finds the new one; sums do not",
+            max(distance[by] for by in follow) <= 0.35 and min(distance["sum"], distance["batch"]) > 0.5,
+            "off by " + ", ".join(f"{by} {distance[by]:.2f}" for by in shown),
+        )
+        tokens = {start: curve(select(rows, part="juicing", start=start), "width", "tokens") for start in STARTS}
+        wide = [(width, count) for width, count in tokens["zero"].points if width >= 4]
+        power = slope(*zip(*wide, strict=True))
+        yield Claim("the tokens to learn a task grow as d", 0.85 < power < 1.2, f"slope {power:.2f}")
+        ratios = [count / expected_tokens(int(width), "zero") for width, count in tokens["zero"].points]
+        yield agreement("their number is what (1 − 1/d)^t predicts", ratios, 0.15)
+        shares = [a / b for a, b in zip(tokens["learned"].mean, tokens["zero"].mean, strict=True)]
+        measured = f"{min(shares):.2f} to {max(shares):.2f} of them remain"
+        yield Claim("a learned W₀ saves more than half of them", max(shares) < 0.5, measured)
+        shares = [count / width for width, count in tokens["solved"].points]
+        yield Claim(
+            "least squares needs nine tenths of d: one direction per token",
+            all(abs(share - (1 - LEFT)) < 0.08 for share in shares),
+            f"{min(shares):.2f} d to {max(shares):.2f} d",
+        )
 
-def _descended(config: Ttt1d, mode: str, k: Tensor, v: Tensor) -> Tensor:
-    state = (k.new_zeros(1, 1),)
-    return ttt.run(ttt.Linear(), state, torch.ones_like(k), k, v, rate=config.rate, mini_batch=MODES[mode]).out
-
-
-def _scanned(config: Ttt1d, rule: str, k: Tensor, v: Tensor) -> Tensor:
-    step = 2 * config.rate  # of the gradient of a squared error
-    gates: dict[str, Any] = {
-        "sum": {},
-        "mamba2": {"alpha": 1 - step, "dt": step},
-        "rfa": {"beta": step},
-        "delta": {"beta": step},
-        "longhorn": {"beta": step},
-        "gated_delta": {"alpha": config.alpha, "beta": step},
-    }[rule]
-    k4, v4 = k[None, :, None], v[None, :, None]
-    return scan_rule(rule, torch.ones_like(k4), k4, v4, **gates)[0]
-
-
-def _theorem(config: Ttt1d, point: Point, device: torch.device) -> Row:
-    """Batch descent with η = ½ from W₀ = 0 against linear attention ("Memory and Forgetting", Theorem 1), d = 8."""
-    generator = torch.Generator().manual_seed(point["seed"])
-    q, k, v = torch.randn(3, config.tokens, 8, generator=generator, dtype=torch.float64).to(device)
-    trained = ttt.run(ttt.Linear(), (k.new_zeros(8, 8),), q, k, v, rate=0.5, mini_batch=None).out
-    attended = scan_rule("sum", q[None, :, None], k[None, :, None], v[None, :, None])[0][0, :, 0]
-    return {"gap": float((trained - attended).abs().max() / attended.abs().max())}
-
-
-def _juicing(config: Ttt1d, points: Sequence[Point], device: torch.device) -> list[Row]:
-    """Tokens until a tenth of ‖w*‖² is left of the error, on average over tasks."""
-    width = points[0]["width"]
-    generator = torch.Generator().manual_seed(1000 * width + points[0]["seed"])
-    mean = torch.randn(width, generator=generator, dtype=torch.float64)
-    mean = mean / mean.norm() * math.sqrt(width)
-    learned = _learned_start(config, mean, generator)
-    length = 4 * width
-    wanted, keys = _tasks(config.tasks, length, mean, generator)
-    starts = {"zero": torch.zeros_like(mean), "learned": learned, "solved": torch.zeros_like(mean)}
-    rows = []
-    for point in points:
-        start = starts[point["start"]].expand(config.tasks, width)
-        left = _errors(point["start"] == "solved", start.to(device), wanted.to(device), keys.to(device))
-        rows.append({"tokens": _first_below(left), "off": float((starts[point["start"]] - mean).norm() / mean.norm())})
-    return rows
-
-
-def _tasks(count: int, length: int, mean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Slopes w* [count, d] around a mean, and unit keys [count, T, d]."""
-    off = torch.randn(count, len(mean), generator=generator, dtype=mean.dtype)
-    keys = torch.randn(count, length, len(mean), generator=generator, dtype=mean.dtype)
-    return mean + SPREAD * off, l2_normalise(keys)
-
-
-def _learned_start(config: Ttt1d, mean: Tensor, generator: torch.Generator) -> Tensor:
-    """W₀ by descent on the loss after half a pass of tokens, over fresh tasks: the outer loop."""
-    start = torch.zeros_like(mean, requires_grad=True)
-    optimiser = torch.optim.Adam([start], lr=0.05)
-    for step in range(config.outer):
-        optimiser.param_groups[0]["lr"] = 0.1 * (1 - step / config.outer)
-        wanted, keys = _tasks(32, max(len(mean) // 2, 1), mean, generator)
-        memory = _online(start.expand(32, -1), wanted, keys)[:, -1]
-        loss = (memory - wanted).square().sum(-1).mean() / len(mean)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return start.detach()
-
-
-def _online(start: Tensor, wanted: Tensor, keys: Tensor) -> Tensor:
-    """The memories [tasks, T, d] after each token of delta writes with β = 1, for values w*·k."""
-    memory, states = start, []
-    for key in keys.unbind(1):
-        error = ((wanted - memory) * key).sum(-1, keepdim=True)
-        memory = memory + error * key
-        states.append(memory)
-    return torch.stack(states, dim=1)
-
-
-def _errors(solved: bool, start: Tensor, wanted: Tensor, keys: Tensor) -> Tensor:
-    """‖W_t − w*‖² / ‖w*‖² before the first token and after each, the mean over tasks: [T + 1]."""
-    memories = _solved(start, wanted, keys) if solved else _online(start, wanted, keys)
-    every = torch.cat([start.unsqueeze(1), memories], dim=1)
-    left = (every - wanted.unsqueeze(1)).square().sum(-1)
-    return left.mean(0) / wanted.square().sum(-1).mean()
-
-
-def _solved(start: Tensor, wanted: Tensor, keys: Tensor) -> Tensor:
-    """Least squares, one key at a time."""
-    state = Recursive.start(lam=1e-9, width=keys.shape[-1], device=keys.device)
-    memory, states = start.unsqueeze(1), []  # [tasks, 1, d]
-    for key in keys.unbind(1):
-        solution, state = state.step(key.unsqueeze(1))
-        value = (wanted * key).sum(-1)[:, None, None]
-        memory = Write(key.unsqueeze(1), value, solution.value).apply(memory)
-        states.append(memory.squeeze(1))
-    return torch.stack(states, dim=1)
-
-
-def _first_below(left: Tensor) -> float:
-    """The token at which the error passes `LEFT`, between two on a straight line."""
-    errors = left.tolist()
-    for index in range(1, len(errors)):
-        before, now = errors[index - 1], errors[index]
-        if now <= LEFT:
-            return index - 1 + (before - LEFT) / (before - now)
-    return float(len(errors))  # never, in the tokens there were
+    def figure(self, rows: Sequence[Row]) -> Figure:
+        figure, (line, step, modes, juicing) = plotting.panels(
+            "Learning at test time, one token at a time",
+            f"a scalar memory W reads v = w*·k + noise, η = {self.rate:g}; mean and range of {self.seeds} seeds; "
+            "dashed: w*, in the last panel theory",
+            [
+                ("a line: w* = 1", "tokens", "W"),
+                ("a step: the slope jumps to −1", "tokens", "W"),
+                ("the same, by gradient descent: Theorem 1", "tokens", "W"),
+                ("tokens until a tenth of the error is left", "d", ""),
+            ],
+            columns=2,
+            size=(5.4, 4.0),
+        )
+        for axes, task in ((line, "line"), (step, "step"), (modes, "step")):
+            style.draw_theory(axes, range(1, self.tokens + 1), self.slopes(task).tolist())
+            axes.set_ylim(-1.6, 1.6)
+        for axes, task in ((line, "line"), (step, "step")):
+            for rule in ("rfa", "gated_delta", "longhorn", "delta"):  # sum is off the scale, Mamba-2 here is RFA
+                label = "RFA; Mamba-2 with dt = 1 − α" if rule == "rfa" else RULES[rule][0]
+                style.draw(axes, _path(rows, task, rule), RULES[rule][1], label, marker="")
+        plotting.legend(line, loc="lower right")
+        for mode, (_, label, color) in MODES.items():
+            style.draw(modes, _path(rows, "step", mode), color, label, marker="")
+        summed = _path(rows, "step", "sum")
+        scaled = [2 * self.rate * memory for memory in summed.mean[::6]]
+        circles: dict[str, Any] = {"ms": 4.5, "mfc": "none", "mec": plotting.RED, "mew": 1.2}
+        modes.plot(summed.x[::6], scaled, "o", label="linear attention, times 2η", **circles)
+        modes.set_ylim(-1.8, 1.5 * max(scaled))
+        plotting.legend(modes, loc="upper left", ncols=2)
+        style.draw_groups(juicing, select(rows, part="juicing"), "width", "tokens", "start", STARTS)
+        for start in STARTS:
+            style.draw_theory(juicing, self.widths, [expected_tokens(width, start) for width in self.widths])
+        juicing.set_xscale("log", base=2)
+        juicing.set_yscale("log", base=2)
+        plotting.legend(juicing, loc="upper left")
+        return figure
 
 
 def expected_tokens(width: int, start: str) -> float:
-    """Online, each unit key takes 1/d of the error: (1 − 1/d)^t of it is left. Least squares: a direction a token."""
+    """Return how many tokens theory predicts.
+
+    Online, each unit key removes 1/d of the error, so (1 − 1/d)^t of it is left. Least squares: a direction per token.
+    """
     if start == "solved":
         return (1 - LEFT) * width
-    begins = 1.0 if start == "zero" else SPREAD**2 / (1 + SPREAD**2)
-    return math.log(LEFT / begins) / math.log(1 - 1 / width)
+    first_error = 1.0 if start == "zero" else TASK_SPREAD**2 / (1 + TASK_SPREAD**2)
+    return math.log(LEFT / first_error) / math.log(1 - 1 / width)
 
 
-def table(config: Ttt1d, rows: Sequence[Row]) -> Table:
-    lines = []
-    for task in ("line", "step"):
-        target = float(slopes(config, task)[-1])
-        for by in [*RULES, *MODES]:
-            last = [row["memory"][-1] for row in select(rows, part="trajectory", task=task, by=by)]
-            name = RULES.get(by, f"descent, {by}")
-            lines.append([f"{task}: W at the end, w* = {target:g}", name, spread(last)])
-    for width in config.widths:
-        for start, label in STARTS.items():
-            cell = [row["tokens"] for row in select(rows, part="juicing", width=width, start=start)]
-            lines.append([f"tokens to a tenth of the error, d = {width}", label, spread(cell)])
-    gap = max(row["gap"] for row in select(rows, part="theorem"))
-    lines.append(["Theorem 1: batch descent against linear attention", "largest difference", f"{gap:.0e}"])
-    return Table(["measured", "by", "value"], lines)
+def _draw_tasks(count: int, length: int, mean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw slopes w* [count, d] around a mean, and unit keys [count, T, d]."""
+    offsets = torch.randn(count, len(mean), generator=generator, dtype=mean.dtype)
+    keys = torch.randn(count, length, len(mean), generator=generator, dtype=mean.dtype)
+    return mean + TASK_SPREAD * offsets, l2_normalize(keys)
 
 
-def claims(config: Ttt1d, rows: Sequence[Row]) -> list[Claim]:
-    gap = max(row["gap"] for row in select(rows, part="theorem"))
-    ends = {by: _distance(config, rows, by) for by in [*RULES, *MODES]}
-    late = [by for by in ("delta", "longhorn", "gated_delta", "rfa", "mamba2", "online") if ends[by] > 0.35]
-    online = {by: select(rows, part="trajectory", by=by) for by in ("online", "delta")}
-    same = max(
-        abs(a - b)
-        for one, other in zip(online["online"], online["delta"], strict=True)
-        for a, b in zip(one["memory"], other["memory"], strict=True)
-    )
-    tokens = {start: curve(select(rows, part="juicing", start=start), "width", "tokens") for start in STARTS}
-    wide = [(d, got) for d, got in zip(tokens["zero"].x, tokens["zero"].mean, strict=True) if d >= 4]
-    grows = slope([d for d, _ in wide], [got for _, got in wide])
-    ratios = [
-        got / expected_tokens(int(d), "zero") for d, got in zip(tokens["zero"].x, tokens["zero"].mean, strict=True)
-    ]
-    saved = [a / b for a, b in zip(tokens["learned"].mean, tokens["zero"].mean, strict=True)]
-    solved = [got / width for width, got in zip(tokens["solved"].x, tokens["solved"].mean, strict=True)]
-    return [
-        Claim("batch descent with η = ½ from 0 is linear attention", gap < 1e-12, f"largest difference {gap:.0e}"),
-        Claim(
-            "online descent with rate η is the delta rule with β = 2η", same < 1e-12, f"largest difference {same:.0e}"
-        ),
-        Claim(
-            "after the slope jumps, every rule that decays or corrects finds the new one; sums do not",
-            not late and min(ends["sum"], ends["batch"]) > 0.5,
-            "off by " + ", ".join(f"{by} {ends[by]:.2f}" for by in ("delta", "gated_delta", "rfa", "sum", "batch")),
-        ),
-        Claim("tokens to learn a task grow as d", 0.85 < grows < 1.2, f"slope {grows:.2f}"),
-        Claim(
-            "as many as (1 − 1/d)^t predicts",
-            all(abs(ratio - 1) < 0.15 for ratio in ratios),
-            f"measured over theory {min(ratios):.2f} to {max(ratios):.2f}",
-        ),
-        Claim(
-            "a learned W₀ saves more than half of them",
-            max(saved) < 0.5,
-            f"{min(saved):.2f} to {max(saved):.2f} are left",
-        ),
-        Claim(
-            "least squares needs nine tenths of d: a direction a token",
-            all(abs(share - (1 - LEFT)) < 0.08 for share in solved),
-            f"{min(solved):.2f} d to {max(solved):.2f} d",
-        ),
-    ]
+def _online(start: Tensor, wanted: Tensor, keys: Tensor) -> Tensor:
+    """Return the memories [tasks, T + 1, d] before and after each token of delta writes with β = 1, values w*·k."""
+    states = [start.expand_as(wanted)]
+    for key in keys.unbind(1):
+        error = ((wanted - states[-1]) * key).sum(-1, keepdim=True)
+        states.append(states[-1] + error * key)
+    return torch.stack(states, dim=1)
 
 
-def _distance(config: Ttt1d, rows: Sequence[Row], by: str) -> float:
-    """How far from the new slope a rule ends, the worst of the seeds."""
-    return max(abs(row["memory"][-1] + 1) for row in select(rows, part="trajectory", task="step", by=by))
+def _least_squares(start: Tensor, wanted: Tensor, keys: Tensor) -> Tensor:
+    """Return the same for least squares, one key at a time."""
+    old_keys = Recursive.start(lam=1e-9, width=keys.shape[-1], device=keys.device)
+    states = [start.expand_as(wanted).unsqueeze(1)]  # [tasks, 1, d] each
+    for key in keys.split(1, dim=1):
+        solution, old_keys = old_keys.step(key)
+        value = (wanted.unsqueeze(1) * key).sum(-1, keepdim=True)
+        states.append(Write(key, value, solution.value).apply(states[-1]))
+    return torch.cat(states, dim=1)
 
 
-def figure(config: Ttt1d, rows: Sequence[Row]) -> Figure:
-    from rebind.lab import style
-
-    drawn, (line, step, modes, juicing) = style.panels(
-        4,
-        "Learning at test time, one token at a time",
-        f"a scalar memory W reads v = w*·k + noise, η = {config.rate:g}; mean and range of {config.seeds} seeds; "
-        "dashed: w*, in the last panel theory",
-        columns=2,
-        width=5.4,
-        height=4.0,
-    )
-    for axes, task, title in ((line, "line", "a line: w* = 1"), (step, "step", "a step: the slope jumps to −1")):
-        for rule in (
-            "rfa",
-            "gated_delta",
-            "longhorn",
-            "delta",
-        ):  # sum is off the scale, Mamba-2 with these gates is RFA
-            found = _path(select(rows, part="trajectory", task=task, by=rule))
-            label = "RFA; Mamba-2 with dt = 1 − α" if rule == "rfa" else RULES[rule]
-            style.draw(axes, found, style.RULES[rule], label, marker="")
-        _frame(axes, config, task, title)
-    style.legend(line, loc="lower right")
-    looks = {"online": style.BLUE, "mini-batch": style.VIOLET, "batch": style.AMBER}
-    for mode, colour in looks.items():
-        found = _path(select(rows, part="trajectory", task="step", by=mode))
-        label = f"mini-batches of {MODES[mode]}" if mode == "mini-batch" else mode
-        style.draw(modes, found, colour, label, marker="")
-    summed = _path(select(rows, part="trajectory", task="step", by="sum"))
-    scaled = [2 * config.rate * one for one in summed.mean[::6]]
-    modes.plot(
-        summed.x[::6], scaled, "o", ms=4.5, mfc="none", mec=style.RED, mew=1.2, label="linear attention, times 2η"
-    )
-    _frame(modes, config, "step", "the same, by gradient descent: Theorem 1")
-    modes.set_ylim(-1.8, 1.5 * max(scaled))
-    style.legend(modes, loc="upper left", ncols=2)
-    for start, colour in (("zero", style.BLUE), ("learned", style.CYAN), ("solved", style.GREEN)):
-        style.draw(juicing, curve(select(rows, part="juicing", start=start), "width", "tokens"), colour, STARTS[start])
-        style.theory(juicing, config.widths, [expected_tokens(width, start) for width in config.widths])
-    juicing.set_xscale("log", base=2)
-    juicing.set_yscale("log", base=2)
-    style.named(juicing, "tokens until a tenth of the error is left", "d", "")
-    style.legend(juicing, loc="upper left")
-    return drawn
+def _first_below(errors: Sequence[float]) -> float:
+    """Return the token at which the error falls below `LEFT`, interpolated; the last one if it never does."""
+    for token, (before, now) in enumerate(pairwise(errors)):
+        if now <= LEFT:
+            return token + (before - LEFT) / (before - now)
+    return float(len(errors))
 
 
-def _path(rows: Sequence[Row]) -> Curve:
-    """Memories over time, across seeds."""
-    return curve([{"t": t + 1, "w": w} for row in rows for t, w in enumerate(row["memory"])], "t", "w")
-
-
-def _frame(axes: Axes, config: Ttt1d, task: str, title: str) -> None:
-    from rebind.lab import style
-
-    style.theory(axes, range(1, config.tokens + 1), slopes(config, task).tolist())
-    axes.set_ylim(-1.6, 1.6)
-    style.named(axes, title, "tokens", "W")
-
-
-EXPERIMENT = Experiment(
-    name="ttt-1d",
-    title="A scalar memory learns a line and a step; how many tokens the state takes to fill",
-    answers='"Memory and Forgetting", 1-D learning at test time, Theorem 1, juicing the state',
-    takes="20 s",
-    config=Ttt1d(),
-    quick=QUICK,
-    batches=batches,
-    measure=measure,
-    table=table,
-    figure=figure,
-    claims=claims,
-)
+def _path(rows: Sequence[Row], task: str, by: str) -> Curve:
+    """Return the memory over time, across seeds."""
+    some = select(rows, part="trajectory", task=task, by=by)
+    return curve([{"t": t + 1, "w": w} for row in some for t, w in enumerate(row["memory"])], "t", "w")

@@ -64,7 +64,7 @@ def lab(
         result = run_experiment(experiment, out, device=device or "cpu", progress=progress)
     _show(terminal, experiment, result)
     if result.failed_claims:
-        failed = "; ".join(f"{claim.statement} (measured: {claim.measured})" for claim in result.failed_claims)
+        failed = "; ".join(f"{claim.statement} ({claim.measured})" for claim in result.failed_claims)
         terminal.report("error", f"{len(result.failed_claims)} of {len(result.claims)} claims do not hold: {failed}")
         raise typer.Exit(FAILED_CHECK)
 

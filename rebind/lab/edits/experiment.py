@@ -1,0 +1,222 @@
+"""One layer's weight as the memory of many facts: what each editing method stores, and what it costs.
+
+Keys, values and the second moment of old keys are computed once, at one layer of one model, and every method gets the
+same ones: only the gain differs. Two numbers describe each write ΔW. In the weights:
+
+    realized     1 − Σ‖W'k − v‖² / Σ‖Wk − v‖²          for the new keys
+    disturbance  tr(ΔW C ΔWᵀ) / tr(W C Wᵀ)             for the old ones, C = E[kkᵀ]
+
+and in the model: how many of the facts it says, how many neighbors' answers stay, how far it drifts.
+
+A ridge write (MEMIT) minimizes missed + λ · disturbed, so with varying λ its curve bounds all methods: whatever
+realizes as much disturbs the old keys no less. λ is the exchange rate between plasticity and stability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from rebind import plotting
+from rebind.lab import style
+from rebind.lab.experiment import Claim, Experiment, Point, Row, Table, require_known
+from rebind.lab.report import curve, select, spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from rebind.lab.edits.layer import LayerMemory  # needs transformers, which the list of experiments does not
+
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # label and look
+    "rome": ("ROME, one by one", {"color": plotting.RED}),
+    "emmet": ("EMMET", {"color": plotting.VIOLET, "marker": "D"}),
+    "memit": ("MEMIT", {"color": plotting.BLUE}),
+    "batches": ("MEMIT, batch by batch", {"color": plotting.CYAN}),
+    "recursive": ("recursive, batch by batch", {"color": plotting.GREEN, **style.CROSS}),
+    "alphaedit": ("AlphaEdit", {"color": plotting.AMBER}),
+}
+COLUMNS = {
+    "realized": "realized",
+    "disturbance": "disturbance",
+    "likelier": "new object likelier",
+    "exact": "said",
+    "unchanged": "neighbors unchanged",
+    "drift": "drift",
+}
+
+
+@dataclass(frozen=True)
+class Edits(Experiment):
+    name = "edits"
+    title = "One layer's weight as the memory: efficacy and drift against the number of facts, and λ's trade"
+    answers = "ROME eq. 17, MEMIT eq. 14, EMMET and AlphaEdit on the same keys; plasticity against stability"
+    cpu_time = "for a GPU"
+    gpu_time = "2 min"
+    zero_based = ("layer",)
+
+    model: str = "smollm2"  # or "random", a random model created on the spot
+    layer: int = 2
+    counts: tuple[int, ...] = (1, 2, 5, 10, 20, 60)  # facts
+    methods: tuple[str, ...] = tuple(METHODS)
+    group: int = 5  # facts per batch, where they come in batches
+    scales: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0, 30.0, 1e2, 1e3)  # multiples of the usual λ
+    neighbors: int = 2  # asked about each fact
+    steps: int = 25  # of target search, at most
+    rate: float = 0.5  # of target search
+    clamp: float = 4.0  # of target search: ROME's bound on this model
+    moment_tokens: int = 100_000
+
+    @classmethod
+    def quick(cls) -> Self:
+        return cls(seeds=2, model="random", layer=0, counts=(1, 2, 5, 10, 20), rate=0.1, moment_tokens=2_000)
+
+    def batches(self) -> list[list[Point]]:
+        """Return one batch per order of the facts and method; then the other λ, at the largest count."""
+        require_known("method", self.methods, METHODS)
+        batches = []
+        scales = [scale for scale in self.scales if scale != 1.0 or "memit" not in self.methods]
+        for seed in range(self.seeds):
+            for method in self.methods:
+                batches.append([{"seed": seed, "method": method, "n": n, "scale": 1.0} for n in self.counts])
+            most = self.counts[-1]
+            batches.append([{"seed": seed, "method": "memit", "n": most, "scale": scale} for scale in scales])
+        return [batch for batch in batches if batch]
+
+    def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
+        memory = _prepared(self, device)
+        return [
+            memory.measure(point["method"], point["n"], point["seed"], point["scale"], self.group) for point in points
+        ]
+
+    def table(self, rows: Sequence[Row]) -> Table:
+        most = self.counts[-1]
+        groups: list[tuple[str, int, float]] = [(method, n, 1.0) for method in METHODS for n in self.counts]
+        groups += [("memit", most, scale) for scale in self.scales if scale != 1.0]
+        lines = []
+        for method, n, scale in groups:
+            if some := select(rows, method=method, n=n, scale=scale):
+                # Rounded, because the order of the facts alone changes the last bits.
+                cells = [spread([round(row[name], 12) for row in some]) for name in COLUMNS]
+                lines.append([METHODS[method][0], str(n), f"{scale:g}", *cells])
+        return Table(["method", "facts", "λ ×", *COLUMNS.values()], lines)
+
+    def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
+        usual = {method: select(rows, method=method, scale=1.0) for method in self.methods}
+        most = self.counts[-1]
+        if "emmet" in usual:
+            missed = max(abs(1 - row["realized"]) for row in usual["emmet"])
+            yield Claim("EMMET realizes all facts exactly", missed < 1e-8, f"{missed:.0e} missed at most")
+        if "rome" in usual and self.counts[0] == 1 and most > 1:
+            alone = max(abs(1 - row["realized"]) for row in select(usual["rome"], n=1))
+            many = min(row["realized"] for row in select(usual["rome"], n=most))
+            yield Claim(
+                "ROME realizes one fact exactly, and with many it moves the earlier ones again",
+                alone < 1e-8 and many < 0.999,
+                f"{alone:.0e} missed of one, {1 - many:.2g} of {most}",
+            )
+        if {"memit", "recursive"} <= set(usual):
+            gap = max(
+                abs(a[name] - b[name]) / max(abs(b[name]), 1e-9)
+                for name in ("realized", "disturbance")
+                for a, b in zip(usual["recursive"], usual["memit"], strict=True)
+            )
+            statement = "recursive, batch by batch, ends where MEMIT with all facts at once does"
+            yield Claim(statement, gap < 1e-4, f"largest gap {gap:.0e}")
+        ridge = select(rows, method="memit", n=most)
+        if len({row["scale"] for row in ridge}) > 2:
+            others = [row for method in self.methods if method not in ("memit", "recursive") for row in usual[method]]
+            yield from _lambda_claims(ridge, select(others, n=most))
+
+    def figure(self, rows: Sequence[Row]) -> Figure:
+        most = self.counts[-1]
+        name = "a random model" if self.model == "random" else Path(self.model).name
+        figure, (new, old, model_plane, weight_plane) = plotting.panels(
+            "One layer as the memory of many facts",
+            f"layer {self.layer} of {name}, the same keys and values for all methods; mean and range of {self.seeds} "
+            "orders of the facts",
+            [
+                ("New", "facts written", "new object likelier than the old"),
+                ("Old", "facts written", "drift: KL(base ‖ edited), nats"),
+                (f"λ trades one for the other, {most} facts", "drift, nats", "new object likelier"),
+                ("The same in the weights", "disturbance  tr(ΔW C ΔWᵀ) / tr(W C Wᵀ)", "realized of Wk = v"),
+            ],
+            columns=2,
+            size=(5.6, 3.9),
+        )
+        for method in self.methods:
+            label, look = METHODS[method]
+            some = select(rows, method=method, scale=1.0)
+            style.draw(new, curve(some, "n", "likelier"), **look)
+            style.draw(old, curve(some, "n", "drift"), label=label, **look)
+        for axes in (new, old):
+            axes.set_xscale("log")
+            axes.set_xticks(self.counts, [str(n) for n in self.counts])
+            axes.minorticks_off()
+        new.set_ylim(-0.03, 1.04)
+        self._draw_plane(model_plane, select(rows, n=most), "drift", "likelier")
+        self._draw_plane(weight_plane, select(rows, n=most), "disturbance", "realized")
+        plotting.legend_below(figure, columns=3)
+        return figure
+
+    def _draw_plane(self, axes: Axes, rows: Sequence[Row], across: str, up: str) -> None:
+        """Draw MEMIT's curve for varying λ, and the place of every method."""
+        ridge = select(rows, method="memit")
+        x, y = curve(ridge, "scale", across), curve(ridge, "scale", up)
+        axes.plot(x.mean, y.mean, color=plotting.BLUE, lw=1.7, marker=".", ms=5, alpha=0.6, zorder=2)
+        labels = {min(self.scales): (-8, 5, "right"), 10.0: (7, -11, "left"), max(self.scales): (2, 7, "left")}
+        for scale, place in zip(x.x, zip(x.mean, y.mean, strict=True), strict=True):
+            if scale in labels:
+                right, above, side = labels[scale]
+                style.note(axes, f"λ × {scale:g}", place, (right, above), ha=side)
+        for method in self.methods:
+            some = select(rows, method=method, scale=1.0)
+            look = {"marker": "o", "ms": 6.5, "zorder": 5, **METHODS[method][1], "ls": "none"}
+            axes.plot(fmean(row[across] for row in some), fmean(row[up] for row in some), **look)
+        axes.set(xscale="log", ylim=(-0.05, 1.06))
+
+
+@lru_cache(maxsize=1)
+def _prepared(settings: Edits, device: torch.device) -> LayerMemory:
+    """Prepare the layer once for all batches of a run."""
+    from rebind.edit.targets.objective import TargetSettings
+    from rebind.lab.edits.layer import prepare
+
+    targets = TargetSettings(steps=settings.steps, rate=settings.rate, clamp=settings.clamp)
+    tokens, facts = settings.moment_tokens, max(settings.counts)
+    return prepare(settings.model, settings.layer, facts, settings.neighbors, targets, tokens, device)
+
+
+def _lambda_claims(ridge: Sequence[Row], others: Sequence[Row]) -> Iterator[Claim]:
+    """Yield claims about what λ does to MEMIT, and about the curve that bounds the other methods."""
+    realized, disturbance, drift = (curve(ridge, "scale", name).mean for name in ("realized", "disturbance", "drift"))
+    yield Claim(
+        "with a larger λ less is realized, and less is disturbed",
+        all(a > b for values in (realized, disturbance) for a, b in pairwise(values)),
+        f"realized {realized[0]:.3f} to {realized[-1]:.3f}, disturbance {disturbance[0]:.2g} to {disturbance[-1]:.2g}",
+    )
+    statement = "and the model drifts less"
+    yield Claim(statement, drift[-1] < 0.1 * drift[0], f"{drift[0]:.2g} nats to {drift[-1]:.2g}")
+    distance = distance_to_curve(ridge, others)
+    yield Claim(
+        "no method lies beyond MEMIT's curve: what realizes as much disturbs no less",
+        distance > -1e-5,
+        f"the nearest is {abs(distance):.1g} {'beyond it' if distance < 0 else 'away'}",
+    )
+
+
+def distance_to_curve(ridge: Sequence[Row], others: Sequence[Row]) -> float:
+    """Return the smallest excess of the others over what MEMIT minimizes, missed + price · disturbance, at every λ."""
+    return min(
+        (other["disturbance"] - one["disturbance"]) * one["price"] - (other["realized"] - one["realized"])
+        for one in ridge
+        for other in others
+        if one["seed"] == other["seed"]
+    )

@@ -1,0 +1,132 @@
+"""One layer of a language model as a memory: keys and values of facts, what methods write, what the model then says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from torch import Tensor, nn
+
+from rebind.edit.editor import Editor
+from rebind.edit.facts import Fact
+from rebind.edit.methods import get_method
+from rebind.edit.moments.collect import OldKeys
+from rebind.edit.solve.solve import choose_lambda, weights_restored
+from rebind.edit.targets.objective import TargetSettings
+from rebind.errors import InputError
+from rebind.evals import bundled_records
+from rebind.lab.edits.random_model import random_model
+from rebind.lab.experiment import Row
+from rebind.memory import Write
+from rebind.models.prompts import Prompt
+from rebind.models.sites import memory_of, module_at, write_memory
+
+RANDOM = "random"  # the name of a random model created on the spot
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMemory:
+    """What every method works with: a layer of a model, facts as keys and values, and the old keys."""
+
+    editor: Editor
+    module: nn.Module
+    facts: Sequence[Fact]
+    keys: Tensor  # [n, d_k] float64
+    values: Tensor  # [n, d_v] float64
+    old_keys: OldKeys
+    neighbors: Sequence[Prompt]
+    answers: Sequence[str]  # the first words of the base model after the neighbors' prompts
+
+    def measure(self, method: str, n: int, seed: int, lam_scale: float, group: int) -> Row:
+        """Write the first n facts, in the order of a seed, and measure the weights and the model."""
+        chosen = random.Random(seed).sample(range(len(self.facts)), len(self.facts))[:n]
+        keys, values = self.keys[chosen], self.values[chosen]
+        before = memory_of(self.module).double()
+        lam = lam_scale * choose_lambda(keys, self.old_keys)
+        after = write_all(method, before, keys, values, self.old_keys, lam, group)
+        asked, energy = _missed(before, keys, values), _energy(before, self.old_keys)
+        row = {
+            "realized": 1 - _missed(after, keys, values) / asked,
+            "disturbance": _energy(after - before, self.old_keys) / energy,
+            "price": lam * energy / asked,  # of disturbance, in shares of what is asked
+        }
+        with weights_restored([self.module]):
+            write_memory(self.module, after)
+            return row | self._ask([self.facts[index] for index in chosen])
+
+    def _ask(self, facts: Sequence[Fact]) -> Row:
+        """Score the facts, the neighbors and the drift of the model as it is now."""
+        prompts = [fact.as_prompt() for fact in facts]
+        prompts += [fact.as_prompt(fact.old or fact.target) for fact in facts]
+        scores = self.editor.language_model.score([*prompts, *self.neighbors])
+        new, old, near = scores[: len(facts)], scores[len(facts) : 2 * len(facts)], scores[2 * len(facts) :]
+        return {
+            "exact": fmean(score.exact for score in new),
+            "likelier": fmean(a.nll < b.nll for a, b in zip(new, old, strict=True)),
+            "unchanged": fmean(score.says == answer for score, answer in zip(near, self.answers, strict=True)),
+            "drift": self.editor.drift().kl,
+        }
+
+
+def write_all(
+    method: str, before: Tensor, keys: Tensor, values: Tensor, old_keys: OldKeys, lam: float, group: int
+) -> Tensor:
+    """Return the weights [d_v, d_k] after a method has written all keys and values, at once or in groups."""
+    chosen = get_method("memit" if method == "batches" else method)
+    lam = lam if chosen.lam is None else chosen.lam
+    size = group if method in ("batches", "recursive") else len(keys)
+    after, earlier = before, keys[:0]
+    for k, v in zip(keys.split(size), values.split(size), strict=True):
+        after = Write(k, v, chosen.gain(k, old_keys, lam, earlier)).apply(after)
+        earlier = torch.cat([earlier, k])
+    return after
+
+
+def _missed(weights: Tensor, keys: Tensor, values: Tensor) -> float:
+    return float((keys @ weights.mT - values).square().sum())
+
+
+def _energy(weights: Tensor, old_keys: OldKeys) -> float:
+    """Return tr(W C Wᵀ) = E‖Wk‖² over old keys, with the factor that the methods solve with: never negative."""
+    return float((weights @ old_keys.factored.lower).square().sum())
+
+
+def prepare(
+    model: str,
+    layer: int,
+    facts: int,
+    neighbors: int,
+    targets: TargetSettings,
+    moment_tokens: int,
+    device: torch.device,
+) -> LayerMemory:
+    """Load the model, and find the keys and values of the facts in one target search for all methods."""
+    records = sorted(bundled_records(), key=lambda record: record.fact.tags)[:facts]
+    if len(records) < facts:
+        raise InputError(
+            f"There are {len(records)} bundled facts, and counts go up to {facts}",
+            advice=f"Set counts up to {len(records)}",
+            code="too_few_facts",
+        )
+    if model == RANDOM:
+        network, tokenizer, corpus = random_model(records)
+        editor = Editor(network.to(device), tokenizer, corpus=corpus, moment_tokens=moment_tokens, guard=None)
+    else:
+        editor = Editor(model, device=device, moment_tokens=moment_tokens, guard=None)
+    editor.drift()  # now, while the model is the base model
+    questions = [
+        Prompt(question.prompt, question.answer or record.fact.target)
+        for record in records
+        for question in record.neighbors[:neighbors]
+    ]
+    answers = [score.says for score in editor.language_model.score(questions)]
+    listed = [record.fact for record in records]
+    edit = editor.rewrite_many(listed, method="memit", layers=(layer,), targets=targets, force=True)
+    editor.undo(edit.id)
+    (site,) = edit.sites
+    write, old_keys = edit.write(site), editor.weights.old_keys[site]
+    keys, values = (tensor.to(old_keys.moment) for tensor in (write.keys, write.values))
+    return LayerMemory(editor, module_at(editor.model, site), listed, keys, values, old_keys, questions, answers)

@@ -1,0 +1,172 @@
+"""The task of multi-query associative recall (Zoology, Arora et al.), and small models of `rebind.nn` layers for it.
+
+A sequence lists pairs of a key and a value, then repeats every key at some distance; its value is due there:
+
+    tokens   k₁ v₁ k₂ v₂ 0 0 k₂ 0 0 0 k₁ 0
+    answers  ·  ·  ·  ·  · · v₂ · · · v₁ ·
+
+Keys come from the lower half of the vocabulary, values from the upper half, 0 fills the rest. Distances follow a power
+law. `Recaller` is one model; `RecallerStack` computes many of them in one forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rebind.errors import InputError
+from rebind.lab.stacks import Lesson, Parameters
+from rebind.memory import get_rule
+from rebind.nn.layers.fast_weight import FastWeight
+from rebind.nn.parts.dense import RMSNorm
+from rebind.ops import scan_rule, short_convolution
+
+SOFTMAX = "softmax"
+NORMALIZERS = {  # how each rule's keys are usually scaled; the rest of the layer is the same for all rules
+    "sum": "l2",
+    "mamba2": "none",
+    "longhorn": "none",
+    "delta": "l2",
+    "gated_delta": "l2",
+    SOFTMAX: "none",
+}
+POWER = 0.01  # the distances g have p(g) ∝ g^(POWER − 1)
+
+
+@dataclass(frozen=True)
+class RecallTask:
+    """Sequences of `length` tokens that start with `pairs` pairs."""
+
+    length: int
+    pairs: int
+    vocabulary: int
+
+    @classmethod
+    def parse(cls, size: str, vocabulary: int) -> RecallTask:
+        """Read a size such as "64x4": 64 tokens with 4 pairs."""
+        length, _, pairs = size.partition("x")
+        if not (length.isdecimal() and pairs.isdecimal() and 0 < 4 * int(pairs) <= int(length)):
+            raise InputError(
+                f"The size of a task is {size!r}",
+                expected="length x pairs such as 64x4, with at least 4 tokens for each pair",
+                code="invalid_task_size",
+            )
+        if int(pairs) >= vocabulary // 2:
+            raise InputError(
+                f"{pairs} pairs need more than {2 * int(pairs)} tokens, and the vocabulary has {vocabulary}",
+                advice="Raise the vocabulary",
+                code="vocabulary_too_small",
+            )
+        return cls(int(length), int(pairs), vocabulary)
+
+    def draw(self, count: int, generator: torch.Generator) -> Lesson:
+        """Draw tokens [count, T], the places [count, P] where keys occur again, and their values [count, P]."""
+        half, device = self.vocabulary // 2, generator.device
+        keys = self._choose(torch.zeros(half - 1, device=device), count, generator) + 1
+        values = self._choose(torch.zeros(self.vocabulary - half, device=device), count, generator) + half
+        distances = torch.arange(1, (self.length - 2 * self.pairs) // 2 + 1, device=device)
+        places = 2 * self.pairs + 2 * self._choose((POWER - 1) * distances.log(), count, generator)
+        tokens = torch.zeros(count, self.length, dtype=torch.long, device=device)
+        tokens[:, : 2 * self.pairs] = torch.stack([keys, values], dim=-1).flatten(1)
+        return tokens.scatter(-1, places, keys), places, values
+
+    def _choose(self, log_weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """Choose distinct indices [count, P] with these weights: the largest of their logarithms plus Gumbel noise."""
+        noise = torch.rand(count, len(log_weights), generator=generator, device=generator.device).clamp_min(1e-30)
+        return (log_weights - (-noise.log()).log()).argsort(-1, descending=True)[:, : self.pairs]
+
+
+class Recaller(nn.Module):
+    """Embeddings, layers x + mix(norm(x)), and the embeddings again as the output layer. No MLPs, no positions."""
+
+    def __init__(self, rule: str, width: int, vocabulary: int, layers: int, heads: int, conv_size: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embed.weight, std=width**-0.5)
+        self.norms = nn.ModuleList(RMSNorm(width) for _ in range(layers))
+        layer_rule = "sum" if rule == SOFTMAX else rule
+        self.mixers = nn.ModuleList(
+            FastWeight(width, heads, rule=layer_rule, normalizer=NORMALIZERS[rule], conv_size=conv_size)
+            for _ in range(layers)
+        )
+        self.norm = RMSNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits [B, T, vocabulary]."""
+        x = self.embed(tokens)
+        for norm, mix in zip(self.norms, self.mixers, strict=True):
+            x = x + mix(norm(x))[0]
+        out: Tensor = self.norm(x) @ self.embed.weight.mT
+        return out
+
+
+class RecallerStack:
+    """What a `Recaller` computes, for many models at once: parameters are [models, ...], tokens [models, B, T]."""
+
+    def __init__(self, rule: str, layers: int, heads: int) -> None:
+        self.rule, self.layers, self.heads = rule, layers, heads
+
+    def loss(self, p: Parameters, lesson: Lesson) -> Tensor:
+        """Return the mean cross-entropy of each model's answers: [models]."""
+        tokens, places, answers = lesson
+        logits = self.logits(p, tokens, places)
+        losses = functional.cross_entropy(logits.flatten(0, -2), answers.flatten(), reduction="none")
+        return losses.view_as(answers).mean((1, 2))
+
+    def logits(self, p: Parameters, tokens: Tensor, places: Tensor) -> Tensor:
+        """Return logits [models, B, P, vocabulary] at the places [models, B, P]."""
+        table = p["embed.weight"]  # [models, vocabulary, d]
+        offset = table.shape[1] * torch.arange(len(table), device=table.device)[:, None, None]
+        x = functional.embedding(tokens + offset, table.flatten(0, 1))
+        for layer in range(self.layers):
+            prefix = f"mixers.{layer}."
+            mixer = {name.removeprefix(prefix): part for name, part in p.items() if name.startswith(prefix)}
+            x = x + self._mix(_rms_norm(x, p[f"norms.{layer}.weight"]), mixer)
+        x = x.gather(2, places.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
+        return _linear(_rms_norm(x, p["norm.weight"]), table)
+
+    def _mix(self, x: Tensor, p: Parameters) -> Tensor:
+        """Return what `FastWeight` makes of x [models, B, T, d]; with softmax, attention between its projections."""
+        mixed = _linear(x, torch.cat([p["q_proj.weight"], p["k_proj.weight"], p["v_proj.weight"]], dim=1))
+        channels = mixed.movedim(0, 2).flatten(2)  # every model's side by side: [B, T, models · 3d]
+        window = x.new_zeros(len(channels), p["conv.weight"].shape[-1] - 1, channels.shape[-1])
+        convolved = short_convolution(channels, p["conv.weight"].flatten(0, 1), window)
+        mixed = convolved.unflatten(2, (len(x), -1)).movedim(2, 0).flatten(0, 1)
+        both, v = mixed.unflatten(-1, (3, self.heads, -1)).split([2, 1], dim=2)
+        if NORMALIZERS[self.rule] == "l2":
+            both = functional.normalize(both, dim=-1)
+        (q, k), v = both.unbind(2), v.squeeze(2)  # [models · B, T, heads, d_k]
+        if self.rule == SOFTMAX:
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            read = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        else:
+            read, _ = scan_rule(self.rule, q, k, v, **self._gates(x, p))
+        normed = _rms_norm(read.unflatten(0, x.shape[:2]), p["norm.weight"])
+        return _linear(normed.flatten(-2), p["o_proj.weight"])
+
+    def _gates(self, x: Tensor, p: Parameters) -> dict[str, Any]:
+        """Return what `rebind.nn.parts.gates.Gates` makes of x: [models · B, T, heads] each."""
+        gates: Parameters = {}
+        if "gates.beta.weight" in p:
+            gates["beta"] = torch.sigmoid(_linear(x, p["gates.beta.weight"]))
+        if "gates.decay.project.weight" in p:
+            projected = _linear(x, p["gates.decay.project.weight"])
+            gates["dt"] = functional.softplus(projected + p["gates.decay.dt_bias"][:, None, None])
+            log_alpha = gates["dt"] * -p["gates.decay.A_log"].exp()[:, None, None]
+            gates["alpha"] = log_alpha.double().exp()  # near 1 it needs all digits
+        return {name: gates[name].flatten(0, 1) for name in get_rule(self.rule).gates}
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [models, ..., d] by the weight [models, out, d] of each model."""
+    return (x.flatten(1, -2) @ weight.mT).unflatten(1, x.shape[1:-1])
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Return RMSNorm of x [models, ..., d] with the weight [models, d] of each model."""
+    shape = (len(weight), *(1,) * (x.ndim - 2), weight.shape[-1])
+    return functional.rms_norm(x, x.shape[-1:], eps=1e-6) * weight.view(shape)

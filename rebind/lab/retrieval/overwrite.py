@@ -1,0 +1,147 @@
+"""Setting 2 of Schlag et al.: keys occur again with new values, and the latest value is queried. Every rule, learned.
+
+Sequences are 2S long, with replacement. The public evaluation used length S, where fewer keys occur twice; both are
+measured here.
+
+Our tanh fast weights are W ← tanh(W + v φ(k)ᵀ). The authors' tanh model is another one (tanh as φ, the fast weight
+memory's update, a normalized read), so its log is not compared with ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from rebind import plotting
+from rebind.errors import InputError
+from rebind.lab import style
+from rebind.lab.experiment import Claim, Point, Row, Table, require_known
+from rebind.lab.report import curve, learning_curve, select, spreads
+from rebind.lab.retrieval.models import FEATURES
+from rebind.lab.retrieval.training import SOLVED, Retrieval, describe_losses, finite_claim
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RULES = ("sum", "rfa", "tanh", "delta", "gated_delta", "longhorn", "mamba2")
+CLEARLY = 1.2  # a loss is clearly larger than another from this ratio on
+# From the authors' logs by (φ, rule, S): one run with keys 64 wide, evaluated at length S.
+PUBLISHED = {
+    ("dpfp-1", "delta", 20): 7.7e-4,
+    ("dpfp-1", "sum", 20): 0.105,
+    ("dpfp-2", "delta", 200): 8.4e-4,
+    ("dpfp-1", "delta", 200): 0.186,
+    ("dpfp-1", "sum", 200): 0.239,
+    ("linear", "delta", 200): 0.343,
+}
+
+
+@dataclass(frozen=True)
+class Overwrite(Retrieval):
+    name = "overwrite"
+    title = "Keys that occur again with new values: every update rule, trained"
+    answers = "Schlag et al., Figure 5 (setting 2)"
+    cpu_time = "for a GPU"
+    gpu_time = "under 20 min"  # 1,157 s in four parts, three of them beside other programs
+
+    sizes: tuple[int, ...] = (20, 40, 60, 80, 100, 120, 140, 160, 180, 200)
+    features: tuple[str, ...] = ("linear", "dpfp-1", "dpfp-2", "favor-64")
+    rules: tuple[str, ...] = RULES[:-1]
+
+    @classmethod
+    def quick(cls) -> Self:
+        return cls(
+            seeds=2, sizes=(8, 16), features=("dpfp-1",), key_width=24, batch=16, steps=300, every=100, rate=4e-3
+        )
+
+    def batches(self) -> list[list[Point]]:
+        """Return one batch per feature map."""
+        require_known("feature", self.features, FEATURES)
+        require_known("rule", self.rules, RULES)
+        if "softmax" in self.features and self.rules != ("sum",):
+            raise InputError(
+                "Softmax has no rule, because it keeps every key",
+                expected="the rule sum alone together with the feature softmax",
+                advice="Leave softmax out, or set rules=sum",
+                code="softmax_has_no_rule",
+            )
+        return [
+            [
+                {"feature": feature, "size": size, "rule": rule, "seed": seed}
+                for size in self.sizes
+                for rule in self.rules
+                for seed in range(self.seeds)
+            ]
+            for feature in self.features
+        ]
+
+    def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
+        return self.train(points, device, replacement=True)
+
+    def table(self, rows: Sequence[Row]) -> Table:
+        published = PUBLISHED if self.key_width == Overwrite.key_width else {}
+        lines = []
+        for feature in self.features:
+            for rule in self.rules:
+                for size in self.sizes:
+                    some = select(rows, feature=feature, rule=rule, size=size)
+                    short, steps = spreads(some, "short", "steps")
+                    known = str(published.get((feature, rule, size), "—"))
+                    label = style.RULES[rule][0]
+                    lines.append([feature, label, str(size), describe_losses(some), short, known, steps])
+        return Table(["φ", "rule", "S", "loss at length 2S", "loss at length S", "published at S", "steps"], lines)
+
+    def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
+        others = [rule for rule in ("sum", "rfa", "tanh") if rule in self.rules]
+        for feature in self.features if "delta" in self.rules and others else ():
+            losses = {rule: curve(select(rows, feature=feature, rule=rule), "size", "loss").mean for rule in self.rules}
+            ratios = {rule: min(a / b for a, b in zip(losses[rule], losses["delta"], strict=True)) for rule in others}
+            yield Claim(
+                f"{feature}: the loss of sum, RFA and tanh is over {CLEARLY} times delta's at every S",
+                min(ratios.values()) > CLEARLY,
+                ", ".join(f"{rule} {ratio:.2f} times or more" for rule, ratio in ratios.items()),
+            )
+        if "sum" in self.rules:
+            some = select(rows, rule="sum", diverged=False)
+            ratio = min((row["loss"] / row["short"] for row in some), default=0.0)
+            statement = f"the public evaluation, at length S, flattered the sum rule by over {CLEARLY} times"
+            yield Claim(statement, ratio > CLEARLY, f"its loss at 2S is {ratio:.2f} times that at S, or more")
+        if "favor-64" in self.features and "delta" in self.rules:
+            some = select(rows, feature="favor-64", rule="delta")
+            worst = max(row["loss"] for row in some)
+            yield Claim(
+                "FAVOR+ with the delta rule is finite, and learns",
+                worst < 0.45 and finite_claim(some).holds,
+                f"loss {worst:.3f} at most; an empty memory scores 0.5",
+            )
+        yield finite_claim(rows)
+
+    def figure(self, rows: Sequence[Row]) -> Figure:
+        middle, largest = self.features[len(self.features) // 2], self.sizes[-1]
+        labels = [(f"loss at the end, φ = {feature}", "S, distinct keys", "½‖o − v‖²") for feature in self.features]
+        figure, (*panels, learning) = plotting.panels(
+            "Keys that occur again: loss of the latest value",
+            f"2S writes of S keys with replacement, {self.steps:,} steps at most; mean and range of {self.seeds} "
+            f"seeds\nhollow: evaluated at length S, as the authors' code does",
+            [*labels, (f"learning, φ = {middle}, S = {largest}", "steps", "")],
+            size=(4.6, 4.2),
+        )
+        for rule in self.rules:
+            label, color = style.RULES[rule]
+            for axes, feature in zip(panels, self.features, strict=True):
+                some = select(rows, feature=feature, rule=rule)
+                style.draw(axes, curve(some, "size", "loss"), color, label)
+                short = curve(some, "size", "short")
+                axes.plot(short.x, short.mean, "o", mfc="none", mec=color, ms=5, mew=1.1, alpha=0.8)
+            some = select(rows, feature=middle, rule=rule, size=largest)
+            style.draw(learning, learning_curve(some, "losses", self.every), color, marker="")
+        for axes in panels:
+            style.mark_level(axes, SOLVED, "solved")
+            axes.set_yscale("log")
+        learning.set_yscale("log")
+        learning.set_ylim(top=1)  # tanh starts far above
+        plotting.legend_below(figure, columns=len(self.rules))
+        return figure
