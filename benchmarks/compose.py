@@ -1,4 +1,4 @@
-"""4096 delta writes made one at a time, and as one composite in WY form."""
+"""4096 delta writes, applied one at a time and as one composite in WY form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import measure, report
-from rebind import Write, chain, get_rule
+from rebind.memory import Write, chain, get_rule
 
 LENGTH, WIDTH = 4096, 64
 

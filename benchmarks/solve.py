@@ -1,8 +1,7 @@
 """A batch of edits from a factor of C against solving the whole d×d system for every batch.
 
-Keys are d = 4096 wide, n = 100 and n = 10 of them are new. C is factored once for the Woodbury
-route; the direct ones meet it anew each time, as public editing code does (it solves by LU).
-Everything runs in float64.
+Keys are d = 4096 wide; n = 100 and n = 10 of them are new. C is factored once for the Woodbury route; the direct routes
+start from C each time, as public editing code does (it solves by LU). Everything runs in float64.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ D, LAM = 4096, 1.5
 
 
 def moment(generator: torch.Generator) -> Tensor:
-    """A second moment with a power-law spectrum, as activations have: eigenvalues i^(−1.5), mixed by random keys."""
+    """Return a second moment with a power-law spectrum, as activations have: eigenvalues i^(−1.5)."""
     keys = torch.randn(2 * D, D, generator=generator, dtype=torch.float64)
     keys *= torch.arange(1, D + 1, dtype=torch.float64) ** -0.75
     return keys.mT @ keys / (2 * D)
 
 
 def explicit_inverse(C_inverse: Tensor, keys: Tensor) -> Tensor:
-    """The Woodbury identity written out with d×d inverses, C⁻¹ given: what a direct transcription does."""
+    """Compute the gain by the Woodbury identity as it is printed, with d×d inverses."""
     K = keys.mT / LAM**0.5
     inner = torch.linalg.inv(torch.eye(len(keys), dtype=K.dtype) + K.mT @ C_inverse @ K)
     inverse = C_inverse - C_inverse @ K @ inner @ K.mT @ C_inverse

@@ -1,7 +1,7 @@
 """The algebra end to end: bind, recall, rebind, unbind, interference, and how three rules overwrite.
 
 Names stand for random vectors, so every answer below is really read back from a weight matrix.
-Run it with `make demo`; it draws docs/overwriting.png.
+Run it with `make algebra`; it draws docs/overwriting.png.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import rebind
-from rebind.memory import get_rule
+from rebind.memory import Memory, get_rule
 
 FIGURE = Path(__file__).parent.parent / "docs" / "overwriting.png"
 COUNTRIES = ["France", "Japan", "Egypt", "Peru"]
@@ -28,7 +27,7 @@ console = Console()
 
 
 class Words:
-    """Random vectors with names."""
+    """Random unit vectors with names."""
 
     def __init__(self, names: list[str], width: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -39,16 +38,16 @@ class Words:
         return self.vectors[self.names.index(name)]
 
     def nearest(self, vector: Tensor) -> str:
-        """The closest name and how well it agrees, or a dash for (nearly) nothing."""
+        """Return the closest name and its agreement, or a dash for (nearly) nothing."""
         scores = self.vectors @ vector
         best = int(scores.argmax())
         return "–" if float(scores[best]) < 0.3 else f"{self.names[best]} ({float(scores[best]):.2f})"
 
 
-def answers(title: str, memory: rebind.Memory, keys: Words, values: Words) -> None:
+def answers(title: str, memory: Memory, keys: Words, values: Words) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("asked")
-    table.add_column("answered (agreement)")
+    table.add_column("question")
+    table.add_column("answer (agreement)")
     for name in COUNTRIES:
         table.add_row(name, values.nearest(memory.recall(keys[name])))
     console.print(table)
@@ -56,7 +55,7 @@ def answers(title: str, memory: rebind.Memory, keys: Words, values: Words) -> No
 
 def editing() -> None:
     keys, values = Words(COUNTRIES, 64, seed=1), Words(CAPITALS, 32, seed=2)
-    memory = rebind.Memory(64, 32, rule="delta")
+    memory = Memory(64, 32, rule="delta")
     memory.bind(keys.vectors, values.vectors[:4])
     console.print(memory)
     answers("bind: four facts in one 32×64 matrix", memory, keys, values)
@@ -80,7 +79,7 @@ def interference() -> None:
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(max(counts), 64, generator=generator)
     for feature, options in (("identity", {}), ("dpfp", {"nu": 1}), ("dpfp", {"nu": 4})):
-        memory = rebind.Memory(64, 32, feature=feature, **options)
+        memory = Memory(64, 32, feature=feature, **options)
         means = [float(memory.interference(keys[:count]).suffered.mean()) for count in counts]
         table.add_row(repr(memory.feature), str(memory.feature.width), *(f"{mean:.2f}" for mean in means))
     console.print(table)
@@ -105,13 +104,13 @@ def draw() -> None:
         ("the other key: its own value", "#4269d0", 6.0),
         ("the rewritten key: its old value", "#ff725c", 3.6),
         ("the rewritten key: its new value", "#3ca951", 1.6),
-    ]  # thinner lines lie on thicker ones, so that lines that agree all show
+    ]  # thinner lines are drawn over thicker ones, so that lines that coincide are all visible
     titles = {"sum": "sum: only adds", "rfa": "gated: fades everything", "delta": "delta: replaces one"}
     figure, panels = plt.subplots(1, 3, figsize=(9, 3), sharey=True, layout="constrained")
     for panel, (rule, title) in zip(panels, titles.items(), strict=True):
         curves = zip(*(overwrite(rule, beta) for beta in strengths), strict=True)
-        for curve, (label, colour, thickness) in zip(curves, lines, strict=True):
-            panel.plot(strengths, curve, color=colour, label=label, linewidth=thickness, solid_capstyle="round")
+        for curve, (label, color, thickness) in zip(curves, lines, strict=True):
+            panel.plot(strengths, curve, color=color, label=label, linewidth=thickness, solid_capstyle="round")
         panel.set(title=title, xlabel="strength of the write, β", ylim=(-0.05, 1.1), xticks=[0, 0.5, 1])
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
@@ -123,7 +122,7 @@ def draw() -> None:
 
 def overwriting() -> None:
     table = Table(
-        title="two orthogonal keys are stored; the second is given a new value at β = 0.5",
+        title="two orthogonal keys are stored; a new value is written at the second with β = 0.5",
         title_justify="left",
         title_style="bold",
     )

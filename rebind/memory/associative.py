@@ -86,7 +86,7 @@ class Memory:
         return self.weights.shape[0]
 
     @property
-    def occupancy(self) -> float:
+    def load_factor(self) -> float:
         """Rows stored relative to the space available: above 1 no memory of this width can hold them all.
 
         `rows` counts what was bound and not unbound; binding a key again counts again.
@@ -96,7 +96,7 @@ class Memory:
     def __repr__(self) -> str:
         return (
             f"Memory({self.d_k} → {self.d_v}, rule={self.rule.name!r}, feature={self.feature!r}, "
-            f"normalize={self.normalize!r}, rows={self.rows}, occupancy={self.occupancy:.0%})"
+            f"normalize={self.normalize!r}, rows={self.rows}, load_factor={self.load_factor:.0%})"
         )
 
     def bind(self, keys: Tensor, values: Tensor, **gates: Gate) -> None:

@@ -32,7 +32,7 @@ def test_orthogonal_keys_do_not_disturb_each_other():
     keys, values = draw.orthonormal(8, 8), draw.normal(8, 3)
     m.bind(keys, values)
     assert_close(m.recall(keys), values)
-    assert m.occupancy == 1.0
+    assert m.load_factor == 1.0
     assert_close(m.interference(keys).overlap, torch.zeros(8, 8).double(), 1e-12)
 
 
@@ -249,9 +249,9 @@ def test_caused_and_suffered_are_not_the_same():
 def test_occupancy_is_relative_to_the_features_width():
     m, draw = memory(feature="dpfp"), Draw(15)
     m.bind(draw.normal(4, 8), draw.normal(4, 3))
-    assert m.occupancy == 4 / 16
+    assert m.load_factor == 4 / 16
     m.unbind(draw.normal(6, 8))
-    assert m.occupancy == 0.0
+    assert m.load_factor == 0.0
 
 
 def test_every_setting_is_saved(tmp_path):
