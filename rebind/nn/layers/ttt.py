@@ -17,7 +17,7 @@ and no W_t is ever formed. An MLP has two such matrices, the second of which rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -137,8 +137,9 @@ class TTTLayer(SequenceLayer[TTTState]):
         start, now, reads = state.start, state.now, []
         q, k, v, rate = (_split_mini_batches(tensor, min(size, tensor.shape[1])) for tensor in tokens)
         with without_autocast(q):
-            for index, batch in enumerate(MiniBatch.create(q, k, v, rate, norm)):
-                read, now = self._train_mini_batch(start, now, batch, norm)
+            targets, scores = norm.target(k, v), (q @ k.mT).tril()  # for all mini-batches at once
+            for index, tensors in enumerate(zip(q, k, targets, rate.unsqueeze(-1), scores, strict=True)):
+                read, now = self._train_mini_batch(start, now, MiniBatch(*tensors), norm)
                 # A row that ends inside the mini-batch is not done with it.
                 start = now if index < complete else _where(ends >= (index + 1) * size, now, start)
                 reads.append(read)
@@ -197,23 +198,13 @@ class InnerNorm:
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """A mini-batch [B, H, n, d], or many of them [batches, B, H, n, d]: all that does not depend on W."""
+    """What the training on a mini-batch needs besides the weights, [B, H, n, d] each unless said otherwise."""
 
     q: Tensor
     k: Tensor
     target: Tensor  # see InnerNorm
     rate: Tensor  # [B, H, n, 1]; 0 for empty slots
     scores: Tensor  # q_t·k_s for s ≤ t, else 0: [B, H, n, n]
-
-    @classmethod
-    def create(cls, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, norm: InnerNorm) -> MiniBatch:
-        """Create it from q, k, v [..., H, n, d] and rates [..., H, n]."""
-        return cls(q, k, norm.target(k, v), rate.unsqueeze(-1), (q @ k.mT).tril())
-
-    def __iter__(self) -> Iterator[MiniBatch]:
-        """Yield one mini-batch after another."""
-        tensors = (self.q, self.k, self.target, self.rate, self.scores)
-        return (MiniBatch(*batch) for batch in zip(*(tensor.unbind(0) for tensor in tensors), strict=True))
 
 
 def _train_linear(start: Weights, now: Weights, batch: MiniBatch, norm: InnerNorm) -> tuple[Tensor, Weights]:
