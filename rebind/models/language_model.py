@@ -145,8 +145,8 @@ class LanguageModel:
         With `truncate`, a prompt longer than the context length is cut instead of refused.
         """
         limit = None if truncate else self.context_length
-        asked = [Prompt(prompt) for prompt in prompts]
-        encoded = encode_prompts(asked, self.tokenizer, self.start, chat=self.chat, limit=limit)
+        bare = [Prompt(prompt) for prompt in prompts]
+        encoded = encode_prompts(bare, self.tokenizer, self.start, chat=self.chat, limit=limit)
         return scoring.next_token_log_probs(self.trunk, [prompt.ids[: self.context_length] for prompt in encoded])
 
     def generate(self, prompts: Sequence[str], tokens: int, *, top_k: int | None = None, seed: int = 0) -> list[str]:

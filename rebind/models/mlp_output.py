@@ -135,19 +135,19 @@ def _find_output_map(trunk: Trunk, layer: int, projection: nn.Module) -> OutputM
     rows = size * noise * torch.tensor([[1.0], [3.0]])
     put_in, output, passed = _run_with_output(trunk, layer, projection, tokens, rows)
     tolerance = max(1e-3, 8 * torch.finfo(natural.dtype).eps)
-    given, changed = _difference(put_in, moderate), _difference(output, moderate)
-    if (scale := _ratio(given, changed, tolerance)) is not None:
+    step, output_step = _difference(put_in, moderate), _difference(output, moderate)
+    if (scale := _ratio(step, output_step, tolerance)) is not None:
         return Scaled(scale)
     for module, entered, left in passed:
         norm = _as_norm(module, entered, tolerance)
         if norm is None:
             continue
         if torch.equal(entered, put_in):
-            scale = _ratio(_difference(left, moderate), changed, tolerance)
+            scale = _ratio(_difference(left, moderate), output_step, tolerance)
             if scale is not None:
                 return Normalized(norm, scale)
         if torch.equal(left, output):
-            scale = _ratio(given, _difference(entered, moderate), tolerance)
+            scale = _ratio(step, _difference(entered, moderate), tolerance)
             if scale is not None:
                 return Normalized(norm, scale, after_sum=True)
     warnings.warn(
@@ -200,10 +200,10 @@ def _difference(pair: Tensor, entries: Tensor) -> Tensor:
     return (pair[1].double() - pair[0].double()).cpu()[entries]
 
 
-def _ratio(given: Tensor, changed: Tensor, tolerance: float) -> float | None:
-    """Return the number s with changed = s·given, if there is one; exactly 1 when it is 1 up to rounding."""
-    scale = float(given @ changed / given.square().sum())
-    if not float((changed - scale * given).norm()) <= tolerance * float(changed.norm()):
+def _ratio(step: Tensor, output_step: Tensor, tolerance: float) -> float | None:
+    """Return the number s with output_step = s·step, if there is one; exactly 1 when it is 1 up to rounding."""
+    scale = float(step @ output_step / step.square().sum())
+    if not float((output_step - scale * step).norm()) <= tolerance * float(output_step.norm()):
         return None
     return 1.0 if abs(scale - 1) < tolerance / 4 else scale
 
