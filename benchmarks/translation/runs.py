@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.translation.data import PAD, Corpus
 from benchmarks.translation.training import Settings, Task, autocast, train
-from rebind.bench.machine import machine
+from rebind.bench.measure import machine
 from rebind.errors import InputError
 from rebind.nn import RebindForSeq2SeqLM
 from rebind.storage import write_json
