@@ -205,5 +205,5 @@ def check_earlier_edits(earlier: Sequence[EarlierEdit], *, force: bool) -> None:
             f"Edit {first.edit} is already about {first.subject!r} ({first.text} → {first.target}){others}. The new "
             f"edit comes on top of it; undo {first.edit} if it should not stay.",
             LedgerWarning,
-            stacklevel=4,
+            stacklevel=3,
         )

@@ -39,10 +39,8 @@ class PartialFold:
 class EditedWeights:
     """The weights of a model's edited sites: what they were, and what edits make of them.
 
-    Args:
-        model: the model that is edited.
-        moments: provides the second moments that methods need to protect earlier edits.
-        max_partial_bytes: how much memory a partial fold may take between two calls.
+    `moments` provides what methods need to protect the edits before theirs. Between two calls a partial fold is kept
+    if it takes at most `max_partial_bytes`.
     """
 
     def __init__(self, model: nn.Module, moments: Moments, *, max_partial_bytes: int = MAX_PARTIAL_BYTES) -> None:

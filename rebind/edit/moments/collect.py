@@ -71,14 +71,8 @@ class OldKeys:
 class Moments:
     """Provides the second moments of a model's sites, as the model stands when they are computed.
 
-    Args:
-        model: the language model.
-        corpus: the text to read.
-        tokens: how many tokens of it to read, start tokens included.
-        width: tokens per window.
-        folder: where results are stored; by default in the user's cache folder.
-        checkpoint_seconds: how often the sums are saved while they are computed.
-        progress: is told how many tokens have been read.
+    It reads `tokens` tokens of the corpus, start tokens included, in windows of `width` tokens, and stores results in
+    `folder`, by default in the user's cache. While it reads, it saves its sums every `checkpoint_seconds`.
     """
 
     def __init__(
