@@ -55,7 +55,7 @@ from rebind.evals.answers import Row as Answer
 from rebind.evals.drift import Held
 from rebind.evals.records import Record, Records, read_records, without_conflicts
 from rebind.evals.scores import summarise
-from rebind.files import write_atomically
+from rebind.storage import write_file
 
 DTYPES = ("float32", "bfloat16")
 SCORES = ("ES", "PS", "NS", "S", "EA", "PA")
@@ -379,7 +379,7 @@ def store(rows: Sequence[Result], options: argparse.Namespace, model: str) -> No
             {name: value for name, value in (asdict(row) | row.scores).items() if name != "scores"} for row in rows
         ],
     }
-    write_atomically(options.out, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+    write_file(options.out, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def _short(value: Any) -> Any:

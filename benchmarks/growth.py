@@ -34,9 +34,9 @@ from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.moments import OldKeys
 from rebind.edit.progress import Progress
-from rebind.files import write_atomically
 from rebind.models.sites import module_at
 from rebind.models.trunk import Tokens
+from rebind.storage import write_file
 
 GIB = 2**30
 ONCE = ("contexts", "moments")  # a model
@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None, told: Callable[[Row], None] | N
                 "tokens": options.tokens,
                 "rows": [asdict(one) for one in rows],
             }
-            write_atomically(options.out, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+            write_file(options.out, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
         del measured
         gc.collect()
         if torch.cuda.is_available():

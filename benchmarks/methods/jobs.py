@@ -23,7 +23,7 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.methods import get_method
 from rebind.edit.settings import EditSettings
 from rebind.evals.records import Record
-from rebind.files import write_atomically
+from rebind.storage import write_file
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Results:
     def add(self, row: Row) -> None:
         self.rows = [other for other in self.rows if other.name != row.name] + [row]
         content = {"machine": self._machine, "of": self.of, "rows": [asdict(one) for one in self.rows]}
-        write_atomically(self.path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        write_file(self.path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def run(

@@ -35,8 +35,8 @@ from rebind.bench.measure import machine
 from rebind.edit.editor import Editor
 from rebind.edit.facts.readers import read_facts
 from rebind.edit.solve import SubjectStates
-from rebind.files import write_atomically
 from rebind.models.sites import module_at
+from rebind.storage import write_file
 
 BRIEF = 3  # times that what takes milliseconds is timed, on a GPU
 
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "steps": options.steps,
             "rows": [asdict(one) | {"buys": round(one.factor, 2)} for one in rows],
         }
-        write_atomically(out, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        write_file(out, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
     tokens = options.tokens or (65_536 if device == "cuda" else 2_048)
     run(editor, facts, steps=options.steps, repeats=options.repeats, tokens=tokens, slow=not options.quick, told=told)
