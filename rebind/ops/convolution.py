@@ -70,7 +70,7 @@ def split_convolution(
         return _split(_convolve_in_torch(x, weight, window), parts)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or window.requires_grad):
         return tuple(_ShortConvolution.apply(x, weight, window, parts))  # type: ignore[no-untyped-call]
-    out: tuple[Tensor, ...] = _kernels().forward(x, weight, window, parts)
+    out: tuple[Tensor, ...] = load_kernels().convolution.forward(x, weight, window, parts)
     return out
 
 
@@ -86,7 +86,10 @@ def compare_kernels(x: Tensor, weight: Tensor, parts: Sequence[int]) -> str | No
     with torch.no_grad():
         return compare_results(
             f"The kernels of the short convolution over {size} tokens of {channels} channels in {x.dtype}",
-            lambda: [torch.cat(_kernels().forward(*tiny, parts), -1), *_kernels().backward(slopes, *tiny)],
+            lambda: [
+                torch.cat(load_kernels().convolution.forward(*tiny, parts), -1),
+                *load_kernels().convolution.backward(slopes, *tiny),
+            ],
             lambda: [_convolve_in_torch(*wide), *_gradients_in_torch(d_out.double(), *wide)],
             x,
         )
@@ -166,26 +169,20 @@ def _trusts_kernels(x: Tensor, weight: Tensor, parts: Sequence[int]) -> bool:
     return not x.is_cuda or find_fault(kind, lambda: compare_kernels(x, weight, parts), "plain torch") is None
 
 
-def _kernels() -> Any:
-    from rebind.ops.triton import convolution
-
-    return convolution
-
-
 class _ShortConvolution(torch.autograd.Function):
     """The kernels, called eagerly."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, window: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight, window)
-        out: tuple[Tensor, ...] = _kernels().forward(x, weight, window, parts)
+        out: tuple[Tensor, ...] = load_kernels().convolution.forward(x, weight, window, parts)
         return out
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() or is_followed(*d_outs):  # the caller wants gradients of these gradients
             return *_gradients_in_torch(torch.cat(d_outs, dim=-1), *ctx.saved_tensors), None
-        return *_kernels().backward(d_outs, *ctx.saved_tensors), None
+        return *load_kernels().convolution.backward(d_outs, *ctx.saved_tensors), None
 
 
 # The registered operators, for torch.compile
@@ -200,7 +197,7 @@ def _runs_kernels(x: Tensor, weight: Tensor, window: Tensor) -> bool:
 )
 def _convolve(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
     if _runs_kernels(x, weight, window):
-        (out,) = _kernels().forward(x, weight, window)
+        (out,) = load_kernels().convolution.forward(x, weight, window)
         return out
     return _convolve_in_torch(x, weight, window).contiguous()
 
@@ -217,7 +214,7 @@ def _(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
 )
 def _convolve_backward(d_out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if _runs_kernels(x, weight, window):
-        return _kernels().backward([d_out], x, weight, window)
+        return load_kernels().convolution.backward([d_out], x, weight, window)
     dx, d_weight, d_window = (grad.contiguous() for grad in _gradients_in_torch(d_out, x, weight, window))
     return dx, d_weight, d_window
 

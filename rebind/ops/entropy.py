@@ -8,14 +8,12 @@ them once. This operation is not differentiable itself; it returns the gradient.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rebind.errors import ShapeError
 from rebind.memory.precision import working_dtype
-from rebind.ops.kernels import compare_results, draw, usable
+from rebind.ops.kernels import compare_results, draw, load_kernels, usable
 
 IGNORED = -100  # a target without a loss
 
@@ -34,7 +32,7 @@ def row_losses(logits: Tensor, targets: Tensor, *, slope: bool) -> Tensor:
             code="targets_do_not_match",
         )
     if logits.is_contiguous() and _has_kernels(logits):
-        losses: Tensor = _kernels().row_losses(logits, targets, slope)
+        losses: Tensor = load_kernels().entropy.row_losses(logits, targets, slope)
         return losses
     return _row_losses_in_torch(logits, targets, slope)
 
@@ -52,7 +50,11 @@ def compare_kernels(logits: Tensor) -> str | None:
 
     def kernels() -> list[Tensor]:
         slopes = drawn.clone()
-        return [_kernels().row_losses(drawn, targets, False), _kernels().row_losses(slopes, targets, True), slopes]
+        return [
+            load_kernels().entropy.row_losses(drawn, targets, False),
+            load_kernels().entropy.row_losses(slopes, targets, True),
+            slopes,
+        ]
 
     def truth() -> list[Tensor]:
         slopes = drawn.double()
@@ -77,9 +79,3 @@ def _row_losses_in_torch(logits: Tensor, targets: Tensor, slope: bool) -> Tensor
 
 def _has_kernels(logits: Tensor) -> bool:
     return not torch.compiler.is_compiling() and usable(logits, ("entropy",), lambda: compare_kernels(logits))
-
-
-def _kernels() -> Any:
-    from rebind.ops.triton import entropy
-
-    return entropy

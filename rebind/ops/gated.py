@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rebind.ops.kernels import compare_results, draw, is_followed, usable
+from rebind.ops.kernels import compare_results, draw, is_followed, load_kernels, usable
 from rebind.precision import without_autocast
 
 
@@ -45,12 +45,14 @@ def compare_kernels(gate: Tensor) -> str | None:
         return [product, torch.ops.aten.silu_backward(wide * u.double(), g.double()), wide * passed, product]
 
     name = f"The kernels of gated products in {gate.dtype}"
-    return compare_results(name, lambda: [_kernels().forward(g, u), *_kernels().backward(slope, g, u)], truth, gate)
+    return compare_results(
+        name, lambda: [load_kernels().gated.forward(g, u), *load_kernels().gated.backward(slope, g, u)], truth, gate
+    )
 
 
 def _product(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) · up, without gradients."""
-    product: Tensor = _kernels().forward(gate, up) if _has_kernels(gate) else functional.silu(gate).mul_(up)
+    product: Tensor = load_kernels().gated.forward(gate, up) if _has_kernels(gate) else functional.silu(gate).mul_(up)
     return product
 
 
@@ -70,7 +72,7 @@ class _GatedLinear(torch.autograd.Function):
             d_gate = d_product * up * share * (1 + gate * (1 - share))
             d_up, product = d_product * (gate * share), gate * share * up
         elif _has_kernels(gate):
-            d_gate, d_up, product = _kernels().backward(d_product, gate, up)
+            d_gate, d_up, product = load_kernels().gated.backward(d_product, gate, up)
         else:
             passed = functional.silu(gate)
             d_gate = torch.ops.aten.silu_backward(d_product * up, gate)
@@ -85,9 +87,3 @@ class _GatedLinear(torch.autograd.Function):
 
 def _has_kernels(gate: Tensor) -> bool:
     return usable(gate, ("gated",), lambda: compare_kernels(gate))
-
-
-def _kernels() -> Any:
-    from rebind.ops.triton import gated
-
-    return gated

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ _on_cpu: ContextVar[bool] = ContextVar("rebind_kernels_on_cpu", default=False)
 
 
 @cache
-def load_kernels() -> ModuleType | str:
-    """Import the Triton kernels; return their package, or the reason why there are none."""
+def load_kernels() -> Any:
+    """Import the Triton kernels; return their package, or the reason why there are none as a str."""
     if find_spec("triton") is None:
         return "triton is not installed"
     try:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rebind.memory.precision import working_dtype
-from rebind.ops.kernels import TOLERANCE, available, compare_results, draw, is_followed, usable
+from rebind.ops.kernels import TOLERANCE, available, compare_results, draw, is_followed, load_kernels, usable
 from rebind.precision import without_autocast
 
 WIDEST, MOST_ROWS = 2**14, 2**30  # the largest width and number of rows that the kernels take
@@ -40,7 +40,7 @@ def add_norm(
     if torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in (x, read, weight)):
         total, normed = _AddNorm.apply(x, read, weight, eps, dtype)  # type: ignore[no-untyped-call]
         return total, normed
-    total, normed, _ = _kernels().forward(x, read, weight, eps, dtype)
+    total, normed, _ = load_kernels().norm.forward(x, read, weight, eps, dtype)
     return total, normed
 
 
@@ -53,7 +53,7 @@ def takes_kernels(x: Tensor, read: Tensor | None, weight: Tensor | float, dtype:
     dtypes = *(one.dtype for one in (read, weight) if isinstance(one, Tensor)), dtype
     if not (fits and width <= WIDEST and x.numel() // width <= MOST_ROWS and all(one in TOLERANCE for one in dtypes)):
         return False
-    in_groups = read is None and _kernels().is_grouped(x)
+    in_groups = read is None and load_kernels().norm.is_grouped(x)
     kind = ("norm", width, read is None, isinstance(weight, Tensor), in_groups, *dtypes)
     return usable(x, kind, lambda: compare_kernels(x, read, weight, dtype, in_groups))
 
@@ -78,9 +78,9 @@ def compare_kernels(
     total = first if second is None else first + second
 
     def kernels() -> list[Tensor | None]:
-        summed, normed, scale = _kernels().forward(first, second, factors, 1e-6, dtype)
+        summed, normed, scale = load_kernels().norm.forward(first, second, factors, 1e-6, dtype)
         both, one = (
-            _kernels().backward(d_total, slope, total, scale, factors, of_second) for d_total in (back, None)
+            load_kernels().norm.backward(d_total, slope, total, scale, factors, of_second) for d_total in (back, None)
         )  # a norm alone has one gradient
         return [summed, normed, *both, *one]
 
@@ -128,7 +128,7 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, read: Tensor | None, weight: Tensor | float, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        total, normed, scale = _kernels().forward(x, read, weight, eps, dtype)
+        total, normed, scale = load_kernels().norm.forward(x, read, weight, eps, dtype)
         learned, ctx.gain = (weight, None) if isinstance(weight, Tensor) else (None, weight)
         ctx.save_for_backward(total, learned, scale)
         ctx.eps, ctx.read = eps, None if read is None else read.dtype
@@ -144,13 +144,7 @@ class _AddNorm(torch.autograd.Function):
         elif torch.is_grad_enabled() or is_followed(d_total, d_normed):
             d_x, d_weight = _gradients_in_torch(d_total, d_normed, total, weight, ctx.eps)
         else:
-            d_x, d_read, d_weight = _kernels().backward(d_total, d_normed, total, scale, weight, ctx.read)
+            d_x, d_read, d_weight = load_kernels().norm.backward(d_total, d_normed, total, scale, weight, ctx.read)
             return d_x, d_read, d_weight, None, None
         d_read = None if d_x is None or ctx.read is None else d_x.to(ctx.read)
         return d_x, d_read, d_weight, None, None
-
-
-def _kernels() -> Any:
-    from rebind.ops.triton import norm
-
-    return norm

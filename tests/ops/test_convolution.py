@@ -11,7 +11,6 @@ from torch.nn import functional
 from rebind.errors import InputError, NumericalWarning, ShapeError, UnknownNameError
 from rebind.nn.parts.convolution import ShortConvolution
 from rebind.ops import convolution, short_convolution, split_convolution
-from rebind.ops.convolution import compare_kernels
 from rebind.ops.kernels import forget_faults
 from tests.ops.problems import home, tolerance_of
 from tests.support import Draw, assert_close, assert_errors, raises
@@ -264,42 +263,6 @@ def test_the_next_window_is_the_last_tokens(length, size):
     for one, true in zip(masked, parts, strict=True):
         assert_close(one, true)
     assert torch.equal(same, after)
-
-
-class TestSelfCheck:
-    @pytest.fixture
-    def kernels(self):
-        return pytest.importorskip("rebind.ops.triton.convolution")
-
-    def tensors(self, size=3):
-        x, weight, _ = (tensor.to(home("triton"), torch.float32) for tensor in problem(5, 4, size))
-        return x, weight
-
-    @pytest.mark.usefixtures("kernels")
-    @pytest.mark.parametrize("size", [1, 4])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-    def test_kernels_that_are_right_are_trusted(self, dtype, size):
-        x, weight = self.tensors(size)
-        assert compare_kernels(x.to(dtype), weight, [4]) is None
-        assert compare_kernels(x.to(dtype), weight, [3, 1]) is None
-
-    @pytest.mark.parametrize("wrong", ["forward", "backward"])
-    def test_kernels_that_are_wrong_are_not(self, kernels, monkeypatch, wrong):
-        right = getattr(kernels, wrong)
-
-        def broken(*tensors):
-            results = right(*tensors)
-            return (-results[0],) if wrong == "forward" else (*results[:2], -results[2])
-
-        monkeypatch.setattr(kernels, wrong, broken)
-        assert "differ from plain torch by" in compare_kernels(*self.tensors(), [4])
-
-    def test_kernels_that_do_not_compile_are_not(self, kernels, monkeypatch):
-        def fail(*tensors):
-            raise RuntimeError("ptxas died")
-
-        monkeypatch.setattr(kernels, "forward", fail)
-        assert "do not compile (ptxas died)" in compare_kernels(*self.tensors(), [4])
 
 
 def test_what_is_refused():

@@ -220,9 +220,6 @@ class TestKernel(Contract):
     def test_a_logit_takes_itself(self, dtype, size):
         assert bytes_of_logit(torch.empty(1, dtype=dtype, device=DEVICE)) == size
 
-    def test_a_kernel_that_is_right_is_trusted(self, dtype):
-        assert compare_kernels(torch.empty(2, 3, dtype=dtype, device=DEVICE)) is None
-
     @pytest.mark.parametrize("wrong", ["losses", "losses alone", "slopes", "shares", "the rest", "ignored rows"])
     def test_a_kernel_that_is_wrong_is_not(self, kernels, monkeypatch, wrong, dtype):
         right = kernels.row_losses
@@ -243,10 +240,3 @@ class TestKernel(Contract):
 
         monkeypatch.setattr(kernels, "row_losses", broken)
         assert "differ from plain torch by" in compare_kernels(torch.empty(2, 3, dtype=dtype, device=DEVICE))
-
-    def test_a_kernel_that_does_not_compile_is_not(self, kernels, monkeypatch):
-        def fail(*given):
-            raise RuntimeError("no compiler")
-
-        monkeypatch.setattr(kernels, "row_losses", fail)
-        assert "do not compile (no compiler)" in compare_kernels(torch.empty(2, 3, device=DEVICE))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rebind.errors import NumericalWarning
-from rebind.ops import kernels
+from rebind.ops import convolution, entropy, gated, kernels, norm
 from rebind.ops.kernels import TOLERANCE, compare_results, draw, find_fault, forget_faults, usable
 
 
@@ -83,6 +83,59 @@ def test_drawing_leaves_the_programs_random_numbers_alone():
     torch.manual_seed(3)
     assert torch.equal(draw((4,), torch.empty(0), 5), draw((4,), torch.empty(0), 5))
     assert torch.equal(torch.rand(2), expected)
+
+
+def rows(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+OPERATIONS = {
+    "convolution": lambda dtype: convolution.compare_kernels(rows(2, 5, 4, dtype=dtype), rows(4, 3), [3, 1]),
+    "entropy": lambda dtype: entropy.compare_kernels(rows(2, 3, dtype=dtype)),
+    "gated": lambda dtype: gated.compare_kernels(rows(2, 3, dtype=dtype)),
+    "norm": lambda dtype: norm.compare_kernels(rows(2, 3, dtype=dtype), None, rows(3), dtype, False),
+    "norm of a sum": lambda dtype: norm.compare_kernels(rows(2, 64), rows(2, 64, dtype=dtype), rows(64), dtype, False),
+    "norm in groups": lambda dtype: norm.compare_kernels(rows(2, 3, dtype=dtype), None, 0.3, dtype, True),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+class TestOperations:
+    """Each compares its kernels with plain torch, on a GPU or in Triton's interpreter."""
+
+    @pytest.fixture
+    def module(self, name):
+        pytest.importorskip("triton")
+        return getattr(kernels.load_kernels(), name.split()[0])
+
+    @pytest.mark.usefixtures("module")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_kernels_that_are_right_are_trusted(self, name, dtype):
+        assert OPERATIONS[name](dtype) is None
+
+    @pytest.mark.parametrize("wrong", ["forward", "backward"])
+    def test_kernels_that_are_wrong_are_not(self, name, module, wrong, monkeypatch):
+        """As if the compiler had mixed up the signs of the last result."""
+        wrong = "row_losses" if name == "entropy" else wrong
+        right = getattr(module, wrong)
+
+        def broken(*tensors):
+            results = right(*tensors)
+            if isinstance(results, torch.Tensor):
+                return -results
+            place = 1 if "norm" in name else len(results) - 1  # the sum, or the weight's gradient, may be missing
+            place = 0 if "norm" in name and wrong == "backward" else place
+            return tuple(-result if at == place else result for at, result in enumerate(results))
+
+        monkeypatch.setattr(module, wrong, broken)
+        assert "differ from plain torch by" in OPERATIONS[name](torch.float32)
+
+    def test_kernels_that_do_not_compile_are_not(self, name, module, monkeypatch):
+        def fail(*tensors):
+            raise RuntimeError("no compiler")
+
+        monkeypatch.setattr(module, "row_losses" if name == "entropy" else "forward", fail)
+        assert "do not compile (no compiler)" in OPERATIONS[name](torch.float32)
 
 
 class TestUsable:

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from rebind.ops.backend import Gradients
 from rebind.ops.inputs import ScanInputs
+from rebind.ops.triton import convolution, entropy, gated, norm
 from rebind.ops.triton.decode import decode
 from rebind.ops.triton.launch import LaunchPlan
 from rebind.ops.triton.selfcheck import fault_of
 
-__all__ = ["TRITON", "Triton", "decode"]
+__all__ = ["TRITON", "Triton", "convolution", "decode", "entropy", "gated", "norm"]
 
 
 class Triton:
