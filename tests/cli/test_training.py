@@ -67,7 +67,7 @@ def test_each_prompt_is_continued_by_itself(rebind, tmp_path):
         (["--layers", "delta,delta,attention"], 2, "pattern_does_not_fit"),
         (["--set", "foo=1"], 2, "unknown_model_field"),
         (["--set", "dropout"], 2, "invalid_field"),
-        (["--steps", "0"], 2, "invalid_steps"),
+        (["--steps", "0"], 2, "invalid_size"),
         (["--data", "nowhere.txt"], 2, "unreadable_text"),
         (["--length", "100000"], 2, "text_too_short"),
         (["--carry", "--layers", "attention"], 2, "growing_state"),

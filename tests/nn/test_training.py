@@ -50,8 +50,8 @@ def uninterrupted(tmp_path_factory):
 # Interrupted and resumed
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("steps", [[2, 7], [5, 11]])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_killed_anywhere_it_resumes_bit_for_bit(uninterrupted, tmp_path, variant, steps):
     run, expected = uninterrupted(variant)
     for step in steps:
@@ -151,21 +151,14 @@ def test_old_checkpoints_and_leftovers_are_removed(tmp_path):
     assert suffixes == {".json", ".safetensors"}, "there may be no pickle"
 
 
-@pytest.mark.parametrize("variant", ["shuffled", "carried"])
-def test_when_to_evaluate_and_save_may_change(uninterrupted, tmp_path, variant):
-    run, expected = uninterrupted(variant)
+def test_when_to_evaluate_and_save_may_change(uninterrupted, tmp_path):
+    run, expected = uninterrupted("carried")
     kill(run, tmp_path / "run", 6)
     train(replace(run, evaluate_every=1, save_every=3, log_every=4), tmp_path / "run")
     after = outcome(tmp_path / "run")
     same = [name for name in expected if name.endswith(".safetensors")] + ["result.json"]
     assert len(same) >= 4
     assert {name: after[name] for name in same} == {name: expected[name] for name in same}
-
-
-def test_one_process_shards_nothing(uninterrupted, tmp_path):
-    run, expected = uninterrupted("carried")
-    train(replace(run, sharded=True), tmp_path / "run")
-    assert outcome(tmp_path / "run") == expected
 
 
 # Learning
@@ -209,11 +202,13 @@ def test_the_curve_is_titled_with_the_model_itself(tmp_path, monkeypatch):
     assert titles == [f"1 × delta, 1 × attention; {result.summary['parameters']:,} parameters"]
 
 
-def test_the_model_can_be_compiled(tmp_path, monkeypatch):
+def test_the_model_can_be_compiled_and_one_process_shards_nothing(uninterrupted, tmp_path, monkeypatch):
+    run, expected = uninterrupted("shuffled")
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
-    train(config(corpus(tmp_path), compile=True), tmp_path / "run")
+    train(replace(run, compile=True, sharded=True), tmp_path / "run")
     assert len(compiled) == 1
+    assert outcome(tmp_path / "run") == expected
 
 
 # TensorBoard
@@ -304,9 +299,9 @@ def test_a_learning_rate_that_is_too_high(tmp_path, log_every):
         ({"model": {**TINY, "layer_kinds": "delta"}}, InputError, "invalid_layers"),
         ({"model": {**TINY, "num_attention_heads": 3}}, InputError, "indivisible_heads"),
         ({"model": {**TINY, "vocab_size": 4}}, InputError, "vocabulary_too_small"),
-        ({"steps": 0}, InputError, "invalid_steps"),
-        ({"batch_size": 2.5}, InputError, "invalid_batch_size"),
-        ({"keep_checkpoints": True}, InputError, "invalid_keep_checkpoints"),
+        ({"steps": 0}, InputError, "invalid_size"),
+        ({"batch_size": 2.5}, InputError, "invalid_size"),
+        ({"keep_checkpoints": True}, InputError, "invalid_size"),
         ({"evaluate_tokens": 1}, InputError, "invalid_evaluate_tokens"),
         ({"seed": 2**63}, InputError, "invalid_seed"),
         ({"batch_size": 6, "accumulate": 4}, InputError, "indivisible_batch"),

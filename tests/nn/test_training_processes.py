@@ -23,28 +23,24 @@ SETTINGS = {  # a larger learning rate would magnify the order of a sum
     "model": {**TINY, "dropout": 0.0},
 }
 VARIANTS = {
-    "shuffled": {},
-    "carried": {"carry": True, "accumulate": 2},
-    "sharded": {"sharded": True, "accumulate": 2},
-    "sharded, carried": {"sharded": True, "carry": True, "layers": ("gated_delta", "ttt-linear")},
-    "sharded, hybrid": {"sharded": True, "layers": ("performer-delta", "attention")},
+    "copies, then shards": {},
+    "copies, carried": {"carry": True, "accumulate": 2},
+    "shards": {"sharded": True, "accumulate": 2, "layers": ("performer-delta", "attention")},
+    "shards, carried": {"sharded": True, "carry": True, "layers": ("gated_delta", "ttt-linear")},
 }
 
 
 def train_all(source: str, folder: Path) -> None:
-    """Train every variant in one of two processes; all but one are killed on the way and resumed."""
+    """Train every variant in one of two processes; all runs but one are killed on the way and resumed."""
     torch.set_num_threads(1)
     for name, changes in VARIANTS.items():
         run = config(source, **{**SETTINGS, **changes})
         kill(run, folder / name, 7)
-        train(run, folder / name)
+        train(replace(run, sharded="shards" in name), folder / name)
     run = config(source, sharded=True)
     train(run, folder / "whole")
     kill(run, folder / "resumed", 8)
     train(run, folder / "resumed")
-    run = config(source, **SETTINGS)
-    kill(run, folder / "changed", 8)
-    train(replace(run, sharded=True), folder / "changed")
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +85,3 @@ def test_a_sharded_run_resumes_bit_for_bit(two_processes):
     assert outcome(folder / "resumed") == outcome(folder / "whole")
     config_file = folder / "whole/checkpoints/step-00000012/config.json"
     assert '"RebindForCausalLM"' in config_file.read_text()
-
-
-def test_a_resumed_run_may_be_sharded(two_processes):
-    folder, _ = two_processes
-    torch.testing.assert_close(losses(folder / "changed"), losses(folder / "shuffled"), rtol=1e-5, atol=0.0)

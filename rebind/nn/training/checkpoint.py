@@ -95,9 +95,7 @@ def newest_checkpoint(folder: Path, *, remove_damaged: bool = False) -> Path | N
 
 def _damage(path: Path) -> str | None:
     """Return what is wrong with the files of a checkpoint; None if all are as they were written."""
-    state = read_json_object(path / STATE)
-    if state is None:
-        return f"{STATE} cannot be read"
+    state = read_json_object(path / STATE) or {"files": {STATE: "unreadable"}}
     changed = (name for name, digest in state["files"].items() if _digest(path / name) != digest)
     return next((f"{name} has changed" for name in changed), None)
 

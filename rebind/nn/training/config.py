@@ -11,6 +11,7 @@ from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
 from rebind.nn.lm.config import RebindConfig
 from rebind.nn.lm.presets import preset
+from rebind.nn.parts.checks import require_positive
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 LARGEST_RECORDED = 400_000_000  # parameters; larger models were not measured to be faster as a CUDA graph
@@ -105,10 +106,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         counts = ("length", "batch_size", "accumulate", "steps", "evaluate_every", "save_every", "keep_checkpoints")
-        for name in (*counts, "log_every"):
-            _require(self, name, _is_integer(getattr(self, name), 1), "an integer of 1 or more")
-        _require(self, "evaluate_tokens", _is_integer(self.evaluate_tokens, 2), "an integer of 2 or more")
-        _require(self, "seed", _is_integer(self.seed, 0) and self.seed < 2**63, "an integer from 0 to 2⁶³ − 1")
+        require_positive(**{name: getattr(self, name) for name in (*counts, "log_every", "evaluate_tokens")})
+        _require(self, "evaluate_tokens", self.evaluate_tokens > 1, "2 or more")
+        _require(self, "seed", 0 <= self.seed < 2**63, "an integer from 0 to 2⁶³ − 1")
         if self.precision not in PRECISIONS:
             raise unknown_name("precision", self.precision, PRECISIONS)
         for name in self.model:
@@ -140,10 +140,6 @@ class TrainConfig:
         """Return the config of the model for a tokenizer with `vocabulary` tokens."""
         kinds = list(self.layers) if isinstance(self.layers, tuple) else self.layers
         return preset(self.preset, kinds, **{"vocab_size": vocabulary, **special_tokens, **self.model})
-
-
-def _is_integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _require(config: object, name: str, is_valid: bool, expected: str) -> None:

@@ -17,7 +17,12 @@ import torch
 from accelerate import PartialState  # type: ignore[import-untyped]
 from accelerate.utils import gather  # type: ignore[import-untyped]
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -73,7 +78,7 @@ def shard(model: RebindForCausalLM, processes: int, device: torch.device) -> Non
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights by name, and the state of AdamW as `parameter:moment`; complete in the main process.
+    """Return the weights by name and AdamW's moments as `parameter:moment`, complete in the main process.
 
     Every process must call this.
     """
@@ -85,11 +90,9 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dic
 
 def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor]) -> None:
     """Give the optimizer the moments that `whole_state` returned, or this process's shards of them."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    state: dict[str, dict[str, Tensor]] = {name: {} for name in names.values()}
+    state = cast(Any, get_optimizer_state_dict(model, optimizer))
+    state["state"] = {}
     for key, value in moments.items():
         name, _, moment = key.rpartition(":")
-        state[name][moment] = value
-    groups = [{**group, "params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
-    saved: Any = {"state": state, "param_groups": groups}
-    set_optimizer_state_dict(model, optimizer, saved, options=StateDictOptions(full_state_dict=True))
+        state["state"].setdefault(name, {})[moment] = value
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))

@@ -124,8 +124,8 @@ class _Run:
         self.progress.phase("tokens")
         with self.processes.main_process_first():
             self.text = prepare_text(config.data, cache)
-        rows = config.batch_size
-        self.batches = SegmentBatches(self.text.train, config.length, rows, seed=seed, lanes=config.carry)
+        tokens, length, rows = self.text.train, config.length, config.batch_size
+        self.batches = SegmentBatches(tokens, length, rows, seed=seed, lanes=config.carry)
         torch.manual_seed(seed)  # the same model in every process
         self.model = _build_model(config, self.text, torch.device("cpu") if self.is_sharded else self.device)
         self.caches = self._empty_caches()
@@ -156,8 +156,8 @@ class _Run:
         for name, value in (("text", self.text.digest), ("processes", self.count)):
             if value != (expected := getattr(saved, name)):
                 raise InputError(
-                    f"The {name} of the run in {self.path} differ: {value} instead of {expected}",
-                    advice="Restore the text, the tokenizer or the processes, or train into another folder",
+                    f"The {name} of the run in {self.path} changed from {expected} to {value}",
+                    advice="Restore the text and the tokenizer, or the number of processes, or use another folder",
                     code=f"other_{name}",
                 )
 
@@ -203,14 +203,13 @@ class _Run:
         self._log(rows)
         seconds = time.perf_counter() - self.clock
         speed = len(losses) * self.config.batch_size * self.config.length / max(seconds, 1e-9)
-        if self.outputs is not None:
-            self.outputs.add_time({"step": self.step, "seconds": seconds, "tokens_per_second": speed})
+        self._log([{"step": self.step, "seconds": seconds, "tokens_per_second": speed}], times=True)
         self.clock += seconds
         self.progress.step(TrainingUpdate(self.step, self.config.steps, losses[-1], self.validation, speed))
 
-    def _log(self, rows: list[Row]) -> None:
+    def _log(self, rows: list[Row], *, times: bool = False) -> None:
         if self.outputs is not None:
-            self.outputs.add(rows)
+            self.outputs.add(rows, times=times)
 
     def not_finite(self, problem: str) -> NumericalError:
         newest = checkpoint.list_checkpoints(self.checkpoints)[-1:]

@@ -31,21 +31,16 @@ class RunOutputs:
         if tensorboard:
             self.board = import_tensorboard()(log_dir=str(self.folder.file(TENSORBOARD)), purge_step=step + 1)
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Append rows to the log."""
-        self.log.append(rows)
-        self.log_rows += len(rows)
-        self._show(rows)
-
-    def add_time(self, row: Row) -> None:
-        self.times.append(row)
-        self._show([row])
-
-    def _show(self, rows: Sequence[Row]) -> None:
-        if self.board is not None:
-            for row in rows:
-                for name in row.keys() - {"step", "tokens"}:
-                    self.board.add_scalar(name, row[name], row["step"])
+    def add(self, rows: Sequence[Row], *, times: bool = False) -> None:
+        """Append rows to the log, or to the times."""
+        if times:
+            self.times.append(rows)
+        else:
+            self.log.append(rows)
+            self.log_rows += len(rows)
+        for row in rows if self.board is not None else ():
+            for name in row.keys() - {"step", "tokens"}:
+                self.board.add_scalar(name, row[name], row["step"])
 
     def last(self, name: str) -> Any:
         """Return the last value of this name in the log; None if there is none."""
