@@ -45,9 +45,9 @@ from rebind.errors import InputError, LedgerError, StorageError
 from rebind.memory import LowRank
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
+from rebind.models.prompts import start_text
 from rebind.models.scoring import FactScore
 from rebind.models.sites import Site, memory_of, module_at
-from rebind.models.tokenizer import start_text
 
 # Facts, dictionaries or (prompt, target) pairs; or the path of a JSONL, JSON or CSV file (see `read_facts`)
 FactSource: TypeAlias = str | Path | Fact | Mapping[str, object] | Iterable[Fact | Mapping[str, object] | Sequence[str]]
@@ -253,15 +253,9 @@ class Editor:
         targets: TargetSettings | None = None,
     ) -> EditSettings:
         """Return the settings that an edit of this many facts would run with."""
+        name, depth, measured = self.language_model.name, len(self.sites), measured_layers(self.fingerprint)
         return choose_settings(
-            get_method(method),
-            self.language_model.name,
-            len(self.sites),
-            facts=facts,
-            layers=layers,
-            lam=lam,
-            targets=targets,
-            measured=measured_layers(self.fingerprint),
+            get_method(method), name, depth, facts=facts, layers=layers, lam=lam, targets=targets, measured=measured
         )
 
     def plan(
@@ -277,15 +271,10 @@ class Editor:
         listed = list(read_facts(facts))
         warn_of_shared_keys(listed)
         settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
-        return estimate(
-            self.language_model,
-            self.language_model.encode([fact.as_prompt() for fact in listed]),
-            settings,
-            self.context_settings,
-            self.moments,
-            conflicts(listed),
-            find_earlier_edits(listed, self.ledger.active),
-        )
+        model, contexts, moments = self.language_model, self.context_settings, self.moments
+        prompts = model.encode([fact.as_prompt() for fact in listed])
+        earlier = find_earlier_edits(listed, self.ledger.active)
+        return estimate(model, prompts, settings, contexts, moments, conflicts(listed), earlier)
 
     # Export
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,16 +97,10 @@ class Texts:
         cls, dataset: Iterable[Mapping[str, Any]], column: str = "text", *, name: str = "dataset"
     ) -> Texts:
         """Read a column of a Hugging Face dataset, or of any dictionaries."""
-        documents = []
-        for row in dataset:
-            if column not in row:
-                raise InputError(
-                    f"Corpus {name} has no column {column!r}",
-                    expected=f"one of its columns: {', '.join(row)}",
-                    code="unknown_column",
-                )
-            documents.append(row[column])
-        return cls._require_text(documents, name)
+        try:
+            return cls._require_text([row[column] for row in dataset], name)
+        except KeyError:
+            raise InputError(f"Corpus {name} has no column {column!r}", code="unknown_column") from None
 
     @classmethod
     def _require_text(cls, documents: Sequence[str], name: str) -> Texts:
@@ -122,21 +117,22 @@ class Texts:
         return f"text-{whole.hexdigest()[:32]}-{self.rows}"
 
     def windows(self, model: LanguageModel, width: int, skip: int) -> Iterator[Tensor]:
-        start = model.start
-        body = width - len(start)
+        rows = self._rows(model, width)
+        for batch in itertools.count():
+            part = list(itertools.islice(rows, self.rows))
+            if not part:
+                return
+            if batch >= skip:
+                yield torch.tensor(part, device=model.device)
+
+    def _rows(self, model: LanguageModel, width: int) -> Iterator[list[int]]:
+        start, body = model.start, width - len(model.start)
         pending: list[int] = []
-        rows: list[list[int]] = []
-        batch = 0
+        is_short = True  # all documents together fill no window
         for document in self.documents:
             pending += [*start, *model.tokenizer(document, add_special_tokens=False).input_ids]
             while len(pending) >= body:
-                rows.append([*start, *pending[:body]])
-                pending = pending[body:]
-                if len(rows) == self.rows:
-                    if batch >= skip:
-                        yield torch.tensor(rows, device=model.device)
-                    batch, rows = batch + 1, []
-        if rows and batch >= skip:
-            yield torch.tensor(rows, device=model.device)
-        if batch == 0 and not rows and len(pending) > len(start):  # one short document
-            yield torch.tensor([[*start, *pending]], device=model.device)
+                yield [*start, *pending[:body]]
+                pending, is_short = pending[body:], False
+        if is_short and len(pending) > len(start):
+            yield [*start, *pending]
