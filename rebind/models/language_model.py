@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rebind.errors import InputError
 from rebind.models import scoring
-from rebind.models.fingerprint import fingerprint
 from rebind.models.generation import continue_prompts, sample
 from rebind.models.load import load_pretrained
-from rebind.models.prompts import EncodedPrompt, Prompt, encode_prompts
+from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation, encode_prompts, start_tokens
 from rebind.models.scoring import FactScore
 from rebind.models.sites import Site, find_sites, module_at
-from rebind.models.tokenizer import decode_continuation, start_tokens
 from rebind.models.trunk import Trunk
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per entry
+SAMPLES = 1024
 
 
 class LanguageModel:
@@ -170,3 +173,33 @@ class LanguageModel:
         configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         listed = configured if isinstance(configured, (list, tuple)) else [configured]
         return frozenset(end for end in (*listed, self.tokenizer.eos_token_id) if end is not None)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a sha256 (hex) that is equal for two models if and only if their weights are, on whatever devices.
+
+    For each parameter (tied ones once) it covers the name, shape and dtype, the sum of the bits along the last
+    dimension, and 1024 evenly spaced entries. Bits are summed as integers: exact in any order, so CPU and GPU agree
+    (sums of floats would not), and a change of any one entry changes a sum.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    digest = hashlib.sha256(str(kind).encode())
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise InputError(
+                f"{name} is offloaded (it is on the meta device)",
+                expected="weights in memory",
+                advice="Load the model with a device_map that keeps all layers on devices",
+                code="offloaded_weights",
+            )
+        digest.update(f"\n{name} {list(parameter.shape)} {parameter.dtype}\n".encode())
+        digest.update(_summarize(parameter.detach()))
+    return digest.hexdigest()
+
+
+def _summarize(parameter: Tensor) -> bytes:
+    bits = parameter.contiguous().view(INTEGERS[parameter.element_size()])
+    flat = bits.reshape(-1)
+    samples = flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES]
+    sums = bits.sum(-1, dtype=torch.int64).reshape(-1)
+    return sums.cpu().numpy().tobytes() + samples.cpu().numpy().tobytes()

@@ -1,4 +1,4 @@
-"""transformers while it loads and saves: no progress bars, errors on one line, no invented weights."""
+"""transformers while it loads and saves: no progress bars, one error, no invented weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import modeling_gguf_pytorch_utils
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
 
 from rebind.errors import InputError
@@ -38,9 +39,29 @@ def first_line(problem: BaseException) -> str:
     return line if len(line) <= 200 else f"{line[:199]}…"
 
 
-def require_complete(report: dict[str, Any], source: Path, advice: str) -> None:
-    """Raise if weights were missing: transformers fills them with random numbers and only mentions it."""
+@contextlib.contextmanager
+def loading(source: Path, kind: str, *, advice: str, code: str) -> Iterator[None]:
+    """Load quietly, and turn whatever transformers raises into one error."""
+    try:
+        with quiet():
+            yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:  # transformers, safetensors, accelerate and gguf each have their own
+        problem_text = f"{source} cannot be loaded as {kind} ({first_line(problem)})"
+        raise InputError(problem_text, advice=advice, code=code) from problem
+
+
+def load_weights(source: Path, folder: Path, *, advice: str, **options: Any) -> PreTrainedModel:
+    """Return the causal language model of `source`, a folder or a file in it. Nothing is downloaded, no code is run."""
+    with loading(source, "a causal language model", advice=advice, code="unreadable_model"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
+        )
+    model: PreTrainedModel
+    model, report = loaded  # because of output_loading_info
     missing = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
-    if missing:
+    if missing:  # transformers fills them with random numbers and only mentions it
         problem = f"{source} lacks {len(missing)} of the weights of the model (such as {missing[0]})"
         raise InputError(problem, advice=advice, code="missing_weights")
+    return model

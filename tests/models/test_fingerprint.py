@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rebind.errors import InputError
-from rebind.models.fingerprint import fingerprint
+from rebind.models.language_model import fingerprint
 from tests.families import FAMILIES, HEADS, HIDDEN
 
 

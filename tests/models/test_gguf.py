@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from rebind.errors import InputError
-from rebind.models.fingerprint import fingerprint
-from rebind.models.gguf import content_digest
-from rebind.models.language_model import LanguageModel
+from rebind.models.language_model import LanguageModel, fingerprint
+from rebind.models.locate import content_digest
 from rebind.storage import cache_dir
 from tests.families import HEADS, HIDDEN, INNER, LAYERS, VOCAB, tokens
 from tests.tiny import LETTERS
@@ -121,7 +120,7 @@ def test_the_digest_covers_every_byte_and_not_the_time(tmp_path):
 def test_a_failed_conversion_leaves_nothing(tiny, gguf_file, tmp_path):
     data = gguf_file.read_bytes()
     gguf_file.write_bytes(data[: len(data) // 3])
-    refused("unreadable_gguf", gguf_file)
+    refused("unreadable_model", gguf_file)
     write_gguf(tmp_path / "part.gguf", tiny, without="model.layers.1.mlp.down_proj.weight")
     refused("missing_weights", tmp_path / "part.gguf")
     assert list((cache_dir() / "models").iterdir()) == []

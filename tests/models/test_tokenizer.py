@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from rebind.errors import InputError
 from rebind.models.language_model import LanguageModel
-from rebind.models.tokenizer import decode_continuation, load_tokenizer, start_tokens
+from rebind.models.load import load_tokenizer
+from rebind.models.prompts import decode_continuation, start_tokens
 from tests.tiny import letter_tokenizer
 from tests.tiny import tokenizer as byte_tokenizer
 
@@ -33,7 +34,7 @@ class Slow(PreTrainedTokenizer):
 )
 def test_tokenizers_that_cannot_be_used(tokenizer, code, tmp_path):
     with pytest.raises(InputError) as caught:
-        load_tokenizer(tokenizer, tmp_path, "tiny")
+        load_tokenizer(tokenizer, tmp_path)
     assert caught.value.code == code
 
 
