@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rebind.cuda_graphs import captured, or_none
+from rebind.cuda_graphs import capture_graph, record_or_warn
 from rebind.models.prompts import EncodedPrompt
 from rebind.models.trunk import Tokens, Trunk, select_cache
 
@@ -199,7 +199,7 @@ class RecordedObjective:
         self.objective, self.batch = objective, objective.batch
         self._delta = torch.zeros_like(self.batch.hidden[self.batch.bare, 0], dtype=objective.length.dtype)
         self._graph = torch.cuda.CUDAGraph()
-        with captured(self._graph):
+        with capture_graph(self._graph):
             delta = self._delta.requires_grad_()
             loss = objective.run(delta)
             (self._gradient,) = torch.autograd.grad(loss.sum(), delta)
@@ -229,4 +229,4 @@ def can_record(trunk: Trunk) -> bool:
 def record(objective: Objective) -> RecordedObjective | Objective:
     """Record an objective; return it unchanged, with a warning, if the model's code does not allow that."""
     name = type(objective.trunk.model).__name__
-    return or_none(lambda: RecordedObjective(objective), f"the target search on {name}") or objective
+    return record_or_warn(lambda: RecordedObjective(objective), f"the target search on {name}") or objective
