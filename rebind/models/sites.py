@@ -13,7 +13,7 @@ its structure, not by its name:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,24 +57,20 @@ class _Linear(NamedTuple):
 
 def find_sites(model: nn.Module) -> list[Site]:
     """Return the down projection of every layer, in order, or raise an error that says why there is none to edit."""
-    _require_causal(model)
-    _require_attention(model)
+    _require_causal_attention(model)
     config: Any = model.config
     hidden = getattr(config.get_text_config(), "hidden_size", None)
     prefix, blocks = _find_blocks(model)
     if not isinstance(hidden, int) or not blocks:
-        raise InputError(
-            f"The architecture of {type(model).__name__} is not known",
-            expected="a hidden_size in its config and a ModuleList of blocks",
-            advice="Choose a decoder-only transformer, or open an issue that names this model",
-            code="unknown_architecture",
-        )
-    _refuse_experts(prefix, blocks)
+        reason = f"The architecture of {type(model).__name__} is not known"
+        raise _cannot_edit(reason, "a hidden_size in its config and a ModuleList of blocks", "unknown_architecture")
     sites = []
     for layer, block in enumerate(blocks):
-        down = _down_projection(f"{prefix}.{layer}", block, hidden)
+        path = f"{prefix}.{layer}"
+        _refuse_experts(path, block)
+        down = _down_projection(path, block, hidden)
         _require_editable(down)
-        sites.append(Site(layer, f"{prefix}.{layer}", down.path, down.d_in, down.d_out))
+        sites.append(Site(layer, path, down.path, down.d_in, down.d_out))
     return sites
 
 
@@ -102,42 +98,33 @@ def write_memory(module: nn.Module, memory: Tensor) -> None:
     weight.copy_(memory)
 
 
-def _require_causal(model: nn.Module) -> None:
+def _cannot_edit(reason: str, expected: str, code: str, advice: str = "Choose a model of another family") -> InputError:
+    return InputError(reason, expected=expected, advice=advice, code=code)
+
+
+def _require_causal_attention(model: Any) -> None:
+    """Raise for recurrent layers too: target search shares prefixes, so their states must not change in place."""
+    kind = type(model).__name__
     config, can_generate = getattr(model, "config", None), getattr(model, "can_generate", None)
     if config is None or can_generate is None or not can_generate() or config.is_encoder_decoder:
-        raise InputError(
-            f"{type(model).__name__} is not a causal (decoder-only) language model with its output head",
-            advice="Load one with LanguageModel.load or AutoModelForCausalLM",
-            code="not_causal",
-        )
-
-
-def _require_attention(model: Any) -> None:
-    """Raise for recurrent layers: target search shares prefixes, so their states must not change in place."""
+        raise _cannot_edit(f"{kind} has no next-token head", "a causal (decoder-only) language model", "not_causal")
     if model._supports_default_dynamic_cache():
-        layers = DynamicCache(config=model.config).layers
+        layers = DynamicCache(config=config).layers
         if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
-            raise InputError(
-                f"{type(model).__name__} has recurrent layers, and every run changes their states in place",
-                expected="attention in all layers",
-                advice="Choose a model of another family",
-                code="recurrent_layers",
-            )
+            raise _cannot_edit(f"{kind} has recurrent layers", "attention in all layers", "recurrent_layers")
 
 
-def _find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def _find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """Return the path of the decoder's blocks, and the blocks. A list of experts may be longer: the outermost wins."""
-    get_decoder: Callable[[], nn.Module] | None = getattr(model, "get_decoder", None)
-    decoder = get_decoder() if get_decoder else model
-    inside = {id(module) for module in decoder.modules()}
+    decoder = model.get_decoder()
     if not any(isinstance(module, nn.ModuleList) for module in decoder.modules()):
-        inside = {id(module) for module in model.modules()}  # ModernBERT calls its output head "decoder"
+        decoder = model  # ModernBERT calls its output head "decoder"
+    inside = set(decoder.modules())
     lists = {
         path: module
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
-        and id(module) in inside
-        and len(module)
+        and module in inside
         and len({type(block) for block in module}) == 1
         and any(_widths(inner) is not None for inner in module[0].modules())
     }
@@ -145,22 +132,12 @@ def _find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(outermost.items(), key=lambda item: len(item[1]), default=("", nn.ModuleList()))
 
 
-def _refuse_experts(prefix: str, blocks: nn.ModuleList) -> None:
-    experts = {
-        layer: path
-        for layer, block in enumerate(blocks)
-        for path, _ in block.named_modules()
-        if EXPERT_NAME.search(path.rpartition(".")[2])
-    }
-    if experts:
-        layer, path = next(iter(experts.items()))
-        raise InputError(
-            f"{prefix}.{layer}.{path} belongs to a mixture of experts (in {len(experts)} of {len(blocks)} layers); "
-            f"which expert runs depends on the token, so one key does not address one matrix",
-            expected="one MLP per layer",
-            advice="Choose a dense model",
-            code="mixture_of_experts",
-        )
+def _refuse_experts(path: str, block: nn.Module) -> None:
+    """Raise for a mixture of experts: which one runs depends on the token, so one key does not address one matrix."""
+    for name, _ in block.named_modules():
+        if EXPERT_NAME.search(name.rpartition(".")[2]):
+            reason = f"{path}.{name} belongs to a mixture of experts"
+            raise _cannot_edit(reason, "one MLP per layer", "mixture_of_experts", "Choose a dense model")
 
 
 def _down_projection(path: str, block: nn.Module, hidden: int) -> _Linear:
@@ -172,12 +149,9 @@ def _down_projection(path: str, block: nn.Module, hidden: int) -> _Linear:
         downs = {parent: down for parent, down in downs.items() if MLP_NAME.search(parent.removeprefix(path))}
     if len(downs) != 1:
         maps = ", ".join(f"{x.path} ({x.d_in} → {x.d_out})" for group in groups.values() for x in group) or "none"
-        raise InputError(
-            f"{path} ({type(block).__name__}) has {len(downs)} MLPs; linear maps outside attention: {maps}",
-            expected=f"one, with an up projection from the hidden size {hidden} and a down projection back to it",
-            advice="Choose a supported architecture, or open an issue with this message",
-            code="mlp_not_found",
-        )
+        reason = f"{path} ({type(block).__name__}) has {len(downs)} MLPs; linear maps outside attention: {maps}"
+        expected = f"one, with an up projection from the hidden size {hidden} and a down projection back to it"
+        raise _cannot_edit(reason, expected, "mlp_not_found")
     return next(iter(downs.values()))
 
 
@@ -212,35 +186,25 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
     """Return (in, out) of a linear map; quantized ones and adapters have these attributes, whatever their weight."""
     if isinstance(module, Conv1D):
         return module.weight.shape[0], module.weight.shape[1]
-    for names in (("in_features", "out_features"), ("infeatures", "outfeatures")):
-        widths = tuple(getattr(module, name, None) for name in names)
-        if isinstance(widths[0], int) and isinstance(widths[1], int):
-            return widths[0], widths[1]
-    return None
+    widths = tuple(getattr(module, name, None) for name in ("in_features", "out_features"))
+    return widths if all(isinstance(width, int) for width in widths) else None
 
 
 def _require_editable(linear: _Linear) -> None:
     """Raise unless the weight can be read and written as the matrix that the map multiplies by."""
     module, weight = linear.module, getattr(linear.module, "weight", None)
-    if _multiplies_by_its_weight(module) and type(weight) is nn.Parameter and weight.dtype in EDITABLE_DTYPES:
+    kind = type(module)
+    # A subclass with a forward of its own may quantize on the fly; those of transformers do not (FalconLinear).
+    is_plain = isinstance(module, (nn.Linear, Conv1D)) and (
+        kind.forward in (nn.Linear.forward, Conv1D.forward) or kind.__module__.startswith("transformers.models.")
+    )
+    if is_plain and type(weight) is nn.Parameter and weight.dtype in EDITABLE_DTYPES:
         return
-    dtype = f" with {weight.dtype} weights" if isinstance(weight, Tensor) else ""
     if hasattr(module, "base_layer"):
         code, advice = "adapter", "Merge the adapter into the model first (merge_and_unload()), or edit the base model"
     else:
         code = "quantized_weights"
         advice = "Edit the model without quantization, and export the edit as an adapter for the quantized one"
-    raise InputError(
-        f"{linear.path} is a {type(module).__module__}.{type(module).__name__}{dtype}",
-        expected="nn.Linear or Conv1D in float64, float32, bfloat16 or float16",
-        advice=advice,
-        code=code,
-    )
-
-
-def _multiplies_by_its_weight(module: nn.Module) -> bool:
-    """Return whether the forward pass is the plain map: not a subclass that quantizes on the fly."""
-    if not isinstance(module, (nn.Linear, Conv1D)):
-        return False
-    own_forward = type(module).forward not in (nn.Linear.forward, Conv1D.forward)
-    return not own_forward or type(module).__module__.startswith("transformers.models.")  # FalconLinear
+    dtype = f" with {weight.dtype} weights" if isinstance(weight, Tensor) else ""
+    reason = f"{linear.path} is a {kind.__module__}.{kind.__name__}{dtype}"
+    raise _cannot_edit(reason, "nn.Linear or Conv1D in float64, float32, bfloat16 or float16", code, advice)

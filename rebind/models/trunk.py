@@ -15,18 +15,20 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from rebind.errors import InputError
 
 Hidden = Tensor  # [rows, tokens, width]
+Resume = tuple[int, Hidden]  # a layer and the output that its block is taken to have: the run begins above it
 
 
 class _Stop(Exception):  # noqa: N818 - a signal, not an error
@@ -44,28 +46,15 @@ class Tokens:
     @classmethod
     def left_padded(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Tokens:
         """Return rows that end together, for a cache of prefixes or a key at the last token."""
-        width = max((len(row) for row in rows), default=0)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for index, row in enumerate(rows):
-            if row:
-                ids[index, width - len(row) :] = torch.as_tensor(row)
-                mask[index, width - len(row) :] = 1
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)
-        return cls(ids.to(device), mask.to(device), positions.to(device))
+        ids, mask = _pad(rows, "left", device)
+        return cls(ids, mask, (mask.cumsum(-1) - 1).clamp_min(0))
 
     @classmethod
     def following(cls, past: Tokens, rows: Sequence[Sequence[int]]) -> Tokens:
         """Return rows that begin together, right after `past`."""
-        device = past.ids.device
-        width = max(len(row) for row in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for index, row in enumerate(rows):
-            ids[index, : len(row)] = torch.as_tensor(row)
-            mask[index, : len(row)] = 1
-        positions = past.mask.sum(-1, keepdim=True) + torch.arange(width, device=device)
-        return cls(ids.to(device), torch.cat([past.mask, mask.to(device)], dim=-1), positions)
+        ids, mask = _pad(rows, "right", past.ids.device)
+        positions = past.mask.sum(-1, keepdim=True) + torch.arange(ids.shape[-1], device=ids.device)
+        return cls(ids, torch.cat([past.mask, mask], dim=-1), positions)
 
     @classmethod
     def right_padded(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Tokens:
@@ -77,6 +66,14 @@ class Tokens:
         return Tokens(self.ids[rows], self.mask[rows], self.positions[rows])
 
 
+def _pad(rows: Sequence[Sequence[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return rows of different lengths as one tensor, and a mask that is 1 where there is a token."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_side=side)
+    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side=side)
+    return ids.to(device), mask.to(device)
+
+
 class Trunk:
     """A causal language model and the list of its blocks, first to last."""
 
@@ -85,7 +82,6 @@ class Trunk:
         self.blocks = list(blocks)
         self._accepts = set(inspect.signature(model.base_model.forward).parameters)  # type: ignore[union-attr]
         self._head_accepts = set(inspect.signature(self.model.forward).parameters)
-        self._returns_tuple: bool | None = None  # whether blocks return a tuple, hidden states first; found by a run
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +96,13 @@ class Trunk:
         """The longest sequence the model takes, where its config says so."""
         length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return length if isinstance(length, int) else None
+
+    @cached_property
+    def _returns_tuple(self) -> bool:
+        """Whether blocks return a tuple with the hidden states first, as a short run shows."""
+        with torch.no_grad(), self._stopping_after(0) as outputs:
+            self._run_base(Tokens.left_padded([(0,)], self.device))
+        return isinstance(outputs[0], tuple)
 
     def narrowed(self, dtype: torch.dtype) -> Trunk:
         """Return a copy of the model as it is now in a narrower dtype."""
@@ -116,26 +119,19 @@ class Trunk:
             return cache_of(self._run_base(tokens, use_cache=True))
         cache = DynamicCache(config=self.model.config)
         with self._stopping_after(last_layer):
-            self._run_until_stopped(tokens, cache)
+            self._run_base(tokens, cache)
         return cache
 
     @torch.no_grad()
-    def after(
-        self, layer: int, tokens: Tokens, *, cache: Any = None, resume: tuple[int, Hidden] | None = None
-    ) -> Hidden:
-        """Return the output of block `layer`; nothing above it is computed. `resume` is as in `logits`."""
+    def after(self, layer: int, tokens: Tokens, *, cache: Any = None, resume: Resume | None = None) -> Hidden:
+        """Return the output of block `layer`; nothing above it is computed."""
         with self._stopping_after(layer) as outputs, self._resuming(resume):
-            self._run_until_stopped(tokens, borrow_cache(cache))
+            self._run_base(tokens, borrow_cache(cache))
         return _states_in(outputs[0])
 
     @torch.no_grad()
     def inputs(
-        self,
-        modules: Sequence[nn.Module],
-        tokens: Tokens,
-        *,
-        cache: Any = None,
-        resume: tuple[int, Hidden] | None = None,
+        self, modules: Sequence[nn.Module], tokens: Tokens, *, cache: Any = None, resume: Resume | None = None
     ) -> list[Tensor]:
         """Return the input of each of the modules; the run ends at the last one."""
         inputs: dict[int, Tensor] = {}
@@ -148,16 +144,13 @@ class Trunk:
         with ExitStack() as hooks, self._resuming(resume):
             for index, module in enumerate(modules):
                 hooks.enter_context(module.register_forward_pre_hook(partial(record, index)))
-            self._run_until_stopped(tokens, borrow_cache(cache))
+            self._run_base(tokens, borrow_cache(cache))
         return [inputs[index] for index in range(len(modules))]
 
-    def logits(
-        self, tokens: Tokens, where: Tensor, *, cache: Any = None, resume: tuple[int, Hidden] | None = None
-    ) -> Tensor:
+    def logits(self, tokens: Tokens, where: Tensor, *, cache: Any = None, resume: Resume | None = None) -> Tensor:
         """Return the next-token logits [m, vocabulary] at `where` [m, 2] (row, token), in float32 or better.
 
-        `resume=(layer, states)` begins above block `layer`, the output of which is taken to be `states`; gradients
-        flow into them.
+        Gradients flow into the states of `resume`.
         """
 
         def choose(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -169,15 +162,12 @@ class Trunk:
             logits: Tensor = self.model(**arguments, use_cache=cache is not None).logits[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _run_base(self, tokens: Tokens, cache: Any = None, *, use_cache: bool) -> Any:
-        with self._finite_padding(tokens):
-            return self.model.base_model(**self._arguments(tokens, cache, self._accepts), use_cache=use_cache)
-
-    def _run_until_stopped(self, tokens: Tokens, cache: Any) -> None:
-        try:
-            self._run_base(tokens, cache, use_cache=cache is not None)
-        except _Stop:
-            return
+    def _run_base(self, tokens: Tokens, cache: Any = None, *, use_cache: bool = False) -> Any:
+        """Return the output of the model without its head, or None where a hook stopped the run."""
+        arguments = self._arguments(tokens, cache, self._accepts)
+        with self._finite_padding(tokens), suppress(_Stop):
+            return self.model.base_model(**arguments, use_cache=use_cache or cache is not None)
+        return None
 
     def _arguments(self, tokens: Tokens, cache: Any, accepts: set[str]) -> dict[str, Any]:
         arguments: dict[str, Any] = {"input_ids": tokens.ids, "attention_mask": tokens.mask}
@@ -220,21 +210,18 @@ class Trunk:
             yield outputs
 
     @contextmanager
-    def _resuming(self, resume: tuple[int, Hidden] | None) -> Iterator[None]:
+    def _resuming(self, resume: Resume | None) -> Iterator[None]:
         """Skip the blocks up to a layer and let the last of them return known states."""
         if resume is None:
             yield
             return
         layer, known = resume
         self._require_own_keys_above(layer)
-        if self._returns_tuple is None:
-            with torch.no_grad(), self._stopping_after(0) as outputs:
-                self._run_until_stopped(Tokens.left_padded([(0,)], self.device), None)
-            self._returns_tuple = isinstance(outputs[0], tuple)
+        returns_tuple = self._returns_tuple  # found out now: the blocks are about to be replaced
 
         def pass_through(*args: Any, **kwargs: Any) -> Any:
             states = args[0] if args else kwargs["hidden_states"]
-            return (states,) if self._returns_tuple else states
+            return (states,) if returns_tuple else states
 
         def return_known(*args: Any, **kwargs: Any) -> Any:
             states = args[0] if args else kwargs["hidden_states"]
@@ -250,8 +237,8 @@ class Trunk:
         """Raise if blocks above use keys and values that a skipped block would compute (as in Gemma 3n)."""
         config = self.model.config.get_text_config()
         own = len(self.blocks) - (getattr(config, "num_kv_shared_layers", 0) or 0)
-        kinds = (getattr(config, "layer_types", None) or ["" for _ in self.blocks])[:own]
-        lowest = min((max(i for i, kind in enumerate(kinds) if kind == one) for one in set(kinds)), default=own)
+        kinds = (getattr(config, "layer_types", None) or [""] * len(self.blocks))[:own]
+        lowest = min((own - 1 - kinds[::-1].index(kind) for kind in set(kinds)), default=own)
         if own < len(self.blocks) and layer >= lowest:
             raise InputError(
                 f"Blocks from {own} on use the keys of block {lowest}, which no run above block {layer} computes",
@@ -274,9 +261,8 @@ def _replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator
             block.forward = own
 
 
-def _states_in(out: Any) -> Hidden:
-    """Return the hidden states in the output of a block."""
-    states: Hidden = out[0] if isinstance(out, tuple) else out
+def _states_in(block_output: Any) -> Hidden:
+    states: Hidden = block_output[0] if isinstance(block_output, tuple) else block_output
     return states
 
 
