@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -355,29 +354,3 @@ def test_another_text_does_not_resume_a_run(tmp_path):
         train(run, tmp_path / "run")
     assert caught.value.code == "other_text"
     assert saved_steps(tmp_path / "run") == ["step-00000005"]
-
-
-def test_a_log_without_the_rows_of_the_checkpoint(tmp_path):
-    run = config(corpus(tmp_path))
-    kill(run, tmp_path / "run", 6)
-    (tmp_path / "run/log.jsonl").write_text("")
-    with pytest.raises(InputError) as caught:
-        train(run, tmp_path / "run")
-    assert caught.value.code == "rows_missing"
-
-
-def test_one_run_per_folder(tmp_path):
-    run, codes = config(corpus(tmp_path), steps=1), []
-
-    def train_again() -> None:
-        with pytest.raises(StorageError) as caught:
-            train(run, tmp_path / "run")
-        codes.append(caught.value.code)
-
-    def meanwhile(update) -> None:
-        thread = threading.Thread(target=train_again)
-        thread.start()
-        thread.join()
-
-    train(run, tmp_path / "run", progress=TrainingProgress(step=meanwhile))
-    assert codes == ["locked"]
