@@ -239,7 +239,7 @@ def unnamed(thing):
         (lambda: FastWeight(0, 1), InputError, "invalid_size"),
         (lambda: FastWeight(8, 0), InputError, "invalid_size"),
         (lambda: FastWeight(8, 2, conv_size=0), InputError, "invalid_size"),
-        (lambda: FastWeight(8, 4, key_heads=3), ShapeError, "indivisible_key_heads"),
+        (lambda: FastWeight(8, 4, key_heads=3), ShapeError, "indivisible_heads"),
         (lambda: FastWeight(8, 2, rule="dalta"), UnknownNameError, "unknown_rule"),
         (lambda: FastWeight(8, 2, normalizer="summ"), UnknownNameError, "unknown_normalizer"),
         (lambda: FastWeight(8, 2, normalizer="sum"), InputError, "feature_may_be_negative"),

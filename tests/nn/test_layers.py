@@ -97,7 +97,7 @@ def test_ttt_state_size_counts_the_inner_model_once():
         (lambda: TTTLayer(8, 2, mini_batch=0), "invalid_size"),
         (lambda: TTTLayer(8, 2, inner=ttt.ResidualNorm(ttt.Linear())), "unsupported_inner_model"),
         (lambda: HopfieldLayer(8, 2, patterns=0), "invalid_size"),
-        (lambda: Attention(6, 2), "odd_head_width"),
+        (lambda: Attention(6, 2), "indivisible_heads"),
         (lambda: CrossFastWeight(6, 4), "indivisible_heads"),
     ],
 )

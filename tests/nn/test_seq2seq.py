@@ -16,7 +16,7 @@ from transformers import (
 
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.nn import RebindForSeq2SeqLM, RebindSeq2SeqCache, RebindSeq2SeqConfig
-from rebind.nn.seq2seq.kinds import SEQ2SEQ_KINDS
+from rebind.nn.seq2seq import SEQ2SEQ_KINDS
 from rebind.nn.seq2seq.model import sinusoids
 from tests.support import assert_close
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rebind.errors import InputError
 from rebind.memory.precision import working_dtype
 from rebind.nn.layers.base import SequenceLayer
-from rebind.nn.parts.checks import head_width, shared_key_heads
+from rebind.nn.parts.checks import head_width, require_multiple
 from rebind.nn.parts.padding import zero_padding
 from rebind.nn.parts.state import State
 
@@ -27,7 +26,7 @@ class AttentionState(State):
 
     keys: Tensor  # [B, key_heads, S, head_dim], rotated
     values: Tensor  # [B, key_heads, S, head_dim]
-    count: Tensor  # [B] real tokens so far: the position of the next one
+    count: Tensor | None = None  # [B] real tokens so far: the position of the next one; None for a source
     real: Tensor | None = None  # [B, S] true for real tokens; None: all are
 
 
@@ -56,16 +55,11 @@ class Attention(SequenceLayer[AttentionState]):
     ) -> None:
         super().__init__(dim)
         self.heads = heads
-        self.head_dim = head_width("head_dim", dim, heads, head_dim)
-        self.key_heads = shared_key_heads(heads, key_heads)
-        if rope_theta is not None and self.head_dim % 2:
-            raise InputError(
-                f"The heads are {self.head_dim} wide",
-                expected="an even width for rotary positions",
-                advice="Change the number of heads, or use {rope_theta} for attention without positions",
-                settings={"rope_theta": None},
-                code="odd_head_width",
-            )
+        self.head_dim = head_width(dim, heads, head_dim)
+        self.key_heads = heads if key_heads is None else key_heads
+        require_multiple("The number of heads", heads, self.key_heads, "the number of key heads")
+        if rope_theta is not None:
+            require_multiple("The width of a head", self.head_dim, 2, "which rotary positions need")
         self.rope_theta = rope_theta
         self.q_proj = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(dim, self.key_heads * self.head_dim, bias=False)
@@ -87,7 +81,7 @@ class Attention(SequenceLayer[AttentionState]):
     ) -> tuple[Tensor, AttentionState]:
         start = self._check_or_begin(x, state, mask)
         x = zero_padding(x, mask)
-        q, k, v = self._project(x, start.count, mask)
+        q, k, v = self._project(x, cast(Tensor, start.count), mask)
         end = self._append(start, k, v, mask)
         past = start.keys.shape[2]
         allowed = _attention_mask(past, x.shape[1], end.real, x.device)
@@ -107,20 +101,20 @@ class Attention(SequenceLayer[AttentionState]):
         if self.rope_theta is None:
             return q, k, v
         offset = torch.arange(x.shape[1], device=x.device) if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-        angles = _rotary_angles(count[:, None] + offset, self.head_dim, self.rope_theta, working_dtype(q))
+        powers = torch.arange(0, self.head_dim, 2, device=x.device, dtype=working_dtype(q)) / self.head_dim
+        positions = (count[:, None] + offset)[:, None, :, None]
+        angles = positions.to(powers.dtype) * self.rope_theta**-powers  # [B, 1, T, head_dim / 2]
         return _rotate(q, angles), _rotate(k, angles), v
 
     def _append(self, state: AttentionState, k: Tensor, v: Tensor, mask: Tensor | None) -> AttentionState:
-        batch, _, length, _ = k.shape
-        real = state.real
+        length, real = k.shape[2], state.real
         if real is not None or mask is not None:
-            ones = torch.ones(batch, max(length, state.keys.shape[2]), dtype=torch.bool, device=k.device)
-            before = ones[:, : state.keys.shape[2]] if real is None else real
-            real = torch.cat([before, ones[:, :length] if mask is None else mask], dim=1)
+            before, now = (torch.ones_like(keys[:, 0, :, 0], dtype=torch.bool) for keys in (state.keys, k))
+            real = torch.cat([before if real is None else real, now if mask is None else mask], dim=1)
         return AttentionState(
             torch.cat([state.keys.to(k.dtype), k], dim=2),
             torch.cat([state.values.to(v.dtype), v], dim=2),
-            state.count + (length if mask is None else mask.sum(1)),
+            cast(Tensor, state.count) + (length if mask is None else mask.sum(1)),
             real,
         )
 
@@ -141,15 +135,8 @@ def _attention_mask(past: int, length: int, real: Tensor | None, device: torch.d
     causal = keys <= queries
     if real is None:
         return causal[None, None]
-    return ((causal & real[:, None]) | (keys == queries))[
-        :, None
-    ]  # padding sees itself, since softmax of nothing is NaN
-
-
-def _rotary_angles(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """Return the angles [B, 1, T, width / 2] of positions [B, T]."""
-    frequencies = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=dtype) / width)
-    return (positions[..., None].to(dtype) * frequencies).unsqueeze(1)
+    allowed = (causal & real[:, None]) | (keys == queries)  # padding sees itself, since softmax of nothing is NaN
+    return allowed[:, None]
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:

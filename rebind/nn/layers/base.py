@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rebind.errors import InputError
-from rebind.nn.parts.checks import require_mask, require_positive, require_rows, require_sequence
+from rebind.nn.parts.checks import require_positive, require_rows, require_sequence
 from rebind.nn.parts.state import State
 
 S = TypeVar("S", bound=State)
@@ -61,18 +61,15 @@ class SequenceLayer(nn.Module, Generic[S]):
 
     def _check(self, x: Tensor, state: S | None, mask: Tensor | None, *, rank: int = 3) -> None:
         """Check the arguments of `forward`, or of `step` for `rank` 2."""
-        require_sequence("x", x, self.dim, rank=rank)
-        require_mask(mask, x)
-        if state is None:
-            return
-        if not isinstance(state, self.state_type):
+        require_sequence("x", x, self.dim, mask, rank=rank)
+        if state is not None and not isinstance(state, self.state_type):
             raise InputError(
                 f"The state is of type {type(state).__name__}",
                 expected=f"the {self.state_type.__name__} that this layer returned, or None to begin",
                 code="state_of_other_layer",
             )
-        for tensor in state.tensors:
-            require_rows(x.shape[0], len(tensor))
+        for tensor in [] if state is None else state.tensors:
+            require_rows(x, len(tensor))
 
     def _check_or_begin(self, x: Tensor, state: S | None, mask: Tensor | None) -> S:
         """Check the arguments and return the state to start from."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar, Generic
 
 import torch
@@ -15,12 +14,12 @@ from torch.nn import functional
 
 from rebind.memory.features import Feature
 from rebind.memory.precision import working_dtype
+from rebind.nn.layers.attention import AttentionState
 from rebind.nn.layers.base import S
 from rebind.nn.layers.fast_weight import FastWeightState
-from rebind.nn.parts.checks import head_width, require_mask, require_positive, require_rows, require_sequence
+from rebind.nn.parts.checks import head_width, require_rows, require_sequence
 from rebind.nn.parts.feature_map import FeatureMap, Normalizer
 from rebind.nn.parts.padding import zero_padding
-from rebind.nn.parts.state import State
 from rebind.precision import without_autocast
 
 
@@ -29,14 +28,13 @@ class CrossLayer(nn.Module, Generic[S]):
 
     grows: ClassVar[bool] = False  # whether the state is as long as the source
 
-    def __init__(self, dim: int, heads: int, source_dim: int) -> None:
+    def __init__(self, dim: int, heads: int, *, source_dim: int | None = None) -> None:
         super().__init__()
-        require_positive(source_dim=source_dim)
-        self.dim, self.source_dim, self.heads = dim, source_dim, heads
-        self.head_dim = head_width("head_dim", dim, heads, None)
+        self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
+        self.source_dim = dim if source_dim is None else source_dim
         self.q_proj = nn.Linear(dim, dim, bias=False)
-        self.k_proj = nn.Linear(source_dim, dim, bias=False)
-        self.v_proj = nn.Linear(source_dim, dim, bias=False)
+        self.k_proj = nn.Linear(self.source_dim, dim, bias=False)
+        self.v_proj = nn.Linear(self.source_dim, dim, bias=False)
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     @property
@@ -46,15 +44,14 @@ class CrossLayer(nn.Module, Generic[S]):
 
     def write(self, source: Tensor, mask: Tensor | None = None) -> S:
         """Return the state of a source [B, S, source_dim]; `mask` [B, S] is true for real tokens."""
-        require_sequence("source", source, self.source_dim)
-        require_mask(mask, source)
+        require_sequence("source", source, self.source_dim, mask)
         k, v = (project(source).unflatten(-1, (self.heads, -1)) for project in (self.k_proj, self.v_proj))
         return self._write(k, v, mask)
 
     def forward(self, x: Tensor, state: S) -> Tensor:
         """Return what targets x [B, T, dim] read from the source, [B, T, dim]. The state does not change."""
-        require_sequence("x", x, self.dim)
-        require_rows(len(x), len(state.tensors[0]))
+        require_sequence("x", x, self.dim, None)
+        require_rows(x, len(state.tensors[0]))
         read = self._read(self.q_proj(x).unflatten(-1, (self.heads, -1)), state)
         return self.o_proj(read.flatten(-2).to(x.dtype))
 
@@ -89,7 +86,7 @@ class CrossFastWeight(CrossLayer[FastWeightState]):
         feature: str | Feature = "elu+1",
         normalizer: str | Normalizer = "attention",
     ) -> None:
-        super().__init__(dim, heads, dim if source_dim is None else source_dim)
+        super().__init__(dim, heads, source_dim=source_dim)
         self.phi = FeatureMap(feature, normalizer, self.head_dim)
 
     @property
@@ -109,37 +106,26 @@ class CrossFastWeight(CrossLayer[FastWeightState]):
             return self.phi.normalizer.read(out)
 
 
-@dataclass(frozen=True, eq=False)
-class CrossAttentionState(State):
-    """One key and one value per token of the source."""
-
-    keys: Tensor  # [B, heads, S, head_dim]
-    values: Tensor  # [B, heads, S, head_dim]
-    real: Tensor | None = None  # [B, S] true for real tokens; None: all are
-
-
-class CrossAttention(CrossLayer[CrossAttentionState]):
+class CrossAttention(CrossLayer[AttentionState]):
     """softmax(q·k / √head_dim) over the whole source, without positions.
 
     Args:
-        dim: Width of the source, the targets and the output.
+        dim: Width of the targets and of the output.
         heads: Number of heads, which share `dim` evenly.
+        source_dim: Width of the source. None: dim.
     """
 
     grows = True
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__(dim, heads, dim)
 
     @property
     def state_size(self) -> int:
         """Numbers stored per token of the source: a key and a value."""
         return 2 * self.dim
 
-    def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> CrossAttentionState:
-        return CrossAttentionState(k.transpose(1, 2), v.transpose(1, 2), mask)
+    def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> AttentionState:
+        return AttentionState(k.transpose(1, 2), v.transpose(1, 2), real=mask)
 
-    def _read(self, q: Tensor, state: CrossAttentionState) -> Tensor:
+    def _read(self, q: Tensor, state: AttentionState) -> Tensor:
         real = None if state.real is None else state.real[:, None, None, :]
         read = functional.scaled_dot_product_attention(
             q.transpose(1, 2), state.keys.to(q.dtype), state.values.to(q.dtype), attn_mask=real

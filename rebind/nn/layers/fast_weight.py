@@ -29,7 +29,7 @@ from rebind.memory.features import Feature
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Rule, get_rule
 from rebind.nn.layers.base import SequenceLayer
-from rebind.nn.parts.checks import head_width, shared_key_heads
+from rebind.nn.parts.checks import head_width, require_multiple
 from rebind.nn.parts.convolution import ShortConvolution
 from rebind.nn.parts.dense import RMSNorm, project_gated, project_jointly
 from rebind.nn.parts.feature_map import FeatureMap, Normalizer
@@ -90,10 +90,12 @@ class FastWeight(SequenceLayer[FastWeightState]):
         super().__init__(dim)
         self.heads = heads
         self.rule = get_rule(rule)
-        self.d_k = head_width("d_k", dim, heads, d_k)
-        self.d_v = head_width("d_v", dim, heads, d_v)
-        self.key_heads = shared_key_heads(heads, key_heads)
+        self.d_k = head_width(dim, heads, d_k)
+        self.d_v = head_width(dim, heads, d_v)
+        self.key_heads = heads if key_heads is None else key_heads
+        require_multiple("The number of heads", heads, self.key_heads, "the number of key heads")
         keys, values = self.key_heads * self.d_k, heads * self.d_v
+        self._widths = [keys, keys, values]  # of queries, keys and values side by side
         self.q_proj = nn.Linear(dim, keys, bias=False)
         self.k_proj = nn.Linear(dim, keys, bias=False)
         self.v_proj = nn.Linear(dim, values, bias=False)
@@ -121,8 +123,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
         self._check(x, state, mask)
         x = as_autocast(zero_padding(x, mask))
         mixed = project_jointly(x, self.q_proj, self.k_proj, self.v_proj)
-        projections = self._gate_projections
-        output_gate, gates = self._gates(project_jointly(x, *projections) if projections else None)
+        output_gate, gates = self._gates(project_jointly(x, *self._gate_projections))
         window = None if state is None else state.window
         if self.conv is None:
             qkv = mixed.split(self._widths, dim=-1)
@@ -141,7 +142,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
         x, window = as_autocast(zero_padding(x, mask)), state.window
         everything = project_jointly(x, self.q_proj, self.k_proj, self.v_proj, *self._gate_projections)
         mixed, rest = everything.tensor_split([sum(self._widths)], -1)
-        output_gate, gates = self._gates(rest if rest.shape[-1] else None)
+        output_gate, gates = self._gates(rest)
         if self.conv is not None:
             mixed, window = self.conv.step(mixed, cast(Tensor, window), mask)
         q, k, v, (log_decay, erase, write) = self._scan_inputs(mixed.split(self._widths, dim=-1), gates, mask)
@@ -149,23 +150,16 @@ class FastWeight(SequenceLayer[FastWeightState]):
         return self._output(out, output_gate, x.dtype), FastWeightState(state.memory, window)
 
     @property
-    def _widths(self) -> list[int]:
-        """Widths of queries, keys and values side by side."""
-        keys, values = self.key_heads * self.d_k, self.heads * self.d_v
-        return [keys, keys, values]
-
-    @property
     def _gate_projections(self) -> list[nn.Linear]:
         """The projections of x that `_gates` takes side by side."""
         return [*([] if self.g_proj is None else [self.g_proj]), *self.gates.projections]
 
-    def _gates(self, projected: Tensor | None) -> tuple[Tensor | None, TokenGates]:
+    def _gates(self, projected: Tensor) -> tuple[Tensor | None, TokenGates]:
         """Return the output gate before its silu [..., heads · d_v], and the gates of the rule."""
-        if projected is None or self.g_proj is None:
+        if self.g_proj is None:
             return None, self.gates(projected)
-        values = self.heads * self.d_v
-        output_gate, rest = projected.split([values, projected.shape[-1] - values], dim=-1)
-        return output_gate, self.gates(rest if rest.shape[-1] else None)
+        output_gate, rest = projected.tensor_split([self._widths[2]], dim=-1)
+        return output_gate, self.gates(rest)
 
     def _scan_inputs(
         self, qkv: Sequence[Tensor], gates: TokenGates, mask: Tensor | None

@@ -8,6 +8,8 @@ The patterns are slow weights: the layer remembers nothing of the sequence and m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,12 @@ from rebind.memory.precision import working_dtype
 from rebind.nn.layers.base import SequenceLayer
 from rebind.nn.parts.checks import head_width, require_positive
 from rebind.nn.parts.padding import zero_padding
-from rebind.nn.parts.state import EmptyState
+from rebind.nn.parts.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class EmptyState(State):
+    """The state of a layer that remembers nothing of the sequence."""
 
 
 class HopfieldLayer(SequenceLayer[EmptyState]):
@@ -35,7 +42,7 @@ class HopfieldLayer(SequenceLayer[EmptyState]):
         super().__init__(dim)
         require_positive(patterns=patterns, steps=steps)
         self.heads = heads
-        self.head_dim = head_width("head_dim", dim, heads, None)
+        self.head_dim = head_width(dim, heads)
         self.steps = steps
         self.beta = self.head_dim**-0.5 if beta is None else beta
         self.q_proj = nn.Linear(dim, dim, bias=False)
@@ -48,10 +55,7 @@ class HopfieldLayer(SequenceLayer[EmptyState]):
         nn.init.normal_(self.patterns)
         nn.init.normal_(self.answers)
 
-    @property
-    def state_size(self) -> int:
-        """0: nothing is carried."""
-        return 0
+    state_size = 0
 
     def initial_state(self, batch: int) -> EmptyState:
         return EmptyState()

@@ -71,9 +71,15 @@ class TTTLayer(SequenceLayer[TTTState]):
         super().__init__(dim)
         require_positive(mini_batch=mini_batch)
         self.heads = heads
-        self.head_dim = head_width("head_dim", dim, heads, None)
+        self.head_dim = head_width(dim, heads)
         self.inner = ttt.Linear() if inner is None else inner
-        self._train_mini_batch = _dual_form(self.inner)
+        if type(self.inner) not in DUAL_FORMS:
+            raise InputError(
+                f"The inner model is {self.inner!r}",
+                expected="ttt.Linear() or ttt.Mlp(), to which the layer adds a LayerNorm and a residual connection",
+                advice="Run other inner models with rebind.memory.ttt.run",
+                code="unsupported_inner_model",
+            )
         self.mini_batch = mini_batch
         self.rate = rate
         self.q_proj = nn.Linear(dim, dim, bias=False)
@@ -83,7 +89,7 @@ class TTTLayer(SequenceLayer[TTTState]):
         shapes = self.inner.shapes(self.head_dim, self.head_dim)
         self._weight_names = tuple(f"initial_{index}" for index in range(len(shapes)))
         for name, shape in zip(self._weight_names, shapes, strict=True):  # transformers would not fill a ParameterList
-            self.register_parameter(name, nn.Parameter(torch.empty(heads, *shape)))
+            setattr(self, name, nn.Parameter(torch.empty(heads, *shape)))
         self.norm_weight = nn.Parameter(torch.empty(heads, self.head_dim))
         self.norm_bias = nn.Parameter(torch.empty(heads, self.head_dim))
         self.norm = RMSNorm(self.head_dim)
@@ -124,22 +130,24 @@ class TTTLayer(SequenceLayer[TTTState]):
             tokens = [zero_padding(tensor, mask) for tensor in tokens]
             out, end = self._train(tokens, start, ends, complete=length // self.mini_batch if fresh else 0)
             return self._output(x, out[:, :length]), end
-        layout = MiniBatchLayout.create(mask, start.filled, length, self.mini_batch)
-        out, end = self._train([layout.place(tensor) for tensor in tokens], start, layout.ends)
-        return self._output(x, take_tokens(out, layout.slot)), end
+        packing = Packing.from_mask(torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask)
+        tokens = _align(tokens, packing, start.filled, self.mini_batch)
+        out, end = self._train(tokens, start, packing.counts + start.filled)
+        return self._output(x, take_tokens(out, packing.position + start.filled[:, None])), end
 
     def _train(self, tokens: list[Tensor], state: TTTState, ends: Tensor, complete: int = 0) -> tuple[Tensor, TTTState]:
         """Train on one mini-batch after another of [B, S, heads, ...]; row i has its last token before slot ends[i].
 
         The first `complete` mini-batches are full in every row.
         """
-        norm, size = self._inner_norm(), self.mini_batch
-        start, now, reads = state.start, state.now, []
+        wide, size = working_dtype(self.norm_weight), self.mini_batch
+        norm = InnerNorm(self.norm_weight.to(wide), self.norm_bias.to(wide))
+        train, start, now, reads = DUAL_FORMS[type(self.inner)], state.start, state.now, []
         q, k, v, rate = (_split_mini_batches(tensor, min(size, tensor.shape[1])) for tensor in tokens)
         with without_autocast(q):
             targets, scores = norm.target(k, v), (q @ k.mT).tril()  # for all mini-batches at once
             for index, tensors in enumerate(zip(q, k, targets, rate.unsqueeze(-1), scores, strict=True)):
-                read, now = self._train_mini_batch(start, now, MiniBatch(*tensors), norm)
+                read, now = train(start, now, MiniBatch(*tensors), norm)
                 # A row that ends inside the mini-batch is not done with it.
                 start = now if index < complete else _where(ends >= (index + 1) * size, now, start)
                 reads.append(read)
@@ -151,10 +159,6 @@ class TTTLayer(SequenceLayer[TTTState]):
         qkv = [project(x).unflatten(-1, (self.heads, -1)) for project in (self.q_proj, self.k_proj, self.v_proj)]
         rate = torch.sigmoid(self.rate_proj(x)) * (self.rate / self.head_dim)
         return [tensor.to(working_dtype(tensor)) for tensor in (*qkv, rate)]
-
-    def _inner_norm(self) -> InnerNorm:
-        wide = working_dtype(self.norm_weight)
-        return InnerNorm(self.norm_weight.to(wide), self.norm_bias.to(wide))
 
     def _output(self, x: Tensor, out: Tensor) -> Tensor:
         return self.o_proj(self.norm(out).flatten(-2).to(x.dtype))
@@ -232,19 +236,6 @@ def _train_mlp(start: Weights, now: Weights, batch: MiniBatch, norm: InnerNorm) 
     return read + shift, (first, bias, second, second_bias)
 
 
-def _dual_form(model: ttt.InnerModel) -> Callable[[Weights, Weights, MiniBatch, InnerNorm], tuple[Tensor, Weights]]:
-    if isinstance(model, ttt.Linear):
-        return _train_linear
-    if isinstance(model, ttt.Mlp):
-        return _train_mlp
-    raise InputError(
-        f"The inner model is {model!r}",
-        expected="ttt.Linear() or ttt.Mlp(), to which the layer adds a LayerNorm and a residual connection",
-        advice="Run other inner models with rebind.memory.ttt.run",
-        code="unsupported_inner_model",
-    )
-
-
 def _descend(weight: Tensor, q: Tensor, k: Tensor, scores: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
     """Return W_t q_t for every t, and W after the last token; `update` is η δ."""
     return q @ weight.mT - scores @ update, weight - update.mT @ k
@@ -256,41 +247,31 @@ def _descend_bias(bias: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
     return biases, biases[..., -1, :]
 
 
+DUAL_FORMS: dict[type, Callable[[Weights, Weights, MiniBatch, InnerNorm], tuple[Tensor, Weights]]] = {
+    ttt.Linear: _train_linear,
+    ttt.Mlp: _train_mlp,
+}
+
+
 def _gelu_derivative(x: Tensor) -> Tensor:
     """Return Φ(x) + x·density(x) of the normal distribution."""
     return (1 + torch.erf(x * 0.5**0.5)) / 2 + x * torch.exp(-x.square() / 2) * (2 * torch.pi) ** -0.5
 
 
-# The layout of mini-batches
+# Mini-batches
 
 
-@dataclass(frozen=True, eq=False)
-class MiniBatchLayout:
-    """Slots for tokens such that mini-batches begin at the same slots in every row.
+def _align(tokens: list[Tensor], packing: Packing, filled: Tensor, mini_batch: int) -> list[Tensor]:
+    """Return tokens [B, T, ...] in slots [B, S, ...] such that mini-batches begin at the same slots in every row.
 
-    A row that already has f tokens in its mini-batch leaves the first f slots free, and padding takes none.
+    A row that already has f tokens in its mini-batch leaves the first f slots empty, and padding takes none.
     """
-
-    token: Tensor  # [B, S] the token in each slot
-    real: Tensor  # [B, S] whether a slot has one
-    slot: Tensor  # [B, T] the slot of each token
-    ends: Tensor  # [B] the slot after the last token of a row
-
-    @classmethod
-    def create(cls, mask: Tensor | None, filled: Tensor, length: int, mini_batch: int) -> MiniBatchLayout:
-        full = torch.ones(len(filled), length, dtype=torch.bool, device=filled.device)
-        packing = Packing.from_mask(full if mask is None else mask)
-        slots = (
-            -(-(length + mini_batch - 1) // mini_batch) * mini_batch
-        )  # enough for any f, without asking a GPU for it
-        rank = torch.arange(slots, device=filled.device) - filled[:, None]
-        real = (rank >= 0) & (rank < packing.counts[:, None])
-        token = packing.order.gather(1, rank.clamp(0, length - 1))
-        return cls(token, real, packing.position + filled[:, None], packing.counts + filled)
-
-    def place(self, x: Tensor) -> Tensor:
-        """Return tokens [B, T, ...] in their slots [B, S, ...], zeros in empty slots."""
-        return zero_padding(take_tokens(x, self.token), self.real)
+    length = packing.order.shape[1]
+    slots = -(-(length + mini_batch - 1) // mini_batch) * mini_batch  # enough for any f, without asking a GPU for it
+    rank = torch.arange(slots, device=filled.device) - filled[:, None]
+    real = (rank >= 0) & (rank < packing.counts[:, None])
+    index = packing.order.gather(1, rank.clamp(0, length - 1))
+    return [zero_padding(take_tokens(tensor, index), real) for tensor in tokens]
 
 
 def _split_mini_batches(x: Tensor, size: int) -> Tensor:
@@ -302,5 +283,5 @@ def _split_mini_batches(x: Tensor, size: int) -> Tensor:
 
 def _where(rows: Tensor, weights: Weights, others: Weights) -> Weights:
     """Return `weights` for these rows [B], `others` for the rest."""
-    conditions = (rows.reshape(-1, *[1] * (weight.ndim - 1)) for weight in weights)
-    return tuple(torch.where(row, one, other) for row, one, other in zip(conditions, weights, others, strict=True))
+    pairs = zip(weights, others, strict=True)
+    return tuple(torch.where(rows.reshape(-1, *[1] * (one.ndim - 1)), one, other) for one, other in pairs)

@@ -1,6 +1,6 @@
 """Language models of sequence layers, for transformers. Importing this package registers them with the Auto classes.
 
-- `config`, `presets`: the config, and configs with a name
+- `config`: the config, and presets, which are configs with a name
 - `kinds`: the kinds of layer that a config can name
 - `model`: the models
 - `cache`: the states of all layers, as `generate` carries them
@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 from rebind.nn.lm.cache import RebindCache
-from rebind.nn.lm.config import RebindConfig
+from rebind.nn.lm.config import PRESETS, RebindConfig, preset
 from rebind.nn.lm.decoding import recorded_decoding
 from rebind.nn.lm.kinds import KINDS
 from rebind.nn.lm.model import RebindForCausalLM, RebindModel
-from rebind.nn.lm.presets import PRESETS, preset
 
 __all__ = [
     "KINDS",

@@ -1,7 +1,8 @@
-"""The config of a language model."""
+"""The config of a language model, and presets: configs with a name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -10,6 +11,8 @@ from rebind.errors import ShapeError
 from rebind.memory.checks import unknown_name
 from rebind.nn.parts.checks import head_width, require_positive
 from rebind.nn.parts.dense import MLPS
+
+ConfigValue = str | int | float | list[str] | None
 
 
 class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
@@ -45,8 +48,8 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         require_positive(vocab_size=self.vocab_size, num_hidden_layers=self.num_hidden_layers)
-        head_width("d_k", self.hidden_size, self.num_attention_heads, self.d_k)
-        head_width("d_v", self.hidden_size, self.num_attention_heads, self.d_v)
+        for width in (self.d_k, self.d_v):
+            head_width(self.hidden_size, self.num_attention_heads, width)
         if self.mlp not in MLPS:
             raise unknown_name("mlp", self.mlp, MLPS)
         self.kinds  # noqa: B018  # raises for a pattern that does not fit
@@ -62,3 +65,35 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
                 code="pattern_does_not_fit",
             )
         return pattern * (self.num_hidden_layers // len(pattern))
+
+
+SCHLAG: dict[str, ConfigValue] = {  # Schlag et al., section 6.3, appendices D.3 and F; the vocabulary of WikiText-103
+    "vocab_size": 267_735,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "intermediate_size": 2_048,
+    "layer_kinds": "linear-delta",
+    "mlp": "relu",
+    "dropout": 0.1,
+    "favor_features": 16,
+    "dpfp_nu": 1,
+}
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+PRESETS: dict[str, Mapping[str, ConfigValue]] = {
+    "schlag-small": {**SCHLAG, "hidden_size": 128},  # trained on 256 tokens; 40M parameters in the paper
+    "schlag-medium": {**SCHLAG, "hidden_size": 256},  # trained on 384 tokens; 90M parameters in the paper
+    "modern-10m": dict(zip(SIZES, (16_000, 256, 8, 4, 704), strict=True)),
+    "modern-60m": dict(zip(SIZES, (32_000, 512, 12, 8, 1_408), strict=True)),
+    "modern-350m": dict(zip(SIZES, (32_000, 1_024, 24, 8, 2_816), strict=True)),
+}
+
+
+def preset(name: str, kind: str | list[str] | None = None, **fields: ConfigValue) -> RebindConfig:
+    """Return the config of that name, with layers of that kind (or list of kinds) and with other fields changed.
+
+    For example `preset("schlag-small", "dpfp-delta", vocab_size=8_000)`.
+    """
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    values: dict[str, Any] = {**PRESETS[name], **({} if kind is None else {"layer_kinds": kind}), **fields}
+    return RebindConfig(**values)

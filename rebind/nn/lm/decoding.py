@@ -42,20 +42,15 @@ def recorded_decoding(model: RebindForCausalLM) -> Iterator[None]:
         )
     untyped: Any = model  # `forward` is replaced below
     original, recordings = untyped.forward, dict[Hashable, "_Recording | None"]()
-    replaced = vars(model).get("forward")  # by accelerate or by an outer recorded_decoding
+    is_replaced = "forward" in vars(model)  # by accelerate or by an outer recorded_decoding
 
     @wraps(original)  # `generate` inspects the parameters of forward
     def forward(
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: RebindCache | None = None,
-        *args: Any,
-        **kwargs: Any,
+        input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if not args and not model.training and _is_next_token(input_ids, attention_mask, past_key_values, kwargs):
-            assert input_ids is not None
-            assert past_key_values is not None
-            key = input_ids.shape, _shapes(past_key_values)
+            tensors = [tensor for state in past_key_values.states for tensor in state.tensors]
+            key = input_ids.shape, *((tensor.shape, tensor.dtype) for tensor in tensors)
             if key not in recordings:
                 recordings[key] = record_or_warn(partial(_Recording, original, input_ids, past_key_values), "Decoding")
             recording = recordings[key]
@@ -67,10 +62,9 @@ def recorded_decoding(model: RebindForCausalLM) -> Iterator[None]:
     try:
         yield
     finally:
-        if replaced is None:
-            del untyped.forward
-        else:
-            untyped.forward = replaced
+        del untyped.forward
+        if is_replaced:
+            untyped.forward = original
         for recording in recordings.values():
             if recording is not None:
                 recording.release()
@@ -106,13 +100,9 @@ class _Recording:
         return CausalLMOutputWithPast(logits=self.logits.clone(), past_key_values=cache)
 
     def release(self) -> None:
-        """Give the cache that was replayed last tensors of its own.
-
-        Only some of its tensors may be ours: a token that was not replayed changes some in place and replaces others.
-        """
+        """Give the cache that was replayed last tensors of its own."""
         if (user := self.user()) is not None:
-            own = {tensor.untyped_storage().data_ptr() for state in self.states for tensor in state.tensors}
-            user.states = [state.clone() if state and _uses(state, own) else state for state in user.states]
+            user.states = [state and state.clone() for state in user.states]
         self.user = lambda: None
 
 
@@ -138,13 +128,3 @@ def _is_next_token(token: Tensor | None, mask: Tensor | None, cache: Any, kwargs
 def can_record(token: Tensor) -> bool:
     """Whether a CUDA graph can be recorded or replayed for this token here and now."""
     return token.is_cuda and not torch.cuda.is_current_stream_capturing()
-
-
-def _shapes(cache: RebindCache) -> Hashable:
-    return tuple(
-        (tensor.shape, tensor.dtype) for state in cache.states if state is not None for tensor in state.tensors
-    )
-
-
-def _uses(state: State, storages: set[int]) -> bool:
-    return any(tensor.untyped_storage().data_ptr() in storages for tensor in state.tensors)

@@ -31,30 +31,24 @@ def build_layer(kind: str, config: RebindConfig) -> SequenceLayer[Any]:
     return KINDS[kind](config)
 
 
-def _featured(rule: str, feature: str, normalizer: str) -> LayerBuilder:
-    """Return the builder of a fast-weight layer with a feature map and without a convolution."""
+def _fast_weight(rule: str, normalizer: str, *, feature: str = "identity", output_gate: bool = False) -> LayerBuilder:
+    """Return the builder of a fast-weight layer with a feature map or, without one, behind a short convolution."""
 
     def build(config: RebindConfig) -> FastWeight:
-        width, heads = config.hidden_size, config.num_attention_heads
-        d_k = head_width("d_k", width, heads, config.d_k)
-        phi = build_feature(feature, d_k, dpfp_nu=config.dpfp_nu, favor_features=config.favor_features)
-        return FastWeight(width, heads, rule=rule, feature=phi, normalizer=normalizer, d_k=d_k, d_v=config.d_v)
+        d_k = head_width(config.hidden_size, config.num_attention_heads, config.d_k)
+        return FastWeight(
+            config.hidden_size,
+            config.num_attention_heads,
+            rule=rule,
+            feature=build_feature(feature, d_k, dpfp_nu=config.dpfp_nu, favor_features=config.favor_features),
+            normalizer=normalizer,
+            d_k=d_k,
+            d_v=config.d_v,
+            conv_size=config.conv_size if feature == "identity" else None,
+            output_gate=output_gate,
+        )
 
     return build
-
-
-def _convolved(rule: str, normalizer: str, *, output_gate: bool = False) -> LayerBuilder:
-    """Return the builder of a fast-weight layer behind a short convolution."""
-    return lambda config: FastWeight(
-        config.hidden_size,
-        config.num_attention_heads,
-        rule=rule,
-        normalizer=normalizer,
-        d_k=config.d_k,
-        d_v=config.d_v,
-        conv_size=config.conv_size,
-        output_gate=output_gate,
-    )
 
 
 def _ttt(inner: ttt.InnerModel, rate: float) -> LayerBuilder:
@@ -73,17 +67,17 @@ def _hopfield(config: RebindConfig) -> HopfieldLayer:
 
 KINDS: dict[str, LayerBuilder] = {
     "attention": _attention,  # the transformer
-    "linear-sum": _featured("sum", "linear", "attention"),  # the Linear Transformer
-    "linear-delta": _featured("delta", "linear", "sum"),  # the Delta Net of Schlag et al.
-    "performer-sum": _featured("sum", "performer", "attention"),
-    "performer-delta": _featured("delta", "performer", "sum"),
-    "dpfp-sum": _featured("sum", "dpfp", "attention"),
-    "dpfp-delta": _featured("delta", "dpfp", "sum"),
-    "rfa": _featured("rfa", "performer", "attention"),
-    "mamba2": _convolved("mamba2", "none", output_gate=True),
-    "delta": _convolved("delta", "l2"),  # DeltaNet as it is built today
-    "longhorn": _convolved("longhorn", "none"),
-    "gated_delta": _convolved("gated_delta", "l2", output_gate=True),
+    "linear-sum": _fast_weight("sum", "attention", feature="linear"),  # the Linear Transformer
+    "linear-delta": _fast_weight("delta", "sum", feature="linear"),  # the Delta Net of Schlag et al.
+    "performer-sum": _fast_weight("sum", "attention", feature="performer"),
+    "performer-delta": _fast_weight("delta", "sum", feature="performer"),
+    "dpfp-sum": _fast_weight("sum", "attention", feature="dpfp"),
+    "dpfp-delta": _fast_weight("delta", "sum", feature="dpfp"),
+    "rfa": _fast_weight("rfa", "attention", feature="performer"),
+    "mamba2": _fast_weight("mamba2", "none", output_gate=True),
+    "delta": _fast_weight("delta", "l2"),  # DeltaNet as it is built today
+    "longhorn": _fast_weight("longhorn", "none"),
+    "gated_delta": _fast_weight("gated_delta", "l2", output_gate=True),
     "ttt-linear": _ttt(ttt.Linear(), rate=1.0),
     "ttt-mlp": _ttt(ttt.Mlp(), rate=0.1),
     "hopfield": _hopfield,  # mixes no tokens: put it between layers that do

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
-from rebind.errors import ShapeError
 from rebind.memory.checks import known
 from rebind.memory.precision import working_dtype
 from rebind.nn.layers.base import SequenceLayer
+from rebind.nn.layers.cross import CrossLayer
 from rebind.nn.layers.hopfield import HopfieldLayer
 from rebind.nn.layers.ttt import TTTLayer
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.config import RebindConfig
 from rebind.nn.lm.kinds import build_layer
-from rebind.nn.parts.checks import require_tokens
+from rebind.nn.parts.checks import boolean_mask, require_tokens
 from rebind.nn.parts.convolution import ShortConvolution
 from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm, is_plain_linear
 from rebind.nn.parts.gates import Decay
@@ -28,23 +29,36 @@ from rebind.nn.parts.loss import head_loss
 from rebind.nn.parts.state import State
 from rebind.ops.entropy import IGNORED
 
+Mixer = TypeVar("Mixer", bound=nn.Module)
 
-class RebindBlock(GradientCheckpointingLayer):
-    """x + layer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: RebindConfig, kind: str) -> None:
+class Block(GradientCheckpointingLayer, Generic[Mixer]):
+    """The parts of a block: a layer, in a decoder a layer that reads the source, and an MLP, each behind a norm."""
+
+    def __init__(self, config: PreTrainedConfig, mixer: Mixer, cross: CrossLayer[Any] | None = None) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = build_layer(kind, config)
+        self.mixer = mixer
+        if cross is not None:
+            self.cross_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.cross = cross
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size)
         self.dropout = nn.Dropout(config.dropout)
 
+    def add_mlp(self, x: Tensor, read: Tensor) -> Tensor:
+        """Return y + mlp(norm(y)) for y = x + read."""
+        x, normed = add_and_norm(self.mlp_norm, x, self.dropout(read))
+        return x + self.dropout(self.mlp(normed))
+
+
+class RebindBlock(Block[SequenceLayer[Any]]):
+    """x + layer(norm(x)), then x + mlp(norm(x))."""
+
     def forward(self, x: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, State]:
         x, normed = add_and_norm(self.mixer_norm, x)
         read, state = self.mixer.advance(normed, state, mask)
-        x, normed = add_and_norm(self.mlp_norm, x, self.dropout(read))
-        return x + self.dropout(self.mlp(normed)), state
+        return self.add_mlp(x, read), state
 
 
 class RebindPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -77,7 +91,7 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(RebindBlock(config, kind) for kind in config.kinds)
+        self.layers = nn.ModuleList(RebindBlock(config, build_layer(kind, config)) for kind in config.kinds)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -98,7 +112,10 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
         if input_ids is not None:
             require_tokens("input_ids", input_ids)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        mask = _padding_mask(attention_mask, x)
+        mask = boolean_mask("attention_mask", attention_mask, *x.shape[:2], longer=True)
+        if mask is not None:  # without padding there is no mask
+            mask = mask[:, mask.shape[1] - x.shape[1] :]
+            mask = None if known(mask.all()) else mask
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         cache = RebindCache.resolve(past_key_values, len(self.layers), use_cache=use_cache)
@@ -144,6 +161,7 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
     def _sequence_layers(self) -> list[SequenceLayer[Any]]:
         return [cast(RebindBlock, block).mixer for block in self.model.layers]
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -154,11 +172,10 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         return_logits: bool = True,
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Return logits [B, T, vocab], and with `labels` (−100 is ignored) the mean cross-entropy of the next tokens.
 
         `shift_labels` are labels that are shifted already. `logits_to_keep` asks for the logits of the last tokens
@@ -175,10 +192,9 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
             logits = self.lm_head(hidden[:, positions])
         if shift_labels is not None:
             loss = self._loss(hidden, logits, shift_labels, num_items_in_batch)
-        out = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=base.past_key_values, hidden_states=base.hidden_states
         )
-        return out if return_dict is None or return_dict else out.to_tuple()
 
     def _loss(self, hidden: Tensor, logits: Tensor | None, targets: Tensor, count: int | Tensor | None) -> Tensor:
         """Return the sum of the cross-entropies over the number of targets, or over `count`."""
@@ -188,21 +204,6 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
             flat = logits.to(working_dtype(logits)).flatten(0, 1)
             total = functional.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / ((targets != IGNORED).sum() if count is None else count)
-
-
-def _padding_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the mask of the tokens of this call [B, T], true for real ones; None if all are known to be real."""
-    if attention_mask is None:
-        return None
-    batch, length = x.shape[:2]
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
-        raise ShapeError(
-            f"attention_mask has shape {list(attention_mask.shape)}",
-            expected=f"[{batch}, {length}], or longer on the left for the context",
-            code="wrong_attention_mask_shape",
-        )
-    mask = attention_mask[:, attention_mask.shape[1] - length :].to(torch.bool)
-    return None if known(mask.all()) else mask
 
 
 AutoConfig.register("rebind", RebindConfig, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of layers and configs."""
+"""Checks of the arguments of layers, models and configs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,49 @@ def require_positive(**sizes: object) -> None:
             raise InputError(f"Argument {name!r} is {size!r}", expected="an integer of 1 or more", code="invalid_size")
 
 
-def require_sequence(name: str, x: Tensor, width: int, *, rank: int = 3) -> None:
-    """Require tokens [B, T, width], or one token per sequence [B, width] for `rank` 2, and no empty batch."""
+def require_multiple(what: str, number: int, divisor: int, of: str) -> None:
+    """Require heads that share a width, or other heads, evenly."""
+    if divisor < 1 or number % divisor:
+        problem, expected = f"{what} is {number}", f"a multiple of {divisor}, {of}"
+        raise ShapeError(problem, expected=expected, advice="Change the number of heads", code="indivisible_heads")
+
+
+def head_width(dim: int, heads: int, width: int | None = None) -> int:
+    """Return the width of a head: `width`, or dim / heads if it is None."""
+    require_positive(dim=dim, heads=heads)
+    if width is None:
+        require_multiple("The width", dim, heads, "the number of heads")
+        return dim // heads
+    require_positive(head_width=width)
+    return width
+
+
+def require_sequence(name: str, x: Tensor, width: int, mask: Tensor | None, *, rank: int = 3) -> None:
+    """Require tokens [B, T, width], or [B, width] for `rank` 2, with one boolean per token as their mask."""
     if x.ndim != rank or x.shape[-1] != width or 0 in x.shape:
         raise ShapeError(
             f"Tensor {name!r} has shape {list(x.shape)}",
             expected=f"[B, T, {width}]" if rank == 3 else f"[B, {width}]",
             advice="Use forward for sequences of one or more tokens, and step for one token per sequence",
             code="wrong_sequence_shape",
+        )
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
+        raise InputError(
+            f"The mask is a {mask.dtype} tensor of shape {list(mask.shape)}",
+            expected=f"a boolean tensor of shape {list(x.shape[:-1])}, true for real tokens",
+            advice="Convert it with mask.bool(), and mask only the tokens of this call",
+            code="invalid_mask",
+        )
+
+
+def require_rows(x: Tensor, state_rows: int) -> None:
+    """Require a state for as many sequences as x has."""
+    if len(x) != state_rows:
+        raise ShapeError(
+            f"The batch has {len(x)} sequences and the state {state_rows}",
+            expected="equal numbers",
+            advice="Start without a state, or choose its rows with state.select",
+            code="state_of_other_batch",
         )
 
 
@@ -37,50 +72,14 @@ def require_tokens(name: str, ids: Tensor) -> None:
         )
 
 
-def require_mask(mask: Tensor | None, x: Tensor) -> None:
-    """Require one boolean per token of x [..., width]."""
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
-        raise InputError(
-            f"The mask is a {mask.dtype} tensor of shape {list(mask.shape)}",
-            expected=f"a boolean tensor of shape {list(x.shape[:-1])}, true for real tokens",
-            advice="Convert it with mask.bool(), and mask only the tokens of this call",
-            code="invalid_mask",
-        )
-
-
-def require_rows(rows: int, state_rows: int) -> None:
-    """Require a state for as many sequences as the batch has."""
-    if rows != state_rows:
+def boolean_mask(name: str, mask: Tensor | None, batch: int, length: int, *, longer: bool = False) -> Tensor | None:
+    """Return the attention mask [B, length] of a model, or one that is longer, as booleans."""
+    if mask is None:
+        return None
+    if mask.ndim != 2 or len(mask) != batch or mask.shape[1] < length or (mask.shape[1] > length and not longer):
         raise ShapeError(
-            f"The batch has {rows} sequences and the state {state_rows}",
-            expected="equal numbers",
-            advice="Start without a state, or choose its rows with state.select",
-            code="state_of_other_batch",
+            f"{name} has shape {list(mask.shape)}",
+            expected=f"[{batch}, {length}]" + (", or longer on the left for the context" if longer else ""),
+            code="wrong_attention_mask_shape",
         )
-
-
-def head_width(name: str, dim: int, heads: int, width: int | None) -> int:
-    """Return the width of a head: `width`, or dim / heads if it is None."""
-    require_positive(dim=dim, heads=heads, **({} if width is None else {name: width}))
-    if width is None and dim % heads:
-        raise ShapeError(
-            f"A width of {dim} cannot be split evenly into {heads} heads",
-            expected=f"a number of heads that divides {dim}",
-            advice=f"Change the number of heads, or choose {{{name}}}",
-            settings={name: None},
-            code="indivisible_heads",
-        )
-    return dim // heads if width is None else width
-
-
-def shared_key_heads(heads: int, key_heads: int | None) -> int:
-    """Return the number of key heads: `key_heads`, or one for each head if it is None."""
-    count = heads if key_heads is None else key_heads
-    require_positive(key_heads=count)
-    if heads % count:
-        raise ShapeError(
-            f"{heads} heads cannot share {count} key heads evenly",
-            expected=f"a number of key heads that divides {heads}",
-            code="indivisible_key_heads",
-        )
-    return count
+    return mask.to(torch.bool)

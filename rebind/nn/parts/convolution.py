@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rebind.nn.parts.checks import require_positive
-from rebind.nn.parts.padding import Packing
+from rebind.nn.parts.padding import Packing, take_tokens
 from rebind.ops.convolution import short_convolution, split_convolution
 
 
@@ -27,8 +27,7 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        bound = self.size**-0.5
-        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.weight, -(self.size**-0.5), self.size**-0.5)
 
     def initial_window(self, batch: int) -> Tensor:
         """Return the window before the first token [B, size − 1, channels]."""
@@ -40,13 +39,15 @@ class ShortConvolution(nn.Module):
         """Convolve tokens x [B, T, channels]; return the output in `parts` of these widths, and the next window."""
         parts = [self.weight.shape[0]] if parts is None else list(parts)
         if mask is None:
-            return split_convolution(x, self.weight, window, parts), self._next_window(x, window)
+            first = x.shape[1] - (self.size - 1)
+            end = x[:, first:].clone() if first >= 0 else torch.cat([window[:, first:].to(x.dtype), x], dim=1)
+            return split_convolution(x, self.weight, window, parts), end
         packing = Packing.from_mask(mask)  # the neighbor of a token is the next real one
         packed = packing.pack(x)
-        inputs = torch.cat([window.to(x.dtype), packed], dim=1)
         last = packing.counts[:, None] + torch.arange(self.size - 1, device=x.device)
-        next_window = inputs[torch.arange(len(x), device=x.device)[:, None], last]
-        return packing.unpack(short_convolution(packed, self.weight, window)).split(parts, dim=-1), next_window
+        next_window = take_tokens(torch.cat([window.to(x.dtype), packed], dim=1), last)
+        out = take_tokens(short_convolution(packed, self.weight, window), packing.position)
+        return out.split(parts, dim=-1), next_window
 
     def step(self, x: Tensor, window: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Convolve one token x [B, channels]; return the output and the next window."""
@@ -54,7 +55,3 @@ class ShortConvolution(nn.Module):
         out = functional.silu((inputs * self.weight.mT).sum(1)).to(x.dtype)
         next_window = inputs[:, 1:]
         return out, next_window if mask is None else torch.where(mask[:, None, None], next_window, window.to(x.dtype))
-
-    def _next_window(self, x: Tensor, window: Tensor) -> Tensor:
-        first = x.shape[1] - (self.size - 1)
-        return x[:, first:].clone() if first >= 0 else torch.cat([window[:, first:].to(x.dtype), x], dim=1)

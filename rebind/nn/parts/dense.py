@@ -6,8 +6,6 @@ calling a module does nothing but its product; modules with hooks, adapters or p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,33 +14,20 @@ from torch.nn.modules import module as torch_module
 from rebind.ops import add_norm, gated_linear, rms_norm
 from rebind.precision import as_autocast, autocast_dtype
 
-GLOBAL_HOOKS = (  # of torch: they run in the call of every module
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
+HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")  # of a module, or of all modules
 MAX_JOINT_WEIGHTS = 2**23  # a GPU copies this many weights in about the time of launching the products separately
 
 
 def project_jointly(x: Tensor, *projections: nn.Linear) -> Tensor:
     """Return every projection of x [..., dim], side by side, as one product where copying the weights pays."""
-    if len(projections) == 1:
-        out: Tensor = projections[0](x)
-        return out
+    if len(projections) < 2:
+        return projections[0](x) if projections else x[..., :0]
     if all(map(is_plain_linear, projections)):
         weights = [project.weight for project in projections]
-        if _joining_pays(x, weights):
+        are_few = x.is_cuda and len(weights) > 2 and sum(map(Tensor.numel, weights)) <= MAX_JOINT_WEIGHTS
+        if are_few or x.numel() >= x.shape[-1] ** 2:  # as many tokens as a token is wide
             return functional.linear(x, torch.cat(weights))
     return torch.cat([project(x) for project in projections], dim=-1)
-
-
-def _joining_pays(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether copying the weights costs less than concatenating the outputs, or than launching every product."""
-    dim = x.shape[-1]
-    if x.numel() >= dim * dim:  # as many tokens as a token is wide
-        return True
-    return x.is_cuda and len(weights) > 2 and sum(weight.numel() for weight in weights) <= MAX_JOINT_WEIGHTS
 
 
 def is_plain_linear(project: nn.Module) -> bool:
@@ -52,14 +37,9 @@ def is_plain_linear(project: nn.Module) -> bool:
 
 def has_no_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs the `forward` of its class and nothing else."""
-    return (
-        "forward" not in module.__dict__  # tools that load weights on demand replace it
-        and not any(getattr(torch_module, name) for name in GLOBAL_HOOKS)
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-    )
+    if "forward" in module.__dict__:  # tools that load weights on demand replace it
+        return False
+    return not any(getattr(module, f"_{name}") or getattr(torch_module, f"_global_{name}") for name in HOOKS)
 
 
 class RMSNorm(nn.Module):
@@ -115,4 +95,4 @@ class ReluMlp(nn.Module):
         return self.down_proj(functional.relu(self.up_proj(x)))
 
 
-MLPS: dict[str, type[SwiGlu] | type[ReluMlp]] = {"swiglu": SwiGlu, "relu": ReluMlp}
+MLPS: dict[str, type[SwiGlu | ReluMlp]] = {"swiglu": SwiGlu, "relu": ReluMlp}

@@ -7,7 +7,6 @@ the largest entry first. In float32 and bfloat16 entries may be as large as 1e18
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
-from rebind.memory.features import Dpfp, EluPlusOne, Favor, Feature, get_feature, require_non_negative
+from rebind.memory.features import Dpfp, Favor, Feature, get_feature, require_non_negative
 from rebind.memory.precision import working_dtype
 from rebind.ops import rms_norm
 from rebind.precision import without_autocast
@@ -34,8 +33,6 @@ class FeatureMap(nn.Module):
             raise InputError(
                 f"Normalizer {self.normalizer.name!r} cannot be used with feature 'identity'",
                 expected="a feature that is never negative: elu+1, relu, dpfp or favor",
-                advice="Choose one of these, or {normalizer}",
-                settings={"normalizer": "l2"},
                 code="feature_may_be_negative",
             )
         self._buffer_names = tuple(self._feature.state)
@@ -67,23 +64,23 @@ class FeatureMap(nn.Module):
 
 
 def build_feature(name: str, d_k: int, *, dpfp_nu: int, favor_features: int) -> Feature:
-    """Return the feature map that models call "linear" (elu+1), "performer" (FAVOR+) or "dpfp"."""
+    """Return the feature map that models call "identity", "linear" (elu+1), "performer" (FAVOR+) or "dpfp"."""
     if name == "performer":
         with torch.device("cpu"):  # as in FeatureMap
             return Favor(d_k, m=favor_features)
-    return Dpfp(d_k, nu=dpfp_nu) if name == "dpfp" else EluPlusOne(d_k)
+    return Dpfp(d_k, nu=dpfp_nu) if name == "dpfp" else get_feature({"linear": "elu+1"}.get(name, name), d_k)
 
 
-class Normalizer(ABC):
+class Normalizer:
     """Scales the key that is written, the query that reads, and the read itself."""
 
     name: ClassVar[str]
     extra_rows: ClassVar[int] = 0  # rows of the memory besides those of the values
     allows_negative: ClassVar[bool] = True  # whether features may have negative entries
 
-    @abstractmethod
     def key(self, feature: Feature, k: Tensor) -> Tensor:
         """Return the key to write at: [..., d_k] → [..., width of φ]."""
+        return feature(k)
 
     def query(self, feature: Feature, q: Tensor) -> Tensor:
         """Return the query to read with: [..., d_k] → [..., width of φ]."""
@@ -103,9 +100,6 @@ class NoNormalizer(Normalizer):
     """Uses φ(k) and φ(q) unscaled."""
 
     name = "none"
-
-    def key(self, feature: Feature, k: Tensor) -> Tensor:
-        return feature(k)
 
 
 @dataclass(frozen=True)

@@ -62,17 +62,15 @@ class Gates(nn.Module):
     @property
     def projections(self) -> list[nn.Linear]:
         """The projections of x that `forward` takes side by side."""
-        rates = [] if self.beta is None else [self.beta]
-        return rates if self.decay is None else [*rates, self.decay.project]
+        both = self.beta, None if self.decay is None else self.decay.project
+        return [project for project in both if project is not None]
 
-    def forward(self, projected: Tensor | None) -> tuple[dict[str, float | Tensor], Tensor | None]:
-        """Return the gates by name, and ln α in place of the gate `Rule.decay`. A rule without gates takes None."""
+    def forward(self, projected: Tensor) -> tuple[dict[str, float | Tensor], Tensor | None]:
+        """Return the gates by name, and ln α in place of the gate `Rule.decay`."""
         gates: dict[str, float | Tensor] = {}
-        if projected is None:
-            return gates, None
         projected = projected.to(working_dtype(projected))
         if self.beta is not None:
-            rate, projected = (projected, projected) if self.decay is None else projected.chunk(2, dim=-1)
+            rate, projected = projected.tensor_split([self.beta.out_features], dim=-1)
             gates["beta"] = torch.sigmoid(rate)
         if self.decay is None:
             return gates, None

@@ -1,4 +1,4 @@
-"""Batches with padding: find the real tokens, and close the gaps between them."""
+"""Batches with padding: the real tokens packed to the front of their rows."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ class Packing:
         """Return tokens [B, T, ...] with the real ones in front and zeros behind."""
         real = torch.arange(x.shape[1], device=x.device) < self.counts[:, None]
         return zero_padding(take_tokens(x, self.order), real)
-
-    def unpack(self, x: Tensor) -> Tensor:
-        """Return packed tokens [B, T, ...] at their original positions; padding gets the value of some real token."""
-        return take_tokens(x, self.position)
 
 
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:

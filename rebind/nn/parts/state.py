@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from torch import Tensor
-
-Field = Tensor | tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,12 +15,21 @@ class State:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return the same state with every tensor changed."""
-        return replace(self, **{field.name: _map(getattr(self, field.name), change) for field in fields(self)})
+
+        def changed(field: Tensor | tuple[Tensor, ...] | None) -> Tensor | tuple[Tensor, ...] | None:
+            if isinstance(field, tuple):
+                return tuple(map(change, field))
+            return None if field is None else change(field)
+
+        return replace(self, **{name: changed(getattr(self, name)) for name in self.__dataclass_fields__})
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the state, in the order of the fields."""
-        return [tensor for name in self.__dataclass_fields__ for tensor in _tensors(getattr(self, name))]
+        fields = [getattr(self, name) for name in self.__dataclass_fields__]
+        return [
+            tensor for field in fields if field is not None for tensor in (field if type(field) is tuple else [field])
+        ]
 
     def detach(self) -> Self:
         """Return the state without its graph, to train on a next segment without back-propagating through this one."""
@@ -44,20 +51,3 @@ class State:
     def size(self) -> int:
         """Numbers stored for one sequence, including a denominator's row and a convolution's window."""
         return sum(tensor[0].numel() for tensor in self.tensors if tensor.is_floating_point() and len(tensor))
-
-
-def _map(field: Field, change: Callable[[Tensor], Tensor]) -> Field:
-    if isinstance(field, tuple):
-        return tuple(change(tensor) for tensor in field)
-    return None if field is None else change(field)
-
-
-def _tensors(field: Field) -> tuple[Tensor, ...]:
-    if isinstance(field, tuple):
-        return field
-    return () if field is None else (field,)
-
-
-@dataclass(frozen=True, eq=False)
-class EmptyState(State):
-    """The state of a layer that remembers nothing of the sequence."""

@@ -3,10 +3,9 @@
     encoder     x + read(write(norm x)), x + mlp(norm x)                    every token reads the whole source
     decoder     y + causal(norm y), y + read(source, norm y), y + mlp(norm y)
 
-All three places have one kind of attention (`rebind.nn.seq2seq.kinds`), as in Table 1 of Schlag et al., which asks what
-a memory of constant size loses against softmax attention, which stores every token. Positions are sinusoids added to
-the embeddings, so that no kind has positions of its own. There is no dropout inside attention, since fast weights have
-no attention matrix.
+All three places have one kind of attention, as in Table 1 of Schlag et al., which asks what a memory of constant size
+loses against softmax attention. Positions are sinusoids added to the embeddings, so that no kind has positions of its
+own. There is no dropout inside attention, since fast weights have no attention matrix.
 """
 
 from __future__ import annotations
@@ -18,18 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.utils.generic import can_return_tuple
 
-from rebind.errors import InputError, ShapeError
+from rebind.errors import InputError
 from rebind.memory.precision import working_dtype
-from rebind.nn.lm.model import RebindPreTrainedModel
-from rebind.nn.parts.checks import require_tokens
-from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm
+from rebind.nn.layers.base import SequenceLayer
+from rebind.nn.layers.cross import CrossLayer
+from rebind.nn.lm.cache import RebindSeq2SeqCache
+from rebind.nn.lm.model import Block, RebindPreTrainedModel
+from rebind.nn.parts.checks import boolean_mask, require_tokens
+from rebind.nn.parts.dense import RMSNorm, add_and_norm
 from rebind.nn.parts.state import State
-from rebind.nn.seq2seq.cache import RebindSeq2SeqCache
-from rebind.nn.seq2seq.config import RebindSeq2SeqConfig
-from rebind.nn.seq2seq.kinds import build_causal_layer, build_cross_layer
+from rebind.nn.seq2seq.config import RebindSeq2SeqConfig, build_causal_layer, build_cross_layer
 from rebind.ops.entropy import IGNORED
 
 LONGEST_WAVE = 10_000.0  # over 2π, of the slowest sine of the positions
@@ -43,43 +43,27 @@ class PositionedEmbedding(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Return vectors [B, T, d] of tokens [B, T] at positions [B or 1, T]."""
+    def forward(self, ids: Tensor, mask: Tensor | None, past: int = 0) -> Tensor:
+        """Return vectors [B, T, d] of tokens [B, T] after `past` others; the mask covers those too."""
         x = self.tokens(ids)
         width = x.shape[-1]
+        if mask is None:
+            positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+        else:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]  # among the real tokens
         return self.dropout(x * math.sqrt(width) + sinusoids(positions, width, working_dtype(x)).to(x.dtype))
 
 
-class EncoderBlock(GradientCheckpointingLayer):
+class EncoderBlock(Block[CrossLayer[Any]]):
     """x + read(write(norm(x))), then x + mlp(norm(x))."""
-
-    def __init__(self, config: RebindSeq2SeqConfig) -> None:
-        super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = build_cross_layer(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x, normed = add_and_norm(self.mixer_norm, x)
-        read = self.mixer(normed, self.mixer.write(normed, mask))
-        x, normed = add_and_norm(self.mlp_norm, x, self.dropout(read))
-        return x + self.dropout(self.mlp(normed))
+        return self.add_mlp(x, self.mixer(normed, self.mixer.write(normed, mask)))
 
 
-class DecoderBlock(GradientCheckpointingLayer):
+class DecoderBlock(Block[SequenceLayer[Any]]):
     """x + causal(norm(x)), then x + read(source, norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: RebindSeq2SeqConfig) -> None:
-        super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = build_causal_layer(config)
-        self.cross_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.cross = build_cross_layer(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, state: State | None, mask: Tensor | None, source: State | None, encoded: tuple[Tensor, Any]
@@ -89,8 +73,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         read, state = self.mixer.advance(normed, state, mask)
         x, normed = add_and_norm(self.cross_norm, x, self.dropout(read))
         source = self.cross.write(*encoded) if source is None else source
-        x, normed = add_and_norm(self.mlp_norm, x, self.dropout(self.cross(normed, source)))
-        return x + self.dropout(self.mlp(normed)), cast(State, state), source
+        return self.add_mlp(x, self.cross(normed, source)), cast(State, state), cast(State, source)
 
 
 class RebindEncoder(nn.Module):
@@ -101,7 +84,9 @@ class RebindEncoder(nn.Module):
     def __init__(self, config: RebindSeq2SeqConfig) -> None:
         super().__init__()
         self.embedding = PositionedEmbedding(config)
-        self.layers = nn.ModuleList(EncoderBlock(config) for _ in range(config.encoder_layers))
+        self.layers = nn.ModuleList(
+            EncoderBlock(config, build_cross_layer(config)) for _ in range(config.encoder_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
@@ -113,8 +98,8 @@ class RebindEncoder(nn.Module):
     ) -> BaseModelOutput:
         """Read sources [B, S]. `attention_mask` [B, S] is 0 for padding, wherever it is."""
         require_tokens("input_ids", input_ids)
-        mask = _boolean_mask("attention_mask", attention_mask, *input_ids.shape)
-        x = self.embedding(input_ids, _positions(mask, 0, input_ids))
+        mask = boolean_mask("attention_mask", attention_mask, *input_ids.shape)
+        x = self.embedding(input_ids, mask)
         hidden_states = [x]
         for block in self.layers:
             x = block(x, mask)
@@ -129,7 +114,10 @@ class RebindDecoder(nn.Module):
 
     def __init__(self, config: RebindSeq2SeqConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_layers))
+        self.layers = nn.ModuleList(
+            DecoderBlock(config, build_causal_layer(config), build_cross_layer(config))
+            for _ in range(config.decoder_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
@@ -142,11 +130,11 @@ class RebindDecoder(nn.Module):
         """Return the input of every block, and the output of the final norm."""
         hidden_states = [x]
         for index, block in enumerate(self.layers):
-            state, source = (None, None) if cache is None else (cache.states[index], cache.sources[index])
-            x, state, source = block(x, state, mask, source, encoded)
+            state, source = (None, None) if cache is None else cache.states[index :: len(cache)]
+            x, *states = block(x, state, mask, source, encoded)
             hidden_states.append(x)
             if cache is not None:
-                cache.states[index], cache.sources[index] = state, source
+                cache.states[index :: len(cache)] = states
         if cache is not None:
             cache.tokens_seen += x.shape[1]
         return [*hidden_states[:-1], self.norm(x)]
@@ -197,6 +185,7 @@ class RebindForSeq2SeqLM(RebindPreTrainedModel, GenerationMixin):  # type: ignor
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
         return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, padding)], dim=1)
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -208,9 +197,8 @@ class RebindForSeq2SeqLM(RebindPreTrainedModel, GenerationMixin):  # type: ignor
         past_key_values: RebindSeq2SeqCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> Seq2SeqLMOutput | tuple[Any, ...]:
+    ) -> Seq2SeqLMOutput:
         """Return logits [B, T, vocab], and with `labels` (−100 is ignored) their mean cross-entropy.
 
         Labels are the targets themselves; the decoder reads them shifted by one, unless `decoder_input_ids` are passed.
@@ -234,17 +222,17 @@ class RebindForSeq2SeqLM(RebindPreTrainedModel, GenerationMixin):  # type: ignor
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, output_hidden_states)
         source = cast(Tensor, encoder_outputs[0])
-        encoded = source, _boolean_mask("attention_mask", attention_mask, *source.shape[:2])
+        encoded = source, boolean_mask("attention_mask", attention_mask, *source.shape[:2])
         if use_cache is None:
             use_cache = self.config.use_cache and labels is None and not self.training
         cache = RebindSeq2SeqCache.resolve(past_key_values, len(self.decoder.layers), use_cache=use_cache)
         past = 0 if cache is None else cache.tokens_seen
-        mask = _boolean_mask("decoder_attention_mask", decoder_attention_mask, batch, past + length)
-        x = self.encoder.embedding(decoder_input_ids, _positions(mask, past, decoder_input_ids))
+        mask = boolean_mask("decoder_attention_mask", decoder_attention_mask, batch, past + length)
+        x = self.encoder.embedding(decoder_input_ids, mask, past)
         hidden_states = self.decoder(x, None if mask is None else mask[:, past:], encoded, cache)
         logits = self.lm_head(hidden_states[-1])
         loss = None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch"))
-        out = Seq2SeqLMOutput(
+        return Seq2SeqLMOutput(
             loss=cast(Any, loss),
             logits=logits,
             past_key_values=cast(Any, cache),
@@ -252,7 +240,6 @@ class RebindForSeq2SeqLM(RebindPreTrainedModel, GenerationMixin):  # type: ignor
             encoder_last_hidden_state=cast(Any, source),
             encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
         )
-        return out if return_dict is None or return_dict else out.to_tuple()
 
     def _loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
         """Return the cross-entropy over the labels that are not ignored, with smoothing in training alone."""
@@ -271,26 +258,6 @@ def sinusoids(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     steps = torch.arange(width // 2, device=positions.device, dtype=dtype) / (width // 2)
     angles = positions[..., None].to(dtype) * LONGEST_WAVE**-steps
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
-
-
-def _boolean_mask(name: str, attention_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return a mask as booleans, true for real tokens. Its values are not read, which would wait for the device."""
-    if attention_mask is None:
-        return None
-    if attention_mask.shape != (batch, length):
-        raise ShapeError(
-            f"{name} has shape {list(attention_mask.shape)}",
-            expected=f"one value per token, those in the cache included: {[batch, length]}",
-            code="wrong_attention_mask_shape",
-        )
-    return attention_mask.to(torch.bool)
-
-
-def _positions(mask: Tensor | None, past: int, ids: Tensor) -> Tensor:
-    """Return the positions of these tokens among the real ones, [B or 1, T]; `mask` covers the past too."""
-    if mask is None:
-        return torch.arange(past, past + ids.shape[1], device=ids.device)[None]
-    return (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
 
 
 AutoConfig.register("rebind-seq2seq", RebindSeq2SeqConfig, exist_ok=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
-from rebind.nn.lm.config import RebindConfig
-from rebind.nn.lm.presets import preset
+from rebind.nn.lm.config import RebindConfig, preset
 from rebind.nn.parts.checks import require_positive
 
 PRECISIONS = ("auto", "float32", "bfloat16")
