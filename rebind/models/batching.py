@@ -12,6 +12,7 @@ import torch
 from rebind.errors import MemoryWarning, OutOfMemoryError
 from rebind.models.trunk import Trunk
 
+CPU_SCORING_TOKENS, GPU_SCORING_TOKENS = 4_096, 65_536  # in a batch without gradients
 CPU_TOKENS = 2_048
 GPU_TOKENS = 131_072  # beyond this, padding to the longest of a batch costs more than running another batch
 CACHED_TOKEN_COST = 1 / 6  # memory of a token in a cached prefix, relative to one that runs with gradients
@@ -41,6 +42,11 @@ def tokens_that_fit(trunk: Trunk) -> int:
     return max(1, min(GPU_TOKENS, int(room / (activations + logits))))
 
 
+def tokens_per_batch(trunk: Trunk) -> int:
+    """Return how many tokens a batch without gradients may hold."""
+    return GPU_SCORING_TOKENS if trunk.device.type == "cuda" else CPU_SCORING_TOKENS
+
+
 def run_in_batches(
     sizes: Sequence[tuple[float, ...]], order: Sequence[int], budget: int, run: Callable[[list[int]], T]
 ) -> Iterator[tuple[list[int], T]]:
@@ -51,16 +57,16 @@ def run_in_batches(
     """
     remaining = list(order)
     while remaining:
-        batch = _first_batch(sizes, remaining, budget)
+        count, tokens = _first_batch(sizes, remaining, budget)
+        batch = remaining[:count]
         result = _run_if_it_fits(run, batch)
         if result is not None:
-            remaining = remaining[len(batch) :]
+            remaining = remaining[count:]
             yield batch, result
             continue
-        tokens = _padded_tokens(sizes, batch)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if len(batch) == 1:
+        if count == 1:
             raise OutOfMemoryError(
                 f"Memory ran out on a single item of {tokens} tokens",
                 advice="Shorten its prompts, load the model in a narrower {dtype}, or use a device with more memory",
@@ -68,35 +74,28 @@ def run_in_batches(
                 code="item_too_large",
             )
         budget = min(budget, tokens) // 2
-        warnings.warn(
-            f"Memory ran out at {tokens} tokens at once; continuing with {budget}.", MemoryWarning, stacklevel=3
-        )
+        message = f"Memory ran out at {tokens} tokens at once; continuing with {budget}."
+        warnings.warn(message, MemoryWarning, stacklevel=3)
 
 
-def _first_batch(sizes: Sequence[tuple[float, ...]], remaining: Sequence[int], budget: int) -> list[int]:
+def _first_batch(sizes: Sequence[tuple[float, ...]], remaining: Sequence[int], budget: int) -> tuple[int, int]:
+    """Return how many of the items go into a batch, at least one, and the tokens in it with padding."""
     rows, *widths = sizes[remaining[0]]
-    count = 1
+    count, tokens = 1, rows * sum(widths)
     for item in remaining[1:]:
         rows += sizes[item][0]
         widths = [max(pair) for pair in zip(widths, sizes[item][1:], strict=True)]
         if rows * sum(widths) > budget:
             break
-        count += 1
-    return list(remaining[:count])
-
-
-def _padded_tokens(sizes: Sequence[tuple[float, ...]], items: Sequence[int]) -> int:
-    rows, *widths = zip(*(sizes[item] for item in items), strict=True)
-    return math.ceil(sum(rows) * sum(max(width) for width in widths))
+        count, tokens = count + 1, rows * sum(widths)
+    return count, math.ceil(tokens)
 
 
 def _run_if_it_fits(run: Callable[[list[int]], T], batch: list[int]) -> T | None:
     """Return None when memory ran out. The exception ends here: its frames would keep alive what is to be freed."""
     try:
         return run(batch)
-    except torch.OutOfMemoryError:
-        return None
-    except RuntimeError as problem:
-        if "can't allocate memory" not in str(problem):  # the message of torch on a CPU
+    except RuntimeError as problem:  # torch.OutOfMemoryError is one
+        if not isinstance(problem, torch.OutOfMemoryError) and "can't allocate memory" not in str(problem):  # on a CPU
             raise
         return None

@@ -6,14 +6,14 @@ import hashlib
 import inspect
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rebind.models.batching import run_in_batches
+from rebind.models.batching import run_in_batches, tokens_per_batch
 from rebind.models.prompts import EncodedPrompt
-from rebind.models.scoring import tokens_per_batch
 from rebind.models.trunk import Tokens, Trunk, cache_of
 
 
@@ -37,15 +37,12 @@ def continue_prompts(
     sizes = [(1, len(ids) + length) for ids, length in zip(distinct, lengths, strict=True)]
     by_size = sorted(range(len(distinct)), key=lambda index: sizes[index])
     continuations: dict[tuple[int, ...], list[int]] = {}
-    parts: list[tuple[list[int], Tensor]] = []
     for length in sorted(set(lengths), reverse=True):  # apart: a long prompt would cut short what follows the others
         order = [index for index in by_size if lengths[index] == length]
         run = partial(_continue_batch, trunk, distinct, length, top_k, seed)
-        parts += run_in_batches(sizes, order, tokens_per_batch(trunk), run)
-    for batch, rows in parts:
-        for index, row in zip(batch, rows.tolist(), strict=True):
-            stop = next((place for place, token in enumerate(row) if token in end_tokens), len(row))
-            continuations[distinct[index]] = row[:stop]
+        for batch, rows in run_in_batches(sizes, order, tokens_per_batch(trunk), run):
+            for index, row in zip(batch, rows.tolist(), strict=True):
+                continuations[distinct[index]] = list(takewhile(lambda token: token not in end_tokens, row))
     return [continuations[prompt.ids] for prompt in prompts]
 
 
@@ -92,13 +89,7 @@ def _choose(logits: Tensor, noise: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def sample(
-    model: Any,
-    start: Sequence[int],
-    first: Tensor,
-    length: int,
-    *,
-    seed: int,
-    top_k: int | None = None,
+    model: Any, start: Sequence[int], first: Tensor, length: int, *, seed: int, top_k: int | None = None
 ) -> Tensor:
     """Continue each row of `first` [rows, tokens] to `length` tokens by sampling: [rows, length].
 
@@ -107,8 +98,7 @@ def sample(
     device = first.device
     generator = torch.Generator(device).manual_seed(seed)
     prefix = torch.tensor(list(start), dtype=torch.long, device=device).expand(len(first), -1)
-    ids, cache = torch.cat([prefix, first], dim=-1), None
-    rows = first
+    ids, rows, cache = torch.cat([prefix, first], dim=-1), first, None
     # Only the logits of the last token are needed, and some models can compute them alone.
     last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     while rows.shape[-1] < length:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rebind.errors import InputError
-from rebind.models import scoring
+from rebind.models.batching import tokens_per_batch
 from rebind.models.generation import continue_prompts, sample
 from rebind.models.load import load_pretrained
 from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation, encode_prompts, start_tokens
-from rebind.models.scoring import FactScore
+from rebind.models.scoring import FactScore, score_prompts
 from rebind.models.sites import Site, find_sites, module_at
-from rebind.models.trunk import Trunk
+from rebind.models.trunk import Tokens, Trunk
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per entry
 SAMPLES = 1024
@@ -140,8 +141,9 @@ class LanguageModel:
 
     def score(self, prompts: Sequence[Prompt], *, batch_tokens: int | None = None) -> list[FactScore]:
         """Score how strongly the model believes the target of each prompt."""
-        return scoring.score_prompts(self.trunk, self.tokenizer, self.encode(prompts), batch_tokens=batch_tokens)
+        return score_prompts(self.trunk, self.tokenizer, self.encode(prompts), batch_tokens=batch_tokens)
 
+    @torch.no_grad()
     def next_token_log_probs(self, prompts: Sequence[str], *, truncate: bool = False) -> Tensor:
         """Return the log-probabilities of the token after each prompt, [n, vocabulary].
 
@@ -150,7 +152,9 @@ class LanguageModel:
         limit = None if truncate else self.context_length
         bare = [Prompt(prompt) for prompt in prompts]
         encoded = encode_prompts(bare, self.tokenizer, self.start, chat=self.chat, limit=limit)
-        return scoring.next_token_log_probs(self.trunk, [prompt.ids[: self.context_length] for prompt in encoded])
+        rows = [prompt.ids[: self.context_length] for prompt in encoded]
+        last = torch.tensor([(row, len(ids) - 1) for row, ids in enumerate(rows)], device=self.device)
+        return torch.log_softmax(self.trunk.logits(Tokens.right_padded(rows, self.device), last), dim=-1)
 
     def generate(self, prompts: Sequence[str], tokens: int, *, top_k: int | None = None, seed: int = 0) -> list[str]:
         """Continue each prompt by the first choices of the model, or by draws from its `top_k` best."""
@@ -163,9 +167,26 @@ class LanguageModel:
         return sample(self.model, self.start, first, length, seed=seed, top_k=top_k)
 
     def text_nll(self, text: str, *, window: int = 512, max_tokens: int = 50_000) -> tuple[float, int]:
-        """Return the summed negative log-likelihood of the first tokens of a text, and how many are predicted."""
+        """Return the summed negative log-likelihood of the first tokens of a text, and how many are predicted.
+
+        The text is read in windows. Each begins with the start tokens; where there are none, with the last token of the
+        window before, and the first token of the text is not counted.
+        """
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
-        return scoring.text_nll(self.trunk, self.tokenizer, self.start, ids, window=window)
+        front = len(self.start) or 1  # tokens of a window that are not predicted
+        length = window if self.context_length is None else min(window, self.context_length - front)
+        if self.start:
+            rows = [(*self.start, *ids[begin : begin + length]) for begin in range(0, len(ids), length)]
+        else:
+            rows = [tuple(ids[begin : begin + length + 1]) for begin in range(0, len(ids) - 1, length)]
+        if not rows:
+            raise InputError(f"The text is {len(ids)} tokens long", expected="2 tokens or more", code="text_too_short")
+        windows = [EncodedPrompt(row[:front], 0, row[front:]) for row in rows]
+        at_once = max(1, tokens_per_batch(self.trunk) // (16 * length))  # every token has a logit for every word
+        scores: list[FactScore] = []
+        for begin in range(0, len(windows), at_once):
+            scores += score_prompts(self.trunk, self.tokenizer, windows[begin : begin + at_once])
+        return math.fsum(score.nll * score.tokens for score in scores), sum(score.tokens for score in scores)
 
     @property
     def end_tokens(self) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Prompts as text and as tokens.
+"""Prompts as text and as tokens, and tokens as text.
 
 Editing needs two things from the tokens of a prompt: which one is the last of the subject (there the key is read and
 the value written), and which ones are the target. Both are found in the text as the model sees it, through the offset
@@ -34,13 +34,8 @@ def require_text(name: str, value: object) -> None:
         raise InputError(f"{label} is {value!r}", expected="text that is not empty", code="empty_text")
     try:
         value.encode()
-    except UnicodeEncodeError as problem:
-        raise InputError(
-            f"{label} {value!r} has half a character at position {problem.start}",
-            expected="valid Unicode",
-            advice="Repair the file it comes from",
-            code="invalid_unicode",
-        ) from None
+    except UnicodeEncodeError:
+        raise InputError(f"{label} {value!r} is not valid Unicode", code="invalid_unicode") from None
 
 
 @dataclass(frozen=True)
@@ -108,18 +103,18 @@ def encode_prompts(
     opening = () if chat else tuple(start)
     encoded = []
     for prompt, layout, ids, spans, target in zip(prompts, layouts, prompt_ids, offsets, targets, strict=True):
-        last = _last_overlap(spans, layout.subject)
-        if last is None:
+        begin, end = layout.subject
+        subject = [index for index, (left, right) in enumerate(spans) if max(left, begin) < min(right, end)]
+        if not subject:
             raise InputError(f"The subject of {prompt.text!r} has no tokens", code="subject_without_tokens")
         length = len(opening) + len(ids) + max(1, len(target))
         if limit is not None and length > limit:
-            answer = f" with its answer {_shorten(prompt.target)!r}" if prompt.target else " with an answer"
             raise InputError(
-                f"Prompt {_shorten(prompt.text)!r}{answer} is {length} tokens long",
+                f"Prompt {prompt.text[:60]!r} with its answer is {length} tokens long",
                 expected=f"at most {limit} tokens, the context length of the model",
                 code="prompt_too_long",
             )
-        encoded.append(EncodedPrompt((*opening, *ids), len(opening) + last, target))
+        encoded.append(EncodedPrompt((*opening, *ids), len(opening) + subject[-1], target))
     return encoded
 
 
@@ -127,18 +122,16 @@ def _target_tokens(
     prompts: Sequence[Prompt], layouts: Sequence[_Layout], prompt_ids: Sequence[list[int]], tokenizer: Any
 ) -> list[tuple[int, ...]]:
     """Return the tokens of each target, as they follow those of the prompt."""
-    targets: list[tuple[int, ...]] = [() for _ in prompts]
-    answered = [index for index, prompt in enumerate(prompts) if prompt.target]
-    if not answered:
-        return targets
-    joint, _ = _tokenize([layouts[index].prompt + layouts[index].target for index in answered], tokenizer)
-    for index, both in zip(answered, joint, strict=True):
-        ids, prompt = prompt_ids[index], prompts[index]
+    if not any(prompt.target for prompt in prompts):
+        return [() for _ in prompts]
+    joint, _ = _tokenize([layout.prompt + layout.target for layout in layouts], tokenizer)
+    targets = []
+    for prompt, layout, ids, both in zip(prompts, layouts, prompt_ids, joint, strict=True):
         follows = both[: len(ids)] == ids
-        target = both[len(ids) :] if follows else _tokenize_alone(layouts[index].target, tokenizer)
-        if not target:
+        target = both[len(ids) :] if follows else _tokenize_alone(layout.target, tokenizer)
+        if prompt.target and not target:
             raise InputError(f"Target {prompt.target!r} of {prompt.text!r} has no tokens", code="target_without_tokens")
-        targets[index] = tuple(target)
+        targets.append(tuple(target) if prompt.target else ())
     return targets
 
 
@@ -172,12 +165,10 @@ def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
 
 def _render_chat(user: str, assistant: str, tokenizer: Any) -> str:
     """Return a conversation as text that ends with the last word of the assistant so far."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise _chat_error("is missing")
     turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True))
-    except Exception as problem:  # a template is a program of its author: it may raise anything
+    except Exception as problem:  # it is missing, or fails: a template is a program of its author
         raise _chat_error(f"fails ({problem})") from problem
 
 
@@ -192,16 +183,8 @@ def _chat_error(problem: str) -> InputError:
 
 def _tokenize(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
     """Return ids and the characters each one stands for; nothing is added, cut or padded."""
-    batch = tokenizer(
-        texts,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        padding=False,
-        truncation=False,
-        verbose=False,
-    )
+    options = {"add_special_tokens": False, "padding": False, "truncation": False, "verbose": False}
+    batch = tokenizer(texts, return_offsets_mapping=True, return_attention_mask=False, **options)
     return batch["input_ids"], batch["offset_mapping"]
 
 
@@ -218,16 +201,6 @@ def _tokenize_alone(text: str, tokenizer: Any) -> list[int]:
     return _tokenize([text], tokenizer)[0][0]
 
 
-def _last_overlap(spans: Sequence[tuple[int, int]], subject: tuple[int, int]) -> int | None:
-    """Return the last token with a character of the subject; a token that stands for no character has none."""
-    begin, end = subject
-    for index in range(len(spans) - 1, -1, -1):
-        left, right = spans[index]
-        if max(left, begin) < min(right, end):
-            return index
-    return None
-
-
 def _takes_space(prompt: str, target: str) -> bool:
     """Return whether a writer would put a space between the two."""
     last = prompt[-1]
@@ -236,10 +209,6 @@ def _takes_space(prompt: str, target: str) -> bool:
     if last in "\"'" and (len(prompt) == 1 or prompt[-2].isspace()):
         return False
     return not (SPACELESS_SCRIPTS.match(last) and SPACELESS_SCRIPTS.match(target))
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def decode_continuation(tokenizer: Any, before: Sequence[int], new: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,16 +18,9 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError
-from rebind.models.batching import run_in_batches
+from rebind.models.batching import run_in_batches, tokens_per_batch
 from rebind.models.prompts import EncodedPrompt
 from rebind.models.trunk import Tokens, Trunk, select_cache
-
-CPU_TOKENS, GPU_TOKENS = 4_096, 65_536  # in one batch
-
-
-def tokens_per_batch(trunk: Trunk) -> int:
-    """Return how many tokens a batch without gradients may hold."""
-    return GPU_TOKENS if trunk.device.type == "cuda" else CPU_TOKENS
 
 
 @dataclass(frozen=True)
@@ -57,9 +50,9 @@ class _PromptTargets:
     """A prompt with all of its targets. A stem is a target without its last token, the logits of which nobody needs."""
 
     ids: tuple[int, ...]
-    targets: tuple[tuple[int, ...], ...]
+    targets: list[tuple[int, ...]]
 
-    @property
+    @cached_property
     def stems(self) -> list[tuple[int, ...]]:
         return list(dict.fromkeys(target[:-1] for target in self.targets))
 
@@ -76,12 +69,12 @@ def score_prompts(
     """Score the target of each prompt."""
     if not encoded:
         return []
-    grouped: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
-    for prompt in encoded:
-        if not prompt.target:
+    grouped: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for ids, target in dict.fromkeys((prompt.ids, prompt.target) for prompt in encoded):
+        if not target:
             raise InputError("A prompt without a target has no score", advice="Give it a target", code="no_target")
-        grouped.setdefault(prompt.ids, {})[prompt.target] = None
-    questions = [_PromptTargets(ids, tuple(targets)) for ids, targets in grouped.items()]
+        grouped.setdefault(ids, []).append(target)
+    questions = [_PromptTargets(ids, targets) for ids, targets in grouped.items()]
     sizes = [question.size for question in questions]
     order = sorted(range(len(questions)), key=lambda index: (sizes[index][1], sizes[index]))
     keys: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -96,26 +89,15 @@ def score_prompts(
     ranks = torch.cat([part[2] for part in parts]).tolist()
     distinct = sorted({int(choice[0]) for choice in choices})
     says = dict(zip(distinct, tokenizer.batch_decode([[token] for token in distinct]), strict=True))
-    scores = {
-        key: _score(key[1], picked.tolist(), choice.tolist(), rank, says)
-        for key, picked, choice, rank in zip(keys, log_probs, choices, ranks, strict=True)
-    }
+    scores = {}
+    for key, picked, chosen, rank in zip(keys, log_probs, choices, ranks, strict=True):
+        target, first = key[1], int(chosen[0])
+        total = math.fsum(picked.tolist())
+        right = sum(token == choice for token, choice in zip(target, chosen.tolist(), strict=True))
+        scores[key] = FactScore(
+            math.exp(total), rank, -total / len(target), len(target), right, first_token=first, says=says[first]
+        )
     return [scores[prompt.ids, prompt.target] for prompt in encoded]
-
-
-def _score(
-    target: Sequence[int], log_probs: Sequence[float], choices: Sequence[int], rank: int, says: dict[int, str]
-) -> FactScore:
-    total = math.fsum(log_probs)
-    return FactScore(
-        probability=math.exp(total),
-        rank=rank,
-        nll=-total / len(target),
-        tokens=len(target),
-        right_tokens=sum(token == choice for token, choice in zip(target, choices, strict=True)),
-        first_token=choices[0],
-        says=says[choices[0]],
-    )
 
 
 def _score_batch(
@@ -146,35 +128,3 @@ def _score_batch(
     firsts = torch.tensor(list(begins), device=logits.device)
     ranks = (logits[places[firsts]] > chosen[firsts].unsqueeze(-1)).sum(-1) + 1
     return log_probs, logits.argmax(-1)[places], ranks
-
-
-@torch.no_grad()
-def next_token_log_probs(trunk: Trunk, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return the log-probabilities of the token after each row of ids, [n, vocabulary]: one batched pass."""
-    tokens = Tokens.right_padded(rows, trunk.device)
-    where = torch.tensor([(row, len(ids) - 1) for row, ids in enumerate(rows)], device=trunk.device)
-    return torch.log_softmax(trunk.logits(tokens, where), dim=-1)
-
-
-def text_nll(
-    trunk: Trunk, tokenizer: Any, start: Sequence[int], ids: Sequence[int], *, window: int = 512
-) -> tuple[float, int]:
-    """Return the summed negative log-likelihood of the tokens of a text, window by window, and how many there are.
-
-    Every window begins with the start tokens. Where the model has none, it begins with the last token of the window
-    before, and the first token of the text, which has nothing in front, is not counted.
-    """
-    front = len(start) or 1  # tokens of a window that are not predicted
-    limit = window if trunk.context_length is None else min(window, trunk.context_length - front)
-    if start:
-        rows = [(*start, *ids[begin : begin + limit]) for begin in range(0, len(ids), limit)]
-    else:
-        rows = [tuple(ids[begin : begin + limit + 1]) for begin in range(0, len(ids) - 1, limit)]
-    if not rows:
-        raise InputError(f"The text is {len(ids)} tokens long", expected="2 tokens or more", code="text_too_short")
-    windows = [EncodedPrompt(row[:front], 0, row[front:]) for row in rows]
-    at_once = max(1, tokens_per_batch(trunk) // (16 * limit))  # every token has a logit for every word
-    scores = []
-    for begin in range(0, len(windows), at_once):
-        scores += score_prompts(trunk, tokenizer, windows[begin : begin + at_once])
-    return math.fsum(score.nll * score.tokens for score in scores), sum(score.tokens for score in scores)

@@ -11,7 +11,7 @@ import torch
 
 from rebind.errors import InputError
 from rebind.models.prompts import EncodedPrompt, Prompt
-from rebind.models.scoring import score_prompts, text_nll
+from rebind.models.scoring import score_prompts
 from tests import tiny
 
 PROMPTS = [
@@ -167,47 +167,8 @@ def test_the_nll_of_a_text_is_that_of_plain_passes(build, start, window, limit):
     assert total == pytest.approx(expected, rel=1e-9)
 
 
-class Predictable:
-    """A trunk of eight words; its logits depend on the last token and on its position."""
-
-    context_length, device = None, torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.rows: list[list[int]] = []
-
-    def cache(self, tokens):
-        assert tokens.ids.shape[-1] == 0
-
-    def logits(self, tokens, where, *, cache):
-        self.rows += tokens.ids.tolist()
-        return torch.stack([self.row(int(tokens.ids[row, step]), int(step)) for row, step in where])
-
-    @staticmethod
-    def row(token: int, place: int) -> torch.Tensor:
-        return torch.arange(8.0).roll(3 * token + place)
-
-
-def by_hand(*triples: tuple[int, int, int]) -> float:
-    """Return the NLL of (token, after a token, at a position)."""
-    rows = [(Predictable.row(after, place), token) for token, after, place in triples]
-    return -float(sum((row - row.logsumexp(-1))[token] for row, token in rows))
-
-
-def test_windows_overlap_by_one_token_without_a_start_token():
-    trunk = Predictable()
-    total, tokens = text_nll(trunk, WORDS, (), [1, 5, 2, 0, 3], window=2)
-    assert trunk.rows == [[1, 5], [2, 0]]  # the last token of a window is predicted, not read
-    assert tokens == 4
-    assert total == pytest.approx(by_hand((5, 1, 0), (2, 5, 1), (0, 2, 0), (3, 0, 1)), rel=1e-6)
+def test_the_first_token_is_predicted_only_after_a_start_token():
+    assert tiny.language_model().text_nll("I")[1] == 1
     with pytest.raises(InputError) as caught:
-        text_nll(trunk, WORDS, (), [1])
+        tiny.language_model(start=()).text_nll("I")
     assert caught.value.code == "text_too_short"
-
-
-def test_every_token_is_counted_after_a_start_token():
-    trunk = Predictable()
-    total, tokens = text_nll(trunk, WORDS, (7,), [1, 5, 2], window=2)
-    assert sorted(trunk.rows) == [[7, 0], [7, 1]]  # the shorter window is padded
-    assert tokens == 3
-    assert total == pytest.approx(by_hand((1, 7, 0), (5, 1, 1), (2, 7, 0)), rel=1e-6)
-    assert text_nll(trunk, WORDS, (7,), [1])[1] == 1
