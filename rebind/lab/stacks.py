@@ -2,19 +2,23 @@
 
 Row i of every tensor belongs to model i and no operation mixes rows, so each model learns what it would learn alone,
 while one kernel launch serves all of them. Models may differ in size: smaller parameters are padded with zeros, which
-stay zero as long as the loss does not depend on them. On a GPU a step is recorded as a CUDA graph and replayed.
+stay zero as long as the loss does not depend on them.
+
+On a GPU a step is recorded as a CUDA graph and replayed, and every stack has a stream, so that several stacks can train
+at the same time. Whatever uses the tensors of a stack belongs into `with torch.cuda.stream(stack.stream)`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from rebind.cuda_graphs import record_graph
+from rebind.lab.experiment import Point, Row
 
 Parameters: TypeAlias = dict[str, Tensor]  # [models, ...] each
 Lesson: TypeAlias = tuple[Tensor, ...]  # what one step learns from: [models, ...] each
@@ -46,14 +50,16 @@ class ModelStack:
         clip: bool = False,
         cosine_steps: int | None = None,
     ) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         padded = {name: stack_padded([model[name].detach() for model in models]) for name in models[0]}
         self._shapes = {name: tensor.shape[1:] for name, tensor in padded.items()}
         self.theta = torch.cat([tensor.flatten(1) for tensor in padded.values()], dim=1).to(device).requires_grad_()
         self._loss, self._weight_decay, self._clip, self._cosine_steps = loss, weight_decay, clip, cosine_steps
         self._rates = torch.tensor(rates, device=device).unsqueeze(1)
-        self._mean, self._square = torch.zeros_like(self.theta), torch.zeros_like(self.theta)
-        self._count = torch.zeros((), device=device)  # steps so far; on the device, so that a step can be recorded
-        self._recordings: dict[tuple[torch.Size, ...], tuple[Lesson, Callable[[], object]]] = {}
+        with torch.cuda.stream(self.stream):
+            self._mean, self._square = torch.zeros_like(self.theta), torch.zeros_like(self.theta)
+            self._count = torch.zeros((), device=device)  # of steps; on the device, so that a step can be recorded
+        self._recordings: dict[tuple[torch.Size, ...], tuple[Lesson, Callable[[], None]]] = {}
 
     def __len__(self) -> int:
         return len(self.theta)
@@ -65,19 +71,30 @@ class ModelStack:
 
     def step(self, lesson: Lesson) -> None:
         """Take one step with every model. On a GPU the second step with these shapes and all later ones are replays."""
-        if not self.theta.is_cuda:
+        if self.stream is None:
             self._step(lesson)
             return
         shapes = tuple(tensor.shape for tensor in lesson)
         if shapes not in self._recordings:
             inputs = tuple(tensor.clone() for tensor in lesson)
-            # Before it records anything, this takes the step: kernels must be compiled by then.
-            self._recordings[shapes] = inputs, record_graph(lambda: self._step(inputs))
+            self._step(inputs)  # compiles kernels, which cannot be done while recording
+            self._recordings[shapes] = inputs, self._record(inputs)
             return
         inputs, replay = self._recordings[shapes]
         for static, tensor in zip(inputs, lesson, strict=True):
             static.copy_(tensor)
         replay()
+
+    def _record(self, inputs: Lesson) -> Callable[[], None]:
+        """Record a step, and return its replay.
+
+        Graphs recorded on the same stream share a workspace of cuBLAS, so stacks that train at the same time must
+        record on streams of their own.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            self._step(inputs)
+        return graph.replay
 
     def keep(self, rows: Sequence[int]) -> None:
         """Continue with these models alone."""
@@ -106,6 +123,65 @@ class ModelStack:
         if self._weight_decay:
             self.theta.mul_(1 - rates * self._weight_decay)
         self.theta.sub_(self._mean.div(root).mul_(rates / mean_bias))
+
+
+class StackTraining(ABC):
+    """Models that train in one stack, one per point, until each of them ends.
+
+    Args:
+        stack: the models.
+        points: what each of them stands for, by any index.
+        steps: how many steps a model takes at most.
+        every: steps between evaluations.
+    """
+
+    def __init__(self, stack: ModelStack, points: Mapping[int, Point], *, steps: int, every: int) -> None:
+        self.stack, self.points, self.most_steps, self.every = stack, points, steps, every
+        self.members = list(points)  # of the points, those with a model in the stack
+        self.steps = 0
+        self._scores = torch.empty(0)
+
+    @abstractmethod
+    def draw_lessons(self, count: int) -> Iterable[Lesson]:
+        """Draw what the members learn from in this many steps."""
+
+    @abstractmethod
+    def evaluate(self) -> Tensor:
+        """Return the score or scores of every member: [models, ...]."""
+
+    @abstractmethod
+    def ended(self, scores: dict[int, Any]) -> dict[int, Row]:
+        """Return the rows of the members that end with these scores."""
+
+    def start_round(self) -> None:
+        """Take the steps up to the next evaluation, and evaluate. On a GPU this does not wait for them."""
+        count = min(self.every, self.most_steps - self.steps)
+        with torch.cuda.stream(self.stack.stream):
+            for lesson in self.draw_lessons(count):
+                self.stack.step(lesson)
+            self._scores = self.evaluate()
+        self.steps += count
+
+    def finish_round(self) -> dict[int, Row]:
+        """Read the evaluation; remove the models that end with it, and return their rows."""
+        with torch.cuda.stream(self.stack.stream):
+            rows = self.ended(dict(zip(self.members, self._scores.tolist(), strict=True)))
+            if rows:
+                running = [row for row, index in enumerate(self.members) if index not in rows]
+                self.members = [self.members[row] for row in running]
+                self.stack.keep(running)
+        return rows
+
+
+def train_all(trainings: Iterable[StackTraining]) -> list[Row]:
+    """Train stacks in turn, on a GPU at the same time, and return the rows in the order of their indices."""
+    rows: dict[int, Row] = {}
+    while trainings := [training for training in trainings if training.members]:
+        for training in trainings:
+            training.start_round()
+        for training in trainings:
+            rows |= training.finish_round()
+    return [rows[index] for index in sorted(rows)]
 
 
 def stack_padded(tensors: Sequence[Tensor], value: float = 0.0) -> Tensor:

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 
 from rebind import plotting
 from rebind.errors import InputError
@@ -21,7 +22,7 @@ from rebind.lab import style
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table, require_known
 from rebind.lab.mqar.models import NORMALIZERS, SOFTMAX, Recaller, RecallerStack, RecallTask
 from rebind.lab.report import Curve, curve, learning_curve, select, spread
-from rebind.lab.stacks import ModelStack
+from rebind.lab.stacks import Lesson, ModelStack, StackTraining, train_all
 from rebind.nn.layers.attention import Attention
 from rebind.nn.layers.fast_weight import FastWeight
 from rebind.precision import tensor_float
@@ -108,7 +109,7 @@ class Mqar(Experiment):
     def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
         rule, width = points[0]["rule"], points[0]["width"]
         with tensor_float(True):
-            rows = self.train(points, device)
+            rows = train_all([RecallTraining(self, dict(enumerate(points)), device)])
         sizes = {
             "state": self.state_size(rule, width),
             "parameters": sum(parameter.numel() for parameter in self.recaller(rule, width, 0).parameters()),
@@ -127,63 +128,6 @@ class Mqar(Experiment):
             longest = max(task.length for task in self.tasks(self.tested))
             return longest * Attention(width, self.heads, rope_theta=None).state_size
         return FastWeight(width, self.heads, rule=rule, conv_size=self.conv).state_size
-
-    def train(self, points: Sequence[Point], device: torch.device) -> list[Row]:
-        """Train one model per point until it masters all sizes up to the trained length, or has used its steps."""
-        rule, width = points[0]["rule"], points[0]["width"]
-        models = RecallerStack(rule, self.layers, self.heads)
-        stack = ModelStack(
-            [dict(self.recaller(rule, width, point["seed"]).named_parameters()) for point in points],
-            [point["rate"] for point in points],
-            models.loss,
-            device,
-            weight_decay=self.decay,
-            clip=True,
-            cosine_steps=self.steps,
-        )
-        tasks, tests, hardest = self.tasks(self.trained), self.tasks(self.tested), self.hardest()
-        within = [at for at, test in enumerate(tests) if test.length <= max(task.length for task in tasks)]
-        generators = {seed: torch.Generator(device).manual_seed(seed + 1) for seed in range(self.seeds)}
-        order, members, steps = random.Random(0), list(range(len(points))), 0
-        courses: list[list[float]] = [[] for _ in points]
-        rows: dict[int, Row] = {}
-        while members:
-            count = min(self.every, self.steps - steps)
-            for _ in range(count):
-                task = order.choice(tasks)
-                drawn = {seed: task.draw(self.batch, generator) for seed, generator in generators.items()}
-                lessons = [drawn[points[member]["seed"]] for member in members]  # the same for all rates of a seed
-                stack.step(tuple(torch.stack(parts) for parts in zip(*lessons, strict=True)))
-            steps += count
-            scores = self._evaluate(models, stack, [tests[at] for at in within])
-            for member, accuracies in zip(members, scores, strict=True):
-                courses[member].append(accuracies[within.index(hardest)])
-            ended = [row for row, accuracies in enumerate(scores) if min(accuracies) >= SOLVED or steps == self.steps]
-            if ended:
-                scores = self._evaluate(models, stack, tests)
-                for row in ended:
-                    course = courses[members[row]]
-                    rows[members[row]] = {"accuracies": scores[row], "steps": steps, "course": course}
-                running = [row for row in range(len(members)) if row not in ended]
-                stack.keep(running)
-                members = [members[row] for row in running]
-        return [rows[index] for index in range(len(points))]
-
-    @torch.no_grad()
-    def _evaluate(self, models: RecallerStack, stack: ModelStack, tests: Sequence[RecallTask]) -> list[list[float]]:
-        """Return the share of right answers of each model to each test; a test is the same at every evaluation."""
-        shares = []
-        for test in tests:
-            seed = FIRST_TEST_SEED + self.tasks(self.tested).index(test)
-            generator = torch.Generator(stack.theta.device).manual_seed(seed)
-            right = []
-            for first in range(0, self.sequences, self.batch):
-                drawn = test.draw(min(self.batch, self.sequences - first), generator)
-                tokens, places, answers = (part.expand(len(stack), -1, -1) for part in drawn)
-                right.append(models.logits(stack.parameters(), tokens, places).argmax(-1) == answers)
-            shares.append(torch.cat(right, dim=1).float().mean((1, 2)))
-        scores: list[list[float]] = torch.stack(shares, dim=1).tolist()
-        return scores
 
     def best(self, rows: Sequence[Row]) -> list[Row]:
         """Return the row of the best rate for each rule, width and seed, with its `accuracy` at the hardest size."""
@@ -279,3 +223,64 @@ class Mqar(Experiment):
             "pairs",
             "accuracy",
         )
+
+
+class RecallTraining(StackTraining):
+    """A stack of models with one rule and width. A model ends when it masters all sizes up to the trained length."""
+
+    def __init__(self, settings: Mqar, points: dict[int, Point], device: torch.device) -> None:
+        rule, width = points[0]["rule"], points[0]["width"]
+        self.settings, self.device = settings, device
+        self.models = RecallerStack(rule, settings.layers, settings.heads)
+        recallers = [settings.recaller(rule, width, point["seed"]) for point in points.values()]
+        stack = ModelStack(
+            [dict(recaller.named_parameters()) for recaller in recallers],
+            [point["rate"] for point in points.values()],
+            self.models.loss,
+            device,
+            weight_decay=settings.decay,
+            clip=True,
+            cosine_steps=settings.steps,
+        )
+        super().__init__(stack, points, steps=settings.steps, every=settings.every)
+        self.tasks, self.tests = settings.tasks(settings.trained), settings.tasks(settings.tested)
+        longest = max(task.length for task in self.tasks)
+        self.within = [number for number, test in enumerate(self.tests) if test.length <= longest]
+        self.order = random.Random(0)  # of the tasks
+        self.generators = {seed: torch.Generator(device).manual_seed(seed + 1) for seed in range(settings.seeds)}
+        self.courses: dict[int, list[float]] = {index: [] for index in points}
+
+    def draw_lessons(self, count: int) -> Iterator[Lesson]:
+        """Draw the lesson of each step: models with the same seed learn from the same sequences."""
+        for _ in range(count):
+            task = self.order.choice(self.tasks)
+            drawn = {seed: task.draw(self.settings.batch, generator) for seed, generator in self.generators.items()}
+            lessons = [drawn[self.points[index]["seed"]] for index in self.members]
+            yield tuple(torch.stack(parts) for parts in zip(*lessons, strict=True))
+
+    @torch.no_grad()
+    def evaluate(self, *, longer: bool = False) -> Tensor:
+        """Return each model's share of right answers [models, tests] up to the trained length, or to all tests."""
+        shares = []
+        for number in range(len(self.tests)) if longer else self.within:
+            test = self.tests[number]
+            generator = torch.Generator(self.device).manual_seed(FIRST_TEST_SEED + number)  # the same every time
+            right = []
+            for first in range(0, self.settings.sequences, self.settings.batch):
+                drawn = test.draw(min(self.settings.batch, self.settings.sequences - first), generator)
+                tokens, places, answers = (part.expand(len(self.stack), -1, -1) for part in drawn)
+                right.append(self.models.logits(self.stack.parameters(), tokens, places).argmax(-1) == answers)
+            shares.append(torch.cat(right, dim=1).float().mean((1, 2)))
+        return torch.stack(shares, dim=1)
+
+    def ended(self, scores: dict[int, Any]) -> dict[int, Row]:
+        for index, accuracies in scores.items():
+            self.courses[index].append(accuracies[self.within.index(self.settings.hardest())])
+        used_up = self.steps >= self.settings.steps
+        ended = [index for index, accuracies in scores.items() if used_up or min(accuracies) >= SOLVED]
+        if not ended:
+            return {}
+        final = dict(zip(self.members, self.evaluate(longer=True).tolist(), strict=True))
+        return {
+            index: {"accuracies": final[index], "steps": self.steps, "course": self.courses[index]} for index in ended
+        }

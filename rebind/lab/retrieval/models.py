@@ -187,15 +187,19 @@ class Reader:
     def _weights(self, k: Tensor, q: Tensor, valid: Tensor, gates: dict[str, float | Tensor]) -> Tensor:
         """Return c [models, B, Q, L]. Rules that correct use features that sum to one; the others divide by Σ c."""
         assert self.rule is not None
-        if self.rule.reads:
-            phi_k, phi_q = (_sum_to_one(self.feature.up_to_scale(x)) for x in (k, q))
-            phi_k = phi_k * valid.unsqueeze(-1)
-            factors = self.rule.coefficients(phi_k, check_values=False, **gates)
-            return faded(corrected(phi_k, phi_q, factors.erase), factors.decay, factors.write)
-        products, least = similarity(self.feature, k, q)
-        factors = self.rule.coefficients(k, check_values=False, **gates)
-        weights = faded(products * valid.unsqueeze(-2), factors.decay, factors.write)
-        return weights / (weights.sum(-1, keepdim=True) + least)
+        if not self.rule.reads:
+            products, least = similarity(self.feature, k, q)
+            factors = self.rule.coefficients(k, check_values=False, **gates)
+            weights = faded(products * valid.unsqueeze(-2), factors.decay, factors.write)
+            return weights / (weights.sum(-1, keepdim=True) + least)
+        phi_k, phi_q = self.feature.up_to_scale(k), self.feature.up_to_scale(q)
+        k_sum, q_sum = (total + (total == 0) for total in (phi_k.sum(-1), phi_q.sum(-1)))
+        # Dividing ε and c by the sums costs less than dividing the features. A rule depends on a key's length alone.
+        lengths = torch.linalg.vector_norm(phi_k, dim=-1) / k_sum
+        factors = self.rule.coefficients(lengths.unsqueeze(-1), check_values=False, **gates)
+        weights = corrected(phi_k, phi_q, factors.erase * valid / k_sum.square())
+        weights = weights * (valid / k_sum).unsqueeze(-2) / q_sum.unsqueeze(-1)
+        return faded(weights, factors.decay, factors.write)
 
 
 def similarity(feature: Feature, k: Tensor, q: Tensor) -> tuple[Tensor, float | Tensor]:
@@ -275,12 +279,6 @@ def one_hot(index: Tensor, size: int) -> Tensor:
     """Return one-hot vectors [..., S] in float32; zeros for padding."""
     zeros = torch.zeros(*index.shape, size, device=index.device)
     return zeros.scatter_(-1, index.clamp_min(0).unsqueeze(-1), (index >= 0).float().unsqueeze(-1))
-
-
-def _sum_to_one(x: Tensor) -> Tensor:
-    """Return x / Σx for non-negative features, without reading a value: that would stop a GPU."""
-    total = x.sum(-1, keepdim=True)
-    return x / (total + (total == 0))
 
 
 def _project(p: Parameters, name: str) -> Tensor:

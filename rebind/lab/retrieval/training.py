@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch import Tensor
 from rebind.errors import NumericalWarning
 from rebind.lab.experiment import Claim, Experiment, Point, Row
 from rebind.lab.report import select, spread
-from rebind.lab.retrieval.models import FEATURES, Reader, Sequences, Task
-from rebind.lab.stacks import ModelStack
+from rebind.lab.retrieval.models import FEATURES, Reader, Task
+from rebind.lab.stacks import Lesson, ModelStack, StackTraining, train_all
 
 SOLVED = 1e-3  # the loss at which training ends
 FIRST_TEST_SEED = 10_000  # tests are drawn with other random numbers than lessons
@@ -37,145 +38,96 @@ class Retrieval(Experiment):
     def train(self, points: Sequence[Point], device: torch.device, *, replacement: bool) -> list[Row]:
         """Train one model per point until it is solved, stops improving or has used its steps.
 
-        Models with the same feature map and rule train in one stack if no size is more than twice another.
+        Models with the same feature map and rule and with similar sizes train in one stack; all stacks train in turn.
         """
-        stacks: dict[tuple[str, str, int], list[int]] = {}
+        groups = group_sizes(self.sizes)
+        stacks: dict[tuple[str, str, int], dict[int, Point]] = {}
         for index, point in enumerate(points):
-            smallest = next(first for first in _group_starts(self.sizes) if point["size"] <= 2 * first)
-            stacks.setdefault((point["feature"], point.get("rule", "sum"), smallest), []).append(index)
-        trainings = {
-            key: Training(self, [points[index] for index in stack], key[1], replacement, device)
-            for key, stack in stacks.items()
-        }
-        while active := [training for training in trainings.values() if not training.finished]:
-            for training in active:
-                training.start_round()
-            for training in active:
-                training.finish_round()
-        rows = {
-            index: row
-            for key, stack in stacks.items()
-            for index, row in zip(stack, trainings[key].results(), strict=True)
-        }
-        return [rows[index] for index in range(len(points))]
+            key = (point["feature"], point.get("rule", "sum"), groups[point["size"]])
+            stacks.setdefault(key, {})[index] = point
+        return train_all(
+            RetrievalTraining(self, stack, rule, replacement, device) for (_, rule, _), stack in stacks.items()
+        )
 
 
-def _group_starts(sizes: Sequence[int]) -> list[int]:
-    """Return the smallest size of each group in which no size is more than twice another."""
-    starts: list[int] = []
+def group_sizes(sizes: Sequence[int]) -> dict[int, int]:
+    """Return the group of each size, named by its smallest: no size in a group is more than twice another."""
+    groups: dict[int, int] = {}
+    smallest = 0
     for size in sizes:
-        if not starts or size > 2 * starts[-1]:
-            starts.append(size)
-    return starts
+        smallest = smallest if size <= 2 * smallest else size
+        groups[size] = smallest
+    return groups
 
 
-class Training:
-    """A stack of models in training. On a GPU it has a stream of its own, so that several stacks can share the GPU.
-
-    Models that ended stay in the stack until an eighth of it has ended.
-    """
+class RetrievalTraining(StackTraining):
+    """A stack of models with one feature map and one rule."""
 
     def __init__(
-        self, settings: Retrieval, points: Sequence[Point], rule: str, replacement: bool, device: torch.device
+        self, settings: Retrieval, points: dict[int, Point], rule: str, replacement: bool, device: torch.device
     ) -> None:
-        self.settings, self.points, self.replacement, self.device = settings, list(points), replacement, device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.steps = 0
-        self.members = list(range(len(points)))  # the points of the models in the stack
-        self.losses: list[list[float]] = [[] for _ in points]
-        self.rows: dict[int, Row] = {}
-        with torch.cuda.stream(self.stream):
-            self.reader = Reader(points[0]["feature"], rule, settings.key_width, device)
-            models = [self.reader.initial_parameters(point["size"], point["seed"]) for point in points]
-            self.stack = ModelStack(models, [settings.rate] * len(points), self.reader.loss, device)
-            self.generators = self._generators(1)
-            self.tests = self._draw_tests()
-            self.evaluation = self._evaluate(self.tests)
-            self.last: list[float] = self.evaluation.tolist()  # the last finite loss of each point
+        self.settings, self.replacement, self.device = settings, replacement, device
+        self.reader = Reader(next(iter(points.values()))["feature"], rule, settings.key_width, device)
+        models = [self.reader.initial_parameters(point["size"], point["seed"]) for point in points.values()]
+        stack = ModelStack(models, [settings.rate] * len(points), self.reader.loss, device)
+        super().__init__(stack, points, steps=settings.steps, every=settings.every)
+        self.generators = self._new_generators(1)
+        self.losses: dict[int, list[float]] = {index: [] for index in points}
+        with torch.cuda.stream(stack.stream):
+            self.last = dict(zip(points, self.evaluate().tolist(), strict=True))  # the last finite loss of each point
 
-    @property
-    def finished(self) -> bool:
-        return len(self.rows) == len(self.points)
+    def draw_lessons(self, count: int) -> Iterable[Lesson]:
+        """Draw the lessons of all steps at once."""
+        generators = [self.generators[index] for index in self.members]
+        lessons = self._task().draw_lessons(count * self.settings.batch, generators).as_lesson()
+        parts = [part.unflatten(1, (count, self.settings.batch)).transpose(0, 1) for part in lessons]
+        return zip(*parts, strict=True)
 
-    def results(self) -> list[Row]:
-        """Return the row of every point."""
-        return [self.rows[point] for point in range(len(self.points))]
+    @torch.no_grad()
+    def evaluate(self, *, short: bool = False) -> Tensor:
+        """Return the loss of every member, on tests that are the same every time."""
+        generators = self._new_generators(FIRST_TEST_SEED)
+        chosen = [generators[index] for index in self.members]
+        tests = self._task().draw_tests(self.settings.tested, chosen, short=short)
+        return self.reader.loss(self.stack.parameters(), tests.as_lesson())
 
-    def start_round(self) -> None:
-        """Take the steps up to the next evaluation, and evaluate. On a GPU this does not wait for them."""
-        count = min(self.settings.every, self.settings.steps - self.steps)
-        with torch.cuda.stream(self.stream):
-            self._take_steps(count)
-            self.evaluation = self._evaluate(self.tests)
-        self.steps += count
-
-    def finish_round(self) -> None:
-        """Read the evaluation, and record the models that end with it."""
-        with torch.cuda.stream(self.stream):
-            losses = dict(zip(self.members, self.evaluation.tolist(), strict=True))
-            ended = [point for point, loss in losses.items() if point not in self.rows and self._ends(point, loss)]
-            if not ended:
-                return
-            self._record(ended, losses)
-            running = [row for row, point in enumerate(self.members) if point not in self.rows]
-            if running and 8 * len(running) <= 7 * len(self.members):
-                self.members = [self.members[row] for row in running]
-                self.stack.keep(running)
-                self.tests = self._draw_tests()
-
-    def _take_steps(self, count: int) -> None:
-        """Draw the lessons of all steps at once, then take the steps."""
-        batch = self.settings.batch
-        drawn = self._task().draw_lessons(count * batch, [self.generators[point] for point in self.members])
-        parts = [part.unflatten(1, (count, batch)).transpose(0, 1) for part in drawn.as_lesson()]
-        for lesson in zip(*parts, strict=True):
-            self.stack.step(lesson)
-
-    def _ends(self, point: int, loss: float) -> bool:
-        """Add a loss to the history of a point, and return whether its training ends here."""
-        if not math.isfinite(loss):
-            return True
-        self.last[point] = loss
-        history = self.losses[point]
-        history.append(loss)
-        without_improvement = len(history) - 1 - history.index(min(history))
-        used_up = self.steps >= self.settings.steps
-        return loss <= SOLVED or without_improvement >= self.settings.patience or used_up
-
-    def _record(self, ended: Sequence[int], losses: dict[int, float]) -> None:
-        short: dict[int, float] = {}
-        if self.replacement:  # the public evaluation of setting 2 used sequences of length S
-            short = dict(zip(self.members, self._evaluate(self._draw_tests(short=True)).tolist(), strict=True))
-        for point in ended:
-            diverged, last = not math.isfinite(losses[point]), self.last[point]
-            row: Row = {"loss": last, "steps": self.steps, "losses": self.losses[point], "diverged": diverged}
-            if self.replacement:
-                row["short"] = last if diverged else short[point]
-            self.rows[point] = row
+    def ended(self, scores: dict[int, Any]) -> dict[int, Row]:
+        rows: dict[int, Row] = {}
+        for index, loss in scores.items():
+            diverged = not math.isfinite(loss)
             if diverged:
                 warnings.warn(
-                    f"The loss of {self.points[point]} was not finite after {self.steps} steps. Its row has the last "
-                    f"finite loss, {last:.3g}, and says that it diverged. Try a lower rate.",
+                    f"The loss of {self.points[index]} was not finite after {self.steps} steps. Its row has the last "
+                    f"finite loss, {self.last[index]:.3g}, and says that it diverged. Try a lower rate.",
                     NumericalWarning,
                     stacklevel=2,
                 )
+            else:
+                self.last[index] = loss
+                self.losses[index].append(loss)
+            if diverged or self._is_done(self.losses[index]):
+                history = self.losses[index]
+                row = {"loss": self.last[index], "steps": self.steps, "losses": history, "diverged": diverged}
+                rows[index] = row
+        if rows and self.replacement:  # the public evaluation of setting 2 used sequences of length S
+            short = dict(zip(self.members, self.evaluate(short=True).tolist(), strict=True))
+            for index, row in rows.items():
+                row["short"] = row["loss"] if row["diverged"] else short[index]
+        return rows
+
+    def _is_done(self, losses: Sequence[float]) -> bool:
+        without_improvement = len(losses) - 1 - losses.index(min(losses))
+        patience_over = without_improvement >= self.settings.patience
+        return losses[-1] <= SOLVED or patience_over or self.steps >= self.settings.steps
 
     def _task(self) -> Task:
-        return Task([self.points[point]["size"] for point in self.members], self.replacement)
+        return Task([self.points[index]["size"] for index in self.members], self.replacement)
 
-    def _generators(self, offset: int) -> list[torch.Generator]:
-        """Return one generator per point, seeded by its seed."""
-        return [torch.Generator(self.device).manual_seed(point["seed"] + offset) for point in self.points]
-
-    def _draw_tests(self, *, short: bool = False) -> Sequences:
-        """Draw tests, the same for a model every time, whichever models are left."""
-        generators = self._generators(FIRST_TEST_SEED)
-        return self._task().draw_tests(self.settings.tested, [generators[point] for point in self.members], short=short)
-
-    @torch.no_grad()
-    def _evaluate(self, tests: Sequences) -> Tensor:
-        """Return the loss of every model in the stack."""
-        return self.reader.loss(self.stack.parameters(), tests.as_lesson())
+    def _new_generators(self, offset: int) -> dict[int, torch.Generator]:
+        return {
+            index: torch.Generator(self.device).manual_seed(point["seed"] + offset)
+            for index, point in self.points.items()
+        }
 
 
 def describe_losses(rows: Sequence[Row]) -> str:
