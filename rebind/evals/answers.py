@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rebind.edit.facts.fact import Fact
-from rebind.errors import InputError
 from rebind.evals.records import Record
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
@@ -26,33 +25,24 @@ class QuestionSettings:
     text_tokens: int = 100
     top_k: int = 5  # longer texts are sampled from this many best tokens, as in ROME
 
-    def __post_init__(self) -> None:
-        for name, least in (("free_tokens", 0), ("texts", 0), ("text_tokens", 1), ("top_k", 1)):
-            if getattr(self, name) < least:
-                raise InputError(
-                    f"{name} is {getattr(self, name)}", expected=f"{least} or more", code="setting_too_small"
-                )
-
 
 def answer_records(
     model: LanguageModel, records: Sequence[Record], settings: QuestionSettings, *, seed: int = 0
 ) -> list[Row]:
     """Ask the model every question of every record, and return one row per record."""
-    scores = iter(model.score([prompt for record in records for prompt in _scored_prompts(record)]))
-    rows = [_row(record, scores) for record in records]
+    questions = [_questions(record) for record in records]
+    prompts: list[Prompt] = []
+    _replace_prompts(questions, prompts.append)
+    scores = iter(model.score(prompts))
+    rows: list[Row] = _replace_prompts(questions, lambda _: _score_json(next(scores)))
     if settings.free_tokens:
-        prompts = [prompt for record in records for prompt in _free_prompts(record)]
-        texts = iter(model.generate(prompts, settings.free_tokens))
-        for record, row in zip(records, rows, strict=True):
-            for fact, part in zip(record.facts, rows_by_fact(row), strict=True):
-                part["free"] = {"prompt": next(texts), "paraphrases": [next(texts) for _ in fact.paraphrases]}
-            row["free"]["consequences"] = [next(texts) for _ in record.consequences]
+        _add_free_answers(model, records, rows, settings.free_tokens)
     if settings.texts:
         beginnings = [record.text_prompts[: settings.texts] for record in records]
-        prompts = [prompt for some in beginnings for prompt in some]
-        texts = iter(model.generate(prompts, settings.text_tokens, top_k=settings.top_k, seed=seed))
+        starts = [start for some in beginnings for start in some]
+        texts = iter(model.generate(starts, settings.text_tokens, top_k=settings.top_k, seed=seed))
         for row, some in zip(rows, beginnings, strict=True):
-            row["texts"] = [prompt + next(texts) for prompt in some]
+            row["texts"] = [start + next(texts) for start in some]
     return rows
 
 
@@ -63,53 +53,51 @@ def rows_by_fact(row: Row) -> list[Row]:
 
 def all_prompts(record: Record) -> list[Prompt]:
     """Return every prompt of a record, all of which must fit into the model's context."""
-    return [*_scored_prompts(record), *(Prompt(prompt) for prompt in record.text_prompts)]
+    prompts = [Prompt(text) for text in record.text_prompts]
+    _replace_prompts(_questions(record), prompts.append)
+    return prompts
 
 
-def _free_prompts(record: Record) -> Iterator[str]:
-    for fact in record.facts:
-        yield from (fact.text, *fact.paraphrases)
-    yield from (question.prompt for question in record.consequences)
+def _questions(record: Record) -> Row:
+    """Return the row of a record with prompts in place of their scores."""
 
+    def ask(text: str, targets: Sequence[str | None]) -> Row:
+        return {name: Prompt(text, target) for name, target in zip(("new", "true"), targets, strict=False) if target}
 
-def _targets(fact: Fact) -> tuple[str, ...]:
-    """Return the new target, and the true one if it is known."""
-    return (fact.target,) if fact.old is None else (fact.target, fact.old)
-
-
-def _scored_prompts(record: Record) -> Iterator[Prompt]:
-    """Yield prompts with targets, in the order in which `_row` reads their scores."""
-    for fact in record.facts:
-        for text in (fact.text, *fact.paraphrases):
-            yield from (Prompt(text, target) for target in _targets(fact))
-    for question in record.neighbors:
-        yield from (Prompt(question.prompt, target) for target in (record.fact.target, *question.answers[:1]))
-    for question in record.consequences:
-        yield from (Prompt(question.prompt, answer) for answer in question.answers)
-
-
-def _row(record: Record, scores: Iterator[FactScore]) -> Row:
-    def read(names: Sequence[str]) -> Row:
-        return {name: _score_json(next(scores)) for name in names}
-
-    def read_fact(fact: Fact) -> Row:
-        targets = ("new", "true")[: len(_targets(fact))]
-        return {"prompt": read(targets), "paraphrases": [read(targets) for _ in fact.paraphrases]}
-
-    first, *also = [read_fact(fact) for fact in record.facts]
+    first, *also = [
+        {"prompt": ask(fact.text, targets), "paraphrases": [ask(text, targets) for text in fact.paraphrases]}
+        for fact in record.facts
+        for targets in [(fact.target, fact.old)]
+    ]
     row = {
         **first,
-        "neighbors": [read(("new", "true")[: 1 + bool(question.answers)]) for question in record.neighbors],
-        "consequences": [[_score_json(next(scores)) for _ in question.answers] for question in record.consequences],
+        "neighbors": [ask(one.prompt, (record.fact.target, one.answer)) for one in record.neighbors],
+        "consequences": [[Prompt(one.prompt, answer) for answer in one.answers] for one in record.consequences],
     }
     return row | ({"also": also} if also else {})
 
 
+def _replace_prompts(value: Any, function: Callable[[Prompt], Any]) -> Any:
+    """Return nested dicts and lists with the function applied to every prompt in them, in order."""
+    if isinstance(value, Prompt):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _replace_prompts(part, function) for key, part in value.items()}
+    return [_replace_prompts(part, function) for part in value]
+
+
 def _score_json(score: FactScore) -> Row:
     nll = score.nll if math.isfinite(score.nll) else WORST_NLL
-    return {
-        "nll": round(nll, 6),
-        "tokens": score.tokens,
-        "right": score.right_tokens,
-        "first": score.first_token,
-    }
+    return {"nll": round(nll, 6), "tokens": score.tokens, "right": score.right_tokens, "first": score.first_token}
+
+
+def _add_free_answers(model: LanguageModel, records: Sequence[Record], rows: Sequence[Row], tokens: int) -> None:
+    prompts: list[str] = []
+    for record in records:
+        prompts += [text for fact in record.facts for text in (fact.text, *fact.paraphrases)]
+        prompts += [question.prompt for question in record.consequences]
+    texts = iter(model.generate(prompts, tokens))
+    for record, row in zip(records, rows, strict=True):
+        for fact, part in zip(record.facts, rows_by_fact(row), strict=True):
+            part["free"] = {"prompt": next(texts), "paraphrases": [next(texts) for _ in fact.paraphrases]}
+        row["free"]["consequences"] = [next(texts) for _ in record.consequences]

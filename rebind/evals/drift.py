@@ -19,14 +19,11 @@ class DriftMeter:
 
     def __init__(self, editor: Editor, text: str | None = None) -> None:
         self.editor = editor
-        self.name = "bundled" if text is None else "custom"
         self.text = BUNDLED_TEXT.read_text(encoding="utf-8") if text is None else text
         if not self.text.strip():
             raise InputError("The text for perplexity is empty", expected="some hundreds of words", code="text_empty")
-
-    @property
-    def config(self) -> dict[str, str]:
-        return {"text": self.name, "text_digest": hashlib.sha256(self.text.encode()).hexdigest()}
+        digest = hashlib.sha256(self.text.encode()).hexdigest()
+        self.config = {"text": "bundled" if text is None else "custom", "text_digest": digest}
 
     def measure(self) -> dict[str, Any]:
         """Return perplexity, KL(base ‖ edited) on the canary prompts in nats, and ‖W' − W‖ / ‖W‖ of the sites."""

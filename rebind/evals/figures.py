@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rebind.evals.answers import rows_by_fact
 from rebind.evals.scores import SHARES
-from rebind.evals.summary import describe_protocol
+from rebind.evals.summary import Summary, describe_protocol
 from rebind.plotting import AMBER, BLUE, COLORS, EDGE, GREEN, INK, legend, legend_below, panels, render, shorten
 from rebind.storage import Row, RunFolder, write_file
 
@@ -26,10 +26,10 @@ NAMES = {
 }
 MIN_ROWS = 4  # a lower figure has no room for its title and legend
 
-Run = tuple[str, dict[str, Any]]  # (name, summary)
+Runs = Sequence[tuple[str, Summary]]  # (name, summary)
 
 
-def draw_run(folder: RunFolder, summary: dict[str, Any], rows: Sequence[Row]) -> None:
+def draw_run(folder: RunFolder, summary: Summary, rows: Sequence[Row]) -> None:
     """Draw every figure that the run has numbers for, as PNG in its folder."""
     folder.write("scores.png", render(scores([("after", summary)], before=True)))
     folder.write("nll.png", render(nll(summary, rows)))
@@ -37,13 +37,13 @@ def draw_run(folder: RunFolder, summary: dict[str, Any], rows: Sequence[Row]) ->
         folder.write("edits.png", render(against_edits([(summary["method"], summary)])))
 
 
-def draw_runs(path: Path, runs: Sequence[Run]) -> None:
+def draw_runs(path: Path, runs: Runs) -> None:
     """Draw runs into one figure: curves if there are checkpoints, else their last scores."""
     several = any(len(summary["states"]) > 2 for _, summary in runs)
     write_file(path, render(against_edits(runs) if several else scores(runs)))
 
 
-def scores(runs: Sequence[Run], *, before: bool = False) -> Figure:
+def scores(runs: Runs, *, before: bool = False) -> Figure:
     """Draw the last scores of runs that are shares, with intervals; with `before` also those of the base model."""
     names = [name for name in SHARES if any(name in run["states"][-1]["scores"] for _, run in runs)]
     height = 1.9 + (0.26 + 0.12 * len(runs)) * max(len(names), MIN_ROWS)
@@ -60,44 +60,39 @@ def scores(runs: Sequence[Run], *, before: bool = False) -> Figure:
         axes.plot(*zip(*places, strict=True), "o", ms=6.5, mfc="white", mec=EDGE, mew=1.6, label="before")
     for number, (label, run) in enumerate(runs):
         shift = 0.5 * (number - (len(runs) - 1) / 2) / max(len(runs) - 1, 1)
-        _draw_scores(axes, names, run["states"][-1]["scores"], shift, COLORS[number % len(COLORS)], shorten(label))
+        last, color = run["states"][-1]["scores"], COLORS[number % len(COLORS)]
+        heights = [at + shift for at, name in enumerate(names) if name in last]
+        low, middle, high = _columns([last[name] for name in names if name in last])
+        axes.hlines(heights, low, high, color=color, lw=4, alpha=0.28, capstyle="round")
+        axes.plot(middle, heights, "o", ms=6, color=color, zorder=3, label=shorten(label))
     legend_below(figure, 4)
     return figure
 
 
-def _draw_scores(
-    axes: Axes, names: Sequence[str], scores: dict[str, Any], shift: float, color: str, label: str
-) -> None:
-    axes.plot([], [], "o", color=color, label=label)
-    for row, name in enumerate(names):
-        if (score := scores.get(name)) is not None:
-            at = row + shift
-            axes.plot([score["low"], score["high"]], [at, at], color=color, lw=4, alpha=0.28, solid_capstyle="round")
-            axes.plot(score["value"], at, "o", ms=6, color=color, zorder=3)
-
-
-def against_edits(runs: Sequence[Run]) -> Figure:
+def against_edits(runs: Runs) -> Figure:
     """Draw S (for one run also its parts) and the perplexity against the number of edits."""
     alone = len(runs) == 1
     title = _heading(runs[0][1]) if alone else "Runs against the number of edits"
-    infinite = any(state["drift"].get("perplexity", 0.0) is None for _, run in runs for state in run["states"])
+    everything = [state for _, run in runs for state in run["states"]]
+    perplexities = [state["drift"]["perplexity"] for state in everything if state["drift"]]
     labels = [("score" if alone else "S", "records written", ""), ("perplexity", "records written", "")]
-    below = describe_protocol(runs[0][1]) + (", ×: not finite" if infinite else "")
+    below = describe_protocol(runs[0][1]) + (", ×: not finite" if None in perplexities else "")
     figure, (left, right) = panels(title, below, labels, size=(4.8, 4.2))
-    most = max(state["edits"] for _, run in runs for state in run["states"])
-    perplexities: list[float] = []
     for number, (label, run) in enumerate(runs):
-        states = [state for state in run["states"] if state["edits"]]
-        for name in LINES if alone else ("S",):
-            color = LINES[name] if alone else COLORS[number % len(COLORS)]
-            _draw_curve(
-                left, [state for state in states if name in state["scores"]], name, color, name if alone else label
-            )
         color = INK if alone else COLORS[number % len(COLORS)]
-        perplexities += _draw_perplexity(right, run["states"], color)
+        for name in LINES if alone else ("S",):
+            states = [state for state in run["states"] if state["edits"] and name in state["scores"]]
+            at = [state["edits"] for state in states]
+            low, middle, high = _columns([state["scores"][name] for state in states])
+            shade, width = LINES[name] if alone else color, 2.4 if name == "S" else 1.6
+            left.fill_between(at, low, high, color=shade, alpha=0.13, lw=0)
+            left.plot(at, middle, "o-", color=shade, ms=4.5, lw=width, label=shorten(name if alone else label))
+        _draw_perplexity(right, run["states"], color)
     left.set_ylim(-0.02, 1.02)
-    if max(perplexities, default=1.0) > 10 * min(perplexities, default=1.0):
+    finite = [value for value in perplexities if value is not None] or [1.0]
+    if max(finite) > 10 * min(finite):
         right.set_yscale("log")
+    most = max(state["edits"] for state in everything)
     for axes in (left, right):
         axes.set_xlim(-0.03 * most, 1.03 * most)
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -105,29 +100,20 @@ def against_edits(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _draw_curve(axes: Axes, states: Sequence[dict[str, Any]], name: str, color: str, label: str) -> None:
-    at = [state["edits"] for state in states]
-    low, middle, high = ([state["scores"][name][part] for state in states] for part in ("low", "value", "high"))
-    axes.fill_between(at, low, high, color=color, alpha=0.13, lw=0)
-    axes.plot(at, middle, "o-", color=color, ms=4.5, lw=2.4 if name == "S" else 1.6, label=shorten(label))
-
-
-def _draw_perplexity(axes: Axes, states: Sequence[dict[str, Any]], color: str) -> list[float]:
-    """Draw a curve through the finite values and crosses at the top for the others; return the finite values."""
-    values = [state["drift"].get("perplexity") for state in states]
+def _draw_perplexity(axes: Axes, states: Sequence[dict[str, Any]], color: str) -> None:
+    """Draw a curve through the finite values, and crosses at the top for the others."""
+    values = [state["drift"].get("perplexity", math.nan) for state in states]
     heights = [math.nan if value is None else value for value in values]
     axes.plot([state["edits"] for state in states], heights, "o-", color=color, ms=4.5, lw=1.8)
-    if infinite := [state["edits"] for state in states if state["drift"].get("perplexity", 0.0) is None]:
+    if infinite := [state["edits"] for state, value in zip(states, values, strict=True) if value is None]:
         top = axes.get_xaxis_transform()
         axes.plot(infinite, [1.0] * len(infinite), "x", color=color, ms=6.5, mew=1.8, transform=top, clip_on=False)
-    return [value for value in values if value is not None]
 
 
-def nll(summary: dict[str, Any], rows: Sequence[Row]) -> Figure:
+def nll(summary: Summary, rows: Sequence[Row]) -> Figure:
     """Draw the NLL of each target in the base model and in the last state."""
     base = {row["record"]: row for row in rows if row["edits"] == 0}
-    last = [row for row in rows if row["edits"] == summary["states"][-1]["edits"]]
-    pairs = [(base[row["record"]], row) for row in last]
+    pairs = [(base[row["record"]], row) for row in rows if row["edits"] == summary["states"][-1]["edits"]]
     facts = [both for before, after in pairs for both in zip(rows_by_fact(before), rows_by_fact(after), strict=True)]
     series = {
         ("true target, neighbors: should stay", AMBER): _points(pairs, "neighbors", "true"),
@@ -141,7 +127,8 @@ def nll(summary: dict[str, Any], rows: Sequence[Row]) -> Figure:
     size = 26 if len(pairs) <= 50 else 12 if len(pairs) <= 500 else 5
     for (label, color), points in series.items():
         if points:
-            axes.scatter(*zip(*points, strict=True), s=size, color=color, alpha=0.55, lw=0, label=label, zorder=2)
+            before, after = zip(*points, strict=True)
+            axes.scatter(before, after, s=size, color=color, alpha=0.55, lw=0, label=label, zorder=2)
     axes.set(xlim=(-0.015 * most, most), ylim=(-0.015 * most, most))
     axes.set_aspect("equal")
     legend_below(figure, 1)
@@ -156,5 +143,9 @@ def _points(pairs: Sequence[tuple[Row, Row]], group: str, target: str) -> list[t
     return points
 
 
-def _heading(summary: dict[str, Any]) -> str:
+def _columns(scores: Sequence[dict[str, float]]) -> list[list[float]]:
+    return [[score[part] for score in scores] for part in ("low", "value", "high")]
+
+
+def _heading(summary: Summary) -> str:
     return f"{summary['method']} on {shorten(Path(summary['model']).name)}"

@@ -10,25 +10,21 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rebind.errors import InputError
 from rebind.models.prompts import SPACELESS_SCRIPTS
 
+PARTS_OF_S = ("ES", "PS", "NS")
+
 Pair = tuple[float, float]  # NLL of the new target, of the true one
-Values = NDArray[np.float64]
 
 # Words, single characters of scripts written without spaces, and punctuation.
 WORDS = re.compile(rf"{SPACELESS_SCRIPTS.pattern}|(?:(?!{SPACELESS_SCRIPTS.pattern})\w)+|[^\w\s]")
-
-
-# Which target is likelier
 
 
 def efficacy_score(pairs: Sequence[Pair]) -> float:
@@ -45,25 +41,9 @@ def neighborhood_score(pairs: Sequence[Pair]) -> float:
     return fmean(true < new for new, true in pairs)
 
 
-def harmonic_score(*scores: float) -> float:
-    """Return S, the harmonic mean of ES, PS and NS, which is near zero as soon as one of them is.
-
-    >>> round(harmonic_score(1.0, 0.5, 0.5), 3)
-    0.6
-    """
-    if not scores or min(scores) < 0:
-        raise InputError(
-            f"The scores are {scores}", expected="at least one, and none below 0", code="scores_not_positive"
-        )
-    return 0.0 if min(scores) == 0 else len(scores) / sum(1 / score for score in scores)
-
-
 def magnitude(pairs: Sequence[Pair]) -> float:
     """Return by how much the new target is more probable than the true one, p = exp(−NLL): EM, PM and −NM."""
     return fmean(math.exp(-new) - math.exp(-true) for new, true in pairs)
-
-
-# What the model would say
 
 
 def accuracy(counts: Sequence[tuple[int, int]]) -> float:
@@ -111,28 +91,21 @@ def free_decoding(text: str, answers: Iterable[str], instead: Iterable[str] = ()
     >>> free_decoding(" Paris. Rome is", ["Rome"], instead=["Paris"])
     False
     """
-    said = min(_places(text, answers), default=None)
-    other = min(_places(text, instead), default=(math.inf, 0))
-    return said is not None and said < other
-
-
-def _places(text: str, phrases: Iterable[str]) -> list[tuple[float, int]]:
-    """Return (first position, −number of words) of each phrase that occurs in the text as whole words.
-
-    Case and the encoding of accents are ignored. The smallest pair is the earliest phrase, then the longest.
-    """
     words = words_of(text)
-    found: list[tuple[float, int]] = []
-    for phrase in phrases:
-        wanted = words_of(phrase)
-        starts = range(len(words) - len(wanted) + 1) if wanted else range(0)
-        place = next((start for start in starts if words[start : start + len(wanted)] == wanted), None)
-        if place is not None:
-            found.append((place, -len(wanted)))
-    return found
+
+    def first_place(phrases: Iterable[str]) -> tuple[float, int]:
+        """Return (position, −number of words) of the earliest phrase, then the longest one."""
+        places = [(_position(words, words_of(phrase)), -len(words_of(phrase))) for phrase in phrases]
+        return min(places, default=(math.inf, 0))
+
+    place = first_place(answers)
+    return place[0] < math.inf and place < first_place(instead)
 
 
-# How the model writes
+def _position(words: Sequence[str], phrase: Sequence[str]) -> float:
+    """Return where the phrase begins in the text; ∞ if it does not occur."""
+    starts = range(len(words) - len(phrase) + 1) if phrase else ()
+    return next((start for start in starts if words[start : start + len(phrase)] == phrase), math.inf)
 
 
 def words_of(text: str) -> list[str]:
@@ -191,61 +164,31 @@ def perplexity(nll: float, tokens: int) -> float:
     return math.exp(nll / tokens) if nll / tokens < 700 else math.inf
 
 
-# Confidence intervals
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over records with its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-    records: int  # number of records that have this score
-
-
 def bootstrap(
-    columns: Mapping[str, Sequence[float | None]],
-    joined: Mapping[str, Sequence[str]] | None = None,
-    *,
-    seed: int = 0,
-    rounds: int = 1000,
-    level: float = 0.95,
-) -> dict[str, Estimate]:
-    """Return the mean of each column with its percentile interval. A column has one value (or None) per record.
+    columns: Mapping[str, Sequence[float | None]], *, seed: int = 0, rounds: int = 1000
+) -> dict[str, dict[str, float]]:
+    """Return {value, low, high, records} of each score: its mean, 95% percentile interval, and number of records.
 
-    Whole records are resampled, the same ones for every column. `joined` names harmonic means of columns: S is the
-    harmonic mean of three means, not a mean of harmonic means. A column without any value is omitted.
+    A column has one value (or None) per record; one without any value is omitted. Whole records are resampled, the
+    same ones for every column. S is added if its parts are there: the harmonic mean of three means, not a mean of
+    harmonic means, which is near zero as soon as one of them is.
     """
-    names = [name for name, column in columns.items() if any(value is not None for value in column)]
-    if not names:
+    values = {name: column for name, column in columns.items() if any(value is not None for value in column)}
+    if not values:
         return {}
-    table = np.array([[np.nan if v is None else v for v in columns[name]] for name in names], dtype=np.float64).T
-    there = ~np.isnan(table)  # [records, columns]
-    filled = np.where(there, table, 0.0)
-    mixes = {
-        mix: [names.index(part) for part in parts] for mix, parts in (joined or {}).items() if {*parts} <= {*names}
-    }
-    rng = np.random.default_rng(seed)
-    drawn = np.stack([_means(filled, there, mixes, rng.integers(len(table), size=len(table))) for _ in range(rounds)])
-    middle = _means(filled, there, mixes, np.arange(len(table)))
-    tail = 100 * (1 - level) / 2
-    low, high = np.nanpercentile(drawn, [tail, 100 - tail], axis=0)
-    counts = [*there.sum(axis=0).tolist(), *(int(there[:, parts].all(axis=1).sum()) for parts in mixes.values())]
-    rows = zip([*names, *mixes], middle.tolist(), low.tolist(), high.tolist(), counts, strict=True)
-    return {name: Estimate(value, least, most, count) for name, value, least, most, count in rows}
-
-
-def _means(
-    filled: Values, there: NDArray[np.bool_], mixes: Mapping[str, Sequence[int]], rows: NDArray[np.int64]
-) -> Values:
-    """Return the mean of every column over some records, then the harmonic means of them."""
-    counts = there[rows].sum(axis=0)
-    sums = filled[rows].sum(axis=0)
-    means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
-    joined = [_harmonic(means[list(parts)]) for parts in mixes.values()]
-    return np.concatenate([means, np.array(joined, dtype=np.float64)])
-
-
-def _harmonic(scores: Values) -> float:
-    return math.nan if np.isnan(scores).any() else harmonic_score(*scores.tolist())
+    table = np.array(list(values.values()), dtype=np.float64).T  # [records, columns]; None becomes NaN
+    count, rng = len(table), np.random.default_rng(seed)
+    samples = [np.arange(count), *(rng.integers(count, size=count) for _ in range(rounds))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a sample may have no value in a column
+        means = dict(zip(values, np.stack([np.nanmean(table[sample], axis=0) for sample in samples]).T, strict=True))
+    counts = dict(zip(values, np.isfinite(table).sum(axis=0).tolist(), strict=True))
+    if values.keys() >= {*PARTS_OF_S}:
+        with np.errstate(divide="ignore"):  # the harmonic mean of 0 and anything is 0
+            means["S"] = len(PARTS_OF_S) / sum(1 / means[part] for part in PARTS_OF_S)
+        counts["S"] = sum(None not in row for row in zip(*(values[part] for part in PARTS_OF_S), strict=True))
+    estimates = {}
+    for name, drawn in means.items():
+        low, high = np.nanpercentile(drawn[1:], [2.5, 97.5]).tolist()
+        estimates[name] = {"value": float(drawn[0]), "low": low, "high": high, "records": counts[name]}
+    return estimates

@@ -3,19 +3,23 @@
 records = read_records("counterfact.json", limit=1000, skip_bad=True)
 records = read_records("hf:azhx/counterfact:test")
 records = bundled_records()                                # sixty facts that come with the package
+
+Formats are recognized by their fields: CounterFact, zsRE, Knowns, MQuAKE, EasyEdit, KnowEdit, and our own JSONL.
+`rebind.edit.facts` reads the fact of a record; this module reads the questions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rebind.edit.facts.readers import raw_records, record_error
+from rebind.edit.facts.fact import Fact, require_field
+from rebind.edit.facts.readers import parse_fact, raw_records, record_error
 from rebind.errors import InputError
-from rebind.evals.formats import parse_record
-from rebind.evals.records import Record, Records
+from rebind.evals.records import Question, Record, Records
+from rebind.models.prompts import require_text
 
 BUNDLED = Path(__file__).parent / "data" / "facts.jsonl"
 HUB = "hf:"
@@ -27,63 +31,47 @@ def bundled_records(limit: int | None = None) -> Records:
 
 
 def read_records(
-    source: str | Path | Record | Mapping[str, object] | Iterable[object],
-    *,
-    limit: int | None = None,
-    skip_bad: bool = False,
+    source: str | Path | Mapping[str, object] | Iterable[object], *, limit: int | None = None, skip_bad: bool = False
 ) -> Records:
     """Read the records of a file, of a Hub dataset ("hf:name" or "hf:name:split"), or of an iterable.
 
     A record that cannot be read raises an error that names it; with `skip_bad` it is skipped and the reason stored.
     `limit` counts the records that are returned.
     """
-    if limit is not None and limit < 1:
-        raise InputError(f"The limit is {limit}", expected="1 or more", code="limit_too_small")
+    name = source if isinstance(source, str) and source.startswith(HUB) else None
     records: list[Record] = []
     skipped: list[str] = []
     skipped_at: list[int] = []
-    for where, raw in _raw_records(source):
+    for where, raw in raw_records(source if name is None else _hub_dataset(name)):
         if limit is not None and len(records) >= limit:
             break
         try:
             records.append(parse_record(raw, str(len(records) + len(skipped))))
         except (InputError, RecursionError) as problem:
-            reason = str(record_error(problem, where, raw))
-            if not skip_bad:
-                raise InputError(
-                    reason,
-                    advice="Correct the record, or use {skip_bad}",
-                    code="bad_record",
-                    settings={"skip_bad": True},
-                ) from None
-            skipped.append(reason)
+            skipped.append(reason_to_skip(record_error(problem, where, raw), skip_bad))
             skipped_at.append(len(records))
+    if name is None:
+        name = Path(source).name if isinstance(source, (str, Path)) else "records"
     if not records:
         why = f" ({len(skipped)} skipped; the first: {skipped[0]})" if skipped else ""
-        raise InputError(f"{_name(source)} holds no records{why}", expected="at least one", code="no_records")
-    return Records(tuple(records), _name(source), tuple(skipped), tuple(skipped_at))
+        raise InputError(f"{name} holds no records{why}", expected="at least one", code="no_records")
+    return Records(tuple(records), name, tuple(skipped), tuple(skipped_at))
 
 
-def _name(source: object) -> str:
-    if isinstance(source, (str, Path)):
-        return str(source) if str(source).startswith(HUB) else Path(source).name
-    return "records"
+def reason_to_skip(error: InputError, skip_bad: bool) -> str:
+    """Return why a record is skipped, or raise an error if it must not be."""
+    if skip_bad:
+        return str(error)
+    raise InputError(
+        error.problem,
+        expected=error.expected,
+        advice="Correct or remove the record, or use {skip_bad}",
+        code=error.code,
+        settings={"skip_bad": True},
+    ) from None
 
 
-def _raw_records(source: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each record as it is in the source, with a name for error messages."""
-    if isinstance(source, str) and source.startswith(HUB):
-        return raw_records(_hub_dataset(source))
-    if isinstance(source, (str, Path)) and not Path(source).exists():
-        raise InputError(
-            f"There is no file {source}",
-            advice="Check the name; a dataset of the Hub is written hf:name:split",
-            code="file_not_found",
-        )
-    return raw_records([source] if isinstance(source, Record) else source)
-
-
-def _hub_dataset(name: str) -> Iterable[Any]:
+def _hub_dataset(name: str) -> Iterator[Any]:
     repository, _, split = name.removeprefix(HUB).partition(":")
     if not repository:
         raise InputError(f"The dataset is {name!r}", expected="a name as in 'hf:azhx/counterfact:test'", code="no_name")
@@ -96,11 +84,154 @@ def _hub_dataset(name: str) -> Iterable[Any]:
             code="package_missing",
         ) from None
     try:
-        return list(datasets.load_dataset(repository, split=split or "train"))
+        yield from datasets.load_dataset(repository, split=split or "train")
     except Exception as problem:  # missing, gated or offline: each raises its own exception
-        line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        line = str(problem).strip().partition("\n")[0] or type(problem).__name__
         raise InputError(
             f"Dataset {repository!r}, split {split or 'train'!r}, could not be loaded ({line})",
             advice="Check the name and the split, connect to the network, or pass a file",
             code="dataset_unavailable",
         ) from None
+
+
+# Formats
+
+
+def parse_record(raw: Any, number: str) -> Record:
+    """Read a record in any supported format; `number` becomes its id if it has none."""
+    if isinstance(raw, Record):
+        return raw
+    if not isinstance(raw, Mapping):
+        return _own_format(parse_fact(raw), {}, number)
+    if isinstance(raw.get("requested_rewrite"), (list, tuple)):
+        return _mquake(raw, number)
+    if "src" in raw:
+        return _zsre(raw, number)
+    if "requested_rewrite" in raw or "target_new" in raw:
+        return _counterfact(raw, number)
+    return _own_format(parse_fact({key: value for key, value in raw.items() if key != "neighbors"}), raw, number)
+
+
+def _own_format(fact: Fact, raw: Mapping[str, Any], number: str) -> Record:
+    neighbors = _list({"neighbors": fact.neighbors, **raw}, "neighbors")
+    for consequence in _list(raw, "consequences"):
+        require_field(consequence, "answer", "a consequence")
+    return Record(
+        replace(fact, neighbors=()),
+        _id(raw, "id") or _dataset_id(fact) or number,
+        tuple(parse_fact(other) for other in _list(raw, "also")),
+        tuple(_question(neighbor, fact.old) for neighbor in neighbors),
+        tuple(_question(consequence) for consequence in _list(raw, "consequences")),
+        _texts(raw, "generation_prompts"),
+        _texts(raw, "references"),
+    )
+
+
+def _counterfact(raw: Mapping[str, Any], number: str) -> Record:
+    """Read CounterFact, nested or flat, with the fields that EasyEdit and KnowEdit add."""
+    fact = parse_fact(raw)
+    neighbors = [_question(prompt, fact.old) for prompt in _list(raw, "neighborhood_prompts")]
+    if raw.get("locality_prompt"):
+        answer = _first(raw.get("locality_ground_truth"))
+        neighbors.append(Question(raw["locality_prompt"], fact.old if answer is None else answer))
+    completed = [f"{prompt.rstrip()} {fact.target}." for prompt in _texts(raw, "attribute_prompts")]
+    return Record(
+        replace(fact, neighbors=()),
+        _dataset_id(fact) or _id(raw, "id") or number,
+        neighbors=(*neighbors, *_grouped_questions("locality", raw.get("locality"))),
+        consequences=_portability(raw.get("portability")),
+        generation_prompts=_texts(raw, "generation_prompts"),
+        references=_texts(raw, "references") or tuple(completed),
+    )
+
+
+def _zsre(raw: Mapping[str, Any], number: str) -> Record:
+    """Read zsRE, whose locality prompts are Natural Questions without the question mark."""
+    neighbors = []
+    if raw.get("loc"):
+        require_text("loc", raw["loc"])
+        prompt = raw["loc"] if raw["loc"].rstrip().endswith("?") else f"{raw['loc']}?"
+        neighbors.append(Question(prompt, _first(raw.get("loc_ans"))))
+    return Record(
+        replace(parse_fact(raw), neighbors=()),
+        _id(raw, "case_id", "id") or f"zsre/{number}",
+        neighbors=tuple(neighbors),
+        consequences=_portability(raw.get("portability")),
+    )
+
+
+def _mquake(raw: Mapping[str, Any], number: str) -> Record:
+    """Read a MQuAKE case, which changes one fact or several and asks questions that depend on all of them."""
+    name = f"mquake/{_id(raw, 'case_id') or number}"
+    facts = []
+    for rewrite in raw["requested_rewrite"]:
+        fact = parse_fact({"requested_rewrite": rewrite})
+        question = rewrite.get("question")  # a paraphrase of the prompt
+        facts.append(replace(fact, paraphrases=(question,)) if question else fact)
+    if not facts:
+        raise InputError("The field requested_rewrite is empty", expected="the facts to write", code="field_empty")
+    answer, aliases = require_field(raw, "new_answer", "a MQuAKE record"), tuple(_list(raw, "new_answer_alias"))
+    require_text("new_answer", answer)
+    require_field(raw, "questions", "a MQuAKE record")
+    consequences = tuple(Question(prompt, answer, aliases) for prompt in _list(raw, "questions"))
+    return Record(replace(facts[0], tags=(name,)), name, also=tuple(facts[1:]), consequences=consequences)
+
+
+def _portability(value: Any) -> tuple[Question, ...]:
+    """Read the one question of EasyEdit, or the grouped questions of KnowEdit."""
+    if isinstance(value, Mapping) and "New Question" in value:
+        return (Question(value["New Question"], _first(require_field(value, "New Answer", "a portability record"))),)
+    return _grouped_questions("portability", value)
+
+
+def _grouped_questions(name: str, value: Any) -> tuple[Question, ...]:
+    """Read questions in named groups, each {prompt, ground_truth}; an answer may be a list of wordings."""
+    groups = value if isinstance(value, Mapping) else {name: value}
+    questions = []
+    for group in groups:
+        for row in _list(groups, group):
+            answers = _flatten(require_field(row, "ground_truth", "a question")) or [""]
+            questions.append(Question(require_field(row, "prompt", "a question"), answers[0], tuple(answers[1:])))
+    return tuple(questions)
+
+
+def _question(value: Any, answer: str | None = None) -> Question:
+    """Read a bare prompt, whose answer is known from elsewhere, or a prompt with its answer and aliases."""
+    if isinstance(value, Mapping):
+        own = value.get("answer", answer)
+        return Question(require_field(value, "prompt", "a question"), own, tuple(_list(value, "aliases")))
+    return Question(value, answer)
+
+
+def _texts(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    for text in _list(raw, name):
+        require_text(f"an entry of {name}", text)
+    return tuple(_list(raw, name))
+
+
+def _list(raw: Mapping[str, Any], name: str) -> Sequence[Any]:
+    value = raw.get(name) or ()
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
+        raise InputError(f"The field {name} is {value!r}", expected="a list", code="field_not_a_list")
+    return value
+
+
+def _flatten(value: Any) -> list[Any]:
+    return [part for item in value for part in _flatten(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _first(value: Any) -> Any:
+    return next(iter(_flatten(value)), None)
+
+
+def _id(raw: Mapping[str, Any], *names: str) -> str | None:
+    """Return the first of these fields that is not empty, as text."""
+    text = next((str(raw[name]) for name in names if raw.get(name) not in (None, "")), None)
+    if text is not None:
+        require_text("id", text)
+    return text
+
+
+def _dataset_id(fact: Fact) -> str | None:
+    """Return the tag that names a dataset's record, as in counterfact/17."""
+    return next((tag for tag in fact.tags if "/" in tag), None)

@@ -1,18 +1,14 @@
-"""Records to evaluate with: a fact to write, and everything to ask afterwards.
-
-`formats.py` reads the formats of the literature, `reading.py` reads files and datasets.
-"""
+"""Records to evaluate with: a fact to write, and everything to ask afterwards. `reading` reads them from files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
-from rebind.edit.facts.fact import Fact, comparable
-from rebind.errors import InputError
+from rebind.edit.facts.fact import Fact
 from rebind.models.prompts import require_text
 
 
@@ -60,12 +56,6 @@ class Record:
     generation_prompts: tuple[str, ...] = ()  # beginnings of texts about the subject
     references: tuple[str, ...] = ()  # texts about things for which the new target is true
 
-    def __post_init__(self) -> None:
-        require_text("id", self.id)
-        for name in ("generation_prompts", "references"):
-            for text in getattr(self, name):
-                require_text(f"an entry of {name}", text)
-
     @property
     def facts(self) -> tuple[Fact, ...]:
         return (self.fact, *self.also)
@@ -95,7 +85,7 @@ class Records(Sequence[Record]):
     records: tuple[Record, ...]
     name: str = "records"
     skipped: tuple[str, ...] = ()
-    skipped_at: tuple[int, ...] = ()  # how many records precede each skipped one, if known
+    skipped_at: tuple[int, ...] = ()  # how many records precede each one that the reader skipped
 
     def __len__(self) -> int:
         return len(self.records)
@@ -110,49 +100,5 @@ class Records(Sequence[Record]):
     @property
     def digest(self) -> str:
         """A sha256 (hex) of everything that is asked."""
-        digest = hashlib.sha256()
-        for record in self.records:
-            digest.update(json.dumps(record.to_json(), sort_keys=True).encode() + b"\n")
-        return digest.hexdigest()
-
-    def skipped_before(self, count: int) -> tuple[str, ...]:
-        """Return the reasons for records skipped before the last of the first `count` records."""
-        if len(self.skipped_at) != len(self.skipped):
-            return self.skipped
-        return tuple(reason for reason, at in zip(self.skipped, self.skipped_at, strict=True) if at < count)
-
-    def select(self, indices: Sequence[int], reasons: Iterable[str] = ()) -> Records:
-        """Return the records at some indices, with reasons for the others."""
-        return Records(tuple(self.records[index] for index in indices), self.name, (*self.skipped, *reasons))
-
-
-def without_conflicts(records: Records, *, skip_bad: bool) -> Records:
-    """Return records that can be written together: if two ask for different targets of one prompt, the first."""
-    targets: dict[str, tuple[Record, Fact]] = {}  # by prompt, of the selected records
-    selected: list[int] = []
-    reasons: list[str] = []
-    for index, record in enumerate(records):
-        own: dict[str, tuple[Record, Fact]] = {}
-        for fact in record.facts:
-            prompt = comparable(fact.text)
-            first, other = targets.get(prompt) or own.setdefault(prompt, (record, fact))
-            if other.target != fact.target:
-                break
-        else:
-            targets |= own
-            selected.append(index)
-            continue
-        problem = (
-            f"Record {record.id} asks for {fact.target!r} after {other.text!r}, record {first.id} asks for "
-            f"{other.target!r}"
-        )
-        if not skip_bad:
-            raise InputError(
-                problem,
-                expected="one target per prompt",
-                advice="Remove one of them, or use {skip_bad}",
-                code="conflicting_records",
-                settings={"skip_bad": True},
-            )
-        reasons.append(problem)
-    return records.select(selected, reasons)
+        lines = [json.dumps(record.to_json(), sort_keys=True) + "\n" for record in self.records]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 
 from rebind.edit.editor import Editor
-from rebind.edit.facts.conflicts import conflicts
+from rebind.edit.facts.fact import comparable
+from rebind.edit.facts.readers import record_error
 from rebind.errors import InputError
 from rebind.evals.answers import all_prompts
 from rebind.evals.protocols import Protocol
-from rebind.evals.records import Record, Records, without_conflicts
+from rebind.evals.reading import reason_to_skip
+from rebind.evals.records import Record, Records
+
+Targets = dict[str, tuple[str, str]]  # prompt → the id of a record, and its target after this prompt
 
 
 def usable_records(
@@ -22,83 +27,89 @@ def usable_records(
     No record may contradict itself and, if records are written together, no two may contradict each other. With a
     `limit`, records after the first `limit` usable ones are neither checked nor counted.
     """
-    wanted = len(records) if limit is None else limit
-    selected: list[int] = []
-    reasons: list[str] = []
-    checked, usable = 0, records.select([])
-    while len(usable) < wanted and checked < len(records):
-        part = records[checked : checked + wanted - len(usable)]
-        fitting, why = _fitting(editor, part, skip_bad)
-        selected += [checked + index for index in fitting]
-        reasons += why
-        checked += len(part)
-        usable = records.select(selected, reasons)
-        usable = usable if protocol.alone else without_conflicts(usable, skip_bad=skip_bad)
-    if not usable and reasons:
-        raise InputError(f"No record can be used; the first: {reasons[0]}", code="no_usable_record")
-    if limit is None or len(usable) < limit:
-        return usable
-    new_reasons = usable.skipped[len(records.skipped) :]
-    return replace(usable, skipped=(*records.skipped_before(checked), *new_reasons))
+    targets: Targets = {}
+    fitting = 0
+    with suppress(InputError):  # together they are checked faster than one by one
+        _require_fit(editor, records[:limit])
+        fitting = len(records[:limit])
+
+    def check(index: int, record: Record) -> None:
+        if index >= fitting:
+            _require_fit(editor, [record])
+        _require_one_target(record, {} if protocol.alone else targets)
+
+    return _select(records, check, skip_bad=skip_bad, limit=limit)
+
+
+def without_conflicts(records: Records, *, skip_bad: bool) -> Records:
+    """Return records that can be written together: if two ask for different targets of one prompt, the first."""
+    targets: Targets = {}
+    return _select(records, lambda _, record: _require_one_target(record, targets), skip_bad=skip_bad)
 
 
 def known_records(editor: Editor, records: Records) -> Records:
     """Return the records whose true targets the model prefers to the new ones."""
-    with_true = [index for index, record in enumerate(records) if all(fact.old is not None for fact in record.facts)]
-    if not with_true and len(records):
-        raise InputError(
-            f"None of {len(records)} records has a true target",
-            advice="Leave out {known}",
-            code="no_true_targets",
-            settings={"known": None},
-        )
-    facts = [(index, fact) for index in with_true for fact in records[index].facts]
-    prompts = [fact.as_prompt(target) for _, fact in facts for target in (fact.target, fact.old)]
+    with_true = [record for record in records if all(fact.old is not None for fact in record.facts)]
+    prompts = [
+        fact.as_prompt(target) for record in with_true for fact in record.facts for target in (fact.target, fact.old)
+    ]
     scores = editor.language_model.score(prompts)
-    triples = zip(facts, scores[::2], scores[1::2], strict=True)
-    unknown = {index for (index, _), new, true in triples if not true.nll < new.nll}
-    selected = [index for index in with_true if index not in unknown]
-    if not selected:
+    prefers_true = iter([true.nll < new.nll for new, true in zip(scores[::2], scores[1::2], strict=True)])
+    known = []
+    for record in with_true:
+        preferences = [next(prefers_true) for _ in record.facts]
+        if all(preferences):
+            known.append(record)
+    if not known:
         raise InputError(
-            f"The model prefers the true target in none of {len(records)} records",
+            f"The model prefers the true target in none of {len(records)} records ({len(with_true)} have one)",
             advice="Leave out {known}",
             code="no_known_record",
             settings={"known": None},
         )
-    return replace(records.select(selected), name=f"{records.name}, known")
+    return replace(records, records=tuple(known), name=f"{records.name}, known")
 
 
-def _fitting(editor: Editor, records: Sequence[Record], skip_bad: bool) -> tuple[list[int], list[str]]:
-    """Return the indices of records that can be encoded and are consistent, and what is wrong with the others."""
-    model, contexts = editor.language_model, editor.contexts
-
-    def check(some: Sequence[Record]) -> None:
-        for conflict in (conflict for record in some for conflict in conflicts(record.facts)):
-            targets = " and ".join(repr(target) for target in dict.fromkeys(conflict.targets))
-            raise InputError(
-                f"It asks for {targets} after {conflict.text!r}", expected="one target", code="conflicting_targets"
-            )
-        model.encode([prompt for record in some for prompt in all_prompts(record)])
-        facts = [fact.as_prompt() for record in some for fact in record.facts]
-        for context in ("", *contexts):
-            model.encode(facts, context=context)
-
-    with suppress(InputError):  # if this fails, the loop below finds out which record is the reason
-        check(records)
-        return list(range(len(records))), []
-    selected, reasons = [], []
+def _select(
+    records: Records, check: Callable[[int, Record], None], *, skip_bad: bool, limit: int | None = None
+) -> Records:
+    """Return the first `limit` records that pass a check, and the reasons why others before them do not."""
+    selected: list[Record] = []
+    reasons: list[str] = []
     for index, record in enumerate(records):
+        if len(selected) == limit:
+            break
         try:
-            check([record])
-            selected.append(index)
+            check(index, record)
+            selected.append(record)
         except InputError as problem:
-            if not skip_bad:
-                raise InputError(
-                    f"Record {record.id}: {problem.problem}",
-                    expected=problem.expected,
-                    advice="Correct the record, or use {skip_bad}",
-                    code="bad_record",
-                    settings={"skip_bad": True},
-                ) from None
-            reasons.append(f"Record {record.id}: {problem.problem}")
-    return selected, reasons
+            reasons.append(reason_to_skip(record_error(problem, f"record {record.id}", None), skip_bad))
+    if not selected and reasons:
+        raise InputError(f"No record can be used; the first: {reasons[0]}", code="no_usable_record")
+    skipped = records.skipped
+    if len(selected) == limit:  # what the reader skipped after the last of them does not count
+        checked = len(selected) + len(reasons)
+        places = zip_longest(skipped, records.skipped_at, fillvalue=0)
+        skipped = tuple(str(reason) for reason, at in places if int(at) < checked)
+    return Records(tuple(selected), records.name, (*skipped, *reasons))
+
+
+def _require_fit(editor: Editor, records: Sequence[Record]) -> None:
+    """Raise if a prompt is too long for the model, alone or behind a context."""
+    editor.language_model.encode([prompt for record in records for prompt in all_prompts(record)])
+    editor.fact_prompts([fact for record in records for fact in record.facts])
+
+
+def _require_one_target(record: Record, targets: Targets) -> None:
+    """Raise if a prompt of the record has another target in `targets` or in the record itself, else add them."""
+    own: Targets = {}
+    for fact in record.facts:
+        prompt = comparable(fact.text)
+        other, target = targets.get(prompt) or own.setdefault(prompt, (record.id, fact.target))
+        if target != fact.target:
+            raise InputError(
+                f"It asks for {fact.target!r} after {fact.text!r}, record {other} asks for {target!r}",
+                expected="one target per prompt",
+                code="conflicting_records",
+            )
+    targets |= own

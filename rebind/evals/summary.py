@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -10,20 +11,20 @@ from rebind.evals.records import Record
 from rebind.evals.scores import SCORES, summarize
 from rebind.storage import Row
 
-DRIFT_MEANINGS = {
+DRIFT = {  # name → meaning
     "perplexity": "of text that no edit is about",
     "kl": "nats, next token on canary prompts: mean",
     "largest_kl": "the same: largest",
     "growth": "largest ‖W' − W‖ / ‖W‖ of a site",
 }
 COLUMNS = ("S", "ES", "PS", "NS", "EA", "PA", "free", "portability", "locality", "GE", "perplexity", "kl", "growth")
-MEANING_OF_S = "harmonic mean of ES, PS and NS"
-NOT_FINITE = "not finite"
+
+Summary = dict[str, Any]
 
 
 def summarize_run(
     config: dict[str, Any], records: Sequence[Record], rows: Sequence[Row], drift: Sequence[Row]
-) -> dict[str, Any]:
+) -> Summary:
     """Return scores with intervals, and drift, in every state of the model."""
     base = {row["record"]: row for row in rows if row["edits"] == 0}
     states = []
@@ -52,20 +53,17 @@ def summarize_run(
 
 def _mean_drift(rows: Sequence[Row]) -> dict[str, float | None]:
     """Return means over single edits; None where a broken model returned a number that is not finite."""
-    columns = {name: [row[name] for row in rows] for name in DRIFT_MEANINGS} if rows else {}
+    columns = {name: [row[name] for row in rows] for name in DRIFT} if rows else {}
     return {name: None if None in values else round(fmean(values), 6) for name, values in columns.items()}
 
 
-def describe_protocol(summary: dict[str, Any]) -> str:
+def describe_protocol(summary: Summary) -> str:
     """Return the protocol of a run in words."""
-    if summary["protocol"] == "single":
-        return "one edit at a time"
-    if summary["protocol"] == "batch":
-        return "all in one batch"
-    return f"batches of {summary['batch']} in sequence"
+    words = {"single": "one edit at a time", "batch": "all in one batch"}
+    return words.get(summary["protocol"], f"batches of {summary['batch']} in sequence")
 
 
-def markdown_report(summary: dict[str, Any]) -> str:
+def markdown_report(summary: Summary) -> str:
     """Return table.md: all states in short, then every score of the last state with its interval."""
     count = summary["states"][0]["records"]
     skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
@@ -81,36 +79,32 @@ def markdown_report(summary: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def states_table(
-    runs: Sequence[tuple[str, dict[str, Any]]], names: Sequence[str] = COLUMNS
-) -> tuple[list[str], list[list[str]]]:
-    """Return a header and one row per state of each run, with the named scores that the runs have."""
-    states = [(run, _values(state), state) for run, summary in runs for state in summary["states"]]
-    present = [name for name in names if any(name in values for _, values, _ in states)]
-    several = any(name for name, _ in runs)
+def states_table(runs: Sequence[tuple[str, Summary]]) -> tuple[list[str], list[list[str]]]:
+    """Return a header and one row per state of each (name, summary), with the main scores that the runs have."""
+    states = [(run, state, _values(state)) for run, summary in runs for state in summary["states"]]
+    present = [name for name in COLUMNS if any(name in values for *_, values in states)]
     rows = [
         [
-            *([run] if several else []),
+            run,
             "before" if state["edits"] == 0 else f"{state['edits']:,}",
             f"{state['records']:,}",
             *(_cell(values, name) for name in present),
         ]
-        for run, values, state in states
+        for run, state, values in states
     ]
-    return [*(["run"] if several else []), "edits", "records", *present], rows
+    header = ["run", "edits", "records", *present]
+    return (header, rows) if any(name for name, _ in runs) else (header[1:], [row[1:] for row in rows])
 
 
-def scores_table(summary: dict[str, Any]) -> list[list[str]]:
+def scores_table(summary: Summary) -> list[list[str]]:
     """Return rows (name, before, after, interval, meaning) of every score and drift of the last state."""
     first, last = summary["states"][0], summary["states"][-1]
+    before, after = _values(first), _values(last)
     rows = []
-    for name, score in last["scores"].items():
-        before = format_score(first["scores"].get(name, {}).get("value"))
-        interval = f"{format_score(score['low'])} – {format_score(score['high'])}"
-        meaning = SCORES[name].meaning if name in SCORES else MEANING_OF_S
-        rows.append([name, before, format_score(score["value"]), interval, meaning])
-    for name in last["drift"]:
-        rows.append([name, _cell(first["drift"], name), _cell(last["drift"], name), "", DRIFT_MEANINGS[name]])
+    for name in after:
+        score = last["scores"].get(name)
+        interval = f"{format_score(score['low'])} – {format_score(score['high'])}" if score else ""
+        rows.append([name, _cell(before, name), _cell(after, name), interval, (SCORES | DRIFT)[name]])
     return rows
 
 
@@ -119,19 +113,15 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
     return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
 
 
-def format_score(value: float | None) -> str:
+def format_score(value: float) -> str:
     """Format a score with three significant digits.
 
-    >>> format_score(0.9137), format_score(26.7812), format_score(612.3), format_score(None), format_score(-0.25)
-    ('.914', '26.78', '612.3', '', '-.250')
+    >>> format_score(0.9137), format_score(26.7812), format_score(612.3), format_score(-0.25)
+    ('.914', '26.78', '612.3', '-.250')
     """
-    if value is None:
-        return ""
-    if abs(value) >= 100:
-        return f"{value:.1f}"
-    if abs(value) >= 10:
-        return f"{value:.2f}"
-    return f"{value:.3f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.3f}"
+    digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
+    text = f"{value:.{digits}f}"
+    return text.replace("0.", ".", 1) if abs(value) < 1 else text
 
 
 def _values(state: dict[str, Any]) -> dict[str, float | None]:
@@ -140,4 +130,5 @@ def _values(state: dict[str, Any]) -> dict[str, float | None]:
 
 def _cell(values: dict[str, float | None], name: str) -> str:
     """Format a value; None means that it was measured and is not finite."""
-    return NOT_FINITE if values.get(name, 0.0) is None else format_score(values.get(name))
+    value = values.get(name, math.nan)
+    return "not finite" if value is None else "" if math.isnan(value) else format_score(value)

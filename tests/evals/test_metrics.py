@@ -6,27 +6,14 @@ import math
 
 import pytest
 
-from rebind.errors import InputError
 from rebind.evals import metrics
-from rebind.evals.metrics import Estimate, bootstrap
+from rebind.evals.metrics import bootstrap
 
 
 def test_new_against_true():
     pairs = [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (0.5, 3.0)]  # (new, true)
     assert metrics.efficacy_score(pairs) == 0.5, "a tie is no success"
     assert metrics.neighborhood_score(pairs) == 0.25, "nor is it one the other way"
-
-
-def test_the_harmonic_mean_falls_with_its_least():
-    assert metrics.harmonic_score(1.0, 0.5, 0.25) == pytest.approx(3 / (1 + 2 + 4))
-    assert metrics.harmonic_score(0.7, 0.7, 0.7) == pytest.approx(0.7)
-    assert metrics.harmonic_score(1.0, 1.0, 0.0) == 0.0
-    with pytest.raises(InputError) as caught:
-        metrics.harmonic_score(0.5, -0.1)
-    assert caught.value.code == "scores_not_positive"
-    with pytest.raises(InputError) as caught:
-        metrics.harmonic_score()
-    assert caught.value.code == "scores_not_positive"
 
 
 def test_magnitude_is_a_difference_of_probabilities():
@@ -44,7 +31,7 @@ def test_accuracies():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (" Rome, the capital of Italy", True),
         (" the city of ROME.", True),
@@ -56,8 +43,8 @@ def test_accuracies():
         (" Paris", False),
     ],
 )
-def test_free_decoding_wants_the_new_target_first_and_whole(text, said):
-    assert metrics.free_decoding(text, ["Rome"], instead=["Paris"]) is said
+def test_free_decoding_wants_the_new_target_first_and_whole(text, expected):
+    assert metrics.free_decoding(text, ["Rome"], instead=["Paris"]) is expected
 
 
 def test_free_decoding_in_other_scripts_and_wordings():
@@ -69,11 +56,11 @@ def test_free_decoding_in_other_scripts_and_wordings():
 
 
 def test_free_decoding_takes_the_longer_of_two_that_begin_together():
-    said = " New York City is big"
-    assert metrics.free_decoding(said, ["New York City"], ["New York"])
-    assert not metrics.free_decoding(said, ["New York"], ["New York City"])
-    assert metrics.free_decoding(said, ["New York", "New York City"], ["New"]), "the longest wording counts"
-    assert not metrics.free_decoding(said, ["New York"], ["New York"])
+    text = " New York City is big"
+    assert metrics.free_decoding(text, ["New York City"], ["New York"])
+    assert not metrics.free_decoding(text, ["New York"], ["New York City"])
+    assert metrics.free_decoding(text, ["New York", "New York City"], ["New"]), "the longest wording counts"
+    assert not metrics.free_decoding(text, ["New York"], ["New York"])
     assert not metrics.free_decoding(" New York, then New York City", ["New York City"], ["New York"])
 
 
@@ -118,27 +105,28 @@ def test_the_bootstrap_is_seeded_and_holds_the_mean():
     values = [float(index % 3 == 0) for index in range(60)]
     first, again = (bootstrap({"x": values}, seed=3)["x"] for _ in range(2))
     assert first == again
-    assert len({bootstrap({"x": values}, seed=seed, rounds=30)["x"] for seed in range(5)}) > 1
-    assert first.value == pytest.approx(1 / 3)
-    assert first.low < first.value < first.high
+    assert len({bootstrap({"x": values}, seed=seed, rounds=30)["x"]["low"] for seed in range(5)}) > 1
+    assert first["value"] == pytest.approx(1 / 3)
+    assert first["low"] < first["value"] < first["high"]
     # the normal approximation, 1.96·√(p(1−p)/n), to a fifth
-    assert (first.high - first.low) / 2 == pytest.approx(1.96 * math.sqrt(2 / 9 / 60), rel=0.2)
+    assert (first["high"] - first["low"]) / 2 == pytest.approx(1.96 * math.sqrt(2 / 9 / 60), rel=0.2)
 
 
 def test_constant_values_have_no_width():
-    assert bootstrap({"x": [0.5] * 7})["x"] == Estimate(0.5, 0.5, 0.5, 7)
+    assert bootstrap({"x": [0.5] * 7})["x"] == {"value": 0.5, "low": 0.5, "high": 0.5, "records": 7}
 
 
 def test_what_a_record_does_not_have_is_left_out():
-    found = bootstrap({"some": [1.0, None, 0.0, None], "none": [None] * 4})
-    assert set(found) == {"some"}
-    assert (found["some"].value, found["some"].records) == (0.5, 2)
+    estimates = bootstrap({"some": [1.0, None, 0.0, None], "none": [None] * 4})
+    assert set(estimates) == {"some"}
+    assert (estimates["some"]["value"], estimates["some"]["records"]) == (0.5, 2)
     assert bootstrap({"none": [None]}) == {}
 
 
-def test_a_joined_score_is_the_harmonic_mean_of_means():
-    columns = {"ES": [1.0, 1.0], "PS": [1.0, 0.0], "NS": [0.0, 1.0]}
-    found = bootstrap(columns, {"S": ("ES", "PS", "NS")}, rounds=200)
-    assert found["S"].value == pytest.approx(metrics.harmonic_score(1.0, 0.5, 0.5))
-    assert found["S"].low == 0.0, "a draw of one record twice has a zero in it"
-    assert "S" not in bootstrap({"ES": [1.0], "PS": [None], "NS": [1.0]}, {"S": ("ES", "PS", "NS")})
+def test_s_is_the_harmonic_mean_of_means():
+    columns = {"ES": [1.0, 1.0, None], "PS": [1.0, 0.0, None], "NS": [0.0, 0.5, 0.25]}
+    score = bootstrap(columns, rounds=200)["S"]
+    assert score["value"] == pytest.approx(3 / (1 + 2 + 4))
+    assert score["low"] == 0.0, "a sample of one record alone has a zero in it"
+    assert score["records"] == 2
+    assert "S" not in bootstrap({"ES": [1.0], "PS": [None], "NS": [1.0]})

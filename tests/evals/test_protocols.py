@@ -48,9 +48,7 @@ def test_units_cover_every_stage_in_order():
 def test_what_is_no_protocol():
     with pytest.raises(UnknownNameError):
         get_protocol("sequental")
-    with pytest.raises(InputError) as caught:
-        get_protocol("sequential", batch=0)
-    assert caught.value.code == "setting_too_small"
-    with pytest.raises(InputError) as caught:
-        get_protocol("sequential", every=0)
-    assert caught.value.code == "setting_too_small"
+    for wrong in ({"batch": 0}, {"every": 0}):
+        with pytest.raises(InputError) as caught:
+            get_protocol("sequential", **wrong)
+        assert caught.value.code == "setting_too_small"

@@ -14,9 +14,7 @@ import pytest
 from rebind.edit.facts.conflicts import conflicts
 from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
-from rebind.evals.reading import bundled_records as bundled
-from rebind.evals.reading import read_records
-from rebind.evals.records import Question, Record, without_conflicts
+from rebind.evals import Question, Record, bundled_records, read_records
 
 NESTED = {
     "case_id": 7,
@@ -212,7 +210,6 @@ BAD = [
     {**OWN, "references": [3]},
     {"case_id": 4},
     17,
-    {**MQUAKE, "questions": None},
     {**MQUAKE, "new_answer_alias": "Roma"},
     {**FLAT, "portability": 5},
     {**FLAT, "locality": {"g": "abc"}},
@@ -226,8 +223,8 @@ BAD = [
 def test_a_bad_record_is_named(raw):
     with pytest.raises(InputError) as caught:
         read_records([OWN, raw])
-    assert caught.value.code == "bad_record"
-    assert caught.value.problem.lower().startswith("record 1")
+    assert caught.value.settings == {"skip_bad": True}
+    assert caught.value.problem.startswith("Record 1")
 
 
 def test_bad_records_are_skipped_and_counted():
@@ -246,23 +243,8 @@ KNOWEDIT = {
     "locality": {"Relation": [{"prompt": "Edvard Grieg's profession is", "ground_truth": ["composer"]}]},
 }
 EASYEDIT = {**ZSRE, "portability": {"New Question": "Who wrote of Peer?", "New Answer": "Knut Hamsun"}}
-VALUES = [
-    None,
-    5,
-    True,
-    "x",
-    "",
-    [],
-    {},
-    [5],
-    [None],
-    [[]],
-    {"g": 5},
-    {"g": {"g": [5]}},
-    [[["x"]]],
-    [{"g": None}],
-    "\ud800",
-]
+VALUES = [None, 5, True, "x", "", [], {}, [5], [None], [[]], {"g": 5}, {"g": {"g": [5]}}, [[["x"]]], [{"g": None}]]
+VALUES.append("\ud800")  # half a character
 
 
 def replaced(value, by):
@@ -275,14 +257,13 @@ def replaced(value, by):
             yield copy
 
 
-@pytest.mark.parametrize("by", VALUES, ids=repr)
 @pytest.mark.parametrize("raw", [NESTED, FLAT, ZSRE, KNOWNS, MQUAKE, OWN, KNOWEDIT, EASYEDIT])
-def test_whatever_stands_in_a_record_it_is_read_or_named(raw, by):
-    for broken in replaced(raw, by):
-        found = read_records([OWN, broken], skip_bad=True)
-        assert len(found) + len(found.skipped) == 2
-        assert all(reason.lower().startswith("record 1") for reason in found.skipped)
-        for record in found:
+def test_whatever_stands_in_a_record_it_is_read_or_named(raw):
+    for broken in (copy for value in VALUES for copy in replaced(raw, value)):
+        records = read_records([OWN, broken], skip_bad=True)
+        assert len(records) + len(records.skipped) == 2
+        assert all(reason.startswith("Record 1") for reason in records.skipped)
+        for record in records:
             assert only(json.loads(json.dumps(record.to_json()))) == record, broken
 
 
@@ -308,33 +289,9 @@ def test_one_answer_of_zsre_is_not_looked_into():
     assert only({**ZSRE, "answers": "Henrik Ibsen", "alt": "Ibsen"}).fact.old == "Henrik Ibsen"
 
 
-def test_limit_counts_what_is_kept():
-    assert [r.id for r in read_records([{**FLAT, "subject": "x"}, OWN, NESTED], limit=1, skip_bad=True)] == ["grieg"]
-    with pytest.raises(InputError) as caught:
-        read_records([OWN], limit=0)
-    assert caught.value.code == "limit_too_small"
-
-
-def test_contradictions_are_found_before_any_work():
-    other = {**OWN, "id": "again", "target": "Rome"}
-    records = read_records([OWN, NESTED, other])  # NESTED agrees with OWN
-    with pytest.raises(InputError) as caught:
-        without_conflicts(records, skip_bad=False)
-    assert caught.value.code == "conflicting_records"
-    kept = without_conflicts(records, skip_bad=True)
-    assert [record.id for record in kept] == ["grieg", "counterfact/7"]
-    assert len(kept.skipped) == 1
-
-
-def test_a_record_that_is_left_out_is_in_nobodys_way():
-    one = {"id": "a", "prompt": "{Oslo} is", "target": "old"}
-    two = {"id": "b", "prompt": "{Oslo} is", "target": "new", "also": [{"prompt": "{Bergen} is", "target": "wet"}]}
-    three = {"id": "c", "prompt": "{Bergen} is", "target": "dry"}
-    assert [record.id for record in without_conflicts(read_records([one, two, three]), skip_bad=True)] == ["a", "c"]
-    itself = {"id": "d", "prompt": "{Oslo} is", "target": "old", "also": [{"prompt": "{Oslo} is", "target": "new"}]}
-    with pytest.raises(InputError) as caught:
-        without_conflicts(read_records([itself]), skip_bad=False)
-    assert caught.value.code == "conflicting_records"
+def test_the_limit_counts_what_is_read():
+    records = read_records([{**FLAT, "subject": "x"}, OWN, NESTED], limit=1, skip_bad=True)
+    assert [record.id for record in records] == ["grieg"]
 
 
 # The Hub
@@ -350,8 +307,8 @@ def test_datasets_of_the_hub(monkeypatch):
         return [NESTED, OWN]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    found = read_records("hf:azhx/counterfact:test", limit=1)
-    assert (found.name, len(found), asked) == ("hf:azhx/counterfact:test", 1, [("azhx/counterfact", "test")])
+    records = read_records("hf:azhx/counterfact:test", limit=1)
+    assert (records.name, len(records), asked) == ("hf:azhx/counterfact:test", 1, [("azhx/counterfact", "test")])
     assert len(read_records("hf:some/records")) == 2
     assert asked[-1] == ("some/records", "train")
     with pytest.raises(InputError) as caught:
@@ -385,14 +342,14 @@ def holds(text: str, phrase: str) -> bool:
 
 
 def test_the_bundled_records_are_whole():
-    records = bundled()
+    records = bundled_records()
     assert len(records) == 60
     assert not records.skipped
     assert len({record.id for record in records}) == 60
     relations = Counter(record.fact.tags[0] for record in records)
     assert len(relations) == 10
     assert set(relations.values()) == {6}
-    assert {record.fact.tags[0] for record in bundled(10)} == set(relations), "the first ten are one of each"
+    assert {record.fact.tags[0] for record in bundled_records(10)} == set(relations), "the first ten are one of each"
     for record in records:
         assert record.fact.old
         assert record.fact.old != record.fact.target
@@ -405,7 +362,7 @@ def test_the_bundled_records_are_whole():
 
 def test_the_bundled_records_do_not_disturb_each_other():
     """In a batch of all of them neighbors keep their answers: none is about a subject that is rewritten."""
-    records = bundled()
+    records = bundled_records()
     subjects = {record.fact.subject.removeprefix("The ") for record in records}
     for record in records:
         core = record.fact.subject.removeprefix("The ")
