@@ -69,10 +69,10 @@ def _answers(model: LanguageModel, prompts: Sequence[str], top: int, tokens: int
 def _print(terminal: Terminal, answer: dict[str, Any], models: Sequence[str]) -> None:
     terminal.print(Text(answer["prompt"], style="bold"))
     unnamed = [" " * index for index in range(len(models))]  # columns of probabilities
-    made = table(*(name for pair in zip(models, unnamed, strict=True) for name in pair), right=unnamed)
+    grid = table(*(name for pair in zip(models, unnamed, strict=True) for name in pair), right=unnamed)
     for choices in zip(*(answer[model]["top"] for model in models), strict=True):
-        made.add_row(*(cell for one in choices for cell in (repr(one["token"]), percent(one["probability"]))))
-    terminal.print(made)
+        grid.add_row(*(cell for one in choices for cell in (repr(one["token"]), percent(one["probability"]))))
+    terminal.print(grid)
     for model in models:
         text = answer[model]["says"]
         style = "cyan" if text == answer["base"]["says"] else "bold green"

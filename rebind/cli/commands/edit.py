@@ -71,46 +71,46 @@ def edit(
     chosen_layers = opt.parse_layers(layers)
     search = _search_settings(steps=steps, rate=rate, clamp=clamp, decay=decay)
     details = {"subject": subject, "paraphrases": paraphrase or (), "neighbors": neighbor or ()}
-    given = _read(terminal, facts, target, details, skip_bad)
+    input_facts = _read(terminal, facts, target, details, skip_bad)
     if out is not None and not plan:
         check_replaceable(out.expanduser(), kind="checkpoint")
     with Phases(terminal) as phases:
         editor = open_editor(source, phases, "preview" if plan else "create", chat=chat)
-        given = fitting_facts(terminal, editor, given, skip_bad, contexts=skip_bad and not plan)
-        given = consistent_facts(terminal, given, skip_bad)
-        settings = editor.settings(method, facts=len(given), layers=chosen_layers, lam=lam)
+        input_facts = fitting_facts(terminal, editor, input_facts, skip_bad, contexts=skip_bad and not plan)
+        input_facts = consistent_facts(terminal, input_facts, skip_bad)
+        settings = editor.settings(method, facts=len(input_facts), layers=chosen_layers, lam=lam)
         targets = replace(settings.targets, **search)
-        phases.steps, phases.facts = targets.steps, len(given)
+        choices: dict[str, Any] = {"method": method, "layers": chosen_layers, "lam": lam, "targets": targets}
+        phases.steps, phases.facts = targets.steps, len(input_facts)
         if plan:
-            planned = editor.plan(given.facts, method=method, layers=chosen_layers, lam=lam, targets=targets)
+            estimate = editor.plan(input_facts.facts, **choices)
         else:
-            before = len(editor.ledger.edits)
+            known = len(editor.ledger.edits)
             try:
-                done = editor.rewrite_many(
-                    given.facts, method=method, layers=chosen_layers, lam=lam, targets=targets, force=force
-                )
+                new_edit = editor.rewrite_many(input_facts.facts, **choices, force=force)
             finally:  # an interrupt may hide an edit that is written
-                for written in editor.ledger.edits[before:]:
+                for written in editor.ledger.edits[known:]:
                     terminal.written_edits[written.id] = _undo_command(editor, written, source)
-            report = _ask(editor, done, phases)
+            report = _ask(editor, new_edit, phases)
             if out is not None:
                 phases.begin("saving")
                 editor.save(out.expanduser())
-    print_skipped(terminal, given)
+    print_skipped(terminal, input_facts)
     if plan:
-        _print_plan(terminal, planned)
-        terminal.result({"plan": asdict(planned), "skipped": len(given.skipped)}, f"{planned.seconds:.1f}")
+        _print_plan(terminal, estimate)
+        terminal.result({"plan": asdict(estimate), "skipped": len(input_facts.skipped)}, f"{estimate.seconds:.1f}")
         return
-    report |= {"skipped": len(given.skipped), "seconds": phases.seconds, "saved": None if out is None else str(out)}
+    saved = None if out is None else str(out)
+    report |= {"skipped": len(input_facts.skipped), "seconds": phases.seconds, "saved": saved}
     _print_edit(terminal, editor, report, settings.source)
     if settings.source.startswith("by its depth"):
         measured = opt.ModelOptions(source.model, source.device, source.dtype)
         terminal.suggest(
             "measure which layers suit the model", opt.command_line("layers", options=opt.as_typed(measured))
         )
-    terminal.suggest("undo", terminal.written_edits[done.id])
-    terminal.suggest("ask", opt.command_line("ask", done.facts[0].text, options=opt.as_typed(source, chat=chat)))
-    terminal.result(report, done.id)
+    terminal.suggest("undo", terminal.written_edits[new_edit.id])
+    terminal.suggest("ask", opt.command_line("ask", new_edit.facts[0].text, options=opt.as_typed(source, chat=chat)))
+    terminal.result(report, new_edit.id)
 
 
 def _read(terminal: Terminal, facts: str, target: str | None, details: dict[str, Any], skip_bad: bool) -> Facts:
@@ -125,17 +125,17 @@ def _read(terminal: Terminal, facts: str, target: str | None, details: dict[str,
         problem = f"{facts} is a file of facts, and a target or options of a single fact were given as well"
         advice = "Write targets, subjects, paraphrases and neighbors into the file"
         raise InputError(problem, advice=advice, code="file_and_fact")
-    given = facts_of_file(terminal, facts, skip_bad)
-    return given if skip_bad else consistent_facts(terminal, given, skip_bad=False)  # else after `fitting_facts`
+    read = facts_of_file(terminal, facts, skip_bad)
+    return read if skip_bad else consistent_facts(terminal, read, skip_bad=False)  # else after `fitting_facts`
 
 
 def _search_settings(**settings: float | None) -> dict[str, Any]:
-    """Return the settings of the target search that were given."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    for name, value in given.items():
+    """Return the settings of the target search that were chosen."""
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    for name, value in chosen.items():
         if not (0 < value < math.inf or (name == "decay" and value == 0)):
             raise InputError(f"The {name} of the search is {value:g}", expected="a number above 0", code="not_positive")
-    return given
+    return chosen
 
 
 def _undo_command(editor: Editor, edit: Edit, source: opt.EditorOptions) -> str:
@@ -145,13 +145,13 @@ def _undo_command(editor: Editor, edit: Edit, source: opt.EditorOptions) -> str:
     return opt.command_line("ledger undo", edit.id, options=opt.as_typed(opt.LedgerOptions(source.model, ledger)))
 
 
-def _ask(editor: Editor, done: Edit, phases: Phases) -> dict[str, Any]:
+def _ask(editor: Editor, new_edit: Edit, phases: Phases) -> dict[str, Any]:
     """Ask the base model and the edited model about the facts, their paraphrases and their neighbors."""
     from rebind.models import Prompt
 
     phases.begin("asking")
-    model, listed = editor.language_model, list(enumerate(done.facts))
-    first = [fact.text for fact in done.facts[:GENERATED]]
+    model, listed = editor.language_model, list(enumerate(new_edit.facts))
+    first = [fact.text for fact in new_edit.facts[:GENERATED]]
     paraphrases = [(index, Prompt(text, fact.target)) for index, fact in listed for text in fact.paraphrases][:PROBED]
     neighbors = [(index, Prompt(text, fact.target)) for index, fact in listed for text in fact.neighbors][:PROBED]
     probes = [prompt for _, prompt in paraphrases + neighbors]
@@ -162,20 +162,20 @@ def _ask(editor: Editor, done: Edit, phases: Phases) -> dict[str, Any]:
         {"fact": index, "prompt": one.text, "target": one.target, "before": old.to_json(), "after": new.to_json()}
         for (index, one), old, new in zip(paraphrases + neighbors, before[1], after[1], strict=True)
     ]
-    scores: Any = done.scores
+    scores: Any = new_edit.scores
     facts = []
     for index, fact in listed:
         asked = [(scores["before"][index], before[0]), (scores["after"][index], after[0])]
         states = [score | {"continues": texts[index] if index < GENERATED else None} for score, texts in asked]
         facts.append(fact.to_json() | {"text": fact.text, "before": states[0], "after": states[1]})
     return {
-        "id": done.id,
+        "id": new_edit.id,
         "model": model.name,
         "fingerprint": editor.fingerprint,
         "ledger": str(editor.ledger.path),
-        "method": done.method,
-        "settings": done.settings,
-        "forced": done.forced,
+        "method": new_edit.method,
+        "settings": new_edit.settings,
+        "forced": new_edit.forced,
         "drift": scores.get("drift"),
         "guard": scores.get("guard"),
         "facts": facts,
@@ -190,10 +190,10 @@ def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], sour
             tables.print_answers(terminal, kind, rows)
     if neighbors := report["neighbors"]:
         same = sum(one["before"]["says"] == one["after"]["says"] for one in neighbors)
-        made = tables.table("neighbor", "before", "after")
+        grid = tables.table("neighbor", "before", "after")
         for one in neighbors[: tables.LISTED]:
-            made.add_row(one["prompt"], one_line(one["before"]["says"]), one_line(one["after"]["says"]))
-        terminal.print(made, f"{same} of {len(neighbors)} neighbors answered as before")
+            grid.add_row(one["prompt"], one_line(one["before"]["says"]), one_line(one["after"]["says"]))
+        terminal.print(grid, f"{same} of {len(neighbors)} neighbors answered as before")
     settings, spent = report["settings"], report["seconds"]
     lam = f", λ {settings['lam']:.4g}" if uses_lambda(report["method"]) else ""
     phases = ", ".join(f"{name} {seconds(value)}" for name, value in spent.items() if value >= 0.05)

@@ -122,15 +122,15 @@ def _print(terminal: Terminal, result: EvalResult) -> None:
     terminal.print(Text(heading, style="bold"))
     if len(summary["states"]) > 2:
         print_states(terminal, *states_table([("", summary)]))
-    made = table("score", "before", "after", "95 %", "", right=("before", "after", "95 %"))
+    grid = table("score", "before", "after", "95 %", "", right=("before", "after", "95 %"))
     for row in scores_table(summary):
-        made.add_row(*row)
+        grid.add_row(*row)
     rows = [
         *([("skipped", counted(summary["skipped"], "record"))] if summary["skipped"] else []),
         ("results", result.folder),
         ("files", ", ".join(sorted(file.name for file in result.folder.iterdir()))),
     ]
-    terminal.print(made, pairs(rows))
+    terminal.print(grid, pairs(rows))
     if not (result.folder / "scores.png").exists():
         terminal.hint("no figures: they need matplotlib (pip install 'rebind[lab]')")
     terminal.result({"folder": str(result.folder), "config": result.config, "summary": summary}, str(result.folder))
@@ -172,15 +172,15 @@ def print_states(terminal: Terminal, header: list[str], rows: list[list[str]]) -
 def _states_columns(header: list[str], rows: list[list[str]]) -> Table:
     """Return the transposed rows; `header` names the run (if there are several), the edits, then scores."""
     first = header.index("edits")
-    made = table("score")
+    grid = table("score")
     for row in rows:
         edits = row[first] if row[first] == "before" else f"after {row[first]}"
-        made.add_column(
+        grid.add_column(
             "\n".join([*(fill(run, NAME_WIDTH) for run in row[:first]), edits]), justify="right", no_wrap=True
         )
     for index in range(first + 1, len(header)):
-        made.add_row(header[index], *(row[index] for row in rows))
-    return made
+        grid.add_row(header[index], *(row[index] for row in rows))
+    return grid
 
 
 app = new_app(invoke_without_command=True, callback=with_option_groups(evaluate), epilog=EXAMPLES)

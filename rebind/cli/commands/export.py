@@ -83,17 +83,17 @@ def replay(
         phases.begin("asking")
         rows = []
         for edit in editor.ledger.active:
-            model = editor.language_model.with_chat(bool(edit.settings.get("chat")))  # as when the edit was made
+            model = editor.language_model.with_chat(bool(edit.settings.get("chat")))  # as when the edit was written
             scores = model.score([fact.as_prompt() for fact in edit.facts])
             rows += [(edit.id, fact, score) for fact, score in zip(edit.facts, scores, strict=True)]
         phases.begin("saving")
         saved = editor.save(out.expanduser(), overwrite=overwrite)
-    made = tables.table("edit", "fact", "probability", "rank", "says", right=("probability", "rank"))
+    grid = tables.table("edit", "fact", "probability", "rank", "says", right=("probability", "rank"))
     for id, fact, score in rows[: tables.LISTED]:
         says = tables.first_words(score.to_json(), fact.target)
-        made.add_row(id, f"{fact.text} → {fact.target}", percent(score.probability), str(score.rank), says)
+        grid.add_row(id, f"{fact.text} → {fact.target}", percent(score.probability), str(score.rank), says)
     exact = sum(score.exact for _, _, score in rows)
-    terminal.print(made, f"✓ {saved}: {exact} of {len(rows)} facts answered with the whole target")
+    terminal.print(grid, f"✓ {saved}: {exact} of {len(rows)} facts answered with the whole target")
     document = {
         "ledger": str(editor.ledger.path),
         "saved": str(saved),

@@ -38,28 +38,28 @@ def layers(
     """Choose the layers to edit: trace a few facts, then try an edit at each candidate."""
     from rebind.edit.facts.readers import Facts
 
-    given = Facts(()) if facts is None else facts_of_file(terminal, facts, skip_bad)
+    input_facts = Facts(()) if facts is None else facts_of_file(terminal, facts, skip_bad)
     with Phases(terminal) as phases:
         from rebind.analysis import TRIAL_FACTS, saved_layer_choice, search_layers, trial_facts_from
         from rebind.edit.settings import layers_file
 
         if facts is not None:
-            given = valid_facts(terminal, given, trial_facts_from, skip_bad)
-            given = consistent_facts(terminal, given, skip_bad)
+            input_facts = valid_facts(terminal, input_facts, trial_facts_from, skip_bad)
+            input_facts = consistent_facts(terminal, input_facts, skip_bad)
         editor = load_editor(source, phases)
         if facts is not None:
             phases.begin("contexts")
-            given = fitting_facts(terminal, editor, given, skip_bad, contexts=True)
+            input_facts = fitting_facts(terminal, editor, input_facts, skip_bad, contexts=True)
         choice = None if again or facts is not None else saved_layer_choice(editor.fingerprint)
         is_cached = choice is not None
         if choice is None:
-            trials = TRIAL_FACTS if facts is None else trial_facts_from(given.facts)
+            trials = TRIAL_FACTS if facts is None else trial_facts_from(input_facts.facts)
             choice = search_layers(editor, trials, limit=limit, report=phases.count)
-    print_skipped(terminal, given)
+    print_skipped(terminal, input_facts)
     _print(terminal, choice)
     path, spent = layers_file(editor.fingerprint), seconds(sum(phases.seconds.values()))
     terminal.hint(f"cached in {path}" if is_cached else f"measured in {spent}, stored in {path}")
-    more = {"skipped": len(given.skipped), "cached": is_cached, "path": str(path), "seconds": phases.seconds}
+    more = {"skipped": len(input_facts.skipped), "cached": is_cached, "path": str(path), "seconds": phases.seconds}
     terminal.result(choice.to_json() | more, ",".join(map(str, choice.layers)))
 
 
@@ -68,15 +68,15 @@ def _print(terminal: Terminal, choice: LayerChoice) -> None:
     terminal.print(f"Effect of restoring the MLPs at the subject's last token, by layer ({known})")
     terminal.print(*heatmap(["effect"], [choice.trace], "mlp", width=terminal.out.width, top=max(choice.trace)))
     numbers = ("trace", "efficacy", "paraphrase", "neighbor", "drift", "score")
-    made = table("layers", *numbers, "", right=numbers)
+    grid = table("layers", *numbers, "", right=numbers)
     candidates = sorted(choice.candidates, key=lambda one: one.layers)
     for one in candidates:
         is_best = one.layers == choice.layers
         shares = ("" if share is None else percent(share) for share in (one.efficacy, one.paraphrase, one.neighbor))
         cells = [_span(one.layers), f"{one.effect:.3f}", *shares, f"{one.drift:.3f}", f"{one.score:.3f}"]
         style = "bold green" if is_best else ""
-        made.add_row(*(Text(cell, style=style) for cell in [*cells, "chosen" if is_best else ""]))
-    terminal.print(made)
+        grid.add_row(*(Text(cell, style=style) for cell in [*cells, "chosen" if is_best else ""]))
+    terminal.print(grid)
     terminal.hint(f"why these: {'; '.join(f'{_span(one.layers)} {one.why}' for one in candidates)}")
     terminal.hint("score: harmonic mean of efficacy, paraphrase and neighbor, minus the drift in nats")
 

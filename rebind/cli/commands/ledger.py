@@ -31,15 +31,15 @@ def list_edits(*, source: opt.LedgerOptions, terminal: Terminal) -> None:
     ledger = _open(source)
     rows = [_summary(ledger, edit) for edit in ledger.edits]
     dates = ("created (UTC)",) if terminal.out.width >= DATE_WIDTH else ()
-    made = table("edit", "", *dates, "method", "facts", "first", right=("facts",))
-    for column in made.columns[: 2 + len(dates)]:
+    grid = table("edit", "", *dates, "method", "facts", "first", right=("facts",))
+    for column in grid.columns[: 2 + len(dates)]:
         column.no_wrap = True
     for row in rows:
         state = ("active" if row["active"] else "undone") + (", forced" if row["forced"] else "")
         date = [row["created"][:16].replace("T", " ")] if dates else []
         style = None if row["active"] else "dim"
-        made.add_row(row["id"], state, *date, row["method"], str(row["facts"]), row["first"], style=style)
-    terminal.print(made)
+        grid.add_row(row["id"], state, *date, row["method"], str(row["facts"]), row["first"], style=style)
+    terminal.print(grid)
     active = [row["id"] for row in rows if row["active"]]
     terminal.hint(f"{len(active)} of {counted(len(rows), 'edit')} active, model {ledger.model_name}, {ledger.path}")
     document = {"ledger": str(ledger.path), "model": ledger.model_name, "fingerprint": ledger.model, "edits": rows}
@@ -101,12 +101,12 @@ def diff(
     here, there = _open(source), Ledger.open(require_ledger(other))
     difference = here.diff(there)
     groups = {"only_here": difference.only_here, "only_there": difference.only_there, "both": difference.both}
-    made = table("", "edit", "method", "facts", "first", right=("facts",))
+    grid = table("", "edit", "method", "facts", "first", right=("facts",))
     for name, edits in groups.items():
         for edit in edits:
             text = f"{edit.facts[0].text} → {edit.facts[0].target}"
-            made.add_row(name.replace("_", " "), edit.id, edit.method, str(len(edit.facts)), text)
-    terminal.print(made)
+            grid.add_row(name.replace("_", " "), edit.id, edit.method, str(len(edit.facts)), text)
+    terminal.print(grid)
     terminal.hint(f"here: {here.path}; there: {there.path}")
     ids = {name: [edit.id for edit in edits] for name, edits in groups.items()}
     brief = [f"-{id}" for id in ids["only_here"]] + [f"+{id}" for id in ids["only_there"]]
@@ -116,7 +116,7 @@ def diff(
 def verify(*, source: opt.LedgerOptions, terminal: Terminal) -> None:
     """Check that nothing in a ledger was altered, damaged or lost."""
     folder = find_ledger(source)
-    from rebind.edit.ledger.verify import verify_folder
+    from rebind.edit.ledger import verify_folder
 
     problems = verify_folder(folder)
     for problem in problems:

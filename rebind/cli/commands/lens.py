@@ -89,7 +89,7 @@ def layer_table(lenses: dict[str, Lens]) -> Table:
     """Return one row per layer. Numbers are never broken; a token that is too long is cut, visibly."""
     numbers = ("%", "P %", "rank")
     columns = [column for name in lenses for column in (f"{name} says".strip(), *numbers)]
-    made = table("layer", *columns, right=("layer", *numbers))
+    grid = table("layer", *columns, right=("layer", *numbers))
     for layer in range(len(next(iter(lenses.values())).top)):
         cells: list[str | Text] = [str(layer)]
         for one in lenses.values():
@@ -101,9 +101,9 @@ def layer_table(lenses: dict[str, Lens]) -> Table:
                 Text(_number(one.probability[layer, -1]), style=style),
                 Text(f"{rank:,}", style=style),
             ]
-        made.add_row(*cells)
-    made.padding = (0, 1, 0, 0)  # so that two models fit on a screen of 80 columns
-    return made
+        grid.add_row(*cells)
+    grid.padding = (0, 1, 0, 0)  # so that two models fit on a screen of 80 columns
+    return grid
 
 
 def _number(probability: Tensor) -> str:

@@ -42,11 +42,11 @@ def moments(
             row: dict[str, Any] = {"site": site, "tokens": moment.tokens, "d_k": len(mean), "cached": cached[site]}
             row["rank"] = float(mean.trace().square() / mean.square().sum())
             rows.append(row | {"path": str(path), "bytes": path.stat().st_size})
-    made = table("site", "tokens", "d_k", "rank", "file", right=("tokens", "d_k", "rank"))
+    grid = table("site", "tokens", "d_k", "rank", "file", right=("tokens", "d_k", "rank"))
     for row in rows:
         file = f"{'cached' if row['cached'] else 'new'}, {decimal(row['bytes'])}"
-        made.add_row(row["site"], f"{row['tokens']:,}", str(row["d_k"]), f"{row['rank']:.0f}", file)
-    terminal.print(made)
+        grid.add_row(row["site"], f"{row['tokens']:,}", str(row["d_k"]), f"{row['rank']:.0f}", file)
+    terminal.print(grid)
     terminal.hint("rank: the number of directions that the keys spread over, tr(C)² / tr(C²)")
     terminal.hint(seconds(sum(phases.seconds.values())))
     options = opt.as_typed(replace(source, moment_tokens=editor.moments.tokens))

@@ -70,9 +70,9 @@ def trace(
     if target is not None:
         require_text("target", target)
     if facts is not None:
-        given = facts_of_file(terminal, facts, skip_bad, limit)
+        input_facts = facts_of_file(terminal, facts, skip_bad, limit)
     else:
-        given = single_fact(str(prompt), target or ".", subject)
+        input_facts = single_fact(str(prompt), target or ".", subject)
     settings = TraceSettings(KINDS if kind == "all" else (kind,), noise, draws, window, seed)
     if out is not None:
         check_writable(out)
@@ -80,13 +80,13 @@ def trace(
         editor = load_editor(source, phases) if base else open_editor(source, phases)
         tracer = Tracer(editor.language_model, settings)
         if facts is not None:
-            given = fitting_facts(terminal, editor, given, skip_bad)
-        chosen = given.facts if facts is None or predicted else _known(tracer, given)
+            input_facts = fitting_facts(terminal, editor, input_facts, skip_bad)
+        chosen = input_facts.facts if facts is None or predicted else _known(tracer, input_facts)
         traces = _trace(tracer, chosen, phases, use_target=target is not None)
     result = traces[0] if facts is None else average_traces(traces)
     document = describe(editor) | result.to_json()
-    document |= {"unknown": len(given) - len(traces), "skipped": len(given.skipped)}
-    print_skipped(terminal, given)
+    document |= {"unknown": len(input_facts) - len(traces), "skipped": len(input_facts.skipped)}
+    print_skipped(terminal, input_facts)
     _print(terminal, result)
     spent = sum(one.seconds for one in traces)
     edits = f" with edits {', '.join(document['active'])}" if document["active"] else ""

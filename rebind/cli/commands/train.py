@@ -164,7 +164,13 @@ def _progress(phases: Phases) -> TrainingProgress:
         note = f"{update.tokens_per_second:,.0f} tokens/s, loss {update.loss:.3f}{validation}"
         phases.count("training", update.step, update.steps, note)
 
-    return TrainingProgress(step=step, phase=phases.begin)
+    def phase(name: str) -> None:
+        if name in ("evaluating", "saving"):  # again and again: no bars of their own
+            phases.note("training", name)
+        else:
+            phases.begin(name)
+
+    return TrainingProgress(step=step, phase=phase)
 
 
 def _print(terminal: Terminal, result: TrainingResult) -> None:
@@ -173,15 +179,15 @@ def _print(terminal: Terminal, result: TrainingResult) -> None:
         terminal.print(f"{result.folder} is already complete: all {summary['steps']:,} steps are done")
     kinds = ", ".join(dict.fromkeys(summary["layers"]))
     terminal.print(Text(f"{summary['parameters']:,} parameters, layers: {kinds}", style="bold"))
-    made = table("validation", "loss", "perplexity", "tokens", right=("loss", "perplexity", "tokens"))
+    grid = table("validation", "loss", "perplexity", "tokens", right=("loss", "perplexity", "tokens"))
     for name, measured in summary["validation"].items():
-        made.add_row(name, f"{measured['loss']:.4f}", f"{measured['perplexity']:,.2f}", f"{measured['tokens']:,}")
+        grid.add_row(name, f"{measured['loss']:.4f}", f"{measured['perplexity']:,.2f}", f"{measured['tokens']:,}")
     rows = [
         ("trained on", f"{summary['tokens']:,} tokens, {summary['epochs']:.2f} epochs"),
         ("state", "grows with the text" if summary["state"] is None else f"{summary['state']:,} numbers"),
         ("checkpoint", result.checkpoint),
     ]
-    terminal.print(made, pairs(rows))
+    terminal.print(grid, pairs(rows))
     if not (result.folder / "curve.png").exists():
         terminal.hint("no loss curve: it needs matplotlib (pip install 'rebind[lab]')")
     terminal.suggest("generate", opt.command_line("generate", str(result.folder), "Once"))

@@ -18,24 +18,24 @@ LISTED = 20  # rows of a table that may be long
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
     """Return a light table. Columns named in `right` hold numbers, which are never broken: the others give way."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    grid = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     numbers = set(right)
     for name in columns:
         if name in numbers:
-            made.add_column(name, justify="right", no_wrap=True, overflow="ellipsis")
+            grid.add_column(name, justify="right", no_wrap=True, overflow="ellipsis")
         else:
-            made.add_column(name, overflow="fold")
-    return made
+            grid.add_column(name, overflow="fold")
+    return grid
 
 
 def pairs(rows: Sequence[tuple[str, Any]]) -> Table:
     """Return a table of names and values, one pair per line."""
-    made = Table.grid(padding=(0, 2))
-    made.add_column(style="dim")
-    made.add_column(overflow="fold")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
     for name, value in rows:
-        made.add_row(name, str(value))
-    return made
+        grid.add_row(name, str(value))
+    return grid
 
 
 def seconds(value: float) -> str:
@@ -76,16 +76,16 @@ def print_answers(terminal: Terminal, kind: str, rows: Sequence[Mapping[str, Any
 
     Each row has a prompt (or "text"), a target, and the scores "before" and "after".
     """
-    made = table(kind, "probability", "rank", "before", "after", right=("probability", "rank"))
+    grid = table(kind, "probability", "rank", "before", "after", right=("probability", "rank"))
     for row in rows[:LISTED]:
         before, after = row["before"], row["after"]
-        made.add_row(
+        grid.add_row(
             f"{row.get('text', row['prompt'])} → {row['target']}",
             _change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
             _change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
             *(one_line(score.get("continues") or first_words(score, row["target"])) for score in (before, after)),
         )
-    terminal.print(made)
+    terminal.print(grid)
     if len(rows) > LISTED:
         terminal.hint(f"… and {len(rows) - LISTED} more; --json lists all of them")
     if len(rows) > 1:
