@@ -91,25 +91,22 @@ class Normalized:
     after_sum: bool = False
 
     def change(self, missing: Tensor, inputs_of: InputsOf) -> Tensor:
-        """Return the same as `Scaled.change`; for what is out of reach, the nearest."""
+        """Return the same as `Scaled.change`; for what is out of reach, the nearest, with a warning."""
         before = inputs_of(self.norm.module).to(missing)
         wanted = missing if self.after_sum else missing / self.scale
         now = self.norm(before)
         after = self.norm.nearest(before, now + wanted)
-        self._warn_if_out_of_reach(self.norm(after) - now, wanted)
-        return (after - before) / (self.scale if self.after_sum else 1.0)
-
-    def _warn_if_out_of_reach(self, change: Tensor, wanted: Tensor) -> None:
+        change = self.norm(after) - now
         reached = (change * wanted).sum(-1) / wanted.square().sum(-1).clamp_min(torch.finfo(wanted.dtype).tiny)
-        median = float(reached.median()) if len(reached) else 1.0
-        if median < LEAST_REACHED:
+        if len(reached) and (median := float(reached.median())) < LEAST_REACHED:
             warnings.warn(
                 f"A {type(self.norm.module).__name__} behind the MLP bounds what it adds: {median:.0%} of the change "
                 f"wanted at this layer is within reach (median of {len(reached)} facts). Edit more layers, or lower "
                 f"the clamp.",
                 NumericalWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
+        return (after - before) / (self.scale if self.after_sum else 1.0)
 
 
 OutputMap = Scaled | Normalized
@@ -142,14 +139,12 @@ def _find_output_map(trunk: Trunk, layer: int, projection: nn.Module) -> OutputM
         norm = _as_norm(module, entered, tolerance)
         if norm is None:
             continue
-        if torch.equal(entered, put_in):
-            scale = _ratio(_difference(left, moderate), output_step, tolerance)
-            if scale is not None:
-                return Normalized(norm, scale)
-        if torch.equal(left, output):
-            scale = _ratio(step, _difference(entered, moderate), tolerance)
-            if scale is not None:
-                return Normalized(norm, scale, after_sum=True)
+        scale_behind = _ratio(_difference(left, moderate), output_step, tolerance)
+        if torch.equal(entered, put_in) and scale_behind is not None:
+            return Normalized(norm, scale_behind)
+        scale_before = _ratio(step, _difference(entered, moderate), tolerance)
+        if torch.equal(left, output) and scale_before is not None:
+            return Normalized(norm, scale_before, after_sum=True)
     warnings.warn(
         f"{type(trunk.blocks[layer]).__name__} {layer} transforms the output of its MLP by neither a scale nor a norm. "
         f"Edits treat it as if it were added unchanged, so check what the edited model says.",
@@ -167,6 +162,7 @@ def _run_with_output(
     Returns the rows as they were put in, the output of the block, and the modules that ran after the projection with
     their inputs and outputs.
     """
+    width = rows.shape[-1]
     put_in: list[Tensor] = []
     passed: list[tuple[nn.Module, Tensor, Tensor]] = []
 
@@ -175,10 +171,11 @@ def _run_with_output(
         return put_in[0].unsqueeze(1).expand(-1, len(PROBE_TOKENS[0]), -1).reshape(out.shape).clone()
 
     def record(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if put_in and args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
-            entered, left = (_last_token(tensor, len(rows)) for tensor in (args[0], out))
-            if entered.shape == left.shape == rows.shape:
-                passed.append((module, entered, left))
+        shape = getattr(out, "shape", ())
+        if put_in and args and len(shape) > 1 and shape[-1] == width and getattr(args[0], "shape", None) == shape:
+            # Some MLPs flatten rows and tokens.
+            entered, left = (tensor.reshape(len(rows), -1, width)[:, -1] for tensor in (args[0], out))
+            passed.append((module, entered, left))
 
     block = trunk.blocks[layer]
     with ExitStack() as hooks:
@@ -188,11 +185,6 @@ def _run_with_output(
                 hooks.enter_context(module.register_forward_hook(record))
         output = trunk.after(layer, tokens)[:, -1]
     return put_in[0], output, passed
-
-
-def _last_token(tensor: Tensor, rows: int) -> Tensor:
-    """Return the last token of each row; some MLPs flatten rows and tokens."""
-    return tensor.reshape(rows, -1, tensor.shape[-1])[:, -1] if tensor.ndim >= 2 else tensor
 
 
 def _difference(pair: Tensor, entries: Tensor) -> Tensor:
@@ -210,23 +202,21 @@ def _ratio(step: Tensor, output_step: Tensor, tolerance: float) -> float | None:
 
 def _as_norm(module: nn.Module, like: Tensor, tolerance: float) -> Norm | None:
     """Return what a module computes, if it is a norm: found from its outputs for vectors with known norms."""
-    width = like.shape[-1]
-    large = 64.0  # so that ε does not matter
-    flat = large * torch.ones(width)
+    width, large = like.shape[-1], 64.0  # so large that ε does not matter
     signs = torch.ones(width)
     signs[1::2] = -1
-    signs = large * (signs - signs.mean()) / signs.std(correction=0)
-    noise = large * torch.randn(width, generator=torch.Generator().manual_seed(1))
-    probes = torch.stack([flat, signs, noise]).to(like)
+    signs = (signs - signs.mean()) / signs.std(correction=0)
+    noise = torch.randn(width, generator=torch.Generator().manual_seed(1))
+    probes = (large * torch.stack([torch.ones(width), signs, noise])).to(like)
     try:
         outputs = _apply_to_rows(module, probes).double().cpu()
     except (RuntimeError, TypeError, ValueError):  # it takes other arguments or shapes: not a norm
         return None
     if outputs.shape != probes.shape:
         return None
-    flat, signs, noise = probes.double().cpu()
+    _, signs, noise = probes.double().cpu()
     for centered in (False, True):
-        shift = outputs[0] if centered else torch.zeros_like(flat)
+        shift = outputs[0] if centered else torch.zeros_like(signs)
         gain = (outputs[1] - shift) * large / signs
         x = noise - noise.mean() if centered else noise
         expected = gain * x / x.square().mean().sqrt() + shift

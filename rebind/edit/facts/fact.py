@@ -51,7 +51,7 @@ class Fact:
         # Spaces around a subject belong to the sentence, so that the text stays as it was written.
         core = self.subject.strip()
         lead, trail = self.subject.split(core, 1)
-        object.__setattr__(self, "prompt", f"{escape_braces(before + lead)}{{}}{escape_braces(trail + after)}")
+        object.__setattr__(self, "prompt", template(before + lead, trail + after))
         object.__setattr__(self, "subject", core)
         object.__setattr__(self, "target", self.target.strip())
         if self.old is not None:
@@ -93,9 +93,9 @@ class Fact:
                 advice=f"{MARK_SUBJECT}, and double the braces that are part of the text",
                 code="several_subjects" if subjects else "no_subject",
             )
-        template = f"{escape_braces(before)}{{}}{escape_braces(after)}"
-        # The constructor turns these into tuples, and refuses a single string.
-        return cls(template, subjects.pop(), target, old, paraphrases, neighbors, tags)  # type: ignore[arg-type]
+        # The constructor turns lists into tuples, and refuses a single string.
+        lists: Any = (paraphrases, neighbors, tags)
+        return cls(template(before, after), subjects.pop(), target, old, *lists)
 
     @property
     def parts(self) -> tuple[str, str]:
@@ -111,9 +111,8 @@ class Fact:
 
     def as_prompt(self, target: str | None = None) -> Prompt:
         """Return the prompt to give to a model, with the target of this fact or another one."""
-        before, after = self.parts
-        subject = (len(before), len(before) + len(self.subject))
-        return Prompt(before + self.subject + after, self.target if target is None else target, subject)
+        begin = len(self.parts[0])
+        return Prompt(self.text, self.target if target is None else target, (begin, begin + len(self.subject)))
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict without the fields that are empty."""
@@ -124,29 +123,20 @@ class Fact:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Fact:
         """Return the fact that `to_json` wrote, or that a person wrote with the same fields."""
-        optional = {name: record.get(name, ()) for name in LIST_FIELDS}
-        return cls.parse(
-            require_field(record, "prompt", "a fact"),
-            require_field(record, "target", "a fact"),
-            subject=record.get("subject"),
-            old=record.get("old"),
-            **optional,
-        )
+        prompt, target = (require_field(record, name, "a fact") for name in ("prompt", "target"))
+        lists = {name: record.get(name, ()) for name in LIST_FIELDS}
+        return cls.parse(prompt, target, subject=record.get("subject"), old=record.get("old"), **lists)
 
 
 def require_field(record: Mapping[str, Any], path: str, kind: str) -> Any:
     """Return the value at a dotted path, or raise an error that names the missing key."""
     value: Any = record
-    parents: list[str] = []
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:
-            place = f" in {'.'.join(parents)}" if parents else ""
             present = ", ".join(value) if isinstance(value, Mapping) else repr(value)
-            raise InputError(
-                f"There is no {key!r}{place} (but {present})", expected=f"{path} in {kind}", code="missing_field"
-            )
+            expected = f"{path} in {kind}"
+            raise InputError(f"There is no {key!r} (but {present})", expected=expected, code="missing_field")
         value = value[key]
-        parents.append(key)
     return value
 
 
@@ -161,19 +151,21 @@ def split_at_subject(text: str, subject: str) -> tuple[str, str]:
         places = words if len(words) == 1 else places
     if len(places) == 1:
         return text[: places[0]], text[places[0] + len(subject) :]
+    hint = " in the same case, spacing and encoding" if comparable(subject) in comparable(text) else ""
+    problem, code = f"is not in prompt {text!r}{hint}", "subject_not_in_prompt"
     if places:
-        problem, code = f"is {len(places)} times in", "subject_not_unique"
-    else:
-        problem, code = "is not in", "subject_not_in_prompt"
-    hint = ""
-    if not places and comparable(subject) in comparable(text):
-        hint = " in the same case, spacing and encoding"
-    raise InputError(f"Subject {subject!r} {problem} prompt {text!r}{hint}", advice=MARK_SUBJECT, code=code)
+        problem, code = f"is {len(places)} times in prompt {text!r}", "subject_not_unique"
+    raise InputError(f"Subject {subject!r} {problem}", advice=MARK_SUBJECT, code=code)
 
 
 def escape_braces(text: str) -> str:
     """Double the braces, so that `Fact` takes them as text."""
     return text.replace("{", "{{").replace("}", "}}")
+
+
+def template(before: str, after: str) -> str:
+    """Return the prompt of a `Fact` from the text before and after its subject."""
+    return f"{escape_braces(before)}{{}}{escape_braces(after)}"
 
 
 def comparable(text: str) -> str:

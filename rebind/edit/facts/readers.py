@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from rebind.edit.facts.fact import LIST_FIELDS, Fact, escape_braces, require_field, split_at_subject
+from rebind.edit.facts.fact import LIST_FIELDS, Fact, require_field, split_at_subject, template
 from rebind.errors import InputError
 from rebind.models.prompts import require_text
 
@@ -97,9 +97,7 @@ def raw_records(source: object) -> Iterator[tuple[str, Any]]:
     if isinstance(source, (Fact, Mapping)):
         source = [source]
     if not isinstance(source, Iterable):
-        raise InputError(
-            f"The facts are of type {type(source).__name__}", expected="a path or a list of facts", code="not_facts"
-        )
+        raise InputError(f"The facts are {source!r}", expected="a path or a list of facts", code="not_facts")
     for index, record in enumerate(source):
         yield f"record {index}", record
 
@@ -109,42 +107,28 @@ def _records_in_file(path: Path) -> Iterator[tuple[str, Any]]:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"There is no file {path}", advice="Check its name", code="file_not_found") from None
-    except UnicodeDecodeError as problem:
-        raise InputError(
-            f"{path} is not UTF-8 (byte {problem.start})", advice="Save it as UTF-8", code="not_utf8"
-        ) from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not UTF-8", advice="Save it as UTF-8", code="not_utf8") from None
     except OSError as problem:
-        raise InputError(
-            f"{path} cannot be read ({problem.strerror})", expected="a JSONL, JSON or CSV file", code="unreadable_file"
-        ) from None
+        raise InputError(f"{path} cannot be read ({problem.strerror})", code="unreadable_file") from None
     begin = text.lstrip()[:1]
     if not begin:
         raise InputError(f"{path} is empty", expected="facts, for example one JSON object per line", code="empty_file")
     if path.suffix.lower() in (".csv", ".tsv") or begin not in "[{":
         yield from _csv_rows(path, text)
-    elif begin == "[":
-        yield from _json_list(path, text)
-    else:
-        yield from _json_lines(path, text)
-
-
-def _json_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+        return
     try:
-        records = json.loads(text)
+        whole = json.loads(text)  # a list, or one object, perhaps over several lines
     except (ValueError, RecursionError) as problem:
-        raise InputError(f"{path} is not JSON ({problem})", code="not_json") from None
-    for index, record in enumerate(records):
+        if begin == "[":
+            raise InputError(f"{path} is not JSON ({problem})", code="not_json") from None
+        yield from _json_lines(path, text)
+        return
+    for index, record in enumerate(whole if begin == "[" else [whole]):
         yield f"record {index} of {path.name}", record
 
 
 def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    try:
-        whole = json.loads(text)  # one object, perhaps over several lines
-    except (ValueError, RecursionError):
-        pass
-    else:
-        yield f"the record of {path.name}", whole
-        return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -177,11 +161,8 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 def _csv_record(row: dict[str | None, Any]) -> object:
     """Return a row as a record: empty cells are absent, lists are split at " | "."""
     if None in row:
-        return InputError(
-            f"It has {len(row[None])} cells too many",
-            advice="Quote cells that contain the separator",
-            code="too_many_cells",
-        )
+        advice = "Quote cells that contain the separator"
+        return InputError(f"It has {len(row[None])} cells too many", advice=advice, code="too_many_cells")
     record: dict[str, Any] = {str(name): cell for name, cell in row.items() if cell and cell.strip()}
     for name in LIST_FIELDS:
         if name in record:
@@ -201,11 +182,8 @@ def parse_fact(record: object) -> Fact:
     if isinstance(record, (tuple, list)) and len(record) == 2:
         return Fact.parse(*record)
     if not isinstance(record, Mapping):
-        raise InputError(
-            f"It is {record!r}",
-            expected="a fact, an object with prompt and target, or a pair of them",
-            code="not_a_fact",
-        )
+        expected = "a fact, an object with prompt and target, or a pair of them"
+        raise InputError(f"It is {record!r}", expected=expected, code="not_a_fact")
     for keys, parse in FORMATS:
         if keys & record.keys():
             return parse(record)
@@ -214,18 +192,18 @@ def parse_fact(record: object) -> Fact:
 
 def _counterfact(record: Mapping[str, Any]) -> Fact:
     kind = "a CounterFact record"
-    rewrite = require_field(record, "requested_rewrite", kind)
-    prompt = require_field(record, "requested_rewrite.prompt", kind)
+    prompt, subject, target = (
+        require_field(record, f"requested_rewrite.{name}", kind) for name in ("prompt", "subject", "target_new.str")
+    )
+    rewrite = record["requested_rewrite"]
     require_text("requested_rewrite.prompt", prompt)
     before, *after = prompt.split("{}")
     if len(after) != 1:
-        raise InputError(
-            f"Prompt {prompt!r} has {len(after)} {{}}", expected="one for the subject", code="bad_template"
-        )
+        raise InputError(f"Prompt {prompt!r} has {len(after)} {{}}", expected="one {}", code="bad_template")
     return Fact(
-        f"{escape_braces(before)}{{}}{escape_braces(after[0])}",
-        require_field(record, "requested_rewrite.subject", kind),
-        require_field(record, "requested_rewrite.target_new.str", kind),
+        template(before, after[0]),
+        subject,
+        target,
         require_field(record, "requested_rewrite.target_true.str", kind) if "target_true" in rewrite else None,
         record.get("paraphrase_prompts", ()),
         record.get("neighborhood_prompts", ()),
@@ -234,12 +212,11 @@ def _counterfact(record: Mapping[str, Any]) -> Fact:
 
 
 def _flat_counterfact(record: Mapping[str, Any]) -> Fact:
-    kind = "a flat CounterFact record"
     answers = record.get("ground_truth")  # a list in some copies
     return _literal_fact(
-        require_field(record, "prompt", kind),
-        require_field(record, "subject", kind),
-        require_field(record, "target_new", kind),
+        record,
+        ("prompt", "subject", "target_new"),
+        "a flat CounterFact record",
         old=next(iter(answers), None) if isinstance(answers, list) else answers,
         paraphrases=_optional(record.get("rephrase_prompt")),
         neighbors=_optional(record.get("locality_prompt")),
@@ -252,17 +229,15 @@ def _zsre(record: Mapping[str, Any]) -> Fact:
 
     Where that is one of the true answers, there is no old answer to push out, and `old` stays empty.
     """
-    kind = "a zsRE record"
-    target = require_field(record, "alt", kind)
     answers = record.get("answers") or [record.get("pred")]  # the prediction of a model where there are no answers
-    if not isinstance(answers, (str, list, tuple)):
-        raise InputError(f"Answers is {answers!r}", expected="a list of texts", code="not_a_list")
     answers = [answers] if isinstance(answers, str) else answers
+    if not isinstance(answers, (list, tuple)):
+        raise InputError(f"Answers is {answers!r}", expected="a list of texts", code="not_a_list")
     return _literal_fact(
-        require_field(record, "src", kind),
-        require_field(record, "subject", kind),
-        target,
-        old=None if target in answers else answers[0],
+        record,
+        ("src", "subject", "alt"),
+        "a zsRE record",
+        old=None if record.get("alt") in answers else answers[0],
         paraphrases=_optional(record.get("rephrase")),
         neighbors=_optional(record.get("loc")),
         tags=("zsre",),
@@ -271,13 +246,8 @@ def _zsre(record: Mapping[str, Any]) -> Fact:
 
 def _knowns(record: Mapping[str, Any]) -> Fact:
     """Return a fact that a model already knows. The field `template` is often shorter than the prompt."""
-    kind = "a Knowns record"
-    return _literal_fact(
-        require_field(record, "prompt", kind),
-        require_field(record, "subject", kind),
-        require_field(record, "attribute", kind),
-        tags=_tags("knowns", record.get("known_id"), record.get("relation_id")),
-    )
+    tags = _tags("knowns", record.get("known_id"), record.get("relation_id"))
+    return _literal_fact(record, ("prompt", "subject", "attribute"), "a Knowns record", tags=tags)
 
 
 FORMATS = (  # the keys that identify a format, in the order in which they are tried
@@ -288,13 +258,13 @@ FORMATS = (  # the keys that identify a format, in the order in which they are t
 )
 
 
-def _literal_fact(prompt: object, subject: object, target: Any, **optional: Any) -> Fact:
-    """Return a fact from the text of a dataset, in which braces have no meaning."""
+def _literal_fact(record: Mapping[str, Any], fields: tuple[str, str, str], kind: str, **optional: Any) -> Fact:
+    """Return a fact from the prompt, subject and target of a dataset, in which braces have no meaning."""
+    prompt, subject, target = (require_field(record, name, kind) for name in fields)
     require_text("prompt", prompt)
     require_text("subject", subject)
-    core = str(subject).strip()
-    before, after = split_at_subject(str(prompt), core)
-    return Fact(f"{escape_braces(before)}{{}}{escape_braces(after)}", core, target, **optional)
+    core = subject.strip()
+    return Fact(template(*split_at_subject(prompt, core)), core, target, **optional)
 
 
 def _optional(value: Any) -> tuple[Any, ...]:
