@@ -90,6 +90,9 @@ def test_texts_and_tokenizers_that_cannot_be_read(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
     assert code_of(DataConfig(str(tmp_path / "bad.txt")), tmp_path / "cache") == "not_utf8"
     assert not list((tmp_path / "cache").glob("tok*"))
+    (tmp_path / "empty.txt").touch()
+    config = DataConfig(corpus(tmp_path), validation=str(tmp_path / "empty.txt"))
+    assert code_of(config, tmp_path / "cache") == "text_too_short"
     (tmp_path / "empty").mkdir()
     assert code_of(DataConfig(corpus(tmp_path), str(tmp_path / "empty")), tmp_path / "cache") == "tokenizer_not_loaded"
 

@@ -61,8 +61,9 @@ class TextSource:
             if "text" not in rows.column_names:
                 raise LookupError(f"it has no column text, but {', '.join(rows.column_names)}")
         except Exception as problem:  # not installed, missing, gated, offline: each has an exception of its own
+            reason = str(problem).strip().partition("\n")[0]
             raise InputError(
-                f"Dataset {name} cannot be loaded: {tokenizers.first_line(problem)}",
+                f"Dataset {name} cannot be loaded: {reason}",
                 expected="a name such as hf:roneneldan/TinyStories:train, and the package datasets installed",
                 advice="Check the name and the connection, or use a text file",
                 code="dataset_not_loaded",
@@ -104,6 +105,8 @@ def prepare_text(config: DataConfig, cache: Path) -> TokenizedText:
     else:
         other = TextSource.open(config.validation)
         validation, digest = _tokens(other, tokenizer, cache), source.digest + other.digest
+        if len(validation) < 2:
+            raise InputError(f"{other.name} has {len(validation)} tokens", expected="2 or more", code="text_too_short")
     return TokenizedText(train, validation, tokenizer, _digest(digest, tokenizers.fingerprint(tokenizer)))
 
 

@@ -121,7 +121,7 @@ class _Run:
     def prepare(self, newest: Path | None, cache: Path) -> None:
         """Prepare the text, the model and the optimizer, and restore them from the newest checkpoint."""
         config, seed = self.config, self.config.seed
-        self.progress.phase("tokens")
+        self.progress.phase("tokenizing")
         with self.processes.main_process_first():
             self.text = prepare_text(config.data, cache)
         tokens, length, rows = self.text.train, config.length, config.batch_size
@@ -165,7 +165,7 @@ class _Run:
         """Train to the last step, and log, evaluate and save on the way."""
         config = self.config
         self.model.train()
-        self.progress.phase("steps")
+        self.progress.phase("training")
         self.clock = time.perf_counter()
         while self.step < config.steps:
             batch = self.batches.batch(self.step)
@@ -183,7 +183,7 @@ class _Run:
             if saves:
                 self._save()
             if evaluates or saves:
-                self.progress.phase("steps")
+                self.progress.phase("training")
                 self.clock = time.perf_counter()
 
     def _learning_rate(self, step: int) -> float:

@@ -56,8 +56,9 @@ def load_tokenizer(name: str) -> Any:
             folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=not _hub_answers()))
         return read_tokenizer(folder)
     except Exception as problem:  # missing, offline, gated, no tokenizer: each has an exception of its own
+        reason = str(problem).strip().partition("\n")[0]
         raise InputError(
-            f"Tokenizer {name!r} cannot be loaded: {first_line(problem)}",
+            f"Tokenizer {name!r} cannot be loaded: {reason}",
             expected=f"{', '.join(TRAINED)}, a folder or a Hub id",
             advice="Check the name and the connection",
             code="tokenizer_not_loaded",
@@ -79,10 +80,6 @@ def fingerprint(tokenizer: Any) -> str:
     """Return a digest of what ids mean and how text is split, which saving and loading do not change."""
     content = (sorted(tokenizer.get_vocab().items()), encode_texts(tokenizer, [PROBE]), tokenizer.eos_token_id)
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
-
-
-def first_line(problem: Exception) -> str:
-    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
 
 
 def _hub_answers() -> bool:
