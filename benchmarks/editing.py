@@ -50,11 +50,13 @@ from rebind.edit.methods import METHODS, Method
 from rebind.edit.progress import Progress
 from rebind.edit.targets import TargetSearch
 from rebind.errors import GuardError, NumericalError
-from rebind.evals.answers import Asking, answer_all
-from rebind.evals.answers import Row as Answer
-from rebind.evals.drift import Held
-from rebind.evals.records import Record, Records, read_records, without_conflicts
-from rebind.evals.scores import summarise
+from rebind.evals.answers import QuestionSettings, answer_records
+from rebind.evals.drift import DriftMeter
+from rebind.evals.reading import read_records
+from rebind.evals.records import Record, Records
+from rebind.evals.scores import summarize
+from rebind.evals.selection import without_conflicts
+from rebind.storage import Row as Answer
 from rebind.storage import write_file
 
 DTYPES = ("float32", "bfloat16")
@@ -103,12 +105,12 @@ class Choices:
 
 def ask(editor: Editor, records: Sequence[Record]) -> list[Answer]:
     """What the model as it stands says to every question of the records, nothing decoded."""
-    return answer_all(editor.language_model, records, Asking(free_tokens=0, texts=0))
+    return answer_records(editor.language_model, records, QuestionSettings(free_tokens=0, texts=0))
 
 
 def scores(records: Sequence[Record], said: Sequence[Answer]) -> dict[str, float | None]:
     """Those of `rebind.evals`; None where no record has anything for one."""
-    found = summarise(records, said, said, rounds=ROUNDS)
+    found = summarize(records, said, said, rounds=ROUNDS)
     return {name: found[name]["value"] if name in found else None for name in SCORES}
 
 
@@ -159,7 +161,7 @@ def written(editor: Editor, facts: Sequence[Fact], method: str, chosen: Choices)
 
 
 def edited(
-    held: Held, records: Sequence[Record], method: str, chosen: Choices, *, repeats: int = 1
+    held: DriftMeter, records: Sequence[Record], method: str, chosen: Choices, *, repeats: int = 1
 ) -> tuple[Result, list[Answer]]:
     """Edit, measure, undo: a row that lacks its scores, and what they are taken of."""
     editor, facts = held.editor, [record.fact for record in records]
@@ -189,13 +191,13 @@ def failed_checks(edit: Edit) -> tuple[str, ...]:
     return tuple(one["check"] for one in told.get("failed", ()))
 
 
-def run(held: Held, records: Sequence[Record], method: str, chosen: Choices, *, repeats: int = 1) -> Result:
+def run(held: DriftMeter, records: Sequence[Record], method: str, chosen: Choices, *, repeats: int = 1) -> Result:
     """A row of all records in one edit."""
     row, said = edited(held, records, method, chosen, repeats=repeats)
     return replace(row, scores=scores(records, said))
 
 
-def one_at_a_time(held: Held, records: Sequence[Record], method: str, chosen: Choices) -> Result:
+def one_at_a_time(held: DriftMeter, records: Sequence[Record], method: str, chosen: Choices) -> Result:
     """Each fact alone, undone before the next: the protocol of ROME's paper. Seconds are a fact's."""
     pairs = [edited(held, [record], method, chosen) for record in records]
     alone = [row for row, _ in pairs]
@@ -292,7 +294,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 class Bench:
     """What all rows share."""
 
-    held: Held
+    held: DriftMeter
     records: Records  # known to the model
     made: dict[int, list[Record]]  # for each of --made so many
     chosen: Choices
@@ -306,7 +308,7 @@ class Bench:
         editor = Editor(options.model, device=options.device, seed=options.seed, guard=guard)
         text = beginning(editor.tokenizer, options.text.read_text(encoding="utf-8"), options.tokens)
         chosen = Choices(options.layers, options.lam, options.steps)
-        return cls(Held(editor, text), known_records(editor, everything), made, chosen, options.repeats)
+        return cls(DriftMeter(editor, text), known_records(editor, everything), made, chosen, options.repeats)
 
     def warm_up(self, methods: Sequence[str]) -> None:
         """Moments, contexts and kernels, which no row pays for."""

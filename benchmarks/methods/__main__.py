@@ -47,7 +47,9 @@ from benchmarks.methods.states import WAYS, Amount, Bench, Row
 from benchmarks.methods.tables import show, table
 from benchmarks.report import RESULTS
 from rebind.edit.editor import Editor
-from rebind.evals.records import Records, read_records, without_conflicts
+from rebind.evals.reading import read_records
+from rebind.evals.records import Records
+from rebind.evals.selection import without_conflicts
 
 
 def opened(options: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:

@@ -22,10 +22,10 @@ from rebind.edit.methods import GainRule, Method, get_method
 from rebind.edit.moments import OldKeys
 from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
 from rebind.edit.targets import TargetSearch, TargetStore
-from rebind.evals.answers import Row as Answer
 from rebind.evals.records import Record
 from rebind.memory import Write
 from rebind.models.sites import memory_of, module_at, write_memory
+from rebind.storage import Row as Answer
 
 LOOKED_AT = 3  # groups whose perplexity is measured
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
-
-from rebind.evals.choosing import known
 
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import comparable
 from rebind.edit.methods import METHODS, Method
-from rebind.evals.drift import Held
+from rebind.evals.drift import DriftMeter
 from rebind.evals.records import Records
+from rebind.evals.selection import known_records as known
 
 SEVERAL_FIRST = sorted(METHODS, key=lambda name: not METHODS[name].several_layers)
 
 
 def known_records(editor: Editor, records: Records, most: int | None = None) -> Records:
     """Those with all that is asked, whose true object the model prefers; of one prompt's the first."""
-    whole = [index for index, one in enumerate(records) if one.fact.old and one.paraphrases and one.neighbors]
-    kept = known(editor, records.keep(whole))
-    first = {comparable(record.fact.text): index for index, record in reversed(list(enumerate(kept)))}
-    return kept.keep(sorted(first.values())[:most])
+    whole = [index for index, one in enumerate(records) if one.fact.old and one.fact.paraphrases and one.neighbors]
+    chosen = known(editor, replace(records, records=tuple(records[index] for index in whole)))
+    first = {comparable(record.fact.text): index for index, record in reversed(list(enumerate(chosen)))}
+    return replace(chosen, records=tuple(chosen[index] for index in sorted(first.values())[:most]))
 
 
 def beginning(tokenizer: Any, text: str, tokens: int) -> str:
@@ -41,9 +41,9 @@ def impossible(editor: Editor, method: Method, n: int) -> str:
     return ""
 
 
-def whole(held: Held) -> dict[str, Any]:
+def whole(meter: DriftMeter) -> dict[str, Any]:
     """Perplexity, drift and growth of the model as it stands."""
-    found = held.measure()
+    found = meter.measure()
     return {"perplexity": found["perplexity"], "drift": found["kl"], "growth": found["growth"]}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 import torch
@@ -22,13 +22,12 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings
-from rebind.evals.answers import Asking, answer_all
-from rebind.evals.answers import Row as Answer
-from rebind.evals.drift import Held
+from rebind.evals.answers import QuestionSettings, answer_records
+from rebind.evals.drift import DriftMeter
 from rebind.evals.metrics import bootstrap
 from rebind.evals.records import Record
-from rebind.evals.scores import S_OF, Asked
-from rebind.evals.scores import SCORES as SCORE
+from rebind.evals.scores import score_record
+from rebind.storage import Row as Answer
 
 SCORES = ("S", "ES", "PS", "NS", "EA", "free")
 GROUPS = {1: 10, 10: 5}  # how many disjoint groups of so many facts are written, each alone
@@ -87,7 +86,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.memory = Memory.of(self.editor)
-        self.model, self.held = self.editor.language_model, Held(self.editor, self.held_text)
+        self.model, self.held = self.editor.language_model, DriftMeter(self.editor, self.held_text)
 
     @cached_property
     def held_text(self) -> str:
@@ -95,13 +94,13 @@ class Bench:
 
     def ask(self, records: Sequence[Record]) -> list[tuple[Record, Answer]]:
         """What the model as it stands says: each record, less what is not asked of it, with its answer."""
-        full = [index for index, record in enumerate(records) if record.paraphrases or record.neighbors]
+        full = [index for index, record in enumerate(records) if record.fact.paraphrases or record.neighbors]
         around = {full[place] for place in evenly(len(full), self.amount.around)}
         asked = [self._asked(record, around=index in around) for index, record in enumerate(records)]
-        answers = answer_all(self.model, asked, Asking(free_tokens=0, texts=0))
+        answers = answer_records(self.model, asked, QuestionSettings(free_tokens=0, texts=0))
         free = sorted(evenly(len(records), self.amount.free))
         for index, text in zip(free, self._said([asked[index] for index in free]), strict=True):
-            answers[index]["free"] = {"prompt": text}
+            answers[index]["free"] = {"prompt": text, "paraphrases": [], "consequences": []}
         return list(zip(asked, answers, strict=True))
 
     def _asked(self, record: Record, *, around: bool) -> Record:
@@ -113,9 +112,8 @@ class Bench:
         return self.model.generate([record.fact.text for record in records], FREE_TOKENS)
 
     def scores(self, said: Sequence[tuple[Record, Answer]]) -> dict[str, dict[str, float]]:
-        asked = [Asked(record, answer, answer, {}) for record, answer in said]  # none looks at what was said before
-        columns = {name: [SCORE[name].of(one) for one in asked] for name in SCORES if name != "S"}
-        return {name: asdict(one) for name, one in bootstrap(columns, {"S": S_OF}, rounds=200).items()}
+        scored = [score_record(record, answer, answer) for record, answer in said]  # no score needs the base model
+        return bootstrap({name: [one[name] for one in scored] for name in SCORES if name != "S"}, rounds=200)
 
     def facts(self, n: int, *, once: bool = False) -> list[list[Record]]:
         """Groups of n records to write, or one group; made ones where there are not as many."""

@@ -19,10 +19,11 @@ from rebind.edit.methods import METHODS, get_method
 from rebind.edit.progress import Progress
 from rebind.edit.targets import TargetSearch
 from rebind.errors import InputError, NumericalError
-from rebind.evals.answers import Asking, answer_all
-from rebind.evals.drift import Held
-from rebind.evals.records import Record, Records, read_records
-from rebind.evals.scores import summarise
+from rebind.evals.answers import QuestionSettings, answer_records
+from rebind.evals.drift import DriftMeter
+from rebind.evals.reading import read_records
+from rebind.evals.records import Record, Records
+from rebind.evals.scores import summarize
 from tests import tiny
 
 SUBJECTS = ("France", "Spain", "Norway", "Italy")
@@ -66,8 +67,8 @@ def test_a_phase_aside_returns_to_the_one_before(editor):
 
 
 @pytest.fixture
-def held(editor) -> Held:
-    return Held(editor, TEXT)
+def held(editor) -> DriftMeter:
+    return DriftMeter(editor, TEXT)
 
 
 def test_of_repeated_edits_the_last_is_told_and_none_is_left(held):
@@ -133,7 +134,7 @@ def test_a_rows_scores_are_those_of_evals_on_the_same_edit(held):
     ]
     row = run(held, some, "memit", chosen)
     with written(editor, [one.fact for one in some], "memit", chosen):
-        said = answer_all(editor.language_model, some, Asking(free_tokens=0, texts=0))
+        said = answer_records(editor.language_model, some, QuestionSettings(free_tokens=0, texts=0))
         nll, tokens = editor.language_model.text_nll(TEXT)
 
         def likelier(one, prompt):
@@ -141,10 +142,10 @@ def test_a_rows_scores_are_those_of_evals_on_the_same_edit(held):
 
         by_hand = {
             "ES": fmean(likelier(one, one.fact.text) for one in some),
-            "PS": fmean(fmean(likelier(one, prompt) for prompt in one.paraphrases) for one in some),
+            "PS": fmean(fmean(likelier(one, prompt) for prompt in one.fact.paraphrases) for one in some),
             "NS": fmean(fmean(not likelier(one, other.prompt) for other in one.neighbors) for one in some),
         }
-    assert row.scores == {name: one["value"] for name, one in summarise(some, said, said).items() if name in row.scores}
+    assert row.scores == {name: one["value"] for name, one in summarize(some, said, said).items() if name in row.scores}
     assert {name: row.scores[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
     assert 0 < by_hand["NS"] < 1
     assert row.perplexity == pytest.approx(math.exp(nll / tokens), abs=1e-5)
@@ -190,7 +191,7 @@ def test_methods_are_given_what_they_take(method):
     assert Choices((2,)).taken_by(get_method(method)).layers == (2,)
 
 
-def bench(held: Held, some: Records, made: dict[int, list[Record]] | None = None) -> Bench:
+def bench(held: DriftMeter, some: Records, made: dict[int, list[Record]] | None = None) -> Bench:
     return Bench(held, some, made or {}, Choices(steps=2), repeats=1)
 
 

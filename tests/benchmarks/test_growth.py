@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import growth
-from rebind.edit.facts.fact import conflicts, duplicates
+from rebind.edit.facts.conflicts import conflicts, duplicates
 
 
 def test_invented_facts_are_about_different_subjects():
