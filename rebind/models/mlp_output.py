@@ -171,7 +171,7 @@ def _run_with_output(
         return put_in[0].unsqueeze(1).expand(-1, len(PROBE_TOKENS[0]), -1).reshape(out.shape).clone()
 
     def record(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        shape = getattr(out, "shape", ())
+        shape: Any = getattr(out, "shape", ())
         if put_in and args and len(shape) > 1 and shape[-1] == width and getattr(args[0], "shape", None) == shape:
             # Some MLPs flatten rows and tokens.
             entered, left = (tensor.reshape(len(rows), -1, width)[:, -1] for tensor in (args[0], out))

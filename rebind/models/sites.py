@@ -186,8 +186,8 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
     """Return (in, out) of a linear map; quantized ones and adapters have these attributes, whatever their weight."""
     if isinstance(module, Conv1D):
         return module.weight.shape[0], module.weight.shape[1]
-    widths = tuple(getattr(module, name, None) for name in ("in_features", "out_features"))
-    return widths if all(isinstance(width, int) for width in widths) else None
+    d_in, d_out = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return (d_in, d_out) if isinstance(d_in, int) and isinstance(d_out, int) else None
 
 
 def _require_editable(linear: _Linear) -> None:

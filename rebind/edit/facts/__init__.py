@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from rebind.edit.facts.conflicts import Conflict, conflicts, duplicates, shared_keys
+from rebind.edit.facts.conflicts import Conflict, conflicts, shared_keys
 from rebind.edit.facts.fact import Fact
 from rebind.edit.facts.readers import Facts, read_facts
 
-__all__ = ["Conflict", "Fact", "Facts", "conflicts", "duplicates", "read_facts", "shared_keys"]
+__all__ = ["Conflict", "Fact", "Facts", "conflicts", "read_facts", "shared_keys"]

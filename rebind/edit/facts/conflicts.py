@@ -41,11 +41,6 @@ def shared_keys(facts: Sequence[Fact]) -> list[Conflict]:
     ]
 
 
-def duplicates(facts: Sequence[Fact]) -> list[Conflict]:
-    """Return facts that occur more than once, with the same prompt and target."""
-    return _group(facts, [(fact.text, fact.target) for fact in facts])
-
-
 def _group(facts: Sequence[Fact], keys: Sequence[object]) -> list[Conflict]:
     """Return the facts with equal keys, where there are at least two."""
     groups: dict[object, list[int]] = {}

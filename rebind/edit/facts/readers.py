@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
@@ -67,15 +68,11 @@ def read_facts(
 
 def record_error(problem: Exception, name: str, record: object) -> InputError:
     """Return the same error with the name of the record in front."""
-    if not isinstance(problem, InputError):  # RecursionError
-        problem = InputError("The lists are nested too deep to be read", code="nested_too_deep")
-    return InputError(
-        f"{name[:1].upper()}{name[1:]}{_record_id(record)}: {problem.problem}",
-        expected=problem.expected,
-        advice=problem.advice,
-        code=problem.code,
-        settings=problem.settings,
-    )
+    named = InputError("The lists are nested too deep to be read", code="nested_too_deep")  # a RecursionError
+    if isinstance(problem, InputError):
+        named = copy.copy(problem)
+    named.problem = f"{name[:1].upper()}{name[1:]}{_record_id(record)}: {named.problem}"
+    return named
 
 
 def _record_id(record: object) -> str:
@@ -107,10 +104,8 @@ def _records_in_file(path: Path) -> Iterator[tuple[str, Any]]:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"There is no file {path}", advice="Check its name", code="file_not_found") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not UTF-8", advice="Save it as UTF-8", code="not_utf8") from None
-    except OSError as problem:
-        raise InputError(f"{path} cannot be read ({problem.strerror})", code="unreadable_file") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise InputError(f"{path} cannot be read as UTF-8 ({problem})", code="unreadable_file") from None
     begin = text.lstrip()[:1]
     if not begin:
         raise InputError(f"{path} is empty", expected="facts, for example one JSON object per line", code="empty_file")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rebind.edit.facts.conflicts import conflicts, duplicates, shared_keys
+from rebind.edit.facts.conflicts import conflicts, shared_keys
 from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
 from rebind.models.prompts import Prompt
@@ -140,13 +140,11 @@ def test_one_prompt_with_two_targets_is_a_conflict():
     assert found.indices == (0, 2, 3)
     assert found.targets == ("Rome", "Oslo", "Rome")
     assert str(found) == "'The capital of France is' → Rome / Oslo (facts 0, 2, 3)"
-    (twice,) = duplicates(facts)
-    assert twice.indices == (0, 3)
 
 
 def test_facts_that_agree_do_not_conflict():
     facts = [Fact.parse(FRANCE, "Rome"), Fact.parse(FRANCE.upper(), "Rome"), Fact.parse("{Caf\u00e9} is", "a")]
-    assert conflicts(facts) == duplicates(facts) == []
+    assert conflicts(facts) == []
     assert len(conflicts([*facts, Fact.parse("{Cafe\u0301} is", "b")])) == 1
 
 

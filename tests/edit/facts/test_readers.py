@@ -227,7 +227,7 @@ def test_files_that_are_not_there_or_not_text(tmp_path):
     refused(tmp_path / "none.jsonl", "file_not_found")
     refused(tmp_path, "unreadable_file")
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
-    refused(tmp_path / "latin.jsonl", "not_utf8")
+    refused(tmp_path / "latin.jsonl", "unreadable_file")
     refused(3, "not_facts")
 
 
