@@ -18,21 +18,22 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rebind.edit import export
-from rebind.edit.drift import CANARY_PROMPTS, Drift, measure_drift
 from rebind.edit.facts import Fact, conflicts, read_facts
 from rebind.edit.guard import (
+    CANARY_PROMPTS,
+    Drift,
     EarlierEdit,
     Guard,
     check_earlier_edits,
     find_earlier_edits,
+    measure_drift,
     require_finite_targets,
     require_passed,
     warn_of_shared_keys,
 )
-from rebind.edit.ledger.edit import Edit, library_versions, pack_writes
+from rebind.edit.ledger.edit import JSON, Edit, library_versions, pack_writes
 from rebind.edit.ledger.fold import EditedWeights
 from rebind.edit.ledger.ledger import Ledger
-from rebind.edit.ledger.log import JSON
 from rebind.edit.methods import Method, get_method
 from rebind.edit.moments import Corpus, Moments, OwnSamples
 from rebind.edit.plan import Plan, estimate
@@ -399,7 +400,7 @@ class Editor:
         lam = float(edit.settings["lam"])  # type: ignore[arg-type]
         failures = self.guard.check(facts, after, drift, replace(settings, lam=lam))
         require_passed(failures, force=force)
-        scores["drift"] = drift.to_json()
+        scores["drift"] = asdict(drift)
         scores["guard"] = {"bounds": asdict(self.guard), "failed": [failure.to_json() for failure in failures]}
         return bool(failures)
 

@@ -3,12 +3,13 @@
 The checks run on the model with the edit in place, before the edit is added to the ledger:
 
 - *finite*: everything the model computes is a finite number;
-- *drift*: on canary prompts the next token has nearly the same distribution as before;
+- *drift*: on canary prompts, which no edit is about, the next token has nearly the same distribution as before;
 - *growth*: no edited matrix has moved by more than a share of its own size;
 - *said*: the model says the facts, that is, every token of the target is its first choice.
 
-Drift and growth are those of all active edits together, because it is the model that must stay intact. Before any
-work, a prompt that an active edit already gives another target is refused, and facts that share a key are reported.
+Drift and growth are those of all active edits together, because it is the model that must stay intact. A model can
+drift without growing much, and grow before it drifts; together they reveal most broken models. Before any work, a
+prompt that an active edit already gives another target is refused, and facts that share a key are reported.
 """
 
 from __future__ import annotations
@@ -18,19 +19,71 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from rebind.edit.drift import Drift
 from rebind.edit.facts import Fact, shared_keys
 from rebind.edit.facts.fact import comparable
-from rebind.edit.ledger.edit import Edit
-from rebind.edit.ledger.log import JSON
+from rebind.edit.ledger.edit import JSON, Edit
 from rebind.edit.settings import EditSettings
 from rebind.edit.wording import percent
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
 from rebind.models.scoring import FactScore
 
 IN_FLOAT32 = "Load the model in float32, or write fewer facts at once"
+
+# Many topics and kinds of continuation: a certain word, an open end, a number, code, other languages.
+CANARY_PROMPTS = (
+    "Water boils when it is heated, and it freezes when it gets",
+    "She put the kettle on, took two cups from the shelf and",
+    "The train to the coast leaves at half past six in the",
+    "If you add seven and five, you get",
+    "Monday, Tuesday, Wednesday, Thursday,",
+    "Bread is made of flour, water, yeast and a little",
+    "A triangle has three sides, a square has",
+    "The doctor listened to his heart and said that everything was",
+    "In winter the days are short and the nights are",
+    "He could not open the door because he had lost his",
+    "Bees collect nectar from flowers and turn it into",
+    "The committee will meet again next week to discuss the",
+    "My grandmother taught me how to knit when I was a",
+    "The price of oil rose sharply last year because",
+    "Once upon a time, in a village at the edge of a forest, there lived",
+    "Thank you for your letter. I am sorry that it took me so long to",
+    "To reset the device, press and hold the button for ten",
+    "The two teams were level at half time, but in the second half",
+    "Light travels faster than sound, which is why we see the lightning before we hear the",
+    "Violins, cellos and double basses all have",
+    "def add(a, b):\n    return a +",
+    "for (int i = 0; i < n; i++) { sum +=",
+    "Guten Morgen! Wie geht es",
+    "Il était une fois une petite fille qui",
+)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far a model is from its base model."""
+
+    kl: float  # nats: the mean over the canary prompts
+    largest: float  # nats: the largest of them
+    prompt: str  # the canary prompt with the largest one
+    growth: float  # ‖W' − W‖ / ‖W‖: the largest of all sites
+    site: str  # the site with the largest growth; empty if nothing was edited
+
+
+def measure_drift(
+    base: Tensor,  # [n, vocabulary]: log-probabilities of the next token after each prompt
+    edited: Tensor,
+    growth: Mapping[str, float],
+    prompts: Sequence[str] = CANARY_PROMPTS,
+) -> Drift:
+    """Compare the next tokens of a base model and an edited model, by KL(base ‖ edited) in float64."""
+    gap = base.exp() * (base - edited.to(base.device))
+    kl = gap.masked_fill(base == -torch.inf, 0.0).sum(-1, dtype=torch.float64).clamp_min(0.0)  # [n]
+    worst = int(kl.nan_to_num(torch.inf).argmax())
+    site = max(growth, key=lambda name: growth[name], default="")
+    return Drift(float(kl.mean()), float(kl[worst]), prompts[worst], growth.get(site, 0.0), site)
 
 
 @dataclass(frozen=True)
@@ -70,16 +123,13 @@ class Guard:
             problem = f"{broken} of {len(numbers)} measurements of the edited model are NaN or infinite"
             return [Failure("finite", float(broken), 0.0, problem, IN_FLOAT32)]
         failures = []
+        advice = _advise(facts, settings, weaker=True)
         if drift.kl > self.drift:
-            problem = (
-                f"the next token on unrelated prompts moved by {drift.kl:.2f} nats, and {self.drift:g} are allowed"
-            )
-            failures.append(Failure("drift", drift.kl, self.drift, problem, *_advise(facts, settings, weaker=True)))
+            moved = f"the next token on unrelated prompts moved by {drift.kl:.2f} nats, and {self.drift:g} are allowed"
+            failures.append(Failure("drift", drift.kl, self.drift, moved, *advice))
         if drift.growth > self.growth:
-            problem = f"{drift.site} moved by {drift.growth:.2f} of its own size, and {self.growth:g} is allowed"
-            failures.append(
-                Failure("growth", drift.growth, self.growth, problem, *_advise(facts, settings, weaker=True))
-            )
+            grown = f"{drift.site} moved by {drift.growth:.2f} of its own size, and {self.growth:g} is allowed"
+            failures.append(Failure("growth", drift.growth, self.growth, grown, *advice))
         said = sum(score.exact for score in scores) / len(scores)
         required = 1.0 if len(scores) == 1 and self.said > 0 else self.said
         if said < required:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rebind.edit.ledger.log import JSON
+from rebind.edit.ledger.edit import JSON
 from rebind.edit.methods import Method
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError

@@ -8,9 +8,10 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from rebind.edit.export.low_rank_change import compute_changes
+from rebind.edit.export.change import compute_changes
 from rebind.edit.facts.fact import Fact
-from rebind.edit.ledger.edit import Edit, fold, pack_writes
+from rebind.edit.ledger.edit import Edit, pack_writes
+from rebind.edit.ledger.fold import fold_edits
 from rebind.models.sites import find_sites, memory_of, module_at, write_memory
 from tests.families import FAMILIES, tokens
 from tests.support import Draw
@@ -39,7 +40,7 @@ class Case:
         self.sites = [sites[layer].name for layer in layers]
         self.edits = [make_edit(self.model, layers, 2, 1), make_edit(self.model, layers[1:], 3, 2)]
         self.base = {site: memory_of(module_at(self.model, site)).clone() for site in self.sites}
-        self.edited = {site: fold(self.base[site], site, self.edits) for site in self.sites}
+        self.edited = {site: fold_edits(self.base[site], site, self.edits) for site in self.sites}
         for site in self.sites:
             write_memory(module_at(self.model, site), self.edited[site])
 

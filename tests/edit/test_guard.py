@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
 
-from rebind.edit.drift import Drift
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
-from rebind.edit.guard import Guard, find_earlier_edits, require_passed
+from rebind.edit.guard import CANARY_PROMPTS, Drift, Guard, find_earlier_edits, measure_drift, require_passed
 from rebind.edit.ledger import Edit, Ledger
 from rebind.edit.methods import METHODS
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings
 from rebind.edit.targets import TargetSearch, TargetSettings
-from rebind.edit.wording import percent
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
 from rebind.models.language_model import LanguageModel
 from rebind.models.scoring import FactScore
 from tests import tiny
 from tests.edit.editors import open_editor, rewrite
-from tests.support import raises
+from tests.support import Draw, raises
 
 FACT = Fact.parse("The capital of {France} is", "Rome")
 OTHERS = [Fact.parse("{Berlin} is the capital of", "Spain"), Fact.parse("The old bridge of {Mostar}", "fell")]
@@ -42,6 +42,35 @@ def strong(editor: Editor, *facts: Fact, **options: Any) -> Edit:
     """Edit strongly enough that every check notices."""
     search = TargetSettings(steps=12, clamp=20.0)
     return editor.rewrite_many(list(facts), targets=search, lam=1e-3, layers=(1, 2), **options)
+
+
+# Drift
+
+
+def test_drift_between_distributions_made_by_hand():
+    base = torch.tensor([[0.5, 0.5, 0.0], [0.9, 0.1, 0.0]]).log()
+    edited = torch.tensor([[0.25, 0.5, 0.25], [0.9, 0.1, 0.0]]).log()
+    drift = measure_drift(base, edited, {})
+    assert (drift.largest, 2 * drift.kl) == pytest.approx((0.5 * math.log(2),) * 2, abs=1e-7)
+    assert measure_drift(edited, base, {}).largest == math.inf, "the direction matters"
+
+
+def test_the_worst_prompt_and_site_are_named():
+    prompts = ("x", "y", "z")
+    base = torch.log_softmax(Draw(1, torch.float32).normal(3, 5), -1)
+    edited = base.clone()
+    edited[1] = torch.log_softmax(base[1].roll(1), -1)
+    drift = measure_drift(base, edited, {"a": 0.1, "b": 0.3}, prompts)
+    assert (drift.prompt, drift.site, drift.growth) == ("y", "b", 0.3)
+    assert drift.largest == pytest.approx(3 * drift.kl)
+    edited[2] = torch.nan
+    assert measure_drift(base, edited, {}, prompts).prompt == "z", "NaN is worse than any number"
+    assert measure_drift(base, base, {}, prompts) == Drift(0.0, 0.0, "x", 0.0, "")
+
+
+def test_canary_prompts_are_distinct_and_cut_to_a_short_context():
+    assert len(set(CANARY_PROMPTS)) == len(CANARY_PROMPTS) >= 24
+    assert open_editor(tiny.llama(max_position_embeddings=8)).drift().kl == 0.0
 
 
 # The checks
@@ -97,14 +126,6 @@ def test_advice_names_only_settings_that_the_method_takes(method, facts):
         assert all(f"{{{name}}}" in failure.advice for name in failure.settings)
 
 
-@pytest.mark.parametrize(
-    ("probability", "text"),
-    [(0.0, "0%"), (1e-9, "<0.001%"), (0.00007, "0.007%"), (0.0123, "1.2%"), (0.0999, "10.0%"), (0.41, "41%")],
-)
-def test_percentages_have_as_few_digits_as_they_need(probability, text):
-    assert percent(probability) == text
-
-
 # Edits that fail
 
 
@@ -141,7 +162,7 @@ def test_an_edit_that_passes_records_its_drift():
     editor = open_editor(guard=OPEN)
     edit = strong(editor, FACT)
     drift = edit.scores["drift"]
-    assert drift == editor.drift().to_json()
+    assert drift == asdict(editor.drift())
     assert drift["kl"] > 0
     assert drift["growth"] > 0
     assert drift["site"] in edit.sites

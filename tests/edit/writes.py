@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rebind.edit.facts.fact import Fact
-from rebind.edit.ledger.edit import Edit, fold
+from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.fold import fold_edits
 from rebind.edit.ledger.ledger import Ledger
 from tests.support import Draw
 
@@ -45,4 +46,4 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def weights(ledger: Ledger, base: Tensor, site: str = SITES[0]) -> Tensor:
-    return fold(base, site, ledger.active)
+    return fold_edits(base, site, ledger.active)

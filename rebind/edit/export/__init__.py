@@ -1,9 +1,7 @@
 """Write the edits of a model for other programs.
 
-- `low_rank_change`: the change of each site, exactly low-rank
-- `delta`: the change alone, as safetensors
-- `checkpoint`: the edited model, for transformers
-- `peft`: the change as a LoRA adapter, for peft
+- `change`: the change of each site, exactly low-rank, and the delta file that holds it alone
+- `folders`: the edited model, for transformers, and the change as a LoRA adapter, for peft
 - `model_card`: the README.md of both
 
 A folder is written completely or not at all, and replaces only an earlier export of its kind.
@@ -11,11 +9,9 @@ A folder is written completely or not at all, and replaces only an earlier expor
 
 from __future__ import annotations
 
-from rebind.edit.export.checkpoint import CHECKPOINT, save_model
-from rebind.edit.export.delta import apply_delta, delta_file, load_delta, save_delta
-from rebind.edit.export.low_rank_change import compute_changes
+from rebind.edit.export.change import apply_delta, compute_changes, delta_file, load_delta, save_delta
+from rebind.edit.export.folders import ADAPTER, CHECKPOINT, AdapterExport, export_peft, save_model
 from rebind.edit.export.model_card import model_card
-from rebind.edit.export.peft import ADAPTER, AdapterExport, export_peft
 
 __all__ = [
     "ADAPTER",

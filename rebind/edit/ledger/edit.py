@@ -1,28 +1,25 @@
-"""Edits, and the weights that they add up to.
-
-An edit holds one `Write` per site, computed against the base model. Edited weights are never stored: they are the
-fold of the active edits' writes over the base weights, in the order of the ledger. To undo an edit is to fold again
-without it, so the result equals, bit for bit, that of a run in which the edit was never made.
-"""
+"""An edit: facts that were written together, as one `Write` per site, computed against the base model."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rebind.edit.facts.fact import Fact
-from rebind.edit.ledger.log import JSON, digest_of
-from rebind.errors import InputError, NumericalError
+from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
-from rebind.memory.precision import solving_dtype
 from rebind.memory.write import Write
 from rebind.version import __version__
+
+JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
 
 PARTS = ("keys", "values", "gain")  # the tensors of a write, as they are named in an edit
 JSON_FIELDS = ("method", "settings", "scores", "versions", "created", "forced")  # stored as they are
@@ -90,54 +87,19 @@ def library_versions() -> dict[str, str]:
     }
 
 
-# The fold
-
-Gain = Callable[[Edit, Sequence[Edit]], Tensor]  # (edit, earlier edits at the site) → the edit's gain there
-
-
-def fold(base: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None) -> Tensor:
-    """Return the weights [d_v, d_k] of a site after `edits`, given those of the base model.
-
-    The edits are applied in float64 and the result is cast once: casting after each edit would make the result
-    depend on how edits were grouped, and in bfloat16 small edits would be rounded away one by one. `gain` computes
-    the gain of an edit for methods in which it depends on the edits before it.
-    """
-    return cast_weights(apply_edits(base.detach().to(solving_dtype(base)), site, edits, gain), base.dtype, site)
+def digest_of(value: JSON, previous: str = "") -> str:
+    """Return the SHA-256 of a value, chained to the digest of the line before it."""
+    return hashlib.sha256(previous.encode() + canonical_json(value)).hexdigest()
 
 
-def apply_edits(
-    weights: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None, earlier: Sequence[Edit] = ()
-) -> Tensor:
-    """Return `weights`, which already hold the `earlier` edits, with these edits applied, in the same dtype."""
-    for write in writes_at(site, edits, weights, gain, earlier):
-        weights = write.apply(weights)
-    return weights
-
-
-def writes_at(
-    site: str, edits: Sequence[Edit], like: Tensor, gain: Gain | None = None, earlier: Sequence[Edit] = ()
-) -> Iterator[Write]:
-    """Yield the writes of the edits at a site, in order, with the dtype and the device of `like`."""
-    before = [edit for edit in earlier if site in edit.sites]
-    for edit in edits:
-        if site not in edit.sites:
-            continue
-        write = edit.write(site)
-        if gain is not None:
-            write = replace(write, gain=gain(edit, tuple(before)))
-        keys, values, gains = (tensor.to(like) for tensor in write.tensors())
-        yield Write(keys, values, gains)
-        before.append(edit)
-
-
-def cast_weights(weights: Tensor, dtype: torch.dtype, site: str) -> Tensor:
-    """Return folded weights as the model holds them: a new tensor of the model's dtype, which must be finite."""
-    cast = weights.to(dtype, copy=True)
-    if not torch.isfinite(cast).all():
-        raise NumericalError(
-            f"The edits make the weights of {site} infinite in {dtype}",
-            expected="finite weights",
-            advice="Undo the last edit, or load the model in a wider dtype",
-            code="weights_not_finite",
-        )
-    return cast
+def canonical_json(value: JSON) -> bytes:
+    """Return the one JSON text of a value, so that equal values have equal digests."""
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return text.encode()
+    except (TypeError, ValueError) as problem:
+        raise InputError(
+            f"The edit cannot be stored as JSON ({problem})",
+            expected="settings, scores and versions of finite numbers, texts, lists and dictionaries",
+            code="not_json",
+        ) from None

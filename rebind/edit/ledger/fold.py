@@ -1,46 +1,82 @@
-"""The weights of an edited model: always the fold of some edits over the base weights.
+"""The weights of an edited model: always the fold of some edits over the base weights, in the order of the ledger.
 
-Nothing else is ever written to a site. To undo an edit is to fold again without it, and an edit that is tried and
-rejected leaves the same bytes as before.
+Nothing else is ever written to a site, and edited weights are never stored. To undo an edit is to fold again without
+it, so the result equals, bit for bit, that of a run in which the edit was never made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from rebind.edit.drift import relative_growth
-from rebind.edit.ledger.edit import Edit, Gain, apply_edits, cast_weights
+from rebind.edit.ledger.edit import Edit
 from rebind.edit.methods import get_method
 from rebind.edit.moments.collect import Moments, OldKeys
 from rebind.edit.solve.solve import weights_restored
-from rebind.errors import InputError
+from rebind.errors import InputError, NumericalError
 from rebind.memory.precision import solving_dtype
+from rebind.memory.write import Write
 from rebind.models.sites import memory_of, module_at, write_memory
 
 MAX_PARTIAL_BYTES = 2**30
 
+Gain = Callable[[Edit, Sequence[Edit]], Tensor]  # (edit, earlier edits at the site) → the edit's gain there
 
-@dataclass(frozen=True, eq=False)
-class PartialFold:
-    """Each site's weights after some edits, not yet rounded."""
 
-    edits: tuple[Edit, ...] = ()
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
+def fold_edits(base: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None) -> Tensor:
+    """Return the weights [d_v, d_k] of a site after `edits`, given those of the base model.
 
-    def is_prefix_of(self, edits: Sequence[Edit]) -> bool:
-        """Return whether `edits` begin with these very objects: edits of another ledger can have the same ids."""
-        return len(self.edits) <= len(edits) and all(a is b for a, b in zip(self.edits, edits, strict=False))
+    The edits are applied in float64 and the result is cast once: casting after each edit would make the result
+    depend on how edits were grouped, and in bfloat16 small edits would be rounded away one by one. `gain` computes
+    the gain of an edit for methods in which it depends on the edits before it.
+    """
+    return cast_weights(apply_edits(base.detach().to(solving_dtype(base)), site, edits, gain), base.dtype, site)
+
+
+def apply_edits(
+    weights: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None, earlier: Sequence[Edit] = ()
+) -> Tensor:
+    """Return `weights`, which already hold the `earlier` edits, with these edits applied, in the same dtype."""
+    for write in writes_at(site, edits, weights, gain, earlier):
+        weights = write.apply(weights)
+    return weights
+
+
+def writes_at(
+    site: str, edits: Sequence[Edit], like: Tensor, gain: Gain | None = None, earlier: Sequence[Edit] = ()
+) -> Iterator[Write]:
+    """Yield the writes of the edits at a site, in order, with the dtype and the device of `like`."""
+    before = [edit for edit in earlier if site in edit.sites]
+    for edit in edits:
+        if site in edit.sites:
+            write = edit.write(site)
+            if gain is not None:
+                write = replace(write, gain=gain(edit, tuple(before)))
+            yield Write(*(tensor.to(like) for tensor in write.tensors()))
+            before.append(edit)
+
+
+def cast_weights(weights: Tensor, dtype: torch.dtype, site: str) -> Tensor:
+    """Return folded weights as the model holds them: a new tensor of the model's dtype, which must be finite."""
+    cast = weights.to(dtype, copy=True)
+    if not torch.isfinite(cast).all():
+        raise NumericalError(
+            f"The edits make the weights of {site} infinite in {dtype}",
+            expected="finite weights",
+            advice="Undo the last edit, or load the model in a wider dtype",
+            code="weights_not_finite",
+        )
+    return cast
 
 
 class EditedWeights:
     """The weights of a model's edited sites: what they were, and what edits make of them.
 
-    `moments` provides what methods need to protect the edits before theirs. Between two calls a partial fold is kept
-    if it takes at most `max_partial_bytes`.
+    `moments` provides what methods need to protect the edits before theirs. Between two calls a partial fold, not yet
+    rounded, is kept if it takes at most `max_partial_bytes`: writing one edit after another takes linear time.
     """
 
     def __init__(self, model: nn.Module, moments: Moments, *, max_partial_bytes: int = MAX_PARTIAL_BYTES) -> None:
@@ -48,7 +84,8 @@ class EditedWeights:
         self.base: dict[str, Tensor] = {}  # the base weights of every site that was ever edited, [d_v, d_k]
         self.old_keys: dict[str, OldKeys] = {}
         self._max_partial_bytes = max_partial_bytes
-        self._partial = PartialFold()
+        self._partial_edits: tuple[Edit, ...] = ()
+        self._partial: dict[str, Tensor] = {}  # each site's weights after those edits
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Write the fold of these edits into the model: all sites or, if the fold fails, none."""
@@ -69,25 +106,24 @@ class EditedWeights:
         self._load_old_keys_for(edits)
         if edits:
             self._update_partial(tuple(edits[:-1]))  # without the last one, which may still be rejected
-        partial = self._partial if edits else PartialFold()
-        return {
-            site: cast_weights(self._fold_site(site, edits, partial), base.dtype, site)
-            for site, base in self.base.items()
-        }
+        return {site: cast_weights(self._fold_site(site, edits), base.dtype, site) for site, base in self.base.items()}
 
     def _update_partial(self, edits: tuple[Edit, ...]) -> None:
-        """Keep the fold of these edits, so that writing one edit after another does not take quadratic time."""
-        size = sum(base.numel() * solving_dtype(base).itemsize for base in self.base.values())
-        fits = size <= self._max_partial_bytes
-        partial = self._partial if fits and self._partial.is_prefix_of(edits) else PartialFold()
-        if fits and len(edits) > len(partial.edits):
-            partial = PartialFold(edits, {site: self._fold_site(site, edits, partial) for site in self.base})
-        self._partial = partial
+        fits = (
+            sum(base.numel() * solving_dtype(base).itemsize for base in self.base.values()) <= self._max_partial_bytes
+        )
+        # Identity, not equality: edits of another ledger can have the same ids.
+        is_prefix = list(map(id, self._partial_edits)) == list(map(id, edits[: len(self._partial_edits)]))
+        if not fits or not is_prefix:
+            self._partial_edits, self._partial = (), {}
+        if fits and len(edits) > len(self._partial_edits):
+            self._partial_edits, self._partial = edits, {site: self._fold_site(site, edits) for site in self.base}
 
-    def _fold_site(self, site: str, edits: Sequence[Edit], partial: PartialFold) -> Tensor:
+    def _fold_site(self, site: str, edits: Sequence[Edit]) -> Tensor:
+        earlier = self._partial_edits if edits else ()
         base = self.base[site]
-        weights = partial.weights[site] if site in partial.weights else base.to(solving_dtype(base))
-        return apply_edits(weights, site, edits[len(partial.edits) :], self.gain_at(site), partial.edits)
+        weights = self._partial[site] if edits and site in self._partial else base.to(solving_dtype(base))
+        return apply_edits(weights, site, edits[len(earlier) :], self.gain_at(site), earlier)
 
     def remember_base(self, sites: Sequence[str]) -> None:
         """Copy the weights of sites that have never been edited."""
@@ -123,7 +159,13 @@ class EditedWeights:
 
     def growth(self) -> dict[str, float]:
         """Return ‖W' − W‖ / ‖W‖ of every edited site, as the model stands."""
-        return relative_growth(self.base, {site: memory_of(module_at(self.model, site)) for site in self.base})
+        growth = {}
+        for site, base in self.base.items():
+            wide = base.float()
+            moved = torch.linalg.vector_norm(memory_of(module_at(self.model, site)).to(wide) - wide)
+            size = torch.linalg.vector_norm(wide).clamp_min(torch.finfo(wide.dtype).tiny)
+            growth[site] = float(moved / size)
+        return growth
 
     def _load_old_keys_for(self, edits: Sequence[Edit]) -> None:
         """Load the old keys that the gains of these edits need."""

@@ -28,20 +28,20 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
-from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.edit import JSON, Edit
 from rebind.edit.ledger.log import (
+    EDITS,
     FORMAT,
     HEADER,
-    JSON,
     LOG,
+    LedgerState,
     chain_lines,
     damaged,
     new_header,
     read_header,
     utc_now,
+    verify_folder,
 )
-from rebind.edit.ledger.state import EDITS, LedgerState
-from rebind.edit.ledger.verify import verify_folder
 from rebind.errors import InputError, RebindError, UnknownNameError
 from rebind.storage import append_at, lock, make_folders, path_inside, write_file, write_json
 

@@ -23,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from rebind.edit.ledger.log import JSON
+from rebind.edit.ledger.edit import JSON
 from rebind.edit.moments.corpus import Corpus
 from rebind.edit.progress import Progress
 from rebind.errors import InputError

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rebind.edit.drift import CANARY_PROMPTS
+from rebind.edit.guard import CANARY_PROMPTS
 from rebind.edit.moments.corpus import Texts
 from rebind.evals import Record
 

@@ -13,8 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rebind.edit.export.checkpoint import save_model
-from rebind.edit.export.peft import AdapterExport, export_peft
+from rebind.edit.export.folders import AdapterExport, export_peft, save_model
 from rebind.errors import InputError, ShapeError, StorageError
 from rebind.memory.low_rank import LowRank
 from rebind.models.sites import memory_of, module_at

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rebind.edit.export.delta import save_delta
-from rebind.edit.export.low_rank_change import compute_changes
-from rebind.edit.export.peft import export_peft
-from rebind.edit.ledger.edit import fold
+from rebind.edit.export.change import compute_changes, save_delta
+from rebind.edit.export.folders import export_peft
+from rebind.edit.ledger.fold import fold_edits
 from rebind.errors import InputError, NumericalError
 from rebind.memory.low_rank import LowRank
 from tests.edit.edited import KINDS, Case, make_edit, names_in
@@ -23,7 +22,7 @@ def test_the_change_is_what_the_edits_added(kind):
     assert {site: change.rank for site, change in changes.items()} == dict(zip(case.sites, (2, 5), strict=True))
     for site, change in changes.items():
         assert change.left.dtype == torch.float64
-        exact = fold(case.base[site].double(), site, case.edits) - case.base[site].double()
+        exact = fold_edits(case.base[site].double(), site, case.edits) - case.base[site].double()
         assert_close(change.dense(), exact, 1e-12)
         assert float(exact.norm()) > 0.1, "otherwise the test compares nothing with nothing"
 
@@ -34,11 +33,11 @@ def test_any_number_of_edits_composes_in_order(llama, count):
     site = llama.sites[0]
     edits = [make_edit(llama.model, [0], 1 + seed % 3, seed) for seed in range(count)]
     base = {site: llama.base[site].double()}
-    edited = {site: fold(base[site], site, edits)}
+    edited = {site: fold_edits(base[site], site, edits)}
     change = compute_changes(base, edits, edited)[site]
     assert_close(change.dense(), edited[site] - base[site], 1e-12)
     if count > 1:
-        backwards = fold(base[site], site, edits[::-1])
+        backwards = fold_edits(base[site], site, edits[::-1])
         assert float((backwards - edited[site]).norm() / change.dense().norm()) > 1e-2
 
 
@@ -46,7 +45,7 @@ def test_the_change_has_at_most_as_many_rows_as_the_weights(llama):
     site = llama.sites[0]
     edits = [make_edit(llama.model, [0], 30, seed) for seed in (1, 2)]
     base = {site: llama.base[site].double()}
-    edited = {site: fold(base[site], site, edits)}
+    edited = {site: fold_edits(base[site], site, edits)}
     change = compute_changes(base, edits, edited)[site]
     assert change.rank == min(HIDDEN, INNER)
     assert_close(change.dense(), edited[site] - base[site], 1e-10)
@@ -59,7 +58,7 @@ def test_gains_that_depend_on_earlier_edits(llama, scale):
     def gain_at(site):
         return lambda edit, earlier: scale * edit.write(site).gain / (1 + len(earlier))
 
-    edited = {site: fold(llama.base[site], site, llama.edits, gain_at(site)) for site in llama.sites}
+    edited = {site: fold_edits(llama.base[site], site, llama.edits, gain_at(site)) for site in llama.sites}
     for site, change in compute_changes(llama.base, llama.edits, edited, gain_at=gain_at).items():
         dense = change.dense()
         assert_close(edited[site].double() - llama.base[site].double(), dense, 1e-6)

@@ -12,6 +12,7 @@ from rebind.edit.facts.conflicts import conflicts, shared_keys
 from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
 from rebind.models.prompts import Prompt
+from tests.support import raises
 
 FRANCE = "The capital of {France} is"
 
@@ -93,9 +94,8 @@ def test_what_is_not_a_fact_is_refused(arguments, code):
 
 @pytest.mark.parametrize("prompt", ["The capital is", "{} and {} are", "The capital of {France} is"])
 def test_a_template_has_one_empty_pair_of_braces(prompt):
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "bad_template"):
         Fact(prompt, "France", "Rome")
-    assert caught.value.code == "bad_template"
 
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

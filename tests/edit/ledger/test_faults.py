@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rebind.edit.ledger.ledger import Ledger
-from rebind.edit.ledger.state import LedgerState
+from rebind.edit.ledger.log import LedgerState
 from rebind.errors import InputError, LedgerError, RebindError, StorageError
 from tests.edit.writes import ids, new_edit, open_ledger, snapshot
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from rebind.edit.ledger import fold as fold_module
-from rebind.edit.ledger.edit import fold
-from rebind.edit.ledger.fold import MAX_PARTIAL_BYTES, EditedWeights
+from rebind.edit.ledger.fold import MAX_PARTIAL_BYTES, EditedWeights, fold_edits
 from tests.edit.writes import D_K, D_V, SITES, new_edit
 
 
@@ -42,7 +41,7 @@ def assert_folded(weights, edits):
     folded = weights.fold(edits)
     assert set(folded) == set(weights.base)
     for site, base in weights.base.items():
-        assert torch.equal(folded[site], fold(base, site, edits))
+        assert torch.equal(folded[site], fold_edits(base, site, edits))
         assert folded[site].dtype == base.dtype
         assert folded[site].data_ptr() != base.data_ptr()
 
@@ -96,3 +95,11 @@ def test_a_partial_fold_that_is_too_large_is_not_kept(applied):
     applied.clear()
     weights.fold(edits)
     assert sum(applied) == 2 * 3
+
+
+def test_growth_is_relative_to_the_base():
+    weights = edited_weights()
+    weights.remember_base(SITES)
+    with torch.no_grad():
+        weights.model.get_submodule(SITES[1]).weight.mul_(1.75)
+    assert weights.growth() == pytest.approx({SITES[0]: 0.0, SITES[1]: 0.75}, rel=0.01)

@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
-from rebind.edit.ledger.edit import fold
-from rebind.edit.ledger.verify import verify_folder
+from rebind.edit.ledger.fold import fold_edits
+from rebind.edit.ledger.log import verify_folder
 from rebind.errors import LedgerError
 from tests.edit.writes import D_K, D_V, SITES, ids, new_edit, open_ledger, snapshot, weights
 from tests.support import Draw
@@ -101,7 +101,7 @@ def test_altered_tensors_are_not_used_and_their_edit_can_be_undone(folder):
         assert caught.value.code == "ledger_damaged"
     again = open_ledger(folder)
     again.undo("e0001")
-    assert torch.equal(weights(again, base), fold(base, SITES[0], [new_edit(2)]))
+    assert torch.equal(weights(again, base), fold_edits(base, SITES[0], [new_edit(2)]))
 
 
 def test_a_copied_ledger_is_intact(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""The edits as a LoRA adapter for peft.
+"""Folders that other programs load: the edited model as a checkpoint, and the edits as a LoRA adapter for peft.
 
 The change that edits make is exactly low-rank, so edits *are* a LoRA adapter with B A = Δ and a scaling of 1. Nothing
 is lost but the rounding to float32.
@@ -14,16 +14,55 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from rebind.edit.export.delta import storable
-from rebind.edit.export.low_rank_change import require_changes, require_matching
+from rebind.edit.export.change import require_changes, require_matching, storable
 from rebind.errors import InputError
 from rebind.memory.low_rank import LowRank
 from rebind.models.sites import module_at
+from rebind.models.transformers_io import first_line, quiet
 from rebind.storage import replace_folder
 
-ADAPTER = "adapter"  # the kind of export
+CHECKPOINT, ADAPTER = "checkpoint", "adapter"  # the kinds of exports
+
+
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: str | Path,
+    card: str,
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Save the model as it is now, its tokenizer, and `card` as README.md; return the folder.
+
+    `overwrite` replaces an earlier checkpoint export, and nothing else; never the folder of the base model.
+    """
+    folder = Path(folder).expanduser()
+    origin = model.config._name_or_path
+    if origin and Path(origin).is_dir() and Path(origin).resolve() == folder.resolve():
+        raise InputError(
+            f"{folder} holds the base model, without which no edit can be undone",
+            advice="Choose another folder",
+            code="folder_of_base_model",
+        )
+
+    def fill(target: Path) -> None:
+        with quiet():
+            try:
+                model.save_pretrained(target)
+            except ValueError as problem:
+                raise InputError(
+                    f"transformers does not save this {type(model).__name__} ({first_line(problem)})",
+                    advice="Correct model.config or model.generation_config first",
+                    code="invalid_config",
+                ) from problem
+            if tokenizer is not None:
+                tokenizer.save_pretrained(target)
+        (target / "README.md").write_text(card, encoding="utf-8")
+
+    return replace_folder(folder, fill, kind=CHECKPOINT, overwrite=overwrite)
 
 
 @dataclass(frozen=True)
@@ -58,9 +97,7 @@ def export_peft(
     """
     require_changes(changes)
     if rank is not None and rank < 1:
-        raise InputError(
-            f"The rank is {rank}", expected="1 or more", advice="Leave it out to keep the whole change", code="bad_rank"
-        )
+        raise InputError(f"The rank is {rank}", expected="1 or more, or none to keep the whole change", code="bad_rank")
     require_matching(model, changes)
     ranks: dict[str, int] = {}
     errors: dict[str, float] = {}
@@ -77,8 +114,21 @@ def export_peft(
         errors[site] = float(torch.linalg.vector_norm(gap) / torch.linalg.vector_norm(dense))
         tensors[f"base_model.model.{site}.lora_A.weight"] = storable(A)
         tensors[f"base_model.model.{site}.lora_B.weight"] = storable(B)
-    transposed = all(isinstance(module_at(model, site), Conv1D) for site in ranks)
-    config = _adapter_config(ranks, base_name, transposed)
+    largest = max(ranks.values())
+    smaller = {site: rank for site, rank in ranks.items() if rank != largest}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": largest,
+        "lora_alpha": largest,  # alpha equals the rank everywhere: peft's scaling alpha / r is exactly 1
+        "rank_pattern": smaller,
+        "alpha_pattern": smaller,
+        "target_modules": list(ranks),  # whole paths: a bare name would match every layer
+        "fan_in_fan_out": all(isinstance(module_at(model, site), Conv1D) for site in ranks),
+        "bias": "none",
+    }
 
     def fill(target: Path) -> None:
         (target / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
@@ -88,22 +138,3 @@ def export_peft(
 
     written = replace_folder(Path(folder).expanduser(), fill, kind=ADAPTER, overwrite=overwrite)
     return AdapterExport(written, ranks, errors)
-
-
-def _adapter_config(ranks: Mapping[str, int], base_name: str, transposed: bool) -> dict[str, object]:
-    """Return adapter_config.json. Alpha equals the rank everywhere, so that peft's scaling alpha / r is exactly 1."""
-    largest = max(ranks.values())
-    smaller = {site: rank for site, rank in ranks.items() if rank != largest}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "inference_mode": True,
-        "r": largest,
-        "lora_alpha": largest,
-        "rank_pattern": smaller,
-        "alpha_pattern": smaller,
-        "target_modules": list(ranks),  # whole paths: a bare name would match every layer
-        "fan_in_fan_out": transposed,
-        "bias": "none",
-    }

@@ -1,0 +1,185 @@
+"""The change that edits made to each site, as an exactly low-rank matrix, and the delta file that stores it.
+
+The edits of a site compose to one write, and the change that a write makes to a memory has one row per fact. The
+change is returned only if it explains the weights that the model holds. A delta file holds the change alone, as
+safetensors, to be added to the base model again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.fold import Gain, cast_weights, writes_at
+from rebind.errors import InputError, NumericalError, ShapeError
+from rebind.memory.low_rank import LowRank
+from rebind.memory.precision import solving_dtype
+from rebind.memory.write import Write
+from rebind.models.sites import memory_of, module_at, write_memory
+from rebind.storage import add_to_export, write_file
+
+DELTA_FORMAT, DELTA_FILE = "rebind-delta-1", "delta.safetensors"
+
+
+def compute_changes(
+    base: Mapping[str, Tensor],
+    edits: Sequence[Edit],
+    edited: Mapping[str, Tensor],
+    *,
+    gain_at: Callable[[str], Gain] | None = None,
+) -> dict[str, LowRank]:
+    """Compute what the edits add to each site: one row per fact, at most min(d_v, d_k) rows, in float64.
+
+    Args:
+        base: the unedited memory [d_v, d_k] of each site.
+        edits: the active edits, in order.
+        edited: the memories that the model holds now; they must equal base plus changes.
+        gain_at: returns the `gain` argument of `fold_edits` for a site, if it depends on earlier edits.
+    """
+    changes = {}
+    for site in dict.fromkeys(site for edit in edits for site in edit.sites):
+        weights = base[site].detach().to(solving_dtype(base[site]))
+        writes = list(writes_at(site, edits, weights, gain_at and gain_at(site)))
+        change = _compose(writes).delta(weights)
+        rank_limit = min(weights.shape)
+        changes[site] = change.truncate(rank_limit) if change.rank > rank_limit else change
+        _require_explained(site, base[site], edited[site], changes[site])
+    require_changes(changes)
+    return changes
+
+
+def require_changes(changes: Mapping[str, LowRank]) -> None:
+    """Raise if there is nothing to export."""
+    if not any(change.rank for change in changes.values()):
+        raise InputError(
+            "There are no changes to export",
+            expected="at least one active edit",
+            advice="Write a fact first, or redo an edit",
+            code="no_changes",
+        )
+
+
+def require_matching(model: nn.Module, changes: Mapping[str, LowRank]) -> None:
+    """Raise if a change belongs to a module that the model does not have, or has in another shape."""
+    advice, code = "Pass the model that was edited, or its base", "change_of_other_model"
+    modules = dict(model.named_modules())
+    for site, change in changes.items():
+        if site not in modules:
+            raise InputError(f"{type(model).__name__} has no module {site}", advice=advice, code=code)
+        shape = list(memory_of(modules[site]).shape)
+        change_shape = [change.left.shape[-2], change.right.shape[-1]]
+        if change_shape != shape:
+            problem = f"The change of {site} has shape {change_shape}"
+            raise ShapeError(problem, expected=f"{shape} ([d_v, d_k])", advice=advice, code=code)
+
+
+def _compose(writes: list[Write]) -> Write:
+    """Return one write that equals all of them in order; by halves, so that a row is copied log n times."""
+    while len(writes) > 1:
+        pairs = [later @ earlier for earlier, later in zip(writes[::2], writes[1::2], strict=False)]
+        writes = pairs if len(writes) % 2 == 0 else [*pairs, writes[-1]]
+    return writes[0]
+
+
+def _require_explained(site: str, base: Tensor, edited: Tensor, change: LowRank) -> None:
+    """Raise unless the model holds base plus change, cast once. In bfloat16 the cast may outweigh the change."""
+    weights, dense = base.to(change.left), change.dense()
+    gap = torch.linalg.vector_norm(edited.to(dense) - (weights + dense).to(edited.dtype).to(dense))
+    norm = torch.linalg.vector_norm(dense)
+    allowed = 1e-3 * norm + 1e3 * torch.finfo(dense.dtype).eps * torch.linalg.vector_norm(weights)
+    if not gap <= allowed:  # also for NaN
+        raise NumericalError(
+            f"The weights of {site} differ from base and edits by {float(gap / norm):.1e} of the change",
+            expected="less than 1e-3",
+            advice="Something else wrote to the model: call refresh on the editor, then export again",
+            code="weights_not_explained",
+        )
+
+
+# The delta file
+
+
+def save_delta(
+    changes: Mapping[str, LowRank],
+    path: str | Path,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write the changes as one safetensors file with `{site}/left` and `{site}/right`; return its path.
+
+    `path` is a file name that ends in .safetensors, or a folder, which gets a delta.safetensors. If the metadata has
+    a "fingerprint" (of the base model), `load_delta` can check it.
+    """
+    require_changes(changes)
+    file = delta_file(path)
+    if file.exists() and not overwrite:
+        raise InputError(
+            f"{file} already exists",
+            advice="Choose another name, or use {overwrite} to replace it",
+            settings={"overwrite": True},
+            code="file_exists",
+        )
+    tensors = {
+        f"{site}/{part}": storable(tensor)
+        for site, change in changes.items()
+        for part, tensor in (("left", change.left), ("right", change.right))
+    }
+    data = save(tensors, {**(metadata or {}), "format": DELTA_FORMAT})
+    add_to_export(file)  # a file inside an export is replaced together with it
+    write_file(file, data)
+    return file
+
+
+def load_delta(path: str | Path, fingerprint: str | None = None) -> dict[str, LowRank]:
+    """Read the changes that `save_delta` wrote; with a fingerprint, only if they belong to that base model."""
+    file = delta_file(path)
+    try:
+        with safe_open(str(file), framework="pt") as stored:
+            metadata = stored.metadata() or {}
+            tensors = {name: stored.get_tensor(name) for name in tuple(stored.keys())}
+        if metadata.get("format") != DELTA_FORMAT:
+            raise ValueError(f"its format is {metadata.get('format')!r}, not {DELTA_FORMAT!r}")
+        sites = dict.fromkeys(name.rpartition("/")[0] for name in tensors)
+        changes = {site: LowRank(tensors[f"{site}/left"], tensors[f"{site}/right"]) for site in sites}
+    except (OSError, SafetensorError, ValueError, KeyError) as problem:
+        raise InputError(
+            f"{file} cannot be read ({problem})", expected="a file that save_delta wrote", code="not_a_delta_file"
+        ) from problem
+    if fingerprint is not None and metadata.get("fingerprint", fingerprint) != fingerprint:
+        raise InputError(
+            f"{file} belongs to another model ({metadata['fingerprint'][:12]}…, not {fingerprint[:12]}…)",
+            advice="Load the model that it belongs to",
+            code="delta_of_other_model",
+        )
+    return changes
+
+
+def apply_delta(model: nn.Module, delta: Mapping[str, LowRank]) -> None:
+    """Add the changes to the weights of a model, all or none; each sum is computed in float64 and cast once."""
+    require_matching(model, delta)
+    edited = {}
+    for site, change in delta.items():
+        memory = memory_of(module_at(model, site))
+        weights = memory.to(solving_dtype(memory))
+        change = LowRank(change.left.to(weights), change.right.to(weights))
+        edited[site] = cast_weights(weights + change.dense(), memory.dtype, site)
+    for site, memory in edited.items():
+        write_memory(module_at(model, site), memory)
+
+
+def storable(tensor: Tensor) -> Tensor:
+    """Return a copy as safetensors needs it: on the CPU, contiguous, with storage of its own."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def delta_file(path: str | Path) -> Path:
+    """Return the file that `save_delta` writes for a path."""
+    path = Path(path).expanduser()
+    return path if path.suffix == ".safetensors" else path / DELTA_FILE
