@@ -10,7 +10,6 @@ import torch
 
 from rebind.errors import InputError, NumericalError, ShapeError, UnknownNameError
 from rebind.memory import Memory, feature_names, get_rule, rule_names
-from rebind.memory.features import Dpfp
 from tests.support import Draw, assert_close, assert_errors, raises
 
 
@@ -111,14 +110,6 @@ def test_random_keys_interfere_as_theory_says():
     """(n − 1)/d for random directions."""
     report = memory(64, 3).interference(Draw(8).normal(33, 64))
     assert float(report.suffered.mean()) == pytest.approx(32 / 64, rel=0.1)
-
-
-def test_a_wider_feature_leaves_more_room():
-    keys = Draw(9).normal(40, 8)
-    narrow, wide = memory(), memory(feature=Dpfp(8, nu=6))
-    assert wide.interference(keys).suffered.mean() < narrow.interference(keys).suffered.mean()
-    assert wide.feature.width == 96
-    assert memory(feature="dpfp", nu=6).feature.width == 96
 
 
 @pytest.mark.parametrize("feature", feature_names())
@@ -234,16 +225,6 @@ def test_sum_normalization_needs_non_negative_features():
     m = memory(feature="dpfp", normalize="sum")
     m.bind(Draw(14).normal(8), Draw(14).normal(3))
     assert float(m.recall(Draw(14).normal(8)).norm()) > 0
-
-
-def test_caused_and_suffered_are_not_the_same():
-    """Without normalization a long key under Longhorn disturbs others more than they disturb it."""
-    m = memory(rule="longhorn", normalize="none")
-    keys = torch.stack([torch.eye(8)[0] * 10, torch.eye(8)[0] + torch.eye(8)[1]]).double()
-    report = m.interference(keys)
-    assert report.overlap[0, 1] != report.overlap[1, 0]
-    assert_close(report.caused, torch.stack([report.overlap[1, 0], report.overlap[0, 1]]).square())
-    assert_close(report.suffered, report.caused.flip(0))
 
 
 def test_occupancy_is_relative_to_the_features_width():

@@ -154,17 +154,6 @@ def test_bad_input_is_refused():
     )
 
 
-def test_energy_of_identical_patterns_is_zero_at_the_pattern():
-    """lse adds β⁻¹ log M, which the constant takes away; ½‖ξ‖² and ½ max‖x‖² cancel ⟨x, ξ⟩."""
-    pattern = Draw(14).normal(8)
-    energy = Modern(pattern.expand(5, 8), 1.7).energy(pattern)
-    assert abs(float(energy)) < 1e-12
-    batched = Modern(torch.stack([pattern.expand(5, 8), 10 * pattern.expand(5, 8)]), 1.7)
-    assert abs(float(batched.energy(torch.stack([pattern, pattern]))[0])) < 1e-12, (
-        "the longest pattern is each network's own"
-    )
-
-
 def test_a_unit_without_input_keeps_its_state():
     network = Classical(torch.zeros(3, 3))
     state = torch.tensor([1.0, -1.0, 1.0])
@@ -172,17 +161,3 @@ def test_a_unit_without_input_keeps_its_state():
         recalled = network.recall(state, mode=mode)
         assert_close(recalled.state, state, 0.0)
         assert (recalled.steps, recalled.converged) == (1, True)
-
-
-def test_many_networks_answer_one_cue():
-    networks = Classical.store(Draw(17).normal(2, 3, 40).sign())
-    cue = Draw(18).normal(40).sign()
-    for mode in ("synchronous", "asynchronous"):
-        assert networks.recall(cue, mode=mode).state.shape == (2, 40)
-
-
-def test_no_steps_return_the_cue():
-    cue = Draw(19).normal(4)
-    recalled = Modern(torch.ones(2, 4).double()).recall(cue, steps=0)
-    assert_close(recalled.state, cue, 0.0)
-    assert not recalled.converged

@@ -121,11 +121,6 @@ class TestContract:
                 rule.write(draw.normal(3, 6), draw.normal(3, 4), **{gate: torch.ones(2)})
 
 
-def test_a_rule_object_passes_through():
-    rule = get_rule("delta")
-    assert get_rule(rule) is rule
-
-
 def test_a_new_rule_is_one_class():
     class Half(type(get_rule("sum"))):
         name = "half"
@@ -168,17 +163,6 @@ def test_objectives_by_hand(name, value):
     W, previous = torch.tensor([[2.0, 2.0]]), torch.tensor([[1.0, 0.0]])
     k, v = torch.tensor([1.0, 0.0]), torch.tensor([3.0])
     assert float(get_rule(name).objective(W, previous, k, v)) == pytest.approx(value)
-
-
-def test_default_gates():
-    assert {name: get_rule(name).gates for name in RULES} == {
-        "sum": {},
-        "rfa": {"beta": 0.5},
-        "mamba2": {"alpha": 1.0, "dt": 1.0},
-        "delta": {"beta": 1.0},
-        "longhorn": {"beta": 1.0},
-        "gated_delta": {"alpha": 1.0, "beta": 1.0},
-    }
 
 
 def test_gates_of_the_wrong_kind():

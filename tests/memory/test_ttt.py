@@ -74,15 +74,6 @@ def test_a_run_continues_from_its_state():
     assert_close(torch.cat([first.out, second.out]), whole.out)
 
 
-def test_training_lowers_the_error_on_repeated_pairs():
-    model = ttt.Mlp()
-    draw = Draw(4)
-    k, v = draw.normal(4, 4).repeat(200, 1), draw.normal(4, 3).repeat(200, 1)
-    trained = ttt.run(model, model.initial(4, 3, dtype=k.dtype), k, k, v, rate=0.05)
-    error = (trained.out - v).square().sum(-1)
-    assert float(error[-4:].mean()) < 0.05 * float(error[:4].mean())
-
-
 def test_a_learned_rate_lies_between_zero_and_its_base():
     draw = Draw(5)
     x, theta = draw.normal(9, 4), draw.normal(4)
@@ -148,14 +139,6 @@ def test_dtypes(dtype):
     assert_close(rate, ttt.learned_rate(q.double(), k[0].double(), 0.5), once)
     wide = ttt.Linear().write(k, v, 0.3).gain
     assert_close(wide, 0.6 * k.double(), once)
-
-
-def test_an_empty_sequence_changes_nothing():
-    state = start(ttt.Linear(), 3)
-    empty = torch.zeros(0, 4).double()
-    trained = ttt.run(ttt.Linear(), state, empty, empty, torch.zeros(0, 3).double())
-    assert trained.out.shape == (0, 3)
-    assert_close(trained.state[0], state[0], 0.0)
 
 
 def test_bad_input_is_refused():

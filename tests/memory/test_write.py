@@ -272,26 +272,6 @@ def test_half_precision_retains_do_not_drift():
     )
 
 
-def test_a_chain_has_no_more_rows_than_keys_are_wide():
-    draw = Draw(12)
-    for count in (3, 7, 100):
-        assert chain(draw.write(1, 7, 3, count), chunk=64).rows == min(count, 7)
-
-
-def test_inverse_broadcasts():
-    """Batched keys with one gain for all, and the other way round."""
-    draw = Draw(14)
-    W, gain = draw.normal(6, 3, 5), 0.2 * draw.normal(2, 5)
-    write = Write(draw.normal(6, 2, 5), draw.normal(2, 3), gain, 0.5)
-    assert_close(write.inverse().apply(write.apply(W)), W, 1e-8)
-
-
-def test_truncation_splits_evenly():
-    draw = Draw(15)
-    cut = LowRank(100 * draw.normal(6, 3), draw.normal(3, 7)).truncate(2)
-    assert_close(cut.left.norm(dim=0), cut.right.norm(dim=1))
-
-
 def test_gradients():
     draw = Draw(16)
     k, v, g, W = (draw.normal(*s).requires_grad_() for s in ((3, 2), (3, 4), (3, 2), (4, 2)))

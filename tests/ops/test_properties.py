@@ -38,16 +38,6 @@ def test_cut_anywhere_and_continued(cut, chunk):
     assert_close(end, final, EXACT)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_permuting_the_batch_permutes_the_output(backend):
-    case = problem(40, batch=5)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    out, final = run(case, backend)
-    moved, moved_final = run(case.change(**{name: x[order] for name, x in case.tensors.items()}), backend)
-    assert_close(moved, out[order], EXACT)
-    assert_close(moved_final, final[order], EXACT)
-
-
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), chunk=st.integers(1, 20))
 def test_packed_is_alone(lengths, chunk):
     case = problem(d_k=3, d_v=2, heads=2, lengths=lengths, chunk=chunk)
