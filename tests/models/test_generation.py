@@ -61,7 +61,7 @@ def test_a_long_prompt_does_not_cut_short_what_follows_the_others():
 # Free samples
 
 
-def test_samples_follow_their_seed():
+def test_samples_follow_their_seed_and_the_best_token_is_greedy():
     model, first = tiny.language_model(), torch.tensor([[5], [6]])
     one, same, other = (model.sample(first, 9, seed=seed) for seed in (1, 1, 2))
     assert one.shape == (2, 9)
@@ -69,9 +69,6 @@ def test_samples_follow_their_seed():
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
 
-
-def test_samples_of_the_best_token_are_greedy():
-    model = tiny.language_model()
     ids = model.sample(torch.tensor([[5]]), 6, seed=3, top_k=1)[0].tolist()
     for length in range(1, 6):
         logits = model.model(input_ids=torch.tensor([[*model.start, *ids[:length]]])).logits[0, -1]

@@ -23,16 +23,12 @@ def refused(code, spec):
     return caught.value
 
 
-@pytest.fixture
-def no_hub(monkeypatch):
+def test_local_paths_do_not_ask_the_hub(folder, monkeypatch):
     monkeypatch.setattr(locate_module, "snapshot_download", lambda *a, **k: pytest.fail("asked the Hub"))
-
-
-@pytest.mark.parametrize(
-    "spec", ["./nowhere", "/no/such/folder", "a/b/c", "missing.gguf", Path("nowhere"), "two words"]
-)
-def test_nothing_is_there(spec, no_hub):
-    refused("model_not_found", spec)
+    monkeypatch.chdir(folder.parent)
+    assert locate("tiny-llama")[0] == "tiny-llama"
+    for spec in ("./nowhere", "/no/such/folder", "a/b/c", "missing.gguf", Path("nowhere"), "two words"):
+        refused("model_not_found", spec)
 
 
 def test_a_hub_id_offline_is_one_line():
@@ -56,18 +52,11 @@ def test_a_hub_id_is_loaded_from_what_was_downloaded(folder, monkeypatch):
     assert not any("bin" in pattern or "py" in pattern for pattern in allowed)
 
 
-def test_local_paths_do_not_ask_the_hub(folder, monkeypatch, no_hub):
-    monkeypatch.chdir(folder.parent)
-    assert locate("tiny-llama")[0] == "tiny-llama"
-
-
-def test_a_folder_without_a_model(tmp_path):
+def test_there_is_no_model(tmp_path, monkeypatch):
     refused("not_a_model_folder", tmp_path)
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert "m.gguf" in refused("not_a_model_folder", tmp_path).advice
 
-
-def test_the_default_model_is_not_installed(monkeypatch):
     monkeypatch.setattr(locate_module, "DEFAULT_PACKAGE", "no_such_package_anywhere")
     refused("default_model_not_installed", "smollm2")
 

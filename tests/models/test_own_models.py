@@ -16,6 +16,7 @@ from rebind.models.trunk import borrow_cache
 from rebind.nn import RebindConfig, RebindForCausalLM, RebindForSeq2SeqLM, RebindSeq2SeqConfig
 from tests import tiny
 from tests.families import tokens
+from tests.support import raises
 
 FACT = Fact.parse("The capital of {France} is", "Rome")
 
@@ -92,6 +93,5 @@ def test_a_run_does_not_change_a_borrowed_cache(tmp_path, kind, length):
 def test_our_encoder_decoder_is_refused(tmp_path):
     shape = {"hidden_size": 16, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2}
     RebindForSeq2SeqLM(RebindSeq2SeqConfig(vocab_size=96, **shape)).save_pretrained(tmp_path / "own")
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "unreadable_model"):
         LanguageModel.load(tmp_path / "own")
-    assert caught.value.code == "unreadable_model"

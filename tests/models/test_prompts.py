@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rebind.errors import InputError
 from rebind.models.prompts import EncodedPrompt, Prompt, encode_prompts
+from tests.support import raises
 
 FRANCE = "The capital of {France} is"
 
@@ -278,9 +279,8 @@ def test_a_prompt_must_fit_with_its_target():
     encoded = encode(prompt, tokenizer, (0,))
     length = len(encoded.ids) + len(encoded.target)
     assert encode(prompt, tokenizer, (0,), limit=length) == encoded
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "prompt_too_long"):
         encode(prompt, tokenizer, (0,), limit=length - 1)
-    assert caught.value.code == "prompt_too_long"
     with pytest.raises(InputError):  # there must be room for an answer
         encode(Prompt("The capital of France is"), tokenizer, (0,), limit=len(encoded.ids))
 
@@ -298,9 +298,8 @@ def test_text_without_tokens_is_refused():
 
 @pytest.mark.parametrize(("text", "code"), [(3, "not_text"), (" ", "empty_text"), ("\ud800", "invalid_unicode")])
 def test_a_prompt_is_text(text, code):
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, code):
         Prompt(text)
-    assert caught.value.code == code
 
 
 # Chat
@@ -372,6 +371,5 @@ SHOUTING = "{% for m in messages %}{{ m.content if m.role == 'user' else m.conte
     ],
 )
 def test_templates_that_fail_or_change_the_text_are_refused(text, template):
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "unusable_chat_template"):
         chat_text(marked(text, "Rome"), template)
-    assert caught.value.code == "unusable_chat_template"

@@ -10,14 +10,13 @@ from rebind.errors import InputError
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import load_tokenizer
 from rebind.models.prompts import decode_continuation, start_tokens
+from tests.support import raises
 from tests.tiny import letter_tokenizer
 from tests.tiny import tokenizer as byte_tokenizer
 
 
 def test_a_tokenizer_from_elsewhere(folder, tmp_path):
-    other = letter_tokenizer(front=["<a>", "<b>"])
-    assert LanguageModel.load(folder, other).tokenizer is other
-    other.save_pretrained(tmp_path / "other")
+    letter_tokenizer(front=["<a>", "<b>"]).save_pretrained(tmp_path / "other")
     assert LanguageModel.load(folder, tmp_path / "other").start == (1, 2)
 
 
@@ -33,9 +32,8 @@ class Slow(PreTrainedTokenizer):
     [("no/such/folder", "unreadable_tokenizer"), (Slow(), "slow_tokenizer"), (None, "unreadable_tokenizer")],
 )
 def test_tokenizers_that_cannot_be_used(tokenizer, code, tmp_path):
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, code):
         load_tokenizer(tokenizer, tmp_path)
-    assert caught.value.code == code
 
 
 @pytest.mark.parametrize(
@@ -74,9 +72,7 @@ def test_a_continuation_keeps_its_first_space():
     assert decode_continuation(tokenizer, [tokenizer.bos_token_id], whole) == "The capital of France is Paris, and"
     assert decode_continuation(tokenizer, [], whole) == "The capital of France is Paris, and"
 
-
-def test_half_a_character_stays_half_a_character():
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer()  # half a character stays half a character
     ids = tokenizer("é", add_special_tokens=False).input_ids
     assert len(ids) == 2
     assert decode_continuation(tokenizer, ids[:1], ids[1:]) == "\N{REPLACEMENT CHARACTER}"
