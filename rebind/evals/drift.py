@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rebind.edit.editor import Editor
-from rebind.errors import InputError
 from rebind.evals.metrics import perplexity
 
 BUNDLED_TEXT = Path(__file__).parent / "data" / "held.txt"
@@ -20,17 +19,14 @@ class DriftMeter:
     def __init__(self, editor: Editor, text: str | None = None) -> None:
         self.editor = editor
         self.text = BUNDLED_TEXT.read_text(encoding="utf-8") if text is None else text
-        if not self.text.strip():
-            raise InputError("The text for perplexity is empty", expected="some hundreds of words", code="text_empty")
         digest = hashlib.sha256(self.text.encode()).hexdigest()
         self.config = {"text": "bundled" if text is None else "custom", "text_digest": digest}
 
     def measure(self) -> dict[str, Any]:
         """Return perplexity, KL(base ‖ edited) on the canary prompts in nats, and ‖W' − W‖ / ‖W‖ of the sites."""
-        nll, tokens = self.editor.language_model.text_nll(self.text)
         drift = self.editor.drift()
         return {
-            "perplexity": _finite(perplexity(nll, tokens)),
+            "perplexity": _finite(perplexity(*self.editor.language_model.text_nll(self.text))),
             "kl": _finite(drift.kl),
             "largest_kl": _finite(drift.largest),
             "growth": _finite(drift.growth),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rebind.evals.answers import rows_by_fact
 from rebind.evals.scores import SHARES
@@ -14,7 +14,6 @@ from rebind.plotting import AMBER, BLUE, COLORS, EDGE, GREEN, INK, legend, legen
 from rebind.storage import Row, RunFolder, write_file
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LINES = {"S": INK, "ES": BLUE, "PS": GREEN, "NS": AMBER}
@@ -87,7 +86,12 @@ def against_edits(runs: Runs) -> Figure:
             shade, width = LINES[name] if alone else color, 2.4 if name == "S" else 1.6
             left.fill_between(at, low, high, color=shade, alpha=0.13, lw=0)
             left.plot(at, middle, "o-", color=shade, ms=4.5, lw=width, label=shorten(name if alone else label))
-        _draw_perplexity(right, run["states"], color)
+        at = [state["edits"] for state in run["states"]]
+        values = [state["drift"].get("perplexity", math.nan) for state in run["states"]]
+        right.plot(at, [math.nan if value is None else value for value in values], "o-", color=color, ms=4.5, lw=1.8)
+        if crosses := [edits for edits, value in zip(at, values, strict=True) if value is None]:
+            top, ones = right.get_xaxis_transform(), [1.0] * len(crosses)
+            right.plot(crosses, ones, "x", color=color, ms=6.5, mew=1.8, transform=top, clip_on=False)
     left.set_ylim(-0.02, 1.02)
     finite = [value for value in perplexities if value is not None] or [1.0]
     if max(finite) > 10 * min(finite):
@@ -98,16 +102,6 @@ def against_edits(runs: Runs) -> Figure:
         axes.xaxis.set_major_formatter("{x:,.0f}")
     legend(left, loc="lower left")
     return figure
-
-
-def _draw_perplexity(axes: Axes, states: Sequence[dict[str, Any]], color: str) -> None:
-    """Draw a curve through the finite values, and crosses at the top for the others."""
-    values = [state["drift"].get("perplexity", math.nan) for state in states]
-    heights = [math.nan if value is None else value for value in values]
-    axes.plot([state["edits"] for state in states], heights, "o-", color=color, ms=4.5, lw=1.8)
-    if infinite := [state["edits"] for state, value in zip(states, values, strict=True) if value is None]:
-        top = axes.get_xaxis_transform()
-        axes.plot(infinite, [1.0] * len(infinite), "x", color=color, ms=6.5, mew=1.8, transform=top, clip_on=False)
 
 
 def nll(summary: Summary, rows: Sequence[Row]) -> Figure:

@@ -28,11 +28,7 @@ WORDS = re.compile(rf"{SPACELESS_SCRIPTS.pattern}|(?:(?!{SPACELESS_SCRIPTS.patte
 
 
 def efficacy_score(pairs: Sequence[Pair]) -> float:
-    """Return how often the new target is likelier than the true one: ES on the prompt, PS on the paraphrases.
-
-    >>> efficacy_score([(0.5, 2.0), (3.0, 1.0)])
-    0.5
-    """
+    """Return how often the new target is likelier than the true one: ES on the prompt, PS on the paraphrases."""
     return fmean(new < true for new, true in pairs)
 
 
@@ -47,11 +43,7 @@ def magnitude(pairs: Sequence[Pair]) -> float:
 
 
 def accuracy(counts: Sequence[tuple[int, int]]) -> float:
-    """Return how often every token of the target is the first choice, from (right, tokens) per prompt: EA, PA.
-
-    >>> accuracy([(2, 2), (1, 2)])
-    0.5
-    """
+    """Return how often every token of the target is the first choice, from (right, tokens) per prompt: EA, PA."""
     return fmean(right == tokens for right, tokens in counts)
 
 
@@ -118,11 +110,7 @@ def words_of(text: str) -> list[str]:
 
 
 def ngram_entropy(words: Sequence[str], n: int) -> float:
-    """Return the entropy of the n-grams of a text, in bits.
-
-    >>> ngram_entropy("a b a b a".split(), 2)
-    1.0
-    """
+    """Return the entropy of the n-grams of a text, in bits."""
     grams = Counter(zip(*(words[start:] for start in range(n)), strict=False))
     total = sum(grams.values())
     return 0.0 - sum(count / total * math.log2(count / total) for count in grams.values())
@@ -156,11 +144,7 @@ def consistency(text: str, reference: str, idf: Mapping[str, float]) -> float:
 
 
 def perplexity(nll: float, tokens: int) -> float:
-    """Return the perplexity of a text from the summed negative log-likelihood of its tokens.
-
-    >>> round(perplexity(3 * math.log(8), 3), 6)
-    8.0
-    """
+    """Return the perplexity of a text from the summed negative log-likelihood of its tokens."""
     return math.exp(nll / tokens) if nll / tokens < 700 else math.inf
 
 

@@ -11,7 +11,7 @@ A protocol is a list of stages: which batches the model holds, and which records
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
@@ -25,15 +25,7 @@ class Stage:
     batches: tuple[range, ...]  # ranges of records, each written as one edit, in order
     records: range  # the records to ask about
     alone: bool = False  # whether the model holds only these batches
-
-
-@dataclass(frozen=True)
-class WorkUnit:
-    """Records that are asked about and stored together; a killed run resumes at the first unit that is not stored."""
-
-    stage: Stage
-    records: range
-    drift: bool  # whether to measure the model as a whole as well
+    drift: bool = True  # whether to measure the model as a whole as well
 
 
 @dataclass(frozen=True)
@@ -53,25 +45,25 @@ class Protocol:
         if self.alone:
             yield from (Stage(len(batch), (batch,), batch, alone=True) for batch in batches)
             return
-        for count in self._checkpoints(len(batches)):
+        doubling = [2**power for power in range(len(batches).bit_length())]
+        checkpoints = range(self.every, len(batches), self.every) if self.every else doubling
+        for count in sorted({*checkpoints, len(batches)}):
             written = batches[count - 1].stop
             yield Stage(written, tuple(batches[:count]), range(written))
 
-    def units(self, n: int, unit_size: int, drift_edits: int) -> list[WorkUnit]:
-        """Split the stages into units of `unit_size` records; drift is measured for `drift_edits` single edits."""
+    def units(self, n: int, unit_size: int, drift_edits: int) -> list[Stage]:
+        """Split the stages into units of `unit_size` records, which are asked about and stored together.
+
+        A killed run resumes at the first unit that is not stored. With single edits, drift is measured for the first
+        `drift_edits` of them.
+        """
         units = []
         for number, stage in enumerate(self.stages(n)):
-            for begin in range(stage.records.start, stage.records.stop, unit_size):
-                part = range(begin, min(begin + unit_size, stage.records.stop))
-                first = begin == stage.records.start
-                units.append(WorkUnit(stage, part, first and (not self.alone or number <= drift_edits)))
+            measured = not self.alone or number <= drift_edits
+            for begin in range(0, len(stage.records), unit_size):
+                part = stage.records[begin : begin + unit_size]
+                units.append(replace(stage, records=part, drift=measured and begin == 0))
         return units
-
-    def _checkpoints(self, batches: int) -> list[int]:
-        if self.every is None:
-            doubling = [2**power for power in range(batches.bit_length())]
-            return sorted({count for count in doubling if count <= batches} | {batches})
-        return sorted({*range(self.every, batches + 1, self.every), batches})
 
 
 PROTOCOLS = ("single", "batch", "sequential")

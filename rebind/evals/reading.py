@@ -77,20 +77,14 @@ def _hub_dataset(name: str) -> Iterator[Any]:
         raise InputError(f"The dataset is {name!r}", expected="a name as in 'hf:azhx/counterfact:test'", code="no_name")
     try:
         import datasets  # type: ignore[import-not-found, unused-ignore]  # an optional dependency
-    except ImportError:
-        raise InputError(
-            f"{name} is a dataset of the Hub, which needs the package datasets",
-            advice="Run pip install datasets, or pass a file",
-            code="package_missing",
-        ) from None
-    try:
+
         yield from datasets.load_dataset(repository, split=split or "train")
-    except Exception as problem:  # missing, gated or offline: each raises its own exception
+    except Exception as problem:  # not installed, missing, gated or offline: each raises its own exception
         line = str(problem).strip().partition("\n")[0] or type(problem).__name__
         raise InputError(
             f"Dataset {repository!r}, split {split or 'train'!r}, could not be loaded ({line})",
-            advice="Check the name and the split, connect to the network, or pass a file",
-            code="dataset_unavailable",
+            advice="Run pip install datasets, check the name and the split, connect to the network, or pass a file",
+            code="package_missing" if isinstance(problem, ImportError) else "dataset_unavailable",
         ) from None
 
 

@@ -38,14 +38,13 @@ from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit, library_versions
 from rebind.edit.ledger.ledger import Ledger
-from rebind.edit.methods import get_method
 from rebind.edit.settings import EditSettings
 from rebind.errors import InputError
 from rebind.evals.answers import QuestionSettings, answer_records
 from rebind.evals.drift import DriftMeter
 from rebind.evals.figures import draw_run
 from rebind.evals.metrics import PARTS_OF_S
-from rebind.evals.protocols import Protocol, Stage, WorkUnit, get_protocol
+from rebind.evals.protocols import Protocol, Stage, get_protocol
 from rebind.evals.records import Records
 from rebind.evals.scores import Scores, score_record
 from rebind.evals.summary import markdown_report, summarize_run
@@ -111,9 +110,6 @@ def evaluate(
         progress: where to report progress.
     """
     config = config or EvalConfig()
-    get_method(config.method)
-    if not records:
-        raise InputError("There are no records", expected="at least one", code="no_records")
     if editor.ledger.active:
         raise InputError(
             f"The editor has {len(editor.ledger.active)} active edits",
@@ -220,17 +216,16 @@ class _Run:
         self.edits = folder.rows("edits.jsonl").read()
         for number, unit in enumerate(units[done:], start=done + 1):
             with self._timed("edit"):
-                self._prepare(unit.stage)
-            drift = self._measure_drift(unit) if unit.drift else None
+                self._prepare(unit)
+            if unit.drift:
+                self._measure_drift(unit)
             rows = self._ask(unit)
-            if drift is not None:
-                self._append("drift.jsonl", drift, self.drift)
             answers.append(rows)
             self._count(rows)
             seconds = {name: round(value, 4) for name, value in self.seconds.items()}
-            timings.append({"edits": unit.stage.edits, "records": len(unit.records), **seconds})
+            timings.append({"edits": unit.edits, "records": len(unit.records), **seconds})
             self.seconds.clear()
-            self.progress.unit(number, len(units), unit.stage, self._running_scores())
+            self.progress.unit(number, len(units), unit, self._running_scores())
 
     def _append(self, name: str, row: Row, rows: list[Row]) -> None:
         self.folder.rows(name).append(row)
@@ -238,7 +233,7 @@ class _Run:
 
     def _prepare(self, stage: Stage) -> None:
         """Write the stage's batches, and nothing else, into the model."""
-        model, editor = self.model, self.editor
+        model, editor, config = self.model, self.editor, self.config
         if stage.alone or not stage.batches:
             editor.use_ledger(Ledger.in_memory(model.fingerprint, model.name))
         else:  # edits accumulate, in a ledger on disk
@@ -252,11 +247,7 @@ class _Run:
             facts = self._facts(batch)
             settings = self.edit_settings[len(facts)]
             edit = editor.rewrite_many(
-                facts,
-                method=self.config.method,
-                layers=settings.layers,
-                lam=self.config.lam,
-                targets=settings.targets,
+                facts, method=config.method, layers=settings.layers, lam=config.lam, targets=settings.targets
             )
             self._log_edit(batch, edit)
 
@@ -265,19 +256,20 @@ class _Run:
             row = {"records": [batch.start, batch.stop], "sites": list(edit.sites), **edit.settings}
             self._append("edits.jsonl", row, self.edits)
 
-    def _measure_drift(self, unit: WorkUnit) -> Row:
+    def _measure_drift(self, unit: Stage) -> None:
         self.progress.phase("drift")
         with self._timed("drift"):
-            alone = [unit.records.start, unit.records.stop] if unit.stage.alone and unit.stage.edits else None
-            return {"edits": unit.stage.edits, "records": alone, **self.drift_meter.measure()}
+            alone = [unit.records.start, unit.records.stop] if unit.alone and unit.edits else None
+            row = {"edits": unit.edits, "records": alone, **self.drift_meter.measure()}
+        self._append("drift.jsonl", row, self.drift)
 
-    def _ask(self, unit: WorkUnit) -> list[Row]:
+    def _ask(self, unit: Stage) -> list[Row]:
         self.progress.phase("asking")
         records = [self.records[index] for index in unit.records]
         with self._timed("ask"):
             answers = answer_records(self.model, records, self.config.questions, seed=self.editor.seed)
         return [
-            {"edits": unit.stage.edits, "record": index, "id": self.records[index].id, **row}
+            {"edits": unit.edits, "record": index, "id": self.records[index].id, **row}
             for index, row in zip(unit.records, answers, strict=True)
         ]
 

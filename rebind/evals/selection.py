@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -28,14 +27,10 @@ def usable_records(
     `limit`, records after the first `limit` usable ones are neither checked nor counted.
     """
     targets: Targets = {}
-    fitting = 0
-    with suppress(InputError):  # together they are checked faster than one by one
-        _require_fit(editor, records[:limit])
-        fitting = len(records[:limit])
 
-    def check(index: int, record: Record) -> None:
-        if index >= fitting:
-            _require_fit(editor, [record])
+    def check(record: Record) -> None:
+        editor.language_model.encode(all_prompts(record))  # raises if one is too long
+        editor.fact_prompts(record.facts)  # the same behind contexts
         _require_one_target(record, {} if protocol.alone else targets)
 
     return _select(records, check, skip_bad=skip_bad, limit=limit)
@@ -44,7 +39,7 @@ def usable_records(
 def without_conflicts(records: Records, *, skip_bad: bool) -> Records:
     """Return records that can be written together: if two ask for different targets of one prompt, the first."""
     targets: Targets = {}
-    return _select(records, lambda _, record: _require_one_target(record, targets), skip_bad=skip_bad)
+    return _select(records, lambda record: _require_one_target(record, targets), skip_bad=skip_bad)
 
 
 def known_records(editor: Editor, records: Records) -> Records:
@@ -70,17 +65,15 @@ def known_records(editor: Editor, records: Records) -> Records:
     return replace(records, records=tuple(known), name=f"{records.name}, known")
 
 
-def _select(
-    records: Records, check: Callable[[int, Record], None], *, skip_bad: bool, limit: int | None = None
-) -> Records:
+def _select(records: Records, check: Callable[[Record], None], *, skip_bad: bool, limit: int | None = None) -> Records:
     """Return the first `limit` records that pass a check, and the reasons why others before them do not."""
     selected: list[Record] = []
     reasons: list[str] = []
-    for index, record in enumerate(records):
+    for record in records:
         if len(selected) == limit:
             break
         try:
-            check(index, record)
+            check(record)
             selected.append(record)
         except InputError as problem:
             reasons.append(reason_to_skip(record_error(problem, f"record {record.id}", None), skip_bad))
@@ -92,12 +85,6 @@ def _select(
         places = zip_longest(skipped, records.skipped_at, fillvalue=0)
         skipped = tuple(str(reason) for reason, at in places if int(at) < checked)
     return Records(tuple(selected), records.name, (*skipped, *reasons))
-
-
-def _require_fit(editor: Editor, records: Sequence[Record]) -> None:
-    """Raise if a prompt is too long for the model, alone or behind a context."""
-    editor.language_model.encode([prompt for record in records for prompt in all_prompts(record)])
-    editor.fact_prompts([fact for record in records for fact in record.facts])
 
 
 def _require_one_target(record: Record, targets: Targets) -> None:

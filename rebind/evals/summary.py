@@ -1,15 +1,22 @@
-"""The result of a run in a few numbers: scores with intervals and drift per state of the model, as JSON and tables."""
+"""The result of a run in a few numbers: scores with intervals and drift per state of the model, as JSON and tables.
+
+`compare` puts several runs side by side, and lists everything besides the method in which they differ.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rebind.errors import InputError
 from rebind.evals.records import Record
 from rebind.evals.scores import SCORES, summarize
-from rebind.storage import Row
+from rebind.storage import Row, RunFolder, read_json_object
 
 DRIFT = {  # name → meaning
     "perplexity": "of text that no edit is about",
@@ -17,6 +24,7 @@ DRIFT = {  # name → meaning
     "largest_kl": "the same: largest",
     "growth": "largest ‖W' − W‖ / ‖W‖ of a site",
 }
+NOT_COMPARED = {"method", "data.name", "data.skipped", "model.name", "drift.text"}  # or shown otherwise
 COLUMNS = ("S", "ES", "PS", "NS", "EA", "PA", "free", "portability", "locality", "GE", "perplexity", "kl", "growth")
 
 Summary = dict[str, Any]
@@ -37,8 +45,10 @@ def summarize_run(
             seed=config["seed"],
             rounds=config["bootstrap"],
         )
-        mean_drift = _mean_drift([row for row in drift if row["edits"] == edits])
-        states.append({"edits": edits, "records": len(here), "scores": scores, "drift": mean_drift})
+        columns = {name: [row[name] for row in drift if row["edits"] == edits] for name in DRIFT}
+        # Means over single edits; None where a broken model returned a number that is not finite.
+        means = {name: None if None in some else round(fmean(some), 6) for name, some in columns.items() if some}
+        states.append({"edits": edits, "records": len(here), "scores": scores, "drift": means})
     return {
         "model": config["model"]["name"],
         "data": config["data"]["name"],
@@ -49,12 +59,6 @@ def summarize_run(
         "seed": config["seed"],
         "states": states,
     }
-
-
-def _mean_drift(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Return means over single edits; None where a broken model returned a number that is not finite."""
-    columns = {name: [row[name] for row in rows] for name in DRIFT} if rows else {}
-    return {name: None if None in values else round(fmean(values), 6) for name, values in columns.items()}
 
 
 def describe_protocol(summary: Summary) -> str:
@@ -132,3 +136,71 @@ def _cell(values: dict[str, float | None], name: str) -> str:
     """Format a value; None means that it was measured and is not finite."""
     value = values.get(name, math.nan)
     return "not finite" if value is None else "" if math.isnan(value) else format_score(value)
+
+
+# Several runs
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs in one table."""
+
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str]  # what the runs do not have in common
+    runs: list[tuple[str, Summary]]  # (name, summary)
+
+    @property
+    def markdown(self) -> str:
+        return "\n".join([*markdown_table(self.header, self.rows), "", *self.notes]).rstrip() + "\n"
+
+
+def compare(folders: Sequence[Path]) -> Comparison:
+    """Compare the finished runs in these folders."""
+    if len(folders) < 2:
+        raise InputError(f"There is only {len(folders)} run", expected="two or more", code="too_few_runs")
+    configs = [RunFolder.read_config(folder, "evaluation") for folder in folders]
+    summaries = []
+    for folder in folders:
+        if (summary := read_json_object(folder / "summary.json")) is None:
+            raise InputError(
+                f"The evaluation in {folder} is not finished",
+                advice="Run the same command again to finish it",
+                code="run_not_finished",
+            )
+        summaries.append(summary)
+    runs = list(zip(_names(folders, configs), summaries, strict=True))
+    return Comparison(*states_table(runs), _notes(configs), runs)
+
+
+def _names(folders: Sequence[Path], configs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the methods if these differ, else as much of the folders' paths as makes them different."""
+    methods = [config["method"] for config in configs]
+    paths = [folder.resolve() for folder in folders]
+    tails = (["/".join(path.parts[-parts:]) for path in paths] for parts in itertools.count(1))
+    return next(names for names in itertools.chain([methods], tails) if len(set(names)) >= len(set(paths)))
+
+
+def _notes(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each setting besides the method in which the runs differ.
+
+    Settings in use (`used`) are compared only between runs of one method, because every method has its own.
+    """
+    leaves = [_leaves(config) for config in configs]
+    notes = []
+    for name in sorted({name for leaf in leaves for name in leaf} - NOT_COMPARED):
+        groups: dict[str, list[str]] = {}
+        for leaf in leaves:
+            groups.setdefault(leaf["method"] if name.startswith("used.") else "", []).append(str(leaf.get(name)))
+        for values in groups.values():
+            if len(set(values)) > 1:
+                notes.append(f"The runs differ in {name} ({', '.join(f'{value:.40}' for value in values)}).")
+    return notes
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dicts by dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    parts = [_leaves(part, f"{name}.{key}".strip(".")) for key, part in value.items()]
+    return {path: leaf for part in parts for path, leaf in part.items()}

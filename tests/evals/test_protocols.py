@@ -30,7 +30,7 @@ def test_sequential_asks_everything_so_far_when_the_batches_have_doubled():
 
 def test_units_cover_every_stage_in_order():
     units = get_protocol("sequential", batch=4).units(8, unit_size=3, drift_edits=1)
-    asked = [(unit.stage.edits, unit.records.start, unit.records.stop, unit.drift) for unit in units]
+    asked = [(unit.edits, unit.records.start, unit.records.stop, unit.drift) for unit in units]
     assert asked == [
         (0, 0, 3, True),
         (0, 3, 6, False),
