@@ -1,6 +1,6 @@
-"""Bounds for interpreted kernels: a load or a store that is not masked off must touch a tensor of the call.
+"""Bounds checks for interpreted kernels: a load or store that is not masked off must touch a tensor of the call.
 
-On a GPU a read past the end of a tensor is silent as long as that memory belongs to the program, and ends it when not.
+On a GPU a read past the end of a tensor goes unnoticed if that memory belongs to the program, and ends it if not.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ from torch import Tensor
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor and the one after its last."""
+    """Return the first byte of a tensor and the one after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * bool(tensor.numel())
 
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Interpreted kernels are watched; one that reaches out of its tensors raises IndexError."""
+    """Check the accesses of interpreted kernels; one outside of its tensors raises IndexError."""
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, arguments = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
     begins, ends = np.empty(0, np.uint64), np.empty(0, np.uint64)
 
-    def noted(self: Any, given: Any, named: Any) -> Any:
+    def note_arguments(self: Any, args: Any, kwargs: Any) -> Any:
         nonlocal begins, ends
-        found = arguments(self, given, named)
-        tensors = [one for one in (*found[0], *found[1].values()) if isinstance(one, torch.Tensor) and one.numel()]
+        converted = arguments(self, args, kwargs)
+        tensors = [
+            one for one in (*converted[0], *converted[1].values()) if isinstance(one, torch.Tensor) and one.numel()
+        ]
         extents = sorted(extent(one) for one in tensors)
         begins = np.array([begin for begin, _ in extents], np.uint64)
         ends = np.maximum.accumulate(np.array([end for _, end in extents], np.uint64)) if extents else begins
-        return found
+        return converted
 
     def check(pointers: Any, mask: Any) -> None:
-        kept = np.broadcast_to(mask.data.astype(bool), pointers.data.shape)
-        at = pointers.data[kept].astype(np.uint64)
+        active = np.broadcast_to(mask.data.astype(bool), pointers.data.shape)
+        at = pointers.data[active].astype(np.uint64)
         place = np.searchsorted(begins, at, side="right").astype(np.int64) - 1
         size = pointers.get_element_ty().primitive_bitwidth // 8
         outside = (place < 0) | (at + np.uint64(size) > ends[np.maximum(place, 0)])
@@ -59,6 +61,6 @@ def watched() -> Iterator[None]:
     with (
         mock.patch.object(builder, "create_masked_load", checked_load),
         mock.patch.object(builder, "create_masked_store", checked_store),
-        mock.patch.object(executor, "_init_args_hst", noted),
+        mock.patch.object(executor, "_init_args_hst", note_arguments),
     ):
         yield

@@ -16,7 +16,7 @@ SIZES = [(0, 5), (1, 5), (3, 5), (5, 5), (8, 5), (50, 5)]  # (n, d): n = 0, 1, b
 
 
 class Draw:
-    """Tensors from one seed, in float64 unless said."""
+    """Tensors from one seed, in float64 by default."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -35,18 +35,18 @@ class Draw:
         return torch.linalg.qr(self.normal(width, rows))[0].mT
 
     def moment(self, width: int, *batch: int) -> Tensor:
-        """A well-conditioned second moment."""
+        """Return a well-conditioned second moment."""
         keys = self.normal(*batch, 4 * width, width)
         return keys.mT @ keys / (4 * width)
 
     def spectrum(self, eigenvalues: Tensor) -> Tensor:
-        """A symmetric matrix with the given eigenvalues and random eigenvectors."""
+        """Return a symmetric matrix with these eigenvalues and random eigenvectors."""
         basis = self.orthonormal(len(eigenvalues), len(eigenvalues))
         matrix = basis.mT @ torch.diag(eigenvalues) @ basis
         return (matrix + matrix.mT) / 2
 
     def write(self, rows: int, d_k: int, d_v: int, *batch: int, retain: float | Tensor = 1.0) -> Write:
-        """An arbitrary write, its gain scaled so that long products stay tame."""
+        """Return an arbitrary write, its gain scaled so that long products stay small."""
         scale = 1 / max(rows * d_k, 1) ** 0.5
         return Write(
             self.normal(*batch, rows, d_k),
@@ -72,7 +72,7 @@ def assert_errors(*cases: tuple[type[RebindError], str, Callable[[], object]]) -
 
 
 def assert_close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
-    """Equal to `tolerance`, relative to the largest expected entry (or 1); same shape, nothing NaN."""
+    """Expect equality to `tolerance`, relative to the largest expected entry (or 1), the same shape, and no NaN."""
     assert got.shape == expected.shape, f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     if expected.numel() == 0:
         return
@@ -84,5 +84,5 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> Non
 
 
 def recurrence(W: Tensor, k: Tensor, v: Tensor, decay: float, erase: float, write: float) -> Tensor:
-    """α W (I − ε k kᵀ) + η v kᵀ, written out, for a single key and value."""
+    """Return α W (I − ε k kᵀ) + η v kᵀ, written out, for a single key and value."""
     return decay * (W - erase * torch.outer(W @ k, k)) + write * torch.outer(v, k)

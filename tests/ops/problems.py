@@ -52,7 +52,7 @@ def problem(
     seed: int = 0,
     **options: Any,
 ) -> Problem:
-    """A gated delta problem with unit keys; `lengths` packs sequences of those lengths."""
+    """Return a gated_delta problem with unit keys; `lengths` packs sequences of those lengths."""
     draw = Draw(seed)
     sequences = batch
     if lengths is not None:

@@ -114,7 +114,7 @@ def saved_sizes(*tensors):
     return sorted(saved, key=str)
 
 
-def test_only_gate_and_up_are_saved_sizes():
+def test_only_gate_and_up_are_saved():
     gate, up, weight = drawn((40, 50), 64, 3, torch.float32)
     sizes = [(weight.numel(), torch.float32), (gate.numel(), torch.float32), (gate.numel(), torch.float32)]
     assert saved_sizes(gate, up, weight) == sorted(sizes, key=str)
@@ -128,7 +128,7 @@ def test_under_autocast_the_weight_itself_is_saved_and_no_narrow_copy():
     assert (weight.numel(), torch.bfloat16) not in found
 
 
-def test_where_the_weight_alone_learns_the_product_is_saved_sizes():
+def test_where_the_weight_alone_learns_the_product_is_saved():
     gate, up, weight = drawn((40, 50), 64, 3, torch.float32)
     assert saved_sizes(gate.detach(), up.detach(), weight) == [(gate.numel(), torch.float32)]
 
