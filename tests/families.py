@@ -1,7 +1,6 @@
 """A tiny random model of every family, built from its config: a few kilobytes with the shape of the real one.
 
-`FAMILIES` maps a name to a builder, `EXPECTED` to what its sites should be. `ROUTED` has mixtures of experts, and
-`SKIPPED` says which families this version of transformers does not have.
+`FAMILIES` maps a name to a builder, `EXPECTED` to what its sites should be. `ROUTED` has mixtures of experts.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ HF_LIKE = {
 LLAMA_LIKE = {**HF_LIKE, "num_key_value_heads": 2}
 WIDE_HEADS = {**LLAMA_LIKE, "head_dim": 12}  # heads × head_dim is neither the hidden size nor the inner width
 EXPERTS = {"num_experts_per_tok": 1}
+NEO_ATTENTION = [[["global", "local", "global"], 1]]
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,12 @@ def _own(*kinds: str) -> Family:
     return Family("RebindConfig", "model.layers.{}.mlp.down_proj", {**shape, "layer_kinds": list(kinds)})
 
 
-TABLE: dict[str, Family] = {
+EXPECTED: dict[str, Family] = {
     "gpt2": _gpt("GPT2Config", "mlp.c_proj"),
     "gpt-neo": Family(
         "GPTNeoConfig",
         "transformer.h.{}.mlp.c_proj",
-        {
-            **{key: HF_LIKE[key] for key in ("vocab_size", "hidden_size", "intermediate_size")},
-            **IDS,
-            "num_layers": LAYERS,
-            "num_heads": HEADS,
-            "attention_types": [[["global", "local", "global"], 1]],
-            "window_size": 8,
-            "max_position_embeddings": 64,
-        },
+        {**HF_LIKE, "num_layers": LAYERS, "num_heads": HEADS, "attention_types": NEO_ATTENTION, "window_size": 8},
     ),
     "gpt-j": _gpt("GPTJConfig", "mlp.fc_out", rotary_dim=4),
     "gpt-neox": Family("GPTNeoXConfig", "gpt_neox.layers.{}.mlp.dense_4h_to_h", HF_LIKE),
@@ -167,16 +159,13 @@ ROUTED_TABLE: dict[str, Family] = {
 }
 
 
-def _config_class(family: Family) -> Any:
-    return getattr(transformers, family.config, None) or getattr(nn, family.config, None)
-
-
 def build(family: Family, seed: int = 0, **options: Any) -> PreTrainedModel:
     """Return a model of the family with seeded weights; options override its config.
 
     transformers starts biases at zero and norms at one, where mistakes about them do not show: here all are random.
     """
-    config = _config_class(family)(**{**family.options, **options})
+    home: Any = transformers if hasattr(transformers, family.config) else nn
+    config = getattr(home, family.config)(**{**family.options, **options})
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # importing GPT-BigCode's module calls torch.jit.script
         torch.manual_seed(seed)
@@ -192,20 +181,12 @@ def build(family: Family, seed: int = 0, **options: Any) -> PreTrainedModel:
 
 def _builders(table: dict[str, Family]) -> dict[str, Callable[..., PreTrainedModel]]:
     return {
-        name: lambda seed=0, family=family, **options: build(family, seed, **options)
-        for name, family in table.items()
-        if name not in SKIPPED
+        name: lambda seed=0, family=family, **options: build(family, seed, **options) for name, family in table.items()
     }
 
 
-SKIPPED: dict[str, str] = {
-    name: f"transformers {transformers.__version__} has no {family.config}"
-    for name, family in {**TABLE, **ROUTED_TABLE}.items()
-    if _config_class(family) is None
-}
-FAMILIES = _builders(TABLE)
+FAMILIES = _builders(EXPECTED)
 ROUTED = _builders(ROUTED_TABLE)
-EXPECTED = {name: TABLE[name] for name in FAMILIES}
 
 
 def tokens(rows: int = 2, length: int = 7, seed: int = 0) -> torch.Tensor:

@@ -54,10 +54,7 @@ def test_the_code_in_the_model_card_runs(tmp_path):
     assert isinstance(names["model"], RebindForCausalLM)
 
 
-@pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))],
-)
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 @pytest.mark.parametrize(
     ("kind", "layer"),  # a layer at which an untrained model reacts to a change
     [("attention", 2), ("gated_delta", 1), (["delta", "attention"], 2), ("linear-sum", 2), ("ttt-linear", 2)],

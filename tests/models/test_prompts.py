@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rebind.errors import InputError
 from rebind.models.prompts import EncodedPrompt, Prompt, encode_prompts
@@ -55,27 +56,21 @@ def byte_level(trim: bool = True, prefix: bool = False, split: bool = True):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    size = 420 if split else 600
+    size, alphabet = (420 if split else 600), pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return wrapped(tokenizer)
 
 
 @cache
-def metaspace(kind: str = "unigram"):
+def metaspace():
     """The SentencePiece kind: spaces are ▁, and one is put in front of the text."""
     characters = sorted(set("".join(CORPUS)) | {"▁"})
-    tokenizer = Tokenizer(models.Unigram() if kind == "unigram" else models.BPE(unk_token="<unk>"))
+    tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     options = {"special_tokens": ["<unk>"], "initial_alphabet": characters, "show_progress": False}
-    trainer = (
-        trainers.UnigramTrainer(vocab_size=220, unk_token="<unk>", **options)
-        if kind == "unigram"
-        else trainers.BpeTrainer(vocab_size=300, **options)
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(CORPUS, trainers.UnigramTrainer(vocab_size=220, unk_token="<unk>", **options))
     return wrapped(tokenizer, unk_token="<unk>")
 
 
@@ -100,25 +95,19 @@ TOKENIZERS = {
     "byte-level, offsets with spaces": lambda: byte_level(trim=False),
     "byte-level, a space in front": lambda: byte_level(prefix=True),
     "bytes across words": lambda: byte_level(split=False),
-    "metaspace unigram": metaspace,
-    "metaspace bpe": lambda: metaspace("bpe"),
+    "metaspace": metaspace,
     "llama": llama,
 }
 
 
-@cache
-def byte_of() -> dict[str, int]:
-    """The alphabet of GPT-2: printable bytes stand for themselves, the others follow from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # the alphabet of GPT-2
 
 
 def spelling_of(tokenizer, *ids: int) -> bytes:
     """Return what a token spells, from its name in the vocabulary and not from offsets."""
     text = "".join(tokenizer.convert_ids_to_tokens(ids))
     if isinstance(tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
-        return bytes(byte_of()[char] for char in text)
+        return bytes(BYTE_OF[char] for char in text)
     return text.replace("▁", " ").encode()
 
 
@@ -140,19 +129,15 @@ PROMPTS = [
     FRANCE,
     "{France} is",
     "{France}'s capital is",
-    "The walls of {Rome}, the",
     "The mother tongue of {Danielle Darrieux}",
     "The mother tongue of {Danielle Darrieux} is",
-    "{François} said: the",
     "{François}'s café (the",
     "The {cafe\u0301} of France is",
     "The {caf}e\u0301 of France is",
     "{法国}的首都是",
     "日本の{首都}は",
     "عاصمة {فرنسا} هي",
-    "{عاصمة} فرنسا هي",
     "เมืองหลวงของ{ฝรั่งเศส}คือ",
-    "{😀} smiles, the",
     "The {👩‍🔬} works, the",
     "{🇫🇷} is",
     "{Nguyễn Văn A} lives",
@@ -226,24 +211,19 @@ def test_the_target_has_the_space_a_writer_gives_it(name, text, target, follows)
     assert spelled.removeprefix(" ") == prompt.text.rstrip(" ").removeprefix(" ")
 
 
-def test_the_target_is_tokenized_as_in_the_sentence():
-    for name in ("byte-level", "metaspace unigram", "metaspace bpe", "llama"):
-        tokenizer = TOKENIZERS[name]()
-        encoded = encode(marked(FRANCE), tokenizer)
-        whole = tokenizer("The capital of France is Paris", add_special_tokens=False)["input_ids"]
-        assert list(encoded.ids + encoded.target) == whole
+@pytest.mark.parametrize("name", ["byte-level", "metaspace", "llama"])
+def test_the_target_is_tokenized_as_in_the_sentence(name):
+    tokenizer = TOKENIZERS[name]()
+    encoded = encode(marked(FRANCE), tokenizer)
+    whole = tokenizer("The capital of France is Paris", add_special_tokens=False)["input_ids"]
+    assert list(encoded.ids + encoded.target) == whole
 
 
 def test_a_target_that_would_merge_with_the_prompt_is_tokenized_alone():
     """Here "France of" and "the" are tokens across words: the ids of the prompt must not depend on the target."""
     tokenizer = byte_level(split=False)
     merged = 0
-    for text, target in [
-        ("the {F}", "rance"),
-        ("{The} capital o", "f France"),
-        ("{法}国的", "首都是"),
-        ("{法}", "国的"),
-    ]:
+    for text, target in [("the {F}", "rance"), ("{The} capital o", "f France"), ("{法}国的", "首都是")]:
         prompt = marked(text, target)
         encoded = encode(prompt, tokenizer)
         alone = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
@@ -263,14 +243,12 @@ def test_many_prompts_are_encoded_like_one():
     assert encode_prompts([], byte_level()) == []
 
 
-def test_a_prompt_needs_neither_subject_nor_target():
+def test_a_prompt_needs_neither_subject_nor_target_and_its_target_may_be_known():
     with_both = encode(marked(FRANCE, "Rome"), byte_level(), (3,))
     bare, answered = encode_prompts([Prompt("The capital of France is"), marked(FRANCE, "Rome")], byte_level(), (3,))
     assert answered == with_both
     assert bare == EncodedPrompt(with_both.ids, len(with_both.ids) - 1, ())
 
-
-def test_known_targets_are_not_tokenized_again():
     assert encode(marked(FRANCE, "Rome"), byte_level(), context="Old. ", targets=[(7, 7)]).target == (7, 7)
 
 
@@ -287,13 +265,10 @@ def test_a_prompt_must_fit_with_its_target():
 
 def test_text_without_tokens_is_refused():
     tokenizer = wrapped(Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])))  # drops every other letter
-    for prompt, code in [
-        (marked("a {x}", "b"), "subject_without_tokens"),
-        (marked("{a} b", "x"), "target_without_tokens"),
-    ]:
-        with pytest.raises(InputError) as caught:
-            encode(prompt, tokenizer)
-        assert caught.value.code == code
+    with raises(InputError, "subject_without_tokens"):
+        encode(marked("a {x}", "b"), tokenizer)
+    with raises(InputError, "target_without_tokens"):
+        encode(marked("{a} b", "x"), tokenizer)
 
 
 @pytest.mark.parametrize(("text", "code"), [(3, "not_text"), (" ", "empty_text"), ("\ud800", "invalid_unicode")])
@@ -364,7 +339,6 @@ SHOUTING = "{% for m in messages %}{{ m.content if m.role == 'user' else m.conte
     ("text", "template"),
     [
         ("What is {France}'s capital?", None),
-        ("What is {France}'s capital?", "{{ raise_exception('only one turn of content') }}"),
         ("What is {France}'s capital?", "{% for m in messages %}{{ m.content | upper }}{% endfor %}"),
         ("What is {France}'s capital?", "{{ messages[1].content }}"),
         (FRANCE, SHOUTING),  # the user's turn repeats the sentence unchanged: not to be taken for the assistant's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -69,27 +70,19 @@ def _first(out: Any) -> Tensor:
 
 
 @families
-@pytest.mark.parametrize("layer", [0, LAYERS - 2])
-def test_after_is_the_blocks_output(trunk, name, layer):
+def test_outputs_of_blocks_and_inputs_of_modules_are_what_hooks_see(trunk, name):
     ids = random_ids(2, 9)
-    seen = []
-    handle = trunk.blocks[layer].register_forward_hook(lambda _, __, out: seen.append(_first(out)))
-    with torch.no_grad():
+    outputs: list[Tensor] = []
+    inputs: list[Tensor] = []
+    with ExitStack() as hooks, torch.no_grad():
+        for block in trunk.blocks:
+            hooks.enter_context(block.register_forward_hook(lambda _, __, out: outputs.append(_first(out))))
+        for module in _projections(trunk):
+            hooks.enter_context(module.register_forward_pre_hook(lambda _, args: inputs.append(args[0])))
         trunk.model(input_ids=ids, use_cache=False)
-    handle.remove()
-    assert_close(trunk.after(layer, _whole(ids)), seen[0], 1e-12)
-
-
-@families
-def test_inputs_are_what_a_hook_sees(trunk, name):
-    ids = random_ids(2, 9)
-    seen: list[Tensor] = []
-    handles = [site.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for site in _projections(trunk)]
-    with torch.no_grad():
-        trunk.model(input_ids=ids, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    for got, expected in zip(trunk.inputs(_projections(trunk)[:2], _whole(ids)), seen[:2], strict=True):
+    for layer in (0, LAYERS - 2):
+        assert_close(trunk.after(layer, _whole(ids)), outputs[layer], 1e-12)
+    for got, expected in zip(trunk.inputs(_projections(trunk)[:2], _whole(ids)), inputs[:2], strict=True):
         assert_close(got, expected.reshape(2, 9, -1), 1e-12)  # some families flatten rows and tokens into one
 
 
@@ -173,19 +166,15 @@ def test_an_error_inside_leaves_the_model_as_it_was(trunk, name):
     def fail(*_: Any) -> None:
         raise RuntimeError("inside")
 
-    handle = trunk.blocks[2].register_forward_pre_hook(fail)
-    try:
+    with trunk.blocks[2].register_forward_pre_hook(fail):
         for run in (
             lambda: trunk.logits(tokens, where, resume=(0, hidden)),
-            lambda: trunk.logits(tokens, where),
             lambda: trunk.after(2, tokens, resume=(0, hidden)),
             lambda: trunk.inputs(_projections(trunk), tokens),
             lambda: trunk.cache(tokens),
         ):
             with pytest.raises(RuntimeError, match="inside"):
                 run()
-    finally:
-        handle.remove()
     assert_close(trunk.after(0, tokens), hidden, 0.0)
 
 
@@ -210,15 +199,7 @@ def test_a_block_with_a_forward_of_its_own_gets_it_back():
         del block.forward
 
 
-def test_no_tokens_have_no_cache():
-    trunk = _shared("llama")
-    empty = Tokens.left_padded([(), ()], trunk.device)
-    assert empty.ids.shape == (2, 0)
-    assert trunk.cache(empty) is None
-    assert select_cache(None, torch.tensor([0])) is None
-
-
-def test_logits_are_never_narrower_than_float32():
-    model = FAMILIES["llama"]().to(torch.bfloat16)
-    trunk = tiny.trunk(model)
+def test_logits_are_never_narrower_than_float32_and_no_tokens_have_no_cache():
+    trunk = tiny.trunk(FAMILIES["llama"]().to(torch.bfloat16))
+    assert trunk.cache(Tokens.left_padded([(), ()], trunk.device)) is None
     assert trunk.logits(_whole(random_ids(1, 3)), torch.tensor([(0, 2)])).dtype == torch.float32
