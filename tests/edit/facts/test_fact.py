@@ -48,13 +48,8 @@ def test_the_subject_is_where_it_was_put(prompt, subject, text, before):
     assert fact.subject == fact.subject.strip()
 
 
-@pytest.mark.parametrize("target", ["Rome", " Rome", "Rome  ", "\tRome\n"])
-def test_the_target_has_no_spaces_around_it(target):
-    assert Fact.parse(FRANCE, target).target == "Rome"
-
-
 def test_a_fact_yields_its_prompt():
-    fact = Fact.parse(FRANCE, "Rome", old="Paris")
+    fact = Fact.parse(FRANCE, "\tRome \n", old="Paris")
     assert fact.as_prompt() == Prompt("The capital of France is", "Rome", (15, 21))
     assert fact.as_prompt("Oslo").target == "Oslo"
 
@@ -63,19 +58,14 @@ def test_a_fact_yields_its_prompt():
     ("arguments", "code"),
     [
         ({"prompt": "The capital of France is"}, "no_subject"),
-        ({"prompt": "The capital of {} is"}, "no_subject"),
         ({"prompt": "{France} and {Italy} are"}, "several_subjects"),
         ({"prompt": FRANCE, "subject": "Italy"}, "several_subjects"),
         ({"prompt": "The capital of {France is"}, "unpaired_brace"),
-        ({"prompt": "The capital of France} is"}, "unpaired_brace"),
-        ({"prompt": "The capital of Spain is", "subject": "France"}, "subject_not_in_prompt"),
         ({"prompt": "The capital of france is", "subject": "France"}, "subject_not_in_prompt"),
         ({"prompt": "The cafe\u0301 of", "subject": "caf\u00e9"}, "subject_not_in_prompt"),
         ({"prompt": "Rome is Rome", "subject": "Rome"}, "subject_not_unique"),
-        ({"prompt": "aaa is", "subject": "aa"}, "subject_not_unique"),
         ({"prompt": "The {  } is"}, "empty_text"),
         ({"prompt": ""}, "empty_text"),
-        ({"prompt": FRANCE, "subject": ""}, "empty_text"),
         ({"prompt": FRANCE, "target": " \n"}, "empty_text"),
         ({"prompt": FRANCE, "old": " "}, "empty_text"),
         ({"prompt": FRANCE, "neighbors": [""]}, "empty_text"),
@@ -83,13 +73,11 @@ def test_a_fact_yields_its_prompt():
         ({"prompt": FRANCE, "target": "\ud800"}, "invalid_unicode"),
         ({"prompt": FRANCE, "old": " Rome"}, "target_equals_old"),
         ({"prompt": FRANCE, "paraphrases": "France has"}, "not_a_list"),
-        ({"prompt": FRANCE, "paraphrases": {"g": 5}}, "not_a_list"),
     ],
 )
 def test_what_is_not_a_fact_is_refused(arguments, code):
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, code):
         Fact.parse(**{"target": "Rome", **arguments})
-    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("prompt", ["The capital is", "{} and {} are", "The capital of {France} is"])
@@ -113,17 +101,9 @@ def any_fact(draw):
 
 @given(any_fact())
 def test_a_fact_survives_json(fact):
-    again = Fact.from_json(json.loads(json.dumps(fact.to_json())))
-    assert again == fact
-    assert again.text == fact.text
-
-
-def test_empty_fields_are_not_in_json():
-    assert Fact.parse(FRANCE, "Rome").to_json() == {
-        "prompt": "The capital of {} is",
-        "subject": "France",
-        "target": "Rome",
-    }
+    record = fact.to_json()
+    assert all(record.values()), "empty fields are left out"
+    assert Fact.from_json(json.loads(json.dumps(record))) == fact
 
 
 # Conflicts
@@ -140,9 +120,6 @@ def test_one_prompt_with_two_targets_is_a_conflict():
     assert found.indices == (0, 2, 3)
     assert found.targets == ("Rome", "Oslo", "Rome")
     assert str(found) == "'The capital of France is' → Rome / Oslo (facts 0, 2, 3)"
-
-
-def test_facts_that_agree_do_not_conflict():
     facts = [Fact.parse(FRANCE, "Rome"), Fact.parse(FRANCE.upper(), "Rome"), Fact.parse("{Caf\u00e9} is", "a")]
     assert conflicts(facts) == []
     assert len(conflicts([*facts, Fact.parse("{Cafe\u0301} is", "b")])) == 1

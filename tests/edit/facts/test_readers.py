@@ -55,38 +55,20 @@ KNOWNS = {
 }
 OURS = {"prompt": "{} was born in", "subject": "Ana", "target": "Oslo", "old": "Lima", "neighbors": ["Bo was born in"]}
 
+ANA, FROM = ("Ana", "Oslo", "Lima"), ("Ana is from",)
 FORMATS = {
     "counterfact": (
         COUNTERFACT,
-        Fact(
-            "{} {{x}} was born in",
-            "Ana",
-            "Oslo",
-            "Lima",
-            ("Ana is from",),
-            ("Bo was born in", "Cy is from"),
-            ("counterfact/7", "P19"),
-        ),
+        Fact("{} {{x}} was born in", *ANA, FROM, ("Bo was born in", "Cy is from"), ("counterfact/7", "P19")),
     ),
-    "flat": (
-        FLAT,
-        Fact("{} was born in", "Ana", "Oslo", "Lima", ("Ana is from",), ("Bo was born in",), ("counterfact/7",)),
-    ),
+    "flat": (FLAT, Fact("{} was born in", *ANA, FROM, ("Bo was born in",), ("counterfact/7",))),
     "flat, a list of answers": (
         {**FLAT, "ground_truth": ["Lima", "Peru"]},
-        Fact("{} was born in", "Ana", "Oslo", "Lima", ("Ana is from",), ("Bo was born in",), ("counterfact/7",)),
+        Fact("{} was born in", *ANA, FROM, ("Bo was born in",), ("counterfact/7",)),
     ),
     "zsre": (
         ZSRE,
-        Fact(
-            "Where was {} born?",
-            "Ana",
-            "Oslo",
-            "Lima",
-            ("Ana comes from where?",),
-            ("nq question: who is Bo",),
-            ("zsre",),
-        ),
+        Fact("Where was {} born?", *ANA, ("Ana comes from where?",), ("nq question: who is Bo",), ("zsre",)),
     ),
     "knowns": (KNOWNS, Fact("{} was born in", "Ana", "Lima", tags=("knowns/3", "P19"))),
     "ours": (OURS, Fact("{} was born in", "Ana", "Oslo", "Lima", (), ("Bo was born in",))),
@@ -103,21 +85,15 @@ FORMATS = {
 def test_formats_are_recognized_by_their_keys(form, container, tmp_path):
     record, expected = FORMATS[form]
     file = tmp_path / "facts.data"
-    count = 1 if container in ("object", "dict") else 2
-    if container == "json":
-        file.write_text(json.dumps([record, record], indent=2))
-    elif container == "jsonl":
-        file.write_text(f"\ufeff{json.dumps(record)}\r\n\n{json.dumps(record, ensure_ascii=False)}", "utf-8")
-    elif container == "object":
-        file.write_text(json.dumps(record, indent=2))
-    source = {"list": [record, record], "dict": record}.get(container, file)
-    facts = read_facts(source)
-    assert list(facts) == [expected] * count
+    texts = {
+        "json": json.dumps([record, record], indent=2),
+        "jsonl": f"\ufeff{json.dumps(record)}\r\n\n{json.dumps(record, ensure_ascii=False)}",
+        "object": json.dumps(record, indent=2),
+    }
+    file.write_text(texts.get(container, ""), "utf-8")
+    facts = read_facts({"list": [record, record], "dict": record}.get(container, file))
+    assert list(facts) == [expected] * (1 if container in ("object", "dict") else 2)
     assert facts.skipped == ()
-
-
-def test_an_alternative_that_is_true_has_nothing_to_push_out():
-    assert read_facts([{**ZSRE, "alt": "Peru"}])[0].old is None
 
 
 def test_facts_and_pairs_are_read_as_they_are(tmp_path):
@@ -162,17 +138,10 @@ def refused(source, code, **options):
     ("record", "path", "name"),
     [
         (COUNTERFACT, "requested_rewrite.prompt", "case_id 7"),
-        (COUNTERFACT, "requested_rewrite.subject", "case_id 7"),
-        (COUNTERFACT, "requested_rewrite.target_new.str", "case_id 7"),
         (COUNTERFACT, "requested_rewrite.target_true.str", "case_id 7"),
-        (FLAT, "prompt", "case_id 7"),
-        (FLAT, "subject", "case_id 7"),
         (FLAT, "target_new", "case_id 7"),
-        (ZSRE, "alt", "Record 1"),
         (ZSRE, "subject", "Record 1"),
-        (KNOWNS, "prompt", "known_id 3"),
         (KNOWNS, "attribute", "known_id 3"),
-        (OURS, "target", "Record 1"),
         (OURS, "prompt", "Record 1"),
     ],
 )
@@ -187,11 +156,6 @@ def test_a_missing_key_is_named_with_its_record(record, path, name):
     assert [line.split()[1].rstrip(":") for line in facts.skipped] == ["0", "2"]
 
 
-@pytest.mark.parametrize("bad", [None, 3, "text", ["a"]])
-def test_what_is_not_a_record_is_named(bad):
-    assert refused([bad], "not_a_fact").startswith("Record 0: ")
-
-
 @pytest.mark.parametrize(
     ("name", "text", "code", "place"),
     [
@@ -203,8 +167,6 @@ def test_what_is_not_a_record_is_named(bad):
         ("a.csv", "prompt,target\n{a} b,\n", "missing_field", "Line 2 of a.csv"),
         ("a.csv", "question,answer\nb,c\n", "unknown_columns", "a.csv"),
         ("a.csv", 'prompt,target\n"{a} b', "not_csv", "a.csv"),
-        ("a.csv", 'prompt,"tar"get\nA,B\n', "not_csv", "a.csv"),
-        ("a.csv", "x" * 200_000, "not_csv", "a.csv"),
         ("a.txt", "", "empty_file", "a.txt"),
     ],
 )
@@ -223,12 +185,14 @@ def test_bad_lines_are_skipped_and_counted(tmp_path):
     assert facts.names == ("line 1 of a.jsonl", "line 3 of a.jsonl")
 
 
-def test_files_that_are_not_there_or_not_text(tmp_path):
+def test_sources_that_are_not_facts(tmp_path):
     refused(tmp_path / "none.jsonl", "file_not_found")
     refused(tmp_path, "unreadable_file")
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     refused(tmp_path / "latin.jsonl", "unreadable_file")
     refused(3, "not_facts")
+    for bad in (None, 3, "text", ["a"]):
+        assert refused([bad], "not_a_fact").startswith("Record 0: ")
 
 
 def test_the_limit_counts_facts_and_ends_reading():
@@ -257,6 +221,7 @@ def test_a_record_with_any_value_is_read_or_named(record, value):
 
 
 def test_answers_of_zsre_are_texts():
+    assert read_facts([{**ZSRE, "alt": "Peru"}])[0].old is None, "a true answer has nothing to push out"
     refused([{**ZSRE, "answers": 5}], "not_a_list")
     assert read_facts([{**ZSRE, "answers": "Osloer", "alt": "Oslo"}])[0].old == "Osloer", "a part of it is another"
     assert read_facts([{**ZSRE, "answers": [], "pred": None}])[0].old is None
