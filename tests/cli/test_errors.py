@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from rebind.cli.app import app
 from rebind.edit.editor import Editor
-from rebind.edit.targets.store import TargetStore
 from rebind.errors import InputError, LedgerError, NumericalError, NumericalWarning, StorageError
 from rebind.storage import ledgers_dir
 
@@ -73,7 +72,7 @@ def raising(problem):
         (("eval", "--method", "memitt"), "unknown_method"),
         (("eval", "--protocol", "serial"), "unknown_protocol"),
         (("eval", "--facts", "nowhere.json"), "file_not_found"),
-        (("eval", "--text", "nowhere.txt"), "corpus_not_found"),
+        (("eval", "--text", "nowhere.txt"), "unreadable_corpus"),
         (("eval", "--layers", "x"), "invalid_layers"),
         (("eval", "compare", ".", ".."), "not_a_run_folder"),
         (("bench", "scan", "--dtype", "int8"), "unknown_dtype"),
@@ -185,12 +184,20 @@ def test_rebinds_own_warnings_are_shown(rebind, model, monkeypatch):
 @pytest.mark.parametrize(
     ("problem", "exit_code"), [(KeyboardInterrupt(), 130), (FULL, 3), (KeyError("oops"), 1)], ids=repr
 )
-@pytest.mark.parametrize("place", [(Editor, "save"), (TargetStore, "clear")], ids=["saving", "inside the edit"])
-def test_an_error_says_that_an_edit_is_already_written(rebind, fails, model, monkeypatch, problem, exit_code, place):
-    words = ("edit", *FACT, "--model", model, *FAST, "--out", "out")
+@pytest.mark.parametrize("moment", ["while saving", "right after the write"])
+def test_an_error_says_that_an_edit_is_already_written(rebind, fails, model, monkeypatch, problem, exit_code, moment):
+    append = Ledger.append
+
+    def append_and_raise(ledger, edit):
+        append(ledger, edit)
+        raise problem
+
     with monkeypatch.context() as patch:
-        patch.setattr(*place, raising(problem))
-        error = fails(*words, code=exit_code)
+        if moment == "while saving":
+            patch.setattr(Editor, "save", raising(problem))
+        else:
+            patch.setattr(Ledger, "append", append_and_raise)
+        error = fails("edit", *FACT, "--model", model, *FAST, "--out", "out", code=exit_code)
     assert error.edits == ["e0001"]
     rebind(*shlex.split(error.err.split("To undo it: ")[1])[1:])
     assert rebind("ledger", "list", "--model", model, "--quiet").out == ""
