@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rebind.cli.app import app
 from rebind.edit.editor import Editor
+from rebind.edit.ledger import Ledger
 from rebind.errors import InputError, LedgerError, NumericalError, NumericalWarning, StorageError
 from rebind.storage import ledgers_dir
 
