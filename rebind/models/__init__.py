@@ -1,10 +1,9 @@
 """Everything about someone else's language model, behind one object: `LanguageModel`.
 
-- `language_model`: load, encode, score, generate
+- `language_model`: load, encode, score, generate, and a digest of the weights
 - `prompts`: prompts as text and as tokens, with start tokens, chat template and context
 - `scoring`, `generation`: how strongly the model believes a target; how it continues a prompt
-- `load`, `locate`, `gguf`, `tokenizer`, `transformers_io`: from a name, a folder or a file to weights and a tokenizer
-- `fingerprint`: a digest of the weights
+- `locate`, `load`: from a name, a folder or a file to weights and a tokenizer
 - `sites`, `mlp_output`: the matrices that can be edited, and what a block does with their output
 - `trunk`, `batching`: running the model in pieces, in batches that fit in memory
 """

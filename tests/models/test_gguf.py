@@ -11,7 +11,7 @@ import torch
 
 from rebind.errors import InputError
 from rebind.models.language_model import LanguageModel, fingerprint
-from rebind.models.locate import content_digest
+from rebind.models.load import content_digest
 from rebind.storage import cache_dir
 from tests.families import HEADS, HIDDEN, INNER, LAYERS, VOCAB, tokens
 from tests.tiny import LETTERS
