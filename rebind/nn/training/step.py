@@ -46,16 +46,15 @@ class TrainingStep:
         self.wrapped: Any = DistributedDataParallel(model) if self.uses_copies else model
         if config.compile:
             self.wrapped = torch.compile(self.wrapped)
-        is_narrow = config.precision == "bfloat16" or (config.precision == "auto" and self.device.type == "cuda")
-        self.dtype = torch.bfloat16 if is_narrow else torch.float32
+        self.is_narrow = config.precision == "bfloat16" or (config.precision == "auto" and self.device.type == "cuda")
         self.is_recorded = config.should_record(processes.num_processes, model.num_parameters())
         self.steps_to_recording = STEPS_BEFORE_RECORDING if self.is_recorded else -1
         self.recording: RecordedStep | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision that the model runs in. A graph must not reuse bfloat16 copies of old weights."""
-        is_narrow, reuses_copies = self.dtype == torch.bfloat16, not self.is_recorded
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=is_narrow, cache_enabled=reuses_copies)
+        reuses_copies = not self.is_recorded
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_narrow, cache_enabled=reuses_copies)
 
     def run(self, learning_rate: float, batch: TokenBatch, caches: Sequence[RebindCache]) -> Measured:
         """Take one step, without waiting for a GPU to finish it."""
