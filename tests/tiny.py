@@ -42,12 +42,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=380,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=380, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(SENTENCES, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END)
 
@@ -73,40 +69,22 @@ def save(model: Any, folder: Path) -> Path:
     return folder
 
 
+def _vocabulary() -> dict[str, int]:
+    return {"vocab_size": len(tokenizer()), "bos_token_id": 0, "eos_token_id": 0}
+
+
 def llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Return a random Llama, with random biases and norms."""
-    config = transformers.LlamaConfig(
-        **{
-            "vocab_size": len(tokenizer()),
-            "hidden_size": HIDDEN,
-            "intermediate_size": INNER,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 96,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            **options,
-        }
-    )
+    shape = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
+    config = transformers.LlamaConfig(**{**_vocabulary(), **shape, **heads, **options})
     return _random(transformers.LlamaForCausalLM, config, seed, dtype)
 
 
 def gpt2(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Return a random GPT-2: Conv1D weights, learned positions, embeddings tied to the head."""
-    config = transformers.GPT2Config(
-        **{
-            "vocab_size": len(tokenizer()),
-            "n_embd": HIDDEN,
-            "n_inner": INNER,
-            "n_layer": LAYERS,
-            "n_head": 4,
-            "n_positions": 96,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            **options,
-        }
-    )
+    shape = {"n_embd": HIDDEN, "n_inner": INNER, "n_layer": LAYERS, "n_head": 4, "n_positions": 96}
+    config = transformers.GPT2Config(**{**_vocabulary(), **shape, **options})
     return _random(transformers.GPT2LMHeadModel, config, seed, dtype)
 
 

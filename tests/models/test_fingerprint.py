@@ -56,13 +56,8 @@ def test_fingerprint_sees_dtype_and_not_layout_mode_or_gradients(tiny):
     assert fingerprint(zero.half()) != fingerprint(zero.bfloat16())  # the same bits
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fingerprint_does_not_see_the_device(tiny, dtype):
-    model = tiny.to(dtype)
-    assert fingerprint(model) == fingerprint(model.to("cuda"))
-
-
-def test_fingerprint_of_offloaded_weights_is_refused(tiny):
+def test_fingerprint_does_not_see_the_device_but_weights_must_be_on_one(tiny):
+    if torch.cuda.is_available():
+        assert fingerprint(tiny.bfloat16()) == fingerprint(tiny.to("cuda"))
     with raises(InputError, "offloaded_weights"):
         fingerprint(tiny.to("meta"))

@@ -30,21 +30,16 @@ def test_continuations_side_by_side_are_greedy_ones(build):
     assert model.generate([], 6) == []
 
 
-def test_continuations_end_at_an_end_token():
-    model = tiny.language_model()
-    (first,) = model.next_token_log_probs(TEXTS[:1]).argmax(-1).tolist()
-    assert model.end_tokens == {0}
-    model.model.generation_config.eos_token_id = [first, 0]
-    assert model.generate(TEXTS[:1], 6) == [""]
-
-
-def test_draws_are_seeded_and_stay_among_the_best():
-    model = tiny.language_model()
-    texts = TEXTS[:2]
+def test_continuations_end_at_an_end_token_and_draws_are_seeded():
+    model, texts = tiny.language_model(), TEXTS[:2]
     drawn = model.generate(texts, 8, top_k=5, seed=1)
     assert drawn == model.generate(texts, 8, top_k=5, seed=1)
     assert drawn != model.generate(texts, 8, top_k=5, seed=2)
     assert model.generate(texts, 8, top_k=1, seed=3) == model.generate(texts, 8)
+    (first,) = model.next_token_log_probs(TEXTS[:1]).argmax(-1).tolist()
+    assert model.end_tokens == {0}
+    model.model.generation_config.eos_token_id = [first, 0]
+    assert model.generate(TEXTS[:1], 6) == [""]
 
 
 def test_a_long_prompt_does_not_cut_short_what_follows_the_others():

@@ -52,13 +52,6 @@ def test_dtype_device_and_device_map(folder):
         refused("device_unavailable", folder, device=device)
 
 
-def test_weights_in_shards(tiny, tmp_path):
-    tiny.save_pretrained(tmp_path / "m", max_shard_size="10KB")
-    letter_tokenizer().save_pretrained(tmp_path / "m")
-    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
-    assert load(tmp_path / "m").fingerprint == fingerprint(tiny)
-
-
 def test_loading_is_quiet_and_leaves_the_settings(folder, capfd):
     transformers_logging.enable_progress_bar()
     transformers_logging.set_verbosity_info()

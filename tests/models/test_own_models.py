@@ -25,12 +25,10 @@ def save_own(folder, kind):
     """Save an untrained model with its tokenizer."""
     tokenizer = tiny.tokenizer()
     shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+    config = RebindConfig(vocab_size=len(tokenizer), layer_kinds=kind, eos_token_id=0, initializer_range=0.2, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = RebindForCausalLM(
-            RebindConfig(vocab_size=len(tokenizer), layer_kinds=kind, eos_token_id=0, initializer_range=0.2, **shape)
-        )
-    model.save_pretrained(folder)
+        RebindForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -60,14 +58,8 @@ def test_the_code_in_the_model_card_runs(tmp_path):
     [("attention", 2), ("gated_delta", 1), (["delta", "attention"], 2), ("linear-sum", 2), ("ttt-linear", 2)],
 )
 def test_our_models_can_be_edited(tmp_path, kind, layer, device):
-    editor = Editor(
-        save_own(tmp_path / "own", kind),
-        corpus=tiny.texts(),
-        moment_tokens=1500,
-        device=device,
-        guard=None,
-        contexts=ContextSettings(first_words=("The", "I"), tokens=4),
-    )
+    settings = {"corpus": tiny.texts(), "moment_tokens": 1500, "contexts": ContextSettings(("The", "I"), tokens=4)}
+    editor = Editor(save_own(tmp_path / "own", kind), device=device, guard=None, **settings)
     base, before = tiny.weights(editor.model), editor.score([FACT])[0]
     edit = editor.rewrite_many([FACT], layers=[layer], targets=TargetSettings(steps=20, clamp=2.0))
     assert editor.score([FACT])[0].nll < before.nll - 0.2  # what was written at the subject is read a token later

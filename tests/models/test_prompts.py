@@ -188,7 +188,6 @@ def test_tokens_that_stand_for_no_character_are_not_the_subject():
     ("text", "target", "follows"),
     [
         (FRANCE, "Rome", " Rome"),
-        (FRANCE, "  Rome ", " Rome"),
         (FRANCE + " ", "Rome", " Rome"),
         (FRANCE + "  ", "Rome", "  Rome"),
         ("The {France} (", "Paris", "Paris"),
@@ -199,7 +198,6 @@ def test_tokens_that_stand_for_no_character_are_not_the_subject():
         ("{France} of", "巴黎", " 巴黎"),
         ("{ฝรั่งเศส}คือ", "ปารีส", "ปารีส"),
         ("عاصمة {فرنسا} هي", "باريس", " باريس"),
-        (FRANCE, "the France of old was not the France of today", " the France of old was not the France of today"),
         (FRANCE, "Nguyễn Văn A", " Nguyễn Văn A"),
     ],
 )
@@ -298,22 +296,21 @@ def chat_text(prompt, template, **options):
     return tokenizer.decode(encoded.ids), to_subject, tokenizer.decode(encoded.target)
 
 
-def test_a_sentence_begins_the_turn_of_the_assistant():
+def test_a_sentence_begins_the_turn_of_the_assistant_and_a_question_is_that_of_the_user():
     text, to_subject, target = chat_text(marked(FRANCE + " ", "Rome"), CHATML, context="Old. ")
     assert text == (
         "<|user|>\nComplete the sentence: The capital of France is</s>\n<|assistant|>\nOld. The capital of France is"
     )
     assert to_subject == text.removesuffix(" is")
     assert target == " Rome"
-
-
-def test_a_question_is_the_turn_of_the_user():
     question = marked("What is {France}'s capital?", "Rome")
     text, to_subject, target = chat_text(question, CHATML, context="Old. ")
     assert text == "<|user|>\nOld. What is France's capital?</s>\n<|assistant|>\n"
     assert to_subject == "<|user|>\nOld. What is France"
     assert target == "Rome"
     assert chat_text(Prompt(question.text), CHATML, context="Old. ")[::2] == (text, "")
+    _, to_subject, _ = chat_text(marked("Is it {Rome}?", "Rome?"), CHATML)  # the subject is also the target
+    assert to_subject == "<|user|>\nIs it Rome"
 
 
 def test_the_template_decides_how_turns_are_spaced():
@@ -324,12 +321,6 @@ def test_the_template_decides_how_turns_are_spaced():
     sentence = "The capital of France is"
     assert (text, target) == (f"[INST] Complete the sentence: {sentence} [/INST] {sentence}", " Rome")
     assert to_subject == text.removesuffix(" is")
-
-
-def test_a_subject_that_is_also_the_target_is_found_in_the_question():
-    text, to_subject, _ = chat_text(marked("Is it {Rome}?", "Rome?"), CHATML)
-    assert text == "<|user|>\nIs it Rome?</s>\n<|assistant|>\n"
-    assert to_subject.endswith("Is it Rome")
 
 
 SHOUTING = "{% for m in messages %}{{ m.content if m.role == 'user' else m.content | upper }}\n{% endfor %}"

@@ -85,16 +85,6 @@ def test_scores_from_hand_made_logits():
     assert one.to_json() == {"probability": one.probability, "rank": 1, "nll": one.nll, "exact": True, "says": "[2]"}
 
 
-def test_a_prompt_runs_once_for_all_its_targets(monkeypatch):
-    model = tiny.language_model()
-    shapes = []
-    run = type(model.trunk).cache
-    monkeypatch.setattr(type(model.trunk), "cache", lambda self, some: shapes.append(some.ids.shape) or run(self, some))
-    model.score([Prompt("The capital of France is", target) for target in ("Rome", "Paris", "Madrid", "Berlin")])
-    ((rows, _),) = shapes
-    assert rows == 1
-
-
 def test_no_prompts_no_targets_and_a_broken_model():
     model = tiny.language_model()
     assert model.score([]) == []

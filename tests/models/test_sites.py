@@ -137,7 +137,7 @@ def test_attention_is_known_by_its_name_or_its_class(change):
 
 def test_a_longer_tower_beside_the_language_model_is_not_it():
     model = FAMILIES["llama"]()
-    model.vision_tower = nn.ModuleList(FAMILIES["llama"](seed).model.layers[0] for seed in range(LAYERS + 2))
+    model.vision_tower = nn.ModuleList(copy.deepcopy(model.model.layers[0]) for _ in range(LAYERS + 2))
     assert find_sites(model)[0].name == LLAMA_DOWN.format(0)
 
 
