@@ -19,9 +19,10 @@ from rebind.nn.layers import (
     FastWeight,
     HopfieldLayer,
     SequenceLayer,
+    State,
     TTTLayer,
 )
-from rebind.nn.parts import Normalizer, State, get_normalizer
+from rebind.nn.parts import Normalizer, get_normalizer
 
 try:
     from rebind.nn.lm import (

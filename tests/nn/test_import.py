@@ -1,4 +1,4 @@
-"""Importing `rebind.nn`: layers without transformers, and models that the Auto classes know."""
+"""Importing `rebind.nn` with and without transformers; docs/models.md runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import rebind.nn
+from tests.test_docs import ROOT, run_blocks
 
 WITHOUT_TRANSFORMERS = """
 import sys
@@ -43,3 +45,10 @@ def test_every_name_is_there():
         assert getattr(rebind.nn, name) is not None
     with pytest.raises(AttributeError):
         rebind.nn.RebindForEverything  # noqa: B018
+
+
+def test_the_document_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        assert run_blocks(ROOT / "docs" / "models.md") > 5

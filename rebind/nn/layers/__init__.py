@@ -1,19 +1,17 @@
 """Sequence layers: causal maps [B, T, dim] → [B, T, dim] with a state to continue from. They need torch alone.
 
-- `base`: the contract of every sequence layer
+- `base`: the contracts of layers over one sequence and between two, and their state
 - `fast_weight`: a memory rewritten at every token, by any rule and with any feature map
 - `ttt`: a memory that is a small model, trained at test time
 - `attention`: softmax attention, the baseline
 - `hopfield`: retrieval from learned patterns
-- `cross`: layers that read one sequence from another
 """
 
 from __future__ import annotations
 
-from rebind.nn.layers.attention import Attention
-from rebind.nn.layers.base import SequenceLayer
-from rebind.nn.layers.cross import CrossAttention, CrossFastWeight, CrossLayer
-from rebind.nn.layers.fast_weight import FastWeight
+from rebind.nn.layers.attention import Attention, CrossAttention
+from rebind.nn.layers.base import SequenceLayer, State
+from rebind.nn.layers.fast_weight import CrossFastWeight, FastWeight
 from rebind.nn.layers.hopfield import HopfieldLayer
 from rebind.nn.layers.ttt import TTTLayer
 
@@ -21,9 +19,9 @@ __all__ = [
     "Attention",
     "CrossAttention",
     "CrossFastWeight",
-    "CrossLayer",
     "FastWeight",
     "HopfieldLayer",
     "SequenceLayer",
+    "State",
     "TTTLayer",
 ]

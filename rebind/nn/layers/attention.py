@@ -1,8 +1,8 @@
-"""Softmax attention, the baseline. Its state is every key and value of the sequence so far."""
+"""Softmax attention, the baseline, over one sequence and between two. Its state is every key and value so far."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,10 +12,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rebind.memory.precision import working_dtype
-from rebind.nn.layers.base import SequenceLayer
-from rebind.nn.parts.checks import head_width, require_multiple
+from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
+from rebind.nn.parts.checks import require_multiple
 from rebind.nn.parts.padding import zero_padding
-from rebind.nn.parts.state import State
 
 BACKENDS_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -24,8 +23,8 @@ BACKENDS_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTEN
 class AttentionState(State):
     """One key and one value per token."""
 
-    keys: Tensor  # [B, key_heads, S, head_dim], rotated
-    values: Tensor  # [B, key_heads, S, head_dim]
+    keys: Tensor  # [B, heads, S, head_dim], rotated
+    values: Tensor  # [B, heads, S, head_dim]
     count: Tensor | None = None  # [B] real tokens so far: the position of the next one; None for a source
     real: Tensor | None = None  # [B, S] true for real tokens; None: all are
 
@@ -35,45 +34,31 @@ class Attention(SequenceLayer[AttentionState]):
 
     Args:
         dim: Width of the input and the output.
-        heads: Number of query heads.
-        head_dim: Width of a head, even. None: dim / heads.
-        key_heads: Number of key and value heads, each shared by equally many query heads. None: as many as `heads`.
+        heads: Number of heads, which share `dim` evenly.
         rope_theta: Base of the rotary frequencies. None: no positions.
     """
 
     state_type = AttentionState
     grows = True
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        head_dim: int | None = None,
-        key_heads: int | None = None,
-        rope_theta: float | None = 10_000.0,
-    ) -> None:
-        super().__init__(dim)
-        self.heads = heads
-        self.head_dim = head_width(dim, heads, head_dim)
-        self.key_heads = heads if key_heads is None else key_heads
-        require_multiple("The number of heads", heads, self.key_heads, "the number of key heads")
+    def __init__(self, dim: int, heads: int, *, rope_theta: float | None = 10_000.0) -> None:
+        super().__init__(dim, heads)
         if rope_theta is not None:
             require_multiple("The width of a head", self.head_dim, 2, "which rotary positions need")
         self.rope_theta = rope_theta
-        self.q_proj = nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(dim, self.key_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(dim, self.key_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(dim, dim, bias=False)
+        self.v_proj = nn.Linear(dim, dim, bias=False)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
 
     @property
     def state_size(self) -> int:
-        """Numbers stored per token of the context: key_heads × 2 head_dim."""
-        return self.key_heads * 2 * self.head_dim
+        """Numbers stored per token of the context: a key and a value."""
+        return 2 * self.dim
 
     def initial_state(self, batch: int) -> AttentionState:
         weight = self.k_proj.weight
-        empty = weight.new_zeros(batch, self.key_heads, 0, self.head_dim)
+        empty = weight.new_zeros(batch, self.heads, 0, self.head_dim)
         return AttentionState(empty, empty, torch.zeros(batch, dtype=torch.long, device=weight.device))
 
     def forward(
@@ -82,14 +67,21 @@ class Attention(SequenceLayer[AttentionState]):
         start = self._check_or_begin(x, state, mask)
         x = zero_padding(x, mask)
         q, k, v = self._project(x, cast(Tensor, start.count), mask)
-        end = self._append(start, k, v, mask)
-        past = start.keys.shape[2]
+        past, real = start.keys.shape[2], start.real
+        if real is not None or mask is not None:
+            before, now = (torch.ones_like(keys[:, 0, :, 0], dtype=torch.bool) for keys in (start.keys, k))
+            real = torch.cat([before if real is None else real, now if mask is None else mask], dim=1)
+        end = AttentionState(
+            torch.cat([start.keys.to(k.dtype), k], dim=2),
+            torch.cat([start.values.to(v.dtype), v], dim=2),
+            cast(Tensor, start.count) + (x.shape[1] if mask is None else mask.sum(1)),
+            real,
+        )
         allowed = _attention_mask(past, x.shape[1], end.real, x.device)
         causal = allowed is None and past == 0 and x.shape[1] > 1
-        with _fitting_backends(q):
-            read = functional.scaled_dot_product_attention(
-                q, end.keys, end.values, attn_mask=allowed, is_causal=causal, enable_gqa=self.key_heads != self.heads
-            )
+        # For a single token cuDNN would plan for every context length again, which takes milliseconds per layer.
+        with sdpa_kernel(BACKENDS_WITHOUT_PLANS) if q.is_cuda and x.shape[1] == 1 else nullcontext():
+            read = functional.scaled_dot_product_attention(q, end.keys, end.values, attn_mask=allowed, is_causal=causal)
         return self.o_proj(read.transpose(1, 2).flatten(-2).to(x.dtype)), end
 
     def _project(self, x: Tensor, count: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,24 +98,32 @@ class Attention(SequenceLayer[AttentionState]):
         angles = positions.to(powers.dtype) * self.rope_theta**-powers  # [B, 1, T, head_dim / 2]
         return _rotate(q, angles), _rotate(k, angles), v
 
-    def _append(self, state: AttentionState, k: Tensor, v: Tensor, mask: Tensor | None) -> AttentionState:
-        length, real = k.shape[2], state.real
-        if real is not None or mask is not None:
-            before, now = (torch.ones_like(keys[:, 0, :, 0], dtype=torch.bool) for keys in (state.keys, k))
-            real = torch.cat([before if real is None else real, now if mask is None else mask], dim=1)
-        return AttentionState(
-            torch.cat([state.keys.to(k.dtype), k], dim=2),
-            torch.cat([state.values.to(v.dtype), v], dim=2),
-            cast(Tensor, state.count) + (length if mask is None else mask.sum(1)),
-            real,
+
+class CrossAttention(CrossLayer[AttentionState]):
+    """softmax(q·k / √head_dim) over the whole source, without positions.
+
+    Args:
+        dim: Width of the targets and of the output.
+        heads: Number of heads, which share `dim` evenly.
+        source_dim: Width of the source. None: dim.
+    """
+
+    grows = True
+
+    @property
+    def state_size(self) -> int:
+        """Numbers stored per token of the source: a key and a value."""
+        return 2 * self.dim
+
+    def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> AttentionState:
+        return AttentionState(k.transpose(1, 2), v.transpose(1, 2), real=mask)
+
+    def _read(self, q: Tensor, state: AttentionState) -> Tensor:
+        real = None if state.real is None else state.real[:, None, None, :]
+        read = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), state.keys.to(q.dtype), state.values.to(q.dtype), attn_mask=real
         )
-
-
-def _fitting_backends(q: Tensor) -> AbstractContextManager[None]:
-    """Keep single tokens on a GPU from cuDNN, which plans for every context length again: milliseconds per layer."""
-    if not q.is_cuda or q.shape[2] > 1:
-        return nullcontext()
-    return cast(AbstractContextManager[None], sdpa_kernel(BACKENDS_WITHOUT_PLANS))
+        return read.transpose(1, 2)
 
 
 def _attention_mask(past: int, length: int, real: Tensor | None, device: torch.device) -> Tensor | None:

@@ -1,16 +1,61 @@
-"""The contract of every sequence layer."""
+"""The contracts of layers: over one sequence, and between two; and the state that they carry."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rebind.errors import InputError
-from rebind.nn.parts.checks import require_positive, require_rows, require_sequence
-from rebind.nn.parts.state import State
+from rebind.nn.parts.checks import head_width, require_rows, require_sequence
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """The memory of a layer. A field is a tensor with the batch first, a tuple of such tensors, or None."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the same state with every tensor changed."""
+
+        def changed(field: Tensor | tuple[Tensor, ...] | None) -> Tensor | tuple[Tensor, ...] | None:
+            if isinstance(field, tuple):
+                return tuple(map(change, field))
+            return None if field is None else change(field)
+
+        return replace(self, **{name: changed(getattr(self, name)) for name in self.__dataclass_fields__})
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the state, in the order of the fields."""
+        fields = [getattr(self, name) for name in self.__dataclass_fields__]
+        tuples = [field if isinstance(field, tuple) else (field,) for field in fields if field is not None]
+        return [tensor for field in tuples for tensor in field]
+
+    def detach(self) -> Self:
+        """Return the state without its graph, to train on a next segment without back-propagating through this one."""
+        return self.map(Tensor.detach)
+
+    def clone(self) -> Self:
+        """Return a copy that `step`, which writes in place, does not change."""
+        return self.map(Tensor.clone)
+
+    def select(self, rows: Tensor) -> Self:
+        """Return these sequences of the batch, in this order; a row may occur more than once."""
+        return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+
+    def repeat(self, times: int) -> Self:
+        """Return every sequence `times` times in a row."""
+        return self.map(lambda tensor: tensor.repeat_interleave(times, dim=0))
+
+    @property
+    def size(self) -> int:
+        """Numbers stored for one sequence, including a denominator's row and a convolution's window."""
+        return sum(tensor[0].numel() for tensor in self.tensors if tensor.is_floating_point() and len(tensor))
+
 
 S = TypeVar("S", bound=State)
 
@@ -26,10 +71,9 @@ class SequenceLayer(nn.Module, Generic[S]):
     state_type: type[S]  # what `initial_state` returns
     grows: ClassVar[bool] = False  # whether the state gets larger with every token
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, heads: int, head_dim: int | None = None) -> None:
         super().__init__()
-        require_positive(dim=dim)
-        self.dim = dim
+        self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads, head_dim)
 
     @abstractmethod
     def initial_state(self, batch: int) -> S:
@@ -75,3 +119,44 @@ class SequenceLayer(nn.Module, Generic[S]):
         """Check the arguments and return the state to start from."""
         self._check(x, state, mask)
         return self.initial_state(x.shape[0]) if state is None else state
+
+
+class CrossLayer(nn.Module, Generic[S]):
+    """The contract of a layer between two sequences: `write` a source once, read it with any targets."""
+
+    grows: ClassVar[bool] = False  # whether the state is as long as the source
+
+    def __init__(self, dim: int, heads: int, *, source_dim: int | None = None) -> None:
+        super().__init__()
+        self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
+        self.source_dim = dim if source_dim is None else source_dim
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(self.source_dim, dim, bias=False)
+        self.v_proj = nn.Linear(self.source_dim, dim, bias=False)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+
+    @property
+    @abstractmethod
+    def state_size(self) -> int:
+        """Numbers in the memory of one source, or per token of it if the state grows."""
+
+    def write(self, source: Tensor, mask: Tensor | None = None) -> S:
+        """Return the state of a source [B, S, source_dim]; `mask` [B, S] is true for real tokens."""
+        require_sequence("source", source, self.source_dim, mask)
+        k, v = (project(source).unflatten(-1, (self.heads, -1)) for project in (self.k_proj, self.v_proj))
+        return self._write(k, v, mask)
+
+    def forward(self, x: Tensor, state: S) -> Tensor:
+        """Return what targets x [B, T, dim] read from the source, [B, T, dim]. The state does not change."""
+        require_sequence("x", x, self.dim, None)
+        require_rows(x, len(state.tensors[0]))
+        read = self._read(self.q_proj(x).unflatten(-1, (self.heads, -1)), state)
+        return self.o_proj(read.flatten(-2).to(x.dtype))
+
+    @abstractmethod
+    def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> S:
+        """Return the state of keys and values [B, S, heads, head_dim]."""
+
+    @abstractmethod
+    def _read(self, q: Tensor, state: S) -> Tensor:
+        """Return what queries [B, T, heads, head_dim] read, of the same shape."""

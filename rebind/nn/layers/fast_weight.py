@@ -4,16 +4,7 @@
     W ← α W (I − ε φ(k) φ(k)ᵀ) + η v φ(k)ᵀ
     y = W_o norm(W φ(q))
 
-| model | rule | feature | normalizer | besides |
-| --- | --- | --- | --- | --- |
-| Linear Transformer | sum | elu+1 | attention | |
-| Performer | sum | favor | attention | |
-| RFA | rfa | favor | attention | |
-| Mamba-2 | mamba2 | identity | none | convolution, output gate |
-| DeltaNet (Schlag et al.) | delta | elu+1, dpfp, favor | sum | |
-| DeltaNet (today) | delta | identity | l2 | convolution |
-| Longhorn | longhorn | identity | none | convolution |
-| Gated DeltaNet | gated_delta | identity | l2 | convolution, output gate |
+docs/models.md lists the models that these choices give. `CrossFastWeight` writes one sequence and reads another.
 """
 
 from __future__ import annotations
@@ -28,19 +19,18 @@ from torch import Tensor, nn
 from rebind.memory.features import Feature
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Rule, get_rule
-from rebind.nn.layers.base import SequenceLayer
+from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
 from rebind.nn.parts.checks import head_width, require_multiple
 from rebind.nn.parts.convolution import ShortConvolution
 from rebind.nn.parts.dense import RMSNorm, project_gated, project_jointly
 from rebind.nn.parts.feature_map import FeatureMap, Normalizer
 from rebind.nn.parts.gates import Gates
 from rebind.nn.parts.padding import zero_padding
-from rebind.nn.parts.state import State
 from rebind.ops import scan
 from rebind.ops.inputs import DEBUG
 from rebind.ops.scan import coefficients
 from rebind.ops.step import step_without_grad
-from rebind.precision import as_autocast
+from rebind.precision import as_autocast, without_autocast
 
 TokenGates = tuple[dict[str, float | Tensor], Tensor | None]  # as `Gates` returns them
 
@@ -87,11 +77,10 @@ class FastWeight(SequenceLayer[FastWeightState]):
         output_gate: bool = False,
         norm: bool = True,
     ) -> None:
-        super().__init__(dim)
-        self.heads = heads
+        super().__init__(dim, heads, d_v)
         self.rule = get_rule(rule)
         self.d_k = head_width(dim, heads, d_k)
-        self.d_v = head_width(dim, heads, d_v)
+        self.d_v = self.head_dim
         self.key_heads = heads if key_heads is None else key_heads
         require_multiple("The number of heads", heads, self.key_heads, "the number of key heads")
         keys, values = self.key_heads * self.d_k, heads * self.d_v
@@ -186,3 +175,38 @@ class FastWeight(SequenceLayer[FastWeightState]):
 
     def extra_repr(self) -> str:
         return f"rule={self.rule!r}, heads={self.heads}, d_k={self.d_k}, d_v={self.d_v}"
+
+
+class CrossFastWeight(CrossLayer[FastWeightState]):
+    """W = Σ v φ(k)ᵀ over the source, and W φ(q) / z·φ(q) for every target: non-causal linear attention.
+
+    However long the source is, its state is a matrix [head_dim, width of φ(k)] per head.
+
+    Args:
+        dim: Width of the targets and of the output.
+        heads: Number of memories, which share `dim` evenly.
+        source_dim: Width of the source. None: dim.
+        feature: φ, for keys dim / heads wide.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, *, source_dim: int | None = None, feature: str | Feature = "elu+1"
+    ) -> None:
+        super().__init__(dim, heads, source_dim=source_dim)
+        self.phi = FeatureMap(feature, "attention", self.head_dim)
+
+    @property
+    def state_size(self) -> int:
+        """Heads × width of φ(k) × head_dim."""
+        return self.heads * self.phi.width * self.head_dim
+
+    def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> FastWeightState:
+        with without_autocast(v):
+            k, v = zero_padding(self.phi.key(k), mask), self.phi.normalizer.value(v)
+            wide = working_dtype(v)
+            return FastWeightState(torch.einsum("bshv,bshk->bhvk", v.to(wide), k.to(wide)))
+
+    def _read(self, q: Tensor, state: FastWeightState) -> Tensor:
+        with without_autocast(q):
+            out = torch.einsum("bhvk,bthk->bthv", state.memory, self.phi.query(q).to(state.memory.dtype))
+            return self.phi.normalizer.read(out)

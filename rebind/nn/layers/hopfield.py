@@ -8,24 +8,16 @@ The patterns are slow weights: the layer remembers nothing of the sequence and m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from rebind.memory.precision import working_dtype
-from rebind.nn.layers.base import SequenceLayer
-from rebind.nn.parts.checks import head_width, require_positive
+from rebind.nn.layers.base import SequenceLayer, State
+from rebind.nn.parts.checks import require_positive
 from rebind.nn.parts.padding import zero_padding
-from rebind.nn.parts.state import State
 
 
-@dataclass(frozen=True, eq=False)
-class EmptyState(State):
-    """The state of a layer that remembers nothing of the sequence."""
-
-
-class HopfieldLayer(SequenceLayer[EmptyState]):
+class HopfieldLayer(SequenceLayer[State]):
     """Retrieval from learned patterns.
 
     Args:
@@ -36,13 +28,11 @@ class HopfieldLayer(SequenceLayer[EmptyState]):
         beta: Inverse temperature of the softmax. None: 1/√(width of a head), as in attention.
     """
 
-    state_type = EmptyState
+    state_type = State
 
     def __init__(self, dim: int, heads: int, *, patterns: int = 64, steps: int = 1, beta: float | None = None) -> None:
-        super().__init__(dim)
+        super().__init__(dim, heads)
         require_positive(patterns=patterns, steps=steps)
-        self.heads = heads
-        self.head_dim = head_width(dim, heads)
         self.steps = steps
         self.beta = self.head_dim**-0.5 if beta is None else beta
         self.q_proj = nn.Linear(dim, dim, bias=False)
@@ -57,12 +47,10 @@ class HopfieldLayer(SequenceLayer[EmptyState]):
 
     state_size = 0
 
-    def initial_state(self, batch: int) -> EmptyState:
-        return EmptyState()
+    def initial_state(self, batch: int) -> State:
+        return State()
 
-    def forward(
-        self, x: Tensor, state: EmptyState | None = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, EmptyState]:
+    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
         self._check(x, state, mask)
         query = self.q_proj(zero_padding(x, mask)).unflatten(-1, (self.heads, self.head_dim))
         wide = working_dtype(query)
@@ -70,7 +58,7 @@ class HopfieldLayer(SequenceLayer[EmptyState]):
         for _ in range(self.steps - 1):
             query = self._attend(query, patterns, patterns)
         answer = self._attend(query, patterns, self.answers.to(wide))
-        return self.o_proj(answer.flatten(-2).to(x.dtype)), EmptyState()
+        return self.o_proj(answer.flatten(-2).to(x.dtype)), State()
 
     def _attend(self, query: Tensor, patterns: Tensor, answers: Tensor) -> Tensor:
         weights = torch.softmax(self.beta * torch.einsum("...hd,hmd->...hm", query, patterns), dim=-1)

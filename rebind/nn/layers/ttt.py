@@ -27,11 +27,10 @@ from torch.nn import functional
 from rebind.errors import InputError
 from rebind.memory import ttt
 from rebind.memory.precision import working_dtype
-from rebind.nn.layers.base import SequenceLayer
-from rebind.nn.parts.checks import head_width, require_positive
+from rebind.nn.layers.base import SequenceLayer, State
+from rebind.nn.parts.checks import require_positive
 from rebind.nn.parts.dense import RMSNorm
 from rebind.nn.parts.padding import Packing, take_tokens, zero_padding
-from rebind.nn.parts.state import State
 from rebind.precision import without_autocast
 
 Weights = tuple[Tensor, ...]  # of the inner model, [B, heads, ...] each
@@ -60,18 +59,10 @@ class TTTLayer(SequenceLayer[TTTState]):
     state_type = TTTState
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        inner: ttt.InnerModel | None = None,
-        mini_batch: int = 16,
-        rate: float = 1.0,
+        self, dim: int, heads: int, *, inner: ttt.InnerModel | None = None, mini_batch: int = 16, rate: float = 1.0
     ) -> None:
-        super().__init__(dim)
+        super().__init__(dim, heads)
         require_positive(mini_batch=mini_batch)
-        self.heads = heads
-        self.head_dim = head_width(dim, heads)
         self.inner = ttt.Linear() if inner is None else inner
         if type(self.inner) not in DUAL_FORMS:
             raise InputError(
@@ -129,11 +120,13 @@ class TTTLayer(SequenceLayer[TTTState]):
             ends = start.filled + (length if mask is None else mask.sum(1))
             tokens = [zero_padding(tensor, mask) for tensor in tokens]
             out, end = self._train(tokens, start, ends, complete=length // self.mini_batch if fresh else 0)
-            return self._output(x, out[:, :length]), end
-        packing = Packing.from_mask(torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask)
-        tokens = _align(tokens, packing, start.filled, self.mini_batch)
-        out, end = self._train(tokens, start, packing.counts + start.filled)
-        return self._output(x, take_tokens(out, packing.position + start.filled[:, None])), end
+            out = out[:, :length]
+        else:
+            packing = Packing.from_mask(torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask)
+            tokens = _align(tokens, packing, start.filled, self.mini_batch)
+            out, end = self._train(tokens, start, packing.counts + start.filled)
+            out = take_tokens(out, packing.position + start.filled[:, None])
+        return self.o_proj(self.norm(out).flatten(-2).to(x.dtype)), end
 
     def _train(self, tokens: list[Tensor], state: TTTState, ends: Tensor, complete: int = 0) -> tuple[Tensor, TTTState]:
         """Train on one mini-batch after another of [B, S, heads, ...]; row i has its last token before slot ends[i].
@@ -145,9 +138,9 @@ class TTTLayer(SequenceLayer[TTTState]):
         train, start, now, reads = DUAL_FORMS[type(self.inner)], state.start, state.now, []
         q, k, v, rate = (_split_mini_batches(tensor, min(size, tensor.shape[1])) for tensor in tokens)
         with without_autocast(q):
-            targets, scores = norm.target(k, v), (q @ k.mT).tril()  # for all mini-batches at once
-            for index, tensors in enumerate(zip(q, k, targets, rate.unsqueeze(-1), scores, strict=True)):
-                read, now = train(start, now, MiniBatch(*tensors), norm)
+            targets, scores = v - k - norm.bias[:, None], (q @ k.mT).tril()  # for all mini-batches at once
+            for index, batch in enumerate(zip(q, k, targets, rate.unsqueeze(-1), scores, strict=True)):
+                read, now = train(start, now, batch, norm)
                 # A row that ends inside the mini-batch is not done with it.
                 start = now if index < complete else _where(ends >= (index + 1) * size, now, start)
                 reads.append(read)
@@ -159,9 +152,6 @@ class TTTLayer(SequenceLayer[TTTState]):
         qkv = [project(x).unflatten(-1, (self.heads, -1)) for project in (self.q_proj, self.k_proj, self.v_proj)]
         rate = torch.sigmoid(self.rate_proj(x)) * (self.rate / self.head_dim)
         return [tensor.to(working_dtype(tensor)) for tensor in (*qkv, rate)]
-
-    def _output(self, x: Tensor, out: Tensor) -> Tensor:
-        return self.o_proj(self.norm(out).flatten(-2).to(x.dtype))
 
     def extra_repr(self) -> str:
         return f"inner={self.inner!r}, heads={self.heads}, mini_batch={self.mini_batch}, rate={self.rate}"
@@ -182,12 +172,8 @@ class InnerNorm:
         normal, _ = self._normalize(z)
         return x + normal * self.weight[:, None] + self.bias[:, None]
 
-    def target(self, k: Tensor, v: Tensor) -> Tensor:
-        """Return what weight · LN(z) must be for f(k) = v."""
-        return v - k - self.bias[:, None]
-
     def gradient(self, z: Tensor, target: Tensor) -> Tensor:
-        """Return d‖f(k) − v‖² / dz."""
+        """Return d‖f(k) − v‖² / dz, where weight · LN(z) must be the target for f(k) = v."""
         normal, scale = self._normalize(z)
         weight = self.weight[:, None]
         upstream = (normal * weight - target) * (2 * weight)
@@ -200,35 +186,27 @@ class InnerNorm:
         return (z - mean) * scale, scale
 
 
-@dataclass(frozen=True, eq=False)
-class MiniBatch:
-    """What the training on a mini-batch needs besides the weights, [B, H, n, d] each unless said otherwise."""
-
-    q: Tensor
-    k: Tensor
-    target: Tensor  # see InnerNorm
-    rate: Tensor  # [B, H, n, 1]; 0 for empty slots
-    scores: Tensor  # q_t·k_s for s ≤ t, else 0: [B, H, n, n]
+MiniBatch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, target, rate [..., n, 1], and the causal q_t·k_s
 
 
 def _train_linear(start: Weights, now: Weights, batch: MiniBatch, norm: InnerNorm) -> tuple[Tensor, Weights]:
     """Return W_t q_t for every token [B, H, n, d], and the weights after the last one, for f(x) = x + LN(W x)."""
-    (old,), (weight,) = start, now
-    update = batch.rate * norm.gradient(batch.k @ old.mT, batch.target)
-    read, weight = _descend(weight, batch.q, batch.k, batch.scores, update)
+    q, k, target, rate, scores = batch
+    read, weight = _descend(now[0], q, k, scores, rate * norm.gradient(k @ start[0].mT, target))
     return read, (weight,)
 
 
 def _train_mlp(start: Weights, now: Weights, batch: MiniBatch, norm: InnerNorm) -> tuple[Tensor, Weights]:
     """Return the same for f(x) = x + LN(W₂ gelu(W₁ x + b₁) + b₂)."""
+    q, k, target, rate, scores = batch
     old_first, old_bias, old_second, old_second_bias = start
     first, bias, second, second_bias = now
-    before = batch.k @ old_first.mT + old_bias.unsqueeze(-2)
+    before = k @ old_first.mT + old_bias.unsqueeze(-2)
     hidden = functional.gelu(before)
-    upper = norm.gradient(hidden @ old_second.mT + old_second_bias.unsqueeze(-2), batch.target)
+    upper = norm.gradient(hidden @ old_second.mT + old_second_bias.unsqueeze(-2), target)
     lower = (upper @ old_second) * _gelu_derivative(before)
-    upper, lower = batch.rate * upper, batch.rate * lower
-    read, first = _descend(first, batch.q, batch.k, batch.scores, lower)
+    upper, lower = rate * upper, rate * lower
+    read, first = _descend(first, q, k, scores, lower)
     shift, bias = _descend_bias(bias, lower)
     query = functional.gelu(read + shift)
     read, second = _descend(second, query, hidden, (query @ hidden.mT).tril(), upper)

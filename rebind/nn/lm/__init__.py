@@ -1,7 +1,6 @@
 """Language models of sequence layers, for transformers. Importing this package registers them with the Auto classes.
 
-- `config`: the config, and presets, which are configs with a name
-- `kinds`: the kinds of layer that a config can name
+- `config`: the config, the kinds of layer that it can name, and presets
 - `model`: the models
 - `cache`: the states of all layers, as `generate` carries them
 - `decoding`: tokens decoded as replays of a CUDA graph
@@ -10,9 +9,8 @@
 from __future__ import annotations
 
 from rebind.nn.lm.cache import RebindCache
-from rebind.nn.lm.config import PRESETS, RebindConfig, preset
+from rebind.nn.lm.config import KINDS, PRESETS, RebindConfig, preset
 from rebind.nn.lm.decoding import recorded_decoding
-from rebind.nn.lm.kinds import KINDS
 from rebind.nn.lm.model import RebindForCausalLM, RebindModel
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache
 
 from rebind.errors import InputError
-from rebind.nn.parts.state import State
+from rebind.nn.layers.base import State
 
 
 class RebindCache(Cache):
@@ -87,18 +87,3 @@ class RebindCache(Cache):
 
     def _change(self, change: Callable[[State], State]) -> None:
         self.states = [None if state is None else change(state) for state in self.states]
-
-
-class RebindSeq2SeqCache(RebindCache):
-    """The state of every layer of a decoder, and then the source as every layer wrote it."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__(2 * layers)
-
-    def __len__(self) -> int:
-        return len(self.states) // 2
-
-    @property
-    def sources(self) -> list[State | None]:
-        """The source as each layer wrote it."""
-        return self.states[len(self) :]

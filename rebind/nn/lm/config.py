@@ -1,16 +1,28 @@
-"""The config of a language model, and presets: configs with a name."""
+"""The config of a language model, the kinds of layer that it can name, and presets: configs with a name.
+
+The kinds `<φ>-<rule>` are the models of Schlag et al.: the sum is read with a denominator (eq. 19), the delta rule has
+sum-normalized φ(k) and φ(q) (section 4.2), and there is neither a convolution nor an output gate. The other kinds are
+built as in today's papers. To add a kind, add an entry to `KINDS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from rebind.errors import ShapeError
+from rebind.memory import ttt
 from rebind.memory.checks import unknown_name
+from rebind.nn.layers.attention import Attention
+from rebind.nn.layers.base import SequenceLayer
+from rebind.nn.layers.fast_weight import FastWeight
+from rebind.nn.layers.hopfield import HopfieldLayer
+from rebind.nn.layers.ttt import TTTLayer
 from rebind.nn.parts.checks import head_width, require_positive
 from rebind.nn.parts.dense import MLPS
+from rebind.nn.parts.feature_map import build_feature
 
 ConfigValue = str | int | float | list[str] | None
 
@@ -26,7 +38,7 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     num_hidden_layers: int = 12
     num_attention_heads: int = 8  # of every layer
     intermediate_size: int = 1_408  # width of the hidden layer of the MLPs
-    layer_kinds: str | list[str] = "gated_delta"  # of `rebind.nn.lm.kinds`; a list is repeated to the depth
+    layer_kinds: str | list[str] = "gated_delta"  # of `KINDS`; a list is repeated to the depth
     mlp: str = "swiglu"  # or "relu"
     d_k: int | None = None  # width of the keys of a head, before φ; None: hidden_size / heads
     d_v: int | None = None  # width of the values of a head; None: hidden_size / heads
@@ -52,7 +64,9 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
             head_width(self.hidden_size, self.num_attention_heads, width)
         if self.mlp not in MLPS:
             raise unknown_name("mlp", self.mlp, MLPS)
-        self.kinds  # noqa: B018  # raises for a pattern that does not fit
+        for kind in self.kinds:  # which raises an error for a pattern that does not fit
+            if kind not in KINDS:
+                raise unknown_name("layer kind", kind, KINDS)
 
     @property
     def kinds(self) -> list[str]:
@@ -66,6 +80,55 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
             )
         return pattern * (self.num_hidden_layers // len(pattern))
 
+
+LayerBuilder = Callable[[RebindConfig], SequenceLayer[Any]]
+
+
+def _fast_weight(rule: str, normalizer: str, *, feature: str = "identity", output_gate: bool = False) -> LayerBuilder:
+    """Return the builder of a fast-weight layer with a feature map or, without one, behind a short convolution."""
+
+    def build(config: RebindConfig) -> FastWeight:
+        d_k = head_width(config.hidden_size, config.num_attention_heads, config.d_k)
+        return FastWeight(
+            config.hidden_size,
+            config.num_attention_heads,
+            rule=rule,
+            feature=build_feature(feature, d_k, dpfp_nu=config.dpfp_nu, favor_features=config.favor_features),
+            normalizer=normalizer,
+            d_k=d_k,
+            d_v=config.d_v,
+            conv_size=config.conv_size if feature == "identity" else None,
+            output_gate=output_gate,
+        )
+
+    return build
+
+
+def _ttt(inner: ttt.InnerModel, rate: float) -> LayerBuilder:
+    return lambda config: TTTLayer(
+        config.hidden_size, config.num_attention_heads, inner=inner, mini_batch=config.ttt_mini_batch, rate=rate
+    )
+
+
+KINDS: dict[str, LayerBuilder] = {
+    "attention": lambda config: Attention(config.hidden_size, config.num_attention_heads, rope_theta=config.rope_theta),
+    "linear-sum": _fast_weight("sum", "attention", feature="linear"),  # the Linear Transformer
+    "linear-delta": _fast_weight("delta", "sum", feature="linear"),  # the Delta Net of Schlag et al.
+    "performer-sum": _fast_weight("sum", "attention", feature="performer"),
+    "performer-delta": _fast_weight("delta", "sum", feature="performer"),
+    "dpfp-sum": _fast_weight("sum", "attention", feature="dpfp"),
+    "dpfp-delta": _fast_weight("delta", "sum", feature="dpfp"),
+    "rfa": _fast_weight("rfa", "attention", feature="performer"),
+    "mamba2": _fast_weight("mamba2", "none", output_gate=True),
+    "delta": _fast_weight("delta", "l2"),  # DeltaNet as it is built today
+    "longhorn": _fast_weight("longhorn", "none"),
+    "gated_delta": _fast_weight("gated_delta", "l2", output_gate=True),
+    "ttt-linear": _ttt(ttt.Linear(), rate=1.0),
+    "ttt-mlp": _ttt(ttt.Mlp(), rate=0.1),
+    "hopfield": lambda config: HopfieldLayer(  # mixes no tokens: put it between layers that do
+        config.hidden_size, config.num_attention_heads, patterns=config.hopfield_patterns
+    ),
+}
 
 SCHLAG: dict[str, ConfigValue] = {  # Schlag et al., section 6.3, appendices D.3 and F; the vocabulary of WikiText-103
     "vocab_size": 267_735,

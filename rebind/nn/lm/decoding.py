@@ -21,9 +21,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rebind.cuda_graphs import record_graph, record_or_warn
 from rebind.errors import InputError
+from rebind.nn.layers.base import State
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.model import RebindForCausalLM
-from rebind.nn.parts.state import State
 
 
 @contextmanager

@@ -14,19 +14,16 @@ from transformers.utils.generic import can_return_tuple
 
 from rebind.memory.checks import known
 from rebind.memory.precision import working_dtype
-from rebind.nn.layers.base import SequenceLayer
-from rebind.nn.layers.cross import CrossLayer
+from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
 from rebind.nn.layers.hopfield import HopfieldLayer
 from rebind.nn.layers.ttt import TTTLayer
 from rebind.nn.lm.cache import RebindCache
-from rebind.nn.lm.config import RebindConfig
-from rebind.nn.lm.kinds import build_layer
+from rebind.nn.lm.config import KINDS, RebindConfig
 from rebind.nn.parts.checks import boolean_mask, require_tokens
 from rebind.nn.parts.convolution import ShortConvolution
 from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm, is_plain_linear
 from rebind.nn.parts.gates import Decay
 from rebind.nn.parts.loss import head_loss
-from rebind.nn.parts.state import State
 from rebind.ops.entropy import IGNORED
 
 Mixer = TypeVar("Mixer", bound=nn.Module)
@@ -91,7 +88,7 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(RebindBlock(config, build_layer(kind, config)) for kind in config.kinds)
+        self.layers = nn.ModuleList(RebindBlock(config, KINDS[kind](config)) for kind in config.kinds)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_init()  # type: ignore[no-untyped-call]
 

@@ -104,12 +104,18 @@ class NoNormalizer(Normalizer):
 
 @dataclass(frozen=True)
 class L2Normalizer(Normalizer):
-    """Scales to φ(k)/‖φ(k)‖ and φ(q)/‖φ(q)‖, so that a delta write with β = 1 replaces exactly. Usual in DeltaNets."""
+    """Scales to φ(k)/‖φ(k)‖ and φ(q)/‖φ(q)‖, so that a delta write with β = 1 replaces exactly. Usual in DeltaNets.
+
+    Rows of zeros stay zero. To bound the gradient, rows with entries below the machine epsilon (1e-7 in float32) come
+    out shorter than 1.
+    """
 
     name = "l2"
 
     def key(self, feature: Feature, k: Tensor) -> Tensor:
-        return scale_to_unit_norm(feature(k))
+        phi = feature(k)
+        eps = torch.finfo(working_dtype(phi)).eps
+        return rms_norm(phi, phi.shape[-1] ** -0.5, eps**2)  # the weight 1/√width makes the norm 1
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,8 @@ class SumNormalizer(Normalizer):
         phi = feature.up_to_scale(k.to(working_dtype(k)))
         if phi.device.type == "cpu":  # on a GPU the check would wait for the device
             require_non_negative(phi)
-        return scale_to_unit_sum(phi).to(k.dtype)
+        total = phi.sum(-1, keepdim=True)
+        return (phi / (total + (total == 0))).to(k.dtype)  # rows of zeros stay zero
 
 
 @dataclass(frozen=True)
@@ -167,19 +174,3 @@ def get_normalizer(name: str | Normalizer) -> Normalizer:
     if name not in NORMALIZERS:
         raise unknown_name("normalizer", name, NORMALIZERS)
     return NORMALIZERS[name]()
-
-
-def scale_to_unit_norm(x: Tensor) -> Tensor:
-    """Return x / ‖x‖, computed in float32 or better as RMSNorm with the weight 1/√width.
-
-    Rows of zeros stay zero. To bound the gradient, rows with entries below the machine epsilon (1e-7 in float32) come
-    out shorter than 1.
-    """
-    eps: float = torch.finfo(working_dtype(x)).eps
-    return rms_norm(x, x.shape[-1] ** -0.5, eps**2)
-
-
-def scale_to_unit_sum(x: Tensor) -> Tensor:
-    """Return x / Σx for non-negative x; rows of zeros stay zero."""
-    total = x.sum(-1, keepdim=True)
-    return x / (total + (total == 0))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rebind.errors import InputError
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Rule
 
@@ -42,19 +41,10 @@ class Decay(nn.Module):
 
 
 class Gates(nn.Module):
-    """Every gate that a rule takes, computed from x [..., dim]: [..., heads] each."""
-
-    names = ("alpha", "beta", "dt")
+    """The gates `alpha`, `beta` and `dt` of a rule, [..., heads] each; gates of other names keep their defaults."""
 
     def __init__(self, rule: Rule, dim: int, heads: int) -> None:
         super().__init__()
-        unknown = [name for name in rule.gates if name not in self.names]
-        if unknown:
-            raise InputError(
-                f"Rule {rule.name!r} takes the gate {unknown[0]!r}, which no layer computes",
-                expected=f"only gates called {', '.join(self.names)}",
-                code="unknown_gate",
-            )
         self.rule = rule
         self.beta = nn.Linear(dim, heads, bias=False) if "beta" in rule.gates else None  # W_β of Schlag et al. eq. 21
         self.decay = Decay(dim, heads) if {"alpha", "dt"} & set(rule.gates) else None

@@ -1,4 +1,4 @@
-"""An encoder-decoder as a model of transformers, with `generate`, `Seq2SeqTrainer` and `from_pretrained`.
+"""An encoder-decoder for translation, for transformers. Importing this module registers it with the Auto classes.
 
     encoder     x + read(write(norm x)), x + mlp(norm x)                    every token reads the whole source
     decoder     y + causal(norm y), y + read(source, norm y), y + mlp(norm y)
@@ -16,23 +16,92 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from rebind.errors import InputError
+from rebind.memory.checks import unknown_name
 from rebind.memory.precision import working_dtype
-from rebind.nn.layers.base import SequenceLayer
-from rebind.nn.layers.cross import CrossLayer
-from rebind.nn.lm.cache import RebindSeq2SeqCache
+from rebind.nn.layers.attention import Attention, CrossAttention
+from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
+from rebind.nn.layers.fast_weight import CrossFastWeight, FastWeight
+from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.model import Block, RebindPreTrainedModel
-from rebind.nn.parts.checks import boolean_mask, require_tokens
-from rebind.nn.parts.dense import RMSNorm, add_and_norm
-from rebind.nn.parts.state import State
-from rebind.nn.seq2seq.config import RebindSeq2SeqConfig, build_causal_layer, build_cross_layer
+from rebind.nn.parts.checks import boolean_mask, head_width, require_positive, require_tokens
+from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm
+from rebind.nn.parts.feature_map import build_feature
 from rebind.ops.entropy import IGNORED
 
+# Softmax attention stores every token. The others write W = Σ v φ(k)ᵀ and z = Σ φ(k) and read W φ(q) / z·φ(q)
+# (Schlag et al. eq. 17 to 19), with the φ of that name and no norm of the read: they differ from softmax in φ alone.
+SEQ2SEQ_KINDS = ("softmax", "linear", "performer", "dpfp")
 LONGEST_WAVE = 10_000.0  # over 2π, of the slowest sine of the positions
+
+
+class RebindSeq2SeqConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
+    """An encoder and a decoder with one kind of attention in all three places."""
+
+    model_type = "rebind-seq2seq"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 8_000  # the same tokens for source and target
+    attention: str = "dpfp"  # or "softmax", "linear", "performer": see SEQ2SEQ_KINDS
+    hidden_size: int = 256  # width of the residual stream, even
+    encoder_layers: int = 3
+    decoder_layers: int = 3
+    num_attention_heads: int = 4  # of every layer
+    intermediate_size: int = 1_024  # width of the hidden layer of the MLPs
+    mlp: str = "relu"  # or "swiglu"
+    dpfp_nu: int = 2  # ν of DPFP: features 2ν times as wide as a head
+    favor_features: int = 128  # m of FAVOR+: features 2m wide
+    dropout: float = 0.1  # after the embedding, every layer and every MLP
+    label_smoothing: float = 0.0  # share of the weight of a target that is spread over all tokens in training
+    norm_eps: float = 1e-6
+    use_cache: bool = True
+    is_encoder_decoder: bool = True
+    tie_word_embeddings: bool = True  # the output layer shares the embedding, as source and target always do
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    decoder_start_token_id: int = 1  # what the decoder reads before the first token of the target
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+        require_positive(encoder_layers=self.encoder_layers, decoder_layers=self.decoder_layers)
+        head_width(self.hidden_size, self.num_attention_heads)
+        if self.mlp not in MLPS:
+            raise unknown_name("mlp", self.mlp, MLPS)
+        if self.attention not in SEQ2SEQ_KINDS:
+            raise unknown_name("attention", self.attention, SEQ2SEQ_KINDS)
+
+
+def _build_layer(config: RebindSeq2SeqConfig, *, causal: bool) -> Any:
+    """Return the layer with which the decoder reads its own past, or the one with which all tokens read the source."""
+    width, heads = config.hidden_size, config.num_attention_heads
+    if config.attention == "softmax":
+        return Attention(width, heads, rope_theta=None) if causal else CrossAttention(width, heads)
+    feature = build_feature(
+        config.attention, width // heads, dpfp_nu=config.dpfp_nu, favor_features=config.favor_features
+    )
+    if causal:
+        return FastWeight(width, heads, rule="sum", feature=feature, normalizer="attention", norm=False)
+    return CrossFastWeight(width, heads, feature=feature)
+
+
+class RebindSeq2SeqCache(RebindCache):
+    """The state of every layer of a decoder, and then the source as every layer wrote it."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(2 * layers)
+
+    def __len__(self) -> int:
+        return len(self.states) // 2
+
+    @property
+    def sources(self) -> list[State | None]:
+        """The source as each layer wrote it."""
+        return self.states[len(self) :]
 
 
 class PositionedEmbedding(nn.Module):
@@ -46,12 +115,14 @@ class PositionedEmbedding(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor | None, past: int = 0) -> Tensor:
         """Return vectors [B, T, d] of tokens [B, T] after `past` others; the mask covers those too."""
         x = self.tokens(ids)
-        width = x.shape[-1]
+        width, half = x.shape[-1], x.shape[-1] // 2
         if mask is None:
             positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
         else:
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]  # among the real tokens
-        return self.dropout(x * math.sqrt(width) + sinusoids(positions, width, working_dtype(x)).to(x.dtype))
+        powers = torch.arange(half, device=ids.device, dtype=working_dtype(x)) / half  # Vaswani et al. 3.5
+        angles = positions[..., None].to(powers.dtype) * LONGEST_WAVE**-powers
+        return self.dropout(x * math.sqrt(width) + torch.cat([angles.sin(), angles.cos()], dim=-1).to(x.dtype))
 
 
 class EncoderBlock(Block[CrossLayer[Any]]):
@@ -84,17 +155,12 @@ class RebindEncoder(nn.Module):
     def __init__(self, config: RebindSeq2SeqConfig) -> None:
         super().__init__()
         self.embedding = PositionedEmbedding(config)
-        self.layers = nn.ModuleList(
-            EncoderBlock(config, build_cross_layer(config)) for _ in range(config.encoder_layers)
-        )
+        layers = (_build_layer(config, causal=False) for _ in range(config.encoder_layers))
+        self.layers = nn.ModuleList(EncoderBlock(config, layer) for layer in layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        **kwargs: Any,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, output_hidden_states: bool = False, **kwargs: Any
     ) -> BaseModelOutput:
         """Read sources [B, S]. `attention_mask` [B, S] is 0 for padding, wherever it is."""
         require_tokens("input_ids", input_ids)
@@ -114,10 +180,10 @@ class RebindDecoder(nn.Module):
 
     def __init__(self, config: RebindSeq2SeqConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            DecoderBlock(config, build_causal_layer(config), build_cross_layer(config))
-            for _ in range(config.decoder_layers)
+        layers = (
+            [_build_layer(config, causal=causal) for causal in (True, False)] for _ in range(config.decoder_layers)
         )
+        self.layers = nn.ModuleList(DecoderBlock(config, *pair) for pair in layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
@@ -208,12 +274,8 @@ class RebindForSeq2SeqLM(RebindPreTrainedModel, GenerationMixin):  # type: ignor
         """
         if decoder_input_ids is None:
             if labels is None:
-                raise InputError(
-                    "The model got neither decoder_input_ids nor labels",
-                    expected="one of them",
-                    advice="Pass the targets as labels to train, or call generate to translate",
-                    code="no_target",
-                )
+                advice = "Pass the targets as labels to train, or call generate to translate"
+                raise InputError("There are neither decoder_input_ids nor labels", advice=advice, code="no_target")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         require_tokens("decoder_input_ids", decoder_input_ids)
         batch, length = decoder_input_ids.shape
@@ -251,13 +313,6 @@ class RebindForSeq2SeqLM(RebindPreTrainedModel, GenerationMixin):  # type: ignor
             reduction="mean" if count is None else "sum",
         )
         return loss if count is None else loss / count
-
-
-def sinusoids(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Return sines and cosines [..., width] of positions [...] at width / 2 frequencies (Vaswani et al. 3.5)."""
-    steps = torch.arange(width // 2, device=positions.device, dtype=dtype) / (width // 2)
-    angles = positions[..., None].to(dtype) * LONGEST_WAVE**-steps
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 AutoConfig.register("rebind-seq2seq", RebindSeq2SeqConfig, exist_ok=True)
