@@ -44,7 +44,7 @@ class RebindError(Exception):
         code: str = "",
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        super().__init__(problem)
+        self.args = (problem,)  # not super().__init__, which torch.compile cannot trace
         self.problem = problem
         self.expected = expected
         self.advice = advice
