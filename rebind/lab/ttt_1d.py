@@ -188,7 +188,7 @@ class Ttt1d(Experiment):
         )
         tokens = {start: curve(select(rows, part="juicing", start=start), "width", "tokens") for start in STARTS}
         wide = [(width, count) for width, count in tokens["zero"].points if width >= 4]
-        power = slope(*zip(*wide, strict=True))
+        power = slope([width for width, _ in wide], [count for _, count in wide])
         yield Claim("the tokens to learn a task grow as d", 0.85 < power < 1.2, f"slope {power:.2f}")
         ratios = [count / expected_tokens(int(width), "zero") for width, count in tokens["zero"].points]
         yield agreement("their number is what (1 − 1/d)^t predicts", ratios, 0.15)

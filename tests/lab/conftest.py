@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from rebind.lab.catalogue import get_experiment
-from rebind.lab.run import Result, run
+from rebind.lab import ExperimentResult, get_experiment, run_experiment
 
 
 @pytest.fixture(scope="session")
 def quick(tmp_path_factory):
-    """`quick(name)`: what `rebind lab NAME --quick` leaves."""
-    done: dict[str, Result] = {}
+    """Return a function that runs `rebind lab NAME --quick`."""
+    results: dict[str, ExperimentResult] = {}
 
-    def result(name: str) -> Result:
-        if name not in done:
-            experiment = get_experiment(name)
-            done[name] = run(experiment, experiment.quick, tmp_path_factory.mktemp("lab") / name)
-        return done[name]
+    def result(name: str) -> ExperimentResult:
+        if name not in results:
+            results[name] = run_experiment(get_experiment(name).quick(), tmp_path_factory.mktemp("lab") / name)
+        return results[name]
 
     return result

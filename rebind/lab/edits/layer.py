@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.methods import get_method
-from rebind.edit.moments.collect import OldKeys
-from rebind.edit.solve.solve import choose_lambda, weights_restored
+from rebind.edit.moments import OldKeys
+from rebind.edit.solve import choose_lambda, weights_restored
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
 from rebind.evals import bundled_records

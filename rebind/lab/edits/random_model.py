@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rebind.edit.guard import CANARY_PROMPTS
-from rebind.edit.moments.corpus import Texts
+from rebind.edit.moments import Texts
 from rebind.evals import Record
 
 END, UNKNOWN = "<end>", "<unknown>"
