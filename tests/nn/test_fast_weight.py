@@ -13,9 +13,9 @@ from rebind.memory import ttt
 from rebind.memory.features import Dpfp, Favor, Feature, l2_normalize, sum_normalize
 from rebind.memory.rules import Coefficients, Rule, get_rule, rule_names
 from rebind.nn import Attention, CrossFastWeight, FastWeight, HopfieldLayer, TTTLayer
-from rebind.nn.parts.convolution import ShortConvolution
 from rebind.nn.parts.dense import project_jointly
 from rebind.nn.parts.feature_map import FeatureMap
+from rebind.nn.parts.gates import ShortConvolution
 from rebind.ops import scan
 from tests.support import Draw, assert_close
 

@@ -53,6 +53,7 @@ def test_a_mini_batch_longer_than_the_sequence_is_cut_to_it():
     layer, x = TTTLayer(8, 2, mini_batch=10_000_000), Draw(2).normal(2, 5, 8).float()
     out, state = layer(x)
     assert state.filled.tolist() == [5, 5]
+    assert layer.state_size == 2 * 4 * 4  # the inner model once
     other = TTTLayer(8, 2, mini_batch=5)
     other.load_state_dict(layer.state_dict())
     assert_close(out, other(x)[0], 1e-6)
@@ -84,11 +85,6 @@ def test_inside_a_mini_batch_gradients_are_taken_at_its_start():
     assert (state.filled.tolist(), boundary.filled.tolist()) == ([2], [0])
     assert_close(state.start[0], boundary.now[0])
     assert (state.now[0] - state.start[0]).abs().max() > 0
-
-
-def test_ttt_state_size_counts_the_inner_model_once():
-    assert TTTLayer(8, 2).state_size == 2 * 4 * 4
-    assert TTTLayer(8, 2, inner=ttt.Mlp(expand=4)).state_size == 2 * (16 * 4 + 16 + 4 * 16 + 4)
 
 
 # Hopfield

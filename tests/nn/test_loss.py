@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rebind.nn import RebindConfig, RebindForCausalLM
-from rebind.nn.parts.loss import MAX_BYTES, head_loss
+from rebind.nn.parts.dense import MAX_BYTES, head_loss
 from rebind.ops.entropy import IGNORED
 from rebind.ops.kernels import kernels_on_cpu
 from tests.support import assert_close

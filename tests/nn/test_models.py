@@ -6,12 +6,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from rebind.cuda_graphs import record_graph
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.nn import RebindCache, RebindConfig, RebindForCausalLM, RebindModel, preset
 from rebind.nn.lm import KINDS
+from rebind.nn.lm.model import Block
+from rebind.nn.seq2seq import SEQ2SEQ_KINDS
+from tests.nn.test_seq2seq import model as seq2seq_model
 from tests.support import assert_close
 
 VOCABULARY = 31
@@ -128,20 +138,22 @@ def test_only_the_cache_of_attention_grows():
 # Saving
 
 
-@EVERY
+@pytest.mark.parametrize("kind", [*KINDS, "hybrid", *SEQ2SEQ_KINDS])
 def test_saved_and_loaded_models_are_the_same(kind, tmp_path):
-    lm, ids = model(kind, torch.float32), tokens(2, 7)
+    is_pair = kind in SEQ2SEQ_KINDS
+    lm, ids = (seq2seq_model if is_pair else model)(kind, torch.float32), tokens(2, 7).clamp(max=28)
     with torch.no_grad():
         for parameter in lm.parameters():
             parameter += 0.01  # away from where it would be initialized
     lm.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(loaded, RebindForCausalLM)
+    loaded = (AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM).from_pretrained(tmp_path)
+    assert type(loaded) is type(lm)
     assert loaded.config.to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict()
-    assert torch.equal(loaded(ids).logits, lm(ids).logits)
-    trunk = AutoModel.from_pretrained(tmp_path)
-    assert isinstance(trunk, RebindModel)
-    assert torch.equal(trunk(ids).last_hidden_state, lm.model(ids).last_hidden_state)
+    assert torch.equal(loaded(ids, labels=ids).logits, lm(ids, labels=ids).logits)
+    if not is_pair:
+        trunk = AutoModel.from_pretrained(tmp_path)
+        assert isinstance(trunk, RebindModel)
+        assert torch.equal(trunk(ids).last_hidden_state, lm.model(ids).last_hidden_state)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +193,10 @@ def test_bfloat16_loads_and_generates(kind, tmp_path):
 # Training
 
 
-@EVERY
+@pytest.mark.parametrize("kind", [*KINDS, "hybrid", *SEQ2SEQ_KINDS])
 def test_gradients_reach_every_parameter_checkpointed_or_not(kind):
-    lm, ids = model(kind).train(), tokens(2, 9)
+    build = seq2seq_model if kind in SEQ2SEQ_KINDS else model
+    lm, ids = build(kind, tie_word_embeddings=False).train(), tokens(2, 9).clamp(max=28)
     lm(ids, labels=ids).loss.backward()
     expected = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
     for name, gradient in expected.items():
@@ -191,7 +204,7 @@ def test_gradients_reach_every_parameter_checkpointed_or_not(kind):
         assert gradient.abs().max() > 0, f"the gradient of {name} is 0"
     lm.zero_grad()
     lm.gradient_checkpointing_enable()
-    assert all(block.gradient_checkpointing for block in lm.model.layers)
+    assert all(block.gradient_checkpointing for block in lm.modules() if isinstance(block, Block))
     lm(ids, labels=ids).loss.backward()
     for name, parameter in lm.named_parameters():
         assert_close(parameter.grad, expected[name])

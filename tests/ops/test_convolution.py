@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from rebind.errors import InputError, NumericalWarning, ShapeError, UnknownNameError
-from rebind.nn.parts.convolution import ShortConvolution
+from rebind.nn.parts.gates import ShortConvolution
 from rebind.ops import convolution, short_convolution, split_convolution
 from rebind.ops.kernels import forget_faults
 from tests.ops.problems import home, tolerance_of

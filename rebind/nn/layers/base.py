@@ -107,11 +107,8 @@ class SequenceLayer(nn.Module, Generic[S]):
         """Check the arguments of `forward`, or of `step` for `rank` 2."""
         require_sequence("x", x, self.dim, mask, rank=rank)
         if state is not None and not isinstance(state, self.state_type):
-            raise InputError(
-                f"The state is of type {type(state).__name__}",
-                expected=f"the {self.state_type.__name__} that this layer returned, or None to begin",
-                code="state_of_other_layer",
-            )
+            expected = f"the {self.state_type.__name__} that this layer returned, or None to begin"
+            raise InputError(f"The state is {type(state).__name__}", expected=expected, code="state_of_other_layer")
         for tensor in [] if state is None else state.tensors:
             require_rows(x, len(tensor))
 

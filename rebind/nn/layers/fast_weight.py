@@ -21,10 +21,9 @@ from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Rule, get_rule
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
 from rebind.nn.parts.checks import head_width, require_multiple
-from rebind.nn.parts.convolution import ShortConvolution
 from rebind.nn.parts.dense import RMSNorm, project_gated, project_jointly
 from rebind.nn.parts.feature_map import FeatureMap, Normalizer
-from rebind.nn.parts.gates import Gates
+from rebind.nn.parts.gates import Gates, ShortConvolution
 from rebind.nn.parts.padding import zero_padding
 from rebind.ops import scan
 from rebind.ops.inputs import DEBUG

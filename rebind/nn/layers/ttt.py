@@ -65,12 +65,8 @@ class TTTLayer(SequenceLayer[TTTState]):
         require_positive(mini_batch=mini_batch)
         self.inner = ttt.Linear() if inner is None else inner
         if type(self.inner) not in DUAL_FORMS:
-            raise InputError(
-                f"The inner model is {self.inner!r}",
-                expected="ttt.Linear() or ttt.Mlp(), to which the layer adds a LayerNorm and a residual connection",
-                advice="Run other inner models with rebind.memory.ttt.run",
-                code="unsupported_inner_model",
-            )
+            expected = "ttt.Linear() or ttt.Mlp(), to which the layer adds a LayerNorm and a residual connection"
+            raise InputError(f"The inner model is {inner!r}", expected=expected, code="unsupported_inner_model")
         self.mini_batch = mini_batch
         self.rate = rate
         self.q_proj = nn.Linear(dim, dim, bias=False)
@@ -240,10 +236,7 @@ def _gelu_derivative(x: Tensor) -> Tensor:
 
 
 def _align(tokens: list[Tensor], packing: Packing, filled: Tensor, mini_batch: int) -> list[Tensor]:
-    """Return tokens [B, T, ...] in slots [B, S, ...] such that mini-batches begin at the same slots in every row.
-
-    A row that already has f tokens in its mini-batch leaves the first f slots empty, and padding takes none.
-    """
+    """Return tokens [B, T, ...] in slots [B, S, ...], in each row after `filled` empty ones; padding gets no slot."""
     length = packing.order.shape[1]
     slots = -(-(length + mini_batch - 1) // mini_batch) * mini_batch  # enough for any f, without asking a GPU for it
     rank = torch.arange(slots, device=filled.device) - filled[:, None]

@@ -28,11 +28,8 @@ class RebindCache(Cache):
             return cls(layers) if use_cache else None
         if isinstance(cache, cls) and len(cache) == layers:
             return cache
-        raise InputError(
-            f"past_key_values is {cache!r}",
-            expected=f"a {cls.__name__} of {layers} layers, as this model returned it, or None to begin",
-            code="cache_of_other_model",
-        )
+        expected = f"a {cls.__name__} of {layers} layers, as this model returned it, or None to begin"
+        raise InputError(f"past_key_values is {cache!r}", expected=expected, code="cache_of_other_model")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} layers, {self.tokens_seen} tokens, {self.size} numbers per sequence)"
@@ -79,11 +76,8 @@ class RebindCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
-            raise InputError(
-                f"{tokens_to_remove} tokens cannot be removed from a memory that was rewritten",
-                advice="Generate without assisted or speculative decoding, or restore an earlier copy.copy(cache)",
-                code="cache_not_croppable",
-            )
+            advice = "Generate without assisted or speculative decoding, or restore an earlier copy.copy(cache)"
+            raise InputError("A memory that was rewritten has no past", advice=advice, code="cache_not_croppable")
 
     def _change(self, change: Callable[[State], State]) -> None:
         self.states = [None if state is None else change(state) for state in self.states]

@@ -73,11 +73,8 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         """The kind of every layer."""
         pattern = [self.layer_kinds] if isinstance(self.layer_kinds, str) else list(self.layer_kinds)
         if not pattern or self.num_hidden_layers % len(pattern):
-            raise ShapeError(
-                f"The pattern of layer kinds has {len(pattern)} entries for {self.num_hidden_layers} layers",
-                expected="a list with a length that divides the number of layers",
-                code="pattern_does_not_fit",
-            )
+            problem = f"The pattern of layer kinds has {len(pattern)} entries for {self.num_hidden_layers} layers"
+            raise ShapeError(problem, expected="a divisor of the number of layers", code="pattern_does_not_fit")
         return pattern * (self.num_hidden_layers // len(pattern))
 
 

@@ -34,12 +34,8 @@ def recorded_decoding(model: RebindForCausalLM) -> Iterator[None]:
     warning.
     """
     if model.grows:
-        raise InputError(
-            "The state of attention grows with every token",
-            expected="layers with a state of fixed size",
-            advice="Decode this model without recorded_decoding",
-            code="growing_state",
-        )
+        advice = "Decode this model without recorded_decoding"
+        raise InputError("The state of attention grows with every token", advice=advice, code="growing_state")
     untyped: Any = model  # `forward` is replaced below
     original, recordings = untyped.forward, dict[Hashable, "_Recording | None"]()
     is_replaced = "forward" in vars(model)  # by accelerate or by an outer recorded_decoding

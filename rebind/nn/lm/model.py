@@ -20,10 +20,8 @@ from rebind.nn.layers.ttt import TTTLayer
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.config import KINDS, RebindConfig
 from rebind.nn.parts.checks import boolean_mask, require_tokens
-from rebind.nn.parts.convolution import ShortConvolution
-from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm, is_plain_linear
-from rebind.nn.parts.gates import Decay
-from rebind.nn.parts.loss import head_loss
+from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm, head_loss, is_plain_linear
+from rebind.nn.parts.gates import Decay, ShortConvolution
 from rebind.ops.entropy import IGNORED
 
 Mixer = TypeVar("Mixer", bound=nn.Module)

@@ -1,10 +1,8 @@
 """The parts that layers and models are built of. They need torch alone.
 
 - `feature_map`: φ as a module, with its normalizer
-- `gates`: the gates of a rule, computed from the input
-- `convolution`: a short causal convolution
-- `dense`: projections, RMSNorm and MLPs, which treat every token by itself
-- `loss`: the cross-entropy of a large vocabulary in little memory
+- `gates`: a short causal convolution of the input, and the gates of a rule
+- `dense`: projections, RMSNorm, MLPs, and the cross-entropy of a large vocabulary in little memory
 - `padding`: tokens packed to the front of their rows
 - `checks`: checks of arguments
 """

@@ -53,23 +53,16 @@ def require_sequence(name: str, x: Tensor, width: int, mask: Tensor | None, *, r
 def require_rows(x: Tensor, state_rows: int) -> None:
     """Require a state for as many sequences as x has."""
     if len(x) != state_rows:
-        raise ShapeError(
-            f"The batch has {len(x)} sequences and the state {state_rows}",
-            expected="equal numbers",
-            advice="Start without a state, or choose its rows with state.select",
-            code="state_of_other_batch",
-        )
+        problem = f"The batch has {len(x)} sequences and the state {state_rows}"
+        advice = "Start without a state, or choose its rows with state.select"
+        raise ShapeError(problem, advice=advice, code="state_of_other_batch")
 
 
 def require_tokens(name: str, ids: Tensor) -> None:
     """Require token ids [B, T], and no empty batch."""
     if ids.ndim != 2 or 0 in ids.shape:
-        raise ShapeError(
-            f"{name} has shape {list(ids.shape)}",
-            expected="[B, T] with one or more tokens",
-            advice="Add the batch dimension of a single sequence with unsqueeze(0)",
-            code="wrong_token_shape",
-        )
+        problem, advice = f"{name} has shape {list(ids.shape)}", "Add the batch dimension with unsqueeze(0)"
+        raise ShapeError(problem, expected="[B, T], not empty", advice=advice, code="wrong_token_shape")
 
 
 def boolean_mask(name: str, mask: Tensor | None, batch: int, length: int, *, longer: bool = False) -> Tensor | None:
@@ -77,9 +70,6 @@ def boolean_mask(name: str, mask: Tensor | None, batch: int, length: int, *, lon
     if mask is None:
         return None
     if mask.ndim != 2 or len(mask) != batch or mask.shape[1] < length or (mask.shape[1] > length and not longer):
-        raise ShapeError(
-            f"{name} has shape {list(mask.shape)}",
-            expected=f"[{batch}, {length}]" + (", or longer on the left for the context" if longer else ""),
-            code="wrong_attention_mask_shape",
-        )
+        expected = f"[{batch}, {length}]" + (", or longer on the left for the context" if longer else "")
+        raise ShapeError(f"{name} has shape {list(mask.shape)}", expected=expected, code="wrong_attention_mask_shape")
     return mask.to(torch.bool)
