@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
@@ -23,7 +24,7 @@ from rich.table import Table
 import rebind
 from rebind.edit import Editor, Fact, Progress
 
-console = Console(record=True, width=88)
+console = Console(record=True, width=88, highlight=False)
 
 FACTS = [
     Fact.parse(
@@ -71,7 +72,7 @@ def answers(editor: Editor, prompts: Sequence[str]) -> list[str]:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=column.startswith("P("))
     for row in rows:
