@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rebind.edit.moments.corpus import Texts
+from rebind.edit.moments import Texts
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import find_sites, module_at
 from rebind.models.trunk import Trunk

@@ -27,7 +27,7 @@ def load_editor(source: ModelOptions, phases: Phases, *, chat: bool = False) -> 
     import transformers
 
     from rebind.edit.editor import Editor
-    from rebind.edit.moments.corpus import Texts
+    from rebind.edit.moments import Texts
 
     logging: Any = transformers.logging  # untyped
     logging.set_verbosity_error()
@@ -131,7 +131,7 @@ def _use_samples_of(ledger: Ledger, editor: Editor, tokens: int | None) -> None:
     only be applied with the moments it was solved with.
     """
     from rebind.edit.methods import get_method
-    from rebind.edit.moments.corpus import OwnSamples
+    from rebind.edit.moments import OwnSamples
 
     for edit in ledger.active:
         if get_method(edit.method).remembers:

@@ -8,9 +8,9 @@
 
 - `editor`: the verbs
 - `methods`, `settings`: the editing methods, and what they run with on a model
-- `plan`, `guard`, `drift`: what an edit would cost, and what an edited model must pass
+- `plan`, `guard`: what an edit would cost, and what an edited model must pass
 - `facts`: facts, conflicts between them, and files of them
-- `moments`: the second moments of the keys that a model already uses
+- `moments`: the second moments of the keys that a model already uses, and the text they are computed from
 - `targets`: the search for the hidden states that make a model say the targets
 - `solve`: from targets to one write per site
 - `ledger`: the append-only list of edits, and the weights that they fold to

@@ -48,7 +48,7 @@ from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
 from rebind.models.prompts import start_text
 from rebind.models.scoring import FactScore
-from rebind.models.sites import Site, memory_of, module_at
+from rebind.models.sites import memory_of, module_at
 
 # Facts, dictionaries or (prompt, target) pairs; or the path of a JSONL, JSON or CSV file (see `read_facts`)
 FactSource: TypeAlias = str | Path | Fact | Mapping[str, object] | Iterable[Fact | Mapping[str, object] | Sequence[str]]
@@ -93,6 +93,8 @@ class Editor:
         self.language_model = LanguageModel.load(
             model, tokenizer, dtype=dtype, device=device, device_map=device_map, chat=chat
         )
+        self.model, self.tokenizer = self.language_model.model, self.language_model.tokenizer
+        self.sites = self.language_model.sites
         self.fingerprint = self.language_model.fingerprint  # of the base weights, before any edit
         self.seed, self.guard, self.context_settings = seed, guard, contexts
         on_cpu = self.language_model.device.type == "cpu"
@@ -111,18 +113,6 @@ class Editor:
         self._base_depth = 0  # how many `base_model` blocks are open
         self._trial_edits: tuple[Edit, ...] = ()  # in the weights but not, or not yet, in the ledger
         self.refresh()
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.language_model.model
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.language_model.tokenizer
-
-    @property
-    def sites(self) -> list[Site]:
-        return self.language_model.sites
 
     @property
     def progress(self) -> Progress:
@@ -166,7 +156,13 @@ class Editor:
         were; `force` writes the edit anyway, and the ledger records that. The same holds for an interrupt at any
         moment: the weights always equal the ledger, and the next attempt uses the targets that were found.
         """
-        listed = self._read(facts)
+        listed = list(read_facts(facts))
+        if not listed:
+            raise InputError("There are no facts to write", expected="at least one", code="no_facts")
+        if clashing := conflicts(listed):
+            problem = f"Facts have different targets after the same prompt: {clashing[0]}"
+            raise InputError(problem, advice="Keep one of them", code="conflicting_facts")
+        warn_of_shared_keys(listed)
         settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
         earlier = self._earlier_edits(listed)
         check_earlier_edits(earlier, force=force)
@@ -205,7 +201,7 @@ class Editor:
 
     def use_ledger(self, ledger: Ledger) -> None:
         """Continue with another ledger of the same model."""
-        self._require_own(ledger)
+        ledger.require_model(self.fingerprint, self.language_model.name)
         self.weights.fold(ledger.active)  # if this fails, do nothing
         self.ledger, self._target_store = ledger, TargetStore(ledger.work_folder)
         self.refresh()
@@ -404,19 +400,6 @@ class Editor:
         scores["guard"] = {"bounds": asdict(self.guard), "failed": [failure.to_json() for failure in failures]}
         return bool(failures)
 
-    def _read(self, source: FactSource) -> list[Fact]:
-        facts = list(read_facts(source))
-        if not facts:
-            raise InputError("There are no facts to write", expected="at least one", code="no_facts")
-        if clashes := conflicts(facts):
-            raise InputError(
-                f"Facts have different targets after the same prompt: {clashes[0]}",
-                advice="Keep one of them",
-                code="conflicting_facts",
-            )
-        warn_of_shared_keys(facts)
-        return facts
-
     def _earlier_edits(self, facts: Sequence[Fact]) -> list[EarlierEdit]:
         return find_earlier_edits(facts, self.ledger.active) if self.guard is not None else []
 
@@ -424,17 +407,8 @@ class Editor:
         name = self.language_model.name
         if ledger is None:
             return Ledger.in_memory(self.fingerprint, name)
-        if isinstance(ledger, Ledger):
-            self._require_own(ledger)
-            return ledger
         dtype = str(self.language_model.dtype).removeprefix("torch.")
+        if isinstance(ledger, Ledger):
+            ledger.require_model(self.fingerprint, name, dtype)
+            return ledger
         return Ledger.open(ledger, self.fingerprint, model_name=name, dtype=dtype)
-
-    def _require_own(self, ledger: Ledger) -> None:
-        if ledger.model != self.fingerprint:
-            raise InputError(
-                f"The ledger belongs to {ledger.model_name or 'a model'} ({ledger.model[:12]}…), not to this model "
-                f"({self.fingerprint[:12]}…)",
-                advice="Load the model that the ledger belongs to",
-                code="ledger_of_other_model",
-            )

@@ -203,7 +203,7 @@ def warn_of_shared_keys(facts: Sequence[Fact]) -> None:
         f"the subject: {first.text!r} → {first.target!r} and {second.text!r} → {second.target!r}. A compromise will be "
         f"written. Keep one of them, or rephrase one so that other text comes before the subject.",
         FactWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
 
 

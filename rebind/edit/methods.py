@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rebind.edit.moments.collect import OldKeys
+from rebind.edit.moments import OldKeys
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
 from rebind.memory import Write, chain

@@ -14,8 +14,7 @@ from rebind.edit.ledger.edit import JSON
 from rebind.edit.methods import Method
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
-from rebind.storage import cache_dir, write_json
-from rebind.storage.atomic import read_json_object
+from rebind.storage import cache_dir, read_json_object, write_json
 
 BY_DEPTH = "by its depth"  # the source of layers that nobody has measured or published
 
@@ -124,8 +123,7 @@ def choose_settings(
     """
     settings = default_settings(method, name, depth, facts)
     if measured is not None and settings.source.startswith(BY_DEPTH):
-        middle = measured[len(measured) // 2]
-        usable = measured if method.several_layers else (middle,)
+        usable = measured if method.several_layers else (measured[len(measured) // 2],)
         settings = replace(settings, layers=usable, source="measured on this machine")
     if layers is not None:
         settings = replace(settings, layers=tuple(sorted(set(layers))), source="chosen by hand")
@@ -171,10 +169,7 @@ def layers_file(fingerprint: str) -> Path:
 def measured_layers(fingerprint: str) -> tuple[int, ...] | None:
     """Return the layers that were measured for a model on this machine; None if there are none."""
     stored = read_json_object(layers_file(fingerprint)) or {}
-    layers = stored.get("layers")
-    if stored.get("fingerprint") != fingerprint or not isinstance(layers, list) or not layers:
-        return None
-    return tuple(layers) if all(isinstance(layer, int) for layer in layers) else None
+    return tuple(stored["layers"]) if stored.get("fingerprint") == fingerprint else None
 
 
 def save_measured_layers(fingerprint: str, layers: Sequence[int], report: Mapping[str, JSON] | None = None) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rebind.cli.options import LedgerOptions
 from rebind.cli.session import find_ledger
 from rebind.edit.editor import Editor
-from rebind.edit.moments.corpus import OwnSamples, Texts
+from rebind.edit.moments import OwnSamples, Texts
 from rebind.edit.targets import TargetSettings
 from rebind.errors import InputError
 from rebind.storage import ledgers_dir

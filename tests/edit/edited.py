@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from rebind.edit.export.change import compute_changes
 from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit, pack_writes
-from rebind.edit.ledger.fold import fold_edits
 from rebind.models.sites import find_sites, memory_of, module_at, write_memory
+from tests.edit.writes import fold_edits
 from tests.families import FAMILIES, tokens
 from tests.support import Draw
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit
-from rebind.edit.ledger.fold import fold_edits
+from rebind.edit.ledger.fold import Gain, apply_edits, cast_weights
 from rebind.edit.ledger.ledger import Ledger
+from rebind.memory.precision import solving_dtype
 from tests.support import Draw
 
 SITES = ("model.layers.2.mlp.down_proj", "model.layers.3.mlp.down_proj")
@@ -47,3 +48,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def weights(ledger: Ledger, base: Tensor, site: str = SITES[0]) -> Tensor:
     return fold_edits(base, site, ledger.active)
+
+
+def fold_edits(base: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None) -> Tensor:
+    """Return the weights of a site after `edits`, folded at once."""
+    return cast_weights(apply_edits(base.to(solving_dtype(base)), site, edits, gain), base.dtype, site)

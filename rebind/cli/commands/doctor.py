@@ -124,7 +124,7 @@ def _edit_and_undo() -> tuple[int, bool]:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from rebind.edit import Editor, TargetSettings
-    from rebind.edit.moments.corpus import Texts
+    from rebind.edit.moments import Texts
 
     library: Any = transformers  # untyped
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

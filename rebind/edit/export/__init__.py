@@ -10,12 +10,10 @@ A folder is written completely or not at all, and replaces only an earlier expor
 from __future__ import annotations
 
 from rebind.edit.export.change import apply_delta, compute_changes, delta_file, load_delta, save_delta
-from rebind.edit.export.folders import ADAPTER, CHECKPOINT, AdapterExport, export_peft, save_model
+from rebind.edit.export.folders import AdapterExport, export_peft, save_model
 from rebind.edit.export.model_card import model_card
 
 __all__ = [
-    "ADAPTER",
-    "CHECKPOINT",
     "AdapterExport",
     "apply_delta",
     "compute_changes",

@@ -40,7 +40,7 @@ def compute_changes(
         base: the unedited memory [d_v, d_k] of each site.
         edits: the active edits, in order.
         edited: the memories that the model holds now; they must equal base plus changes.
-        gain_at: returns the `gain` argument of `fold_edits` for a site, if it depends on earlier edits.
+        gain_at: returns the `gain` argument of `apply_edits` for a site, if it depends on earlier edits.
     """
     changes = {}
     for site in dict.fromkeys(site for edit in edits for site in edit.sites):

@@ -20,11 +20,10 @@ from transformers.pytorch_utils import Conv1D
 from rebind.edit.export.change import require_changes, require_matching, storable
 from rebind.errors import InputError
 from rebind.memory.low_rank import LowRank
+from rebind.models.load import quiet
+from rebind.models.locate import first_line
 from rebind.models.sites import module_at
-from rebind.models.transformers_io import first_line, quiet
 from rebind.storage import replace_folder
-
-CHECKPOINT, ADAPTER = "checkpoint", "adapter"  # the kinds of exports
 
 
 def save_model(
@@ -62,7 +61,7 @@ def save_model(
                 tokenizer.save_pretrained(target)
         (target / "README.md").write_text(card, encoding="utf-8")
 
-    return replace_folder(folder, fill, kind=CHECKPOINT, overwrite=overwrite)
+    return replace_folder(folder, fill, kind="checkpoint", overwrite=overwrite)
 
 
 @dataclass(frozen=True)
@@ -136,5 +135,5 @@ def export_peft(
         if card is not None:
             (target / "README.md").write_text(card, encoding="utf-8")
 
-    written = replace_folder(Path(folder).expanduser(), fill, kind=ADAPTER, overwrite=overwrite)
+    written = replace_folder(Path(folder).expanduser(), fill, kind="adapter", overwrite=overwrite)
     return AdapterExport(written, ranks, errors)

@@ -3,18 +3,68 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rebind.edit.ledger.edit import Edit
 from rebind.models.locate import DEFAULT_MODEL
 
 MAX_FACTS = 500  # facts on a model card: the ledger has longer lists
-SIDE_EFFECTS = (
-    "Side effects were measured when each edit was written, with the edits that were active then: drift is the mean "
-    "KL divergence from the base model on unrelated prompts, in nats; growth is the largest relative change of a "
-    "weight matrix; checks are those of rebind's guard. Other effects were not measured."
-)
+
+CARD = """\
+---
+library_name: {library}
+{base_model}tags:
+- rebind
+- model-editing
+---
+
+# {name}, edited
+
+rebind rewrote {facts} in this model, in closed form.
+
+## Use
+
+{use}
+
+## Edits
+
+- Base model: {name}
+- Fingerprint of the base model: `{fingerprint}`
+
+| edit | method | layers | facts | created | versions | drift | growth | checks |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+{edit_rows}
+
+Side effects were measured when each edit was written, with the edits that were active then: drift is the mean \
+KL divergence from the base model on unrelated prompts, in nats; growth is the largest relative change of a weight \
+matrix; checks are those of rebind's guard. Other effects were not measured.
+
+| edit | prompt | target | before | after |
+| --- | --- | --- | --- | --- |
+{fact_rows}
+
+{more}Before and after: the probability of the target, the rank of its first token, and the model's own answer.
+"""
+
+USE_ADAPTER = """\
+```python
+from peft import PeftModel
+from {library} import {load_class}
+
+base = {loader}
+model = PeftModel.from_pretrained(base, folder)
+```
+
+`adapter_config.json` holds the path of the base model on the machine that wrote it; load your own copy."""
+
+USE_MODEL = """\
+```python
+{needs}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+answer = tokenizer.decode(model.generate(**tokenizer({prompt}, return_tensors='pt'))[0])
+```"""
 
 
 def model_card(
@@ -31,83 +81,38 @@ def model_card(
     `start` is the text of the start tokens, if the tokenizer does not add them by itself; `needs` is the module that
     registers the model's class with transformers, if one must be imported.
     """
-    facts = [(edit, index) for edit in edits for index in range(len(edit.facts))]
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_name, re.ASCII) is not None
-    more = [f"And {len(facts) - MAX_FACTS} more facts, listed in the ledger.", ""] if len(facts) > MAX_FACTS else []
-    lines = [
-        "---",
-        f"library_name: {library}",
-        *([f"base_model: {base_name}"] if on_hub else []),
-        "tags:",
-        "- rebind",
-        "- model-editing",
-        "---",
-        "",
-        f"# {_escape(base_name)}, edited",
-        "",
-        f"rebind rewrote {len(facts)} fact{'s' * (len(facts) != 1)} in this model, in closed form.",
-        "",
-        "## Use",
-        "",
-        *(_use_adapter(base_name, on_hub) if library == "peft" else _use_model(start, needs)),
-        *([f"\nAll prompts began with `{start}`, which the tokenizer does not add."] if start else []),
-        "",
-        "## Edits",
-        "",
-        f"- Base model: {_escape(base_name)}",
-        f"- Fingerprint of the base model: `{fingerprint}`",
-        "",
-        "| edit | method | layers | facts | created | versions | drift | growth | checks |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        *(_edit_row(edit) for edit in edits),
-        "",
-        SIDE_EFFECTS,
-        "",
-        "| edit | prompt | target | before | after |",
-        "| --- | --- | --- | --- | --- |",
-        *(_fact_row(edit, index) for edit, index in facts[:MAX_FACTS]),
-        "",
-        *more,
-        "Before and after: the probability of the target, the rank of its first token, and the model's own answer.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _use_adapter(base_name: str, on_hub: bool) -> list[str]:
-    library, name = ("transformers", "AutoModelForCausalLM") if on_hub else ("rebind.models", "LanguageModel")
-    load = "AutoModelForCausalLM.from_pretrained({})" if on_hub else "LanguageModel.load({}).model"
-    return [
-        "```python",
-        "from peft import PeftModel",
-        f"from {library} import {name}",
-        "",
-        f"base = {load.format(repr(base_name) if on_hub or base_name == DEFAULT_MODEL else 'base_folder')}",
-        "model = PeftModel.from_pretrained(base, folder)",
-        "```",
-        "",
-        "`adapter_config.json` holds the path of the base model on the machine that wrote it; load your own copy.",
-    ]
-
-
-def _use_model(start: str, needs: str) -> list[str]:
-    prompt = f"{start!r} + prompt" if start else "prompt"
-    return [
-        "```python",
-        *([f"import {needs}  # registers the model's class with transformers"] if needs else []),
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        "model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)",
-        f"answer = tokenizer.decode(model.generate(**tokenizer({prompt}, return_tensors='pt'))[0])",
-        "```",
-    ]
+    if library == "peft":
+        name = repr(base_name) if on_hub or base_name == DEFAULT_MODEL else "base_folder"
+        home, loader = ("rebind.models", "LanguageModel"), f"LanguageModel.load({name}).model"
+        if on_hub:
+            home, loader = ("transformers", "AutoModelForCausalLM"), f"AutoModelForCausalLM.from_pretrained({name})"
+        use = USE_ADAPTER.format(library=home[0], load_class=home[1], loader=loader)
+    else:
+        needs = f"import {needs}  # registers the model's class with transformers\n" if needs else ""
+        use = USE_MODEL.format(needs=needs, prompt=f"{start!r} + prompt" if start else "prompt")
+    if start:
+        use += f"\n\nAll prompts began with `{start}`, which the tokenizer does not add."
+    facts = [(edit, index) for edit in edits for index in range(len(edit.facts))]
+    more = f"And {len(facts) - MAX_FACTS} more facts, listed in the ledger.\n\n" if len(facts) > MAX_FACTS else ""
+    return CARD.format(
+        library=library,
+        base_model=f"base_model: {base_name}\n" if on_hub else "",
+        name=_escape(base_name),
+        facts=f"{len(facts)} fact{'s' * (len(facts) != 1)}",
+        use=use,
+        fingerprint=fingerprint,
+        edit_rows="\n".join(_edit_row(edit) for edit in edits),
+        fact_rows="\n".join(_fact_row(edit, index) for edit, index in facts[:MAX_FACTS]),
+        more=more,
+    )
 
 
 def _edit_row(edit: Edit) -> str:
-    layers: Any = edit.settings.get("layers") or edit.sites
+    layers: Any = edit.settings["layers"]
     drift: Any = edit.scores.get("drift") or {}
     guard: Any = edit.scores.get("guard")
     failed = ", ".join(check["check"] for check in guard["failed"]) if guard else ""
-    checks = f"failed: {failed}" if failed else "passed" if guard else "–"
     return _row(
         edit.id,
         f"{edit.method} (forced)" if edit.forced else edit.method,
@@ -117,20 +122,16 @@ def _edit_row(edit: Edit) -> str:
         ", ".join(f"{name} {version}" for name, version in edit.versions.items()),
         f"{drift['kl']:.3g}" if drift else "–",
         f"{drift['growth']:.3g}" if drift else "–",
-        checks,
+        f"failed: {failed}" if failed else "passed" if guard else "–",
     )
 
 
 def _fact_row(edit: Edit, index: int) -> str:
-    fact = edit.facts[index]
-    return _row(edit.id, fact.text, fact.target, *(_score(edit, when, index) for when in ("before", "after")))
-
-
-def _score(edit: Edit, when: str, index: int) -> str:
-    scores = edit.scores.get(when)
-    if not isinstance(scores, Sequence) or not isinstance(score := scores[index], Mapping):
-        return "–"
-    return f"{score['probability']:.2%}, rank {score['rank']}, “{score['says']}”"
+    fact, scores = edit.facts[index], list[str]()
+    for when in ("before", "after"):
+        score: Any = edit.scores[when][index] if when in edit.scores else None  # type: ignore[index]
+        scores.append(f"{score['probability']:.2%}, rank {score['rank']}, “{score['says']}”" if score else "–")
+    return _row(edit.id, fact.text, fact.target, *scores)
 
 
 def _row(*cells: str) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.methods import get_method
-from rebind.edit.moments.collect import Moments, OldKeys
-from rebind.edit.solve.solve import weights_restored
+from rebind.edit.moments import Moments, OldKeys
+from rebind.edit.solve import weights_restored
 from rebind.errors import InputError, NumericalError
 from rebind.memory.precision import solving_dtype
 from rebind.memory.write import Write
@@ -26,20 +26,15 @@ MAX_PARTIAL_BYTES = 2**30
 Gain = Callable[[Edit, Sequence[Edit]], Tensor]  # (edit, earlier edits at the site) → the edit's gain there
 
 
-def fold_edits(base: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None) -> Tensor:
-    """Return the weights [d_v, d_k] of a site after `edits`, given those of the base model.
-
-    The edits are applied in float64 and the result is cast once: casting after each edit would make the result
-    depend on how edits were grouped, and in bfloat16 small edits would be rounded away one by one. `gain` computes
-    the gain of an edit for methods in which it depends on the edits before it.
-    """
-    return cast_weights(apply_edits(base.detach().to(solving_dtype(base)), site, edits, gain), base.dtype, site)
-
-
 def apply_edits(
     weights: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None, earlier: Sequence[Edit] = ()
 ) -> Tensor:
-    """Return `weights`, which already hold the `earlier` edits, with these edits applied, in the same dtype."""
+    """Return `weights`, which already hold the `earlier` edits, with these edits applied, in the same dtype.
+
+    Weights are folded in float64 and cast once: casting after each edit would make the result depend on how edits
+    were grouped, and in bfloat16 small edits would be rounded away one by one. `gain` computes the gain of an edit for
+    methods in which it depends on the edits before it.
+    """
     for write in writes_at(site, edits, weights, gain, earlier):
         weights = write.apply(weights)
     return weights

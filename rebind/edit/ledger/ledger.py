@@ -64,7 +64,7 @@ class Ledger:
     def __init__(self, header: Mapping[str, str], path: Path | None) -> None:
         self.path = path
         self.model = header["model"]  # fingerprint of the base model
-        self.model_name = header["model_name"]
+        self.model_name, self.dtype = header["model_name"], header["dtype"]
         self.timeout = TIMEOUT  # seconds to wait for another writer
         self._state = LedgerState(header["digest"], path)
         self._mutex = threading.RLock()  # between threads that read and write this object's state
@@ -80,9 +80,9 @@ class Ledger:
         if model is not None and not (path / HEADER).exists():
             _create(path, new_header(model, model_name, dtype))
         header = read_header(path)
-        if model is not None and header["model"] != model:
-            raise _other_model(path, header, model, model_name, dtype)
         ledger = cls(header, path)
+        if model is not None:
+            ledger.require_model(model, model_name, dtype)
         ledger._refresh()
         return ledger
 
@@ -120,10 +120,10 @@ class Ledger:
         matches = [id] if id in edits else [name for name in edits if id and name.startswith(id)]
         if len(matches) == 1:
             return edits[matches[0]]
-        candidates = matches or get_close_matches(id, edits, n=3) or list(edits)
+        candidates = matches or get_close_matches(id, edits, n=3) or list(edits)[-3:]
         raise UnknownNameError(
-            f"{'Several edits have' if matches else 'No edit has'} an id that starts with {id!r}",
-            expected=f"one of {_shorten(candidates)}" if candidates else "",
+            f"{len(matches) or 'No'} edits have an id that starts with {id!r}",
+            expected=f"one id, such as {', '.join(candidates[:3])}" if candidates else "",
             code="ambiguous_edit" if matches else "unknown_edit",
         )
 
@@ -133,12 +133,6 @@ class Ledger:
 
     def append(self, edit: Edit) -> Edit:
         """Record an edit and return it with its id: on disk when this returns, or not recorded at all."""
-        if not edit.facts or not edit.sites:
-            raise InputError(
-                f"The edit has {len(edit.facts)} facts and {len(edit.sites)} sites",
-                expected="at least one of each",
-                code="empty_edit",
-            )
         for site in edit.sites:
             edit.write(site)  # an edit that could not be applied later is refused now
         tensors = {
@@ -185,6 +179,21 @@ class Ledger:
             if events:
                 self._commit(chain_lines(events, self._state.digest))
             return tuple(self._state.edits[id] for id in edits)
+
+    def require_model(self, model: str, name: str = "", dtype: str = "") -> None:
+        """Raise unless the ledger belongs to the model with this fingerprint, which another dtype changes."""
+        if self.model == model:
+            return
+        theirs, ours = (
+            f"{name or 'a model'}{f' in {dtype}' if dtype else ''} ({fingerprint[:12]}…)"
+            for name, dtype, fingerprint in ((self.model_name, self.dtype, self.model), (name, dtype, model))
+        )
+        raise InputError(
+            f"The ledger {self.path or 'in memory'} belongs to {theirs}, not to {ours}",
+            advice=f"Load that model{' with {dtype}' if self.dtype else ''}, or choose another folder for the ledger",
+            settings={"dtype": self.dtype},
+            code="ledger_of_other_model",
+        )
 
     def diff(self, other: Ledger) -> Diff:
         """Compare the active edits of two ledgers."""
@@ -247,7 +256,7 @@ def _create(path: Path, header: Mapping[str, str]) -> None:
     strangers = sorted(file.name for file in path.iterdir() if file.name not in own_names and file.name[0] != ".")
     if strangers:
         raise InputError(
-            f"{path} holds {_shorten(strangers)} and no ledger",
+            f"{path} holds {', '.join(strangers[:3])} and no ledger",
             expected="a ledger or an empty folder",
             advice="Choose another folder",
             code="not_a_ledger_folder",
@@ -261,21 +270,6 @@ def _create(path: Path, header: Mapping[str, str]) -> None:
         write_json(path / HEADER, header)
 
 
-def _other_model(path: Path, header: Mapping[str, str], model: str, name: str, dtype: str) -> InputError:
-    """Return the error for a ledger of another model, or of the same model in another dtype."""
-    owner = (header["model_name"], header["dtype"], header["model"])
-    theirs, ours = (
-        f"{name or 'a model'}{f' in {dtype}' if dtype else ''} ({model[:12]}…)"
-        for name, dtype, model in (owner, (name, dtype, model))
-    )
-    return InputError(
-        f"Ledger {path} belongs to {theirs}, not to {ours}",
-        advice=f"Load that model{' with {dtype}' if header['dtype'] else ''}, or choose another folder for the ledger",
-        settings={"dtype": header["dtype"]},
-        code="ledger_of_other_model",
-    )
-
-
 def _surplus(edits: Sequence[Edit], others: Sequence[Edit]) -> tuple[Edit, ...]:
     """Return the edits that `others` do not hold; of equal edits the later ones."""
     unmatched = Counter(edit.digest for edit in others)
@@ -286,8 +280,3 @@ def _surplus(edits: Sequence[Edit], others: Sequence[Edit]) -> tuple[Edit, ...]:
         else:
             surplus.append(edit)
     return tuple(surplus)
-
-
-def _shorten(names: Sequence[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

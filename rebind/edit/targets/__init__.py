@@ -4,8 +4,7 @@
 - `objective`: the loss that is minimized; `TargetSettings`
 - `optimize`: the search itself; its result is a `TargetStates`
 - `search_copy`: the faster copy of the model that the search runs on
-- `store`: cache of results, so that an interrupted edit resumes
-- `search`: all of it together, for an editor (`TargetSearch`)
+- `search`: all of it together, for an editor (`TargetSearch`), with results stored so that an interrupted edit resumes
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from __future__ import annotations
 from rebind.edit.targets.contexts import ContextSettings
 from rebind.edit.targets.objective import FactPrompts, TargetSettings
 from rebind.edit.targets.optimize import TargetStates, find_targets
-from rebind.edit.targets.search import TargetSearch
-from rebind.edit.targets.store import TargetStore
+from rebind.edit.targets.search import TargetSearch, TargetStore
 
 __all__ = [
     "ContextSettings",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,29 +96,12 @@ class SearchBatch:
         hidden = trunk.after(layer, tokens, cache=cache)
         if search_trunk is not None:
             cache = search_trunk.cache(past)
-        device = hidden.device
-        return cls(
-            tokens,
-            cache,
-            hidden,
-            torch.tensor(owner, device=device),
-            torch.tensor(bare, device=device),
-            torch.tensor(where, device=device),
-            torch.tensor(token, device=device),
-            torch.tensor(weight, dtype=torch.float64, device=device),
-        )
+        tensor = partial(torch.tensor, device=hidden.device)
+        indices = tensor(owner), tensor(bare), tensor(where), tensor(token)
+        return cls(tokens, cache, hidden, *indices, tensor(weight, dtype=torch.float64))
 
     def __len__(self) -> int:
         return len(self.bare)
-
-    @property
-    def subjects(self) -> Tensor:
-        """[n, 2]: (row, token) of each fact's subject in its bare prompt."""
-        return torch.stack([self.bare, torch.zeros_like(self.bare)], dim=-1)
-
-    @property
-    def rows_per_fact(self) -> float:
-        return len(self.owner) / max(len(self), 1)
 
     def select(self, facts: Tensor) -> SearchBatch:
         """Return the batch of some of the facts."""
@@ -176,7 +160,8 @@ class Objective:
         batch, settings = self.batch, self.settings
         first = batch.hidden[:, :1] + delta[batch.owner].unsqueeze(1).to(batch.hidden.dtype)
         hidden = torch.cat([first, batch.hidden[:, 1:]], dim=1).to(self.trunk.dtype)
-        where = torch.cat([batch.where, batch.subjects])
+        subjects = torch.stack([batch.bare, torch.zeros_like(batch.bare)], dim=-1)  # (row, token) in the bare prompts
+        where = torch.cat([batch.where, subjects])
         logits = self.trunk.logits(batch.tokens, where, cache=batch.cache, resume=(self.layer, hidden))
         log_probs = torch.log_softmax(logits, dim=-1).to(delta)
         at_targets, at_subjects = log_probs[: len(batch.where)], log_probs[len(batch.where) :]

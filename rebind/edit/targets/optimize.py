@@ -101,8 +101,8 @@ def find_targets(
         try:
             return search.run(allow_recording and can_record(trunk), report)
         except KeyboardInterrupt:
-            if len(rows := search.finished()):
-                on_group([group[row] for row in rows.tolist()], search.targets().select(rows))
+            if len(finished := (~search.active).nonzero().squeeze(-1)):
+                on_group([group[row] for row in finished.tolist()], search.targets().select(finished))
             raise
 
     parts: list[TargetStates] = []
@@ -130,7 +130,7 @@ class _GroupSearch:
         self.settings = settings
         self.initial = batch.hidden[batch.bare, 0].to(wide)  # [n, width]: h₀
         self.length = torch.linalg.vector_norm(self.initial, dim=-1)
-        self.delta = torch.zeros_like(self.initial)
+        self.delta, self.first, self.second = (torch.zeros_like(self.initial) for _ in range(3))  # δ, moments of Adam
         self.loss = torch.zeros_like(self.length)
         self.steps = torch.zeros_like(self.length, dtype=torch.long)
         self.active = torch.ones_like(self.length, dtype=torch.bool)  # [n]: facts that are not finished
@@ -139,21 +139,26 @@ class _GroupSearch:
 
     def run(self, recorded: bool, report: Callable[[int, int, Tensor], None]) -> TargetStates:
         """Search, with steps `recorded` as a CUDA graph if the model's code allows it."""
-        adam = _Adam(self.delta, self.settings.rate)
         rows = torch.arange(len(self.delta), device=self.delta.device)  # facts in the batch
         for step in range(self.settings.steps):
             loss = self.objective.loss(self.delta[rows])
             self.loss[rows] = torch.where(self.active[rows], loss, self.loss[rows])
-            self._require_finite(loss)
+            if broken := int((~torch.isfinite(loss)).sum()):
+                raise NumericalError(
+                    f"The search diverged: the loss of {broken} facts is NaN or infinite",
+                    advice="Load the model in float32 or bfloat16, or try {rate}",
+                    settings={"rate": self.settings.rate / 5},
+                    code="target_search_diverged",
+                )
             self.active[rows] &= loss >= self.settings.enough
             going = self.active[rows].nonzero().squeeze(-1)
             report(step, len(self.loss) - len(going), self.loss)
             if step == self.settings.steps - 1 or not len(going):
                 break
-            gradient = self.objective.gradient()
-            self._move(adam, rows[going], gradient[going])
+            self._move(rows[going], self.objective.gradient()[going])
             # A graph has one size of batch: finished facts stay in it, unmoved, until recording a new one pays off.
-            saved_rows = self.objective.batch.rows_per_fact * (len(rows) - len(going)) * (self.settings.steps - step)
+            rows_per_fact = len(self.objective.batch.owner) / len(rows)
+            saved_rows = rows_per_fact * (len(rows) - len(going)) * (self.settings.steps - step)
             if len(going) < len(rows) and (not recorded or saved_rows > RECORDING_COST):
                 rows, self.objective = rows[going], self.objective.select(going)
             if recorded and isinstance(self.objective, Objective):
@@ -161,44 +166,18 @@ class _GroupSearch:
                 recorded = isinstance(self.objective, RecordedObjective)
         return self.targets()
 
-    def finished(self) -> Tensor:
-        """Return the facts with a loss below `enough`."""
-        return torch.arange(len(self.active), device=self.active.device)[~self.active]
-
     def targets(self) -> TargetStates:
         return TargetStates(self.initial + self.delta, self.initial, self.loss, self.steps)
 
-    def _require_finite(self, loss: Tensor) -> None:
-        if broken := int((~torch.isfinite(loss)).sum()):
-            raise NumericalError(
-                f"The search diverged: the loss of {broken} facts is NaN or infinite",
-                advice="Load the model in float32 or bfloat16, or try {rate}",
-                settings={"rate": self.settings.rate / 5},
-                code="target_search_diverged",
-            )
-
-    def _move(self, adam: _Adam, facts: Tensor, gradient: Tensor) -> None:
+    def _move(self, facts: Tensor, gradient: Tensor) -> None:
         """Make one step of Adam, then shorten δ to the clamp."""
-        adam.update(self.delta, facts, gradient)
         self.steps[facts] += 1
-        delta = self.delta[facts]
+        self.first[facts] = BETA1 * self.first[facts] + (1 - BETA1) * gradient
+        self.second[facts] = BETA2 * self.second[facts] + (1 - BETA2) * gradient.square()
+        count = self.steps[facts].to(gradient.dtype).unsqueeze(-1)
+        first = self.first[facts] / (1 - BETA1**count)
+        second = self.second[facts] / (1 - BETA2**count)
+        delta = self.delta[facts] - self.settings.rate * first / (second.sqrt() + EPSILON)
         size = torch.linalg.vector_norm(delta, dim=-1).clamp_min(torch.finfo(delta.dtype).tiny)
         shrink = (self.settings.clamp * self.length[facts] / size).clamp_max(1.0)
         self.delta[facts] = delta * shrink.unsqueeze(-1)
-
-
-class _Adam:
-    """Adam with a state per row, because facts leave the batch at different steps."""
-
-    def __init__(self, like: Tensor, rate: float) -> None:
-        self.rate = rate
-        self.first, self.second = torch.zeros_like(like), torch.zeros_like(like)
-        self.count = like.new_zeros(len(like), 1)
-
-    def update(self, delta: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        self.count[rows] += 1
-        self.first[rows] = BETA1 * self.first[rows] + (1 - BETA1) * gradient
-        self.second[rows] = BETA2 * self.second[rows] + (1 - BETA2) * gradient.square()
-        first = self.first[rows] / (1 - BETA1 ** self.count[rows])
-        second = self.second[rows] / (1 - BETA2 ** self.count[rows])
-        delta[rows] -= self.rate * first / (second.sqrt() + EPSILON)

@@ -1,20 +1,78 @@
-"""Target search for an editor: on the model or a faster copy of it, with stored results used again."""
+"""Target search for an editor: on the model or a faster copy of it, with stored results used again.
+
+Results are stored as they are found, so that an interrupted edit resumes where it stopped.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from rebind.edit.targets.objective import FactPrompts, TargetSettings, can_record
 from rebind.edit.targets.optimize import OnStep, TargetStates, find_targets
 from rebind.edit.targets.search_copy import speed_up
-from rebind.edit.targets.store import TargetStore, target_key
 from rebind.models.trunk import Trunk
 from rebind.precision import tensor_float
+from rebind.storage import path_inside, write_file
 
+PARTS = ("states", "initial", "loss", "steps")  # of `TargetStates`, in this order
 BYTES_PER_PARAMETER = 12  # GPU memory for the model (4), the copy (2) and the search itself
+
+
+class TargetStore:
+    """A folder with one file per group of targets; without a folder nothing is stored.
+
+    Several processes may share the folder: each one removes only the files of its own edit.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._requested: set[str] = set()  # keys of the edit at work
+        self._files: dict[Path, Sequence[str]] = {}  # the keys in each file
+
+    def load(self, keys: Sequence[str]) -> dict[str, TargetStates]:
+        """Return the stored targets among `keys`, as one row each. Damaged files are removed."""
+        self._requested = set(keys)
+        rows: dict[str, TargetStates] = {}
+        for file in sorted(self.folder.glob("targets-*.safetensors")) if self.folder else ():
+            try:
+                with safe_open(str(file), framework="pt") as opened:
+                    self._files[file] = json.loads(opened.metadata()["keys"])
+                    targets = TargetStates(*(opened.get_tensor(part) for part in PARTS))
+            except (SafetensorError, KeyError, TypeError, ValueError):
+                file.unlink(missing_ok=True)
+                continue
+            except OSError:  # another process has just removed it
+                continue
+            for index, key in enumerate(self._files[file]):
+                if key in self._requested:
+                    rows[key] = targets.select(torch.tensor([index]))
+        return rows
+
+    def save(self, keys: Sequence[str], targets: TargetStates) -> None:
+        """Store a group of targets."""
+        if self.folder is None or not keys:
+            return
+        tensors = {part: getattr(targets, part).detach().cpu().contiguous() for part in PARTS}
+        name = hashlib.sha256("".join(keys).encode()).hexdigest()[:24]
+        file = path_inside(self.folder, f"targets-{name}.safetensors")
+        write_file(file, save(tensors, metadata={"keys": json.dumps(list(keys))}))
+        self._files[file] = keys
+
+    def clear(self) -> None:
+        """Remove the targets that were last loaded, once their edit is in the ledger."""
+        for file, keys in self._files.items():
+            if self._requested.issuperset(keys):
+                file.unlink(missing_ok=True)
+        self._files.clear()
 
 
 class TargetSearch:
@@ -42,8 +100,7 @@ class TargetSearch:
         on_step: OnStep | None = None,
     ) -> TargetStates:
         """Return the target state of every fact: from the store, or by a search, the results of which are stored."""
-        model = f"{self.fingerprint} in {self.dtype}"  # the dtype changes the targets
-        keys = [target_key(model, layer, settings, fact) for fact in facts]
+        keys = [self._key(layer, settings, fact) for fact in facts]
         rows = store.load(keys)
         missing = [index for index, key in enumerate(keys) if key not in rows]
         if missing:
@@ -60,6 +117,12 @@ class TargetSearch:
                 )
             rows |= {keys[index]: found.select(torch.tensor([row])) for row, index in enumerate(missing)}
         return TargetStates.concatenate([rows[key].to(self.trunk.device) for key in keys])
+
+    def _key(self, layer: int, settings: TargetSettings, fact: FactPrompts) -> str:
+        """Return a digest of everything that a target state depends on."""
+        prompts = [[list(prompt.ids), prompt.subject_last] for prompt in fact.prompts]
+        inputs = [f"{self.fingerprint} in {self.dtype}", layer, asdict(settings), prompts, list(fact.target)]
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
     def _search_copy(self) -> Trunk | None:
         """Return the copy to search on; None where the search runs on the model itself."""

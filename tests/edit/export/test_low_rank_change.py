@@ -7,10 +7,10 @@ import torch
 
 from rebind.edit.export.change import compute_changes, save_delta
 from rebind.edit.export.folders import export_peft
-from rebind.edit.ledger.fold import fold_edits
 from rebind.errors import InputError, NumericalError
 from rebind.memory.low_rank import LowRank
 from tests.edit.edited import KINDS, Case, make_edit, names_in
+from tests.edit.writes import fold_edits
 from tests.families import HIDDEN, INNER
 from tests.support import assert_close
 

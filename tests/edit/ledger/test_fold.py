@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from rebind.edit.ledger import fold as fold_module
-from rebind.edit.ledger.fold import MAX_PARTIAL_BYTES, EditedWeights, fold_edits
-from tests.edit.writes import D_K, D_V, SITES, new_edit
+from rebind.edit.ledger.fold import MAX_PARTIAL_BYTES, EditedWeights
+from tests.edit.writes import D_K, D_V, SITES, fold_edits, new_edit
 
 
 def edited_weights(**options):

@@ -65,9 +65,6 @@ GAIN = f"{SITES[0]}/gain"
 @pytest.mark.parametrize(
     ("changes", "error", "code"),
     [
-        ({"facts": ()}, InputError, "empty_edit"),
-        ({"sites": ()}, InputError, "empty_edit"),
-        ({"sites": ("elsewhere",)}, InputError, "edit_incomplete"),
         ({"scores": {"loss": float("nan")}}, InputError, "not_json"),
         ({"settings": {"f": torch.nn.Linear}}, InputError, "not_json"),
         ({"settings": {"name": "\ud800"}}, InputError, "not_json"),

@@ -8,10 +8,9 @@ import shutil
 import pytest
 import torch
 
-from rebind.edit.ledger.fold import fold_edits
 from rebind.edit.ledger.log import verify_folder
 from rebind.errors import LedgerError
-from tests.edit.writes import D_K, D_V, SITES, ids, new_edit, open_ledger, snapshot, weights
+from tests.edit.writes import D_K, D_V, SITES, fold_edits, ids, new_edit, open_ledger, snapshot, weights
 from tests.support import Draw
 
 

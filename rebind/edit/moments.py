@@ -1,0 +1,321 @@
+"""Second moments E[kkᵀ] of old keys, which tell a closed form what the model already uses its memories for.
+
+They are computed once per model and text, then read from the cache. The text is a corpus: samples from the model
+itself, or documents. One pass over it serves all sites and stops after the last of them. Products run in float32
+(float64 for a float64 model), sums in float64. The sums are saved every few seconds, so a killed run resumes where it
+stopped. A result is cached under a digest of everything that it depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from rebind.edit.ledger.edit import JSON
+from rebind.edit.progress import Progress
+from rebind.errors import InputError
+from rebind.memory.closed_form import NullSpace
+from rebind.memory.solve import Cholesky, factor
+from rebind.models.language_model import LanguageModel
+from rebind.models.sites import module_at
+from rebind.models.trunk import Tokens
+from rebind.storage import cache_dir, write_file
+
+VERSION = 3  # of the computation: increase it when results change, so that old files are not used
+WINDOW = 64  # tokens: many short windows can be sampled at once
+# These do not change activations.
+IGNORED_CONFIG_FIELDS = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+IGNORED_CONFIG_FIELDS |= {"bos_token_id", "eos_token_id", "pad_token_id"}
+NULL_SPACE_SHARE = 0.9  # of all directions, those that old keys use least
+PRONOUNS = ("It", "He", "She", "They", "We", "I", "You", "This", "That", "There")
+FIRST_WORDS = ("The", "A", "In", *PRONOUNS, "When", "What", "How")  # a text may begin with them
+
+
+class Corpus(Protocol):
+    """Windows of token ids: the same ones in the same order every time."""
+
+    @property
+    def digest(self) -> str:
+        """A name that changes when the text changes."""
+
+    def windows(self, model: LanguageModel, width: int, skip: int) -> Iterator[Tensor]:
+        """Yield batches of ids [rows, width], each row beginning with the start tokens, from batch `skip` on."""
+
+
+@dataclass(frozen=True)
+class OwnSamples:
+    """Text that the model writes by itself: needs no data, and has the model's own distribution of keys."""
+
+    seed: int = 0
+    rows: int = 64  # sampled side by side
+
+    @property
+    def digest(self) -> str:
+        return f"own-samples-{self.seed}-{self.rows}"
+
+    @classmethod
+    def from_digest(cls, digest: str) -> OwnSamples | None:
+        """Return the samples with this digest; None if it belongs to another kind of corpus.
+
+        >>> OwnSamples.from_digest("own-samples-0-1024")
+        OwnSamples(seed=0, rows=1024)
+        """
+        match = re.fullmatch(r"own-samples-(-?\d+)-(\d+)", digest)
+        return None if match is None else cls(seed=int(match[1]), rows=int(match[2]))
+
+    def windows(self, model: LanguageModel, width: int, skip: int) -> Iterator[Tensor]:
+        first_tokens = _first_tokens(model)
+        start = torch.tensor(model.start, dtype=torch.long, device=model.device).expand(self.rows, -1)
+        for batch in itertools.count(skip):
+            seed = self.seed * 1_000_003 + batch
+            chosen = torch.randint(len(first_tokens), (self.rows,), generator=torch.Generator().manual_seed(seed))
+            first = first_tokens[chosen].unsqueeze(-1).to(model.device)
+            yield torch.cat([start, model.sample(first, width - len(model.start), seed=seed)], dim=-1)
+
+
+def _first_tokens(model: LanguageModel) -> Tensor:
+    rows = [model.tokenizer(word, add_special_tokens=False).input_ids for word in FIRST_WORDS]
+    vocabulary = model.model.get_input_embeddings().weight.shape[0]
+    return torch.tensor(sorted({row[0] for row in rows if row and row[0] < vocabulary}) or [0])
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents, packed one after another into windows."""
+
+    documents: Sequence[str]
+    name: str
+    rows: int = 8
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Texts:
+        """Read a text file; blank lines separate its documents."""
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            problem_text = f"Corpus {path} cannot be read ({problem})"
+            raise InputError(problem_text, expected="a plain text file in UTF-8", code="unreadable_corpus") from None
+        documents = [document for part in text.split("\n\n") if (document := part.strip())]
+        if not documents:
+            raise InputError(f"Corpus {path} holds no text", expected="some thousands of words", code="empty_corpus")
+        return cls(documents, path.name)
+
+    @property
+    def digest(self) -> str:
+        whole = hashlib.sha256()
+        for document in self.documents:
+            whole.update(document.encode())
+            whole.update(b"\0")
+        return f"text-{whole.hexdigest()[:32]}-{self.rows}"
+
+    def windows(self, model: LanguageModel, width: int, skip: int) -> Iterator[Tensor]:
+        rows = self._rows(model, width)
+        batches = iter(lambda: list(itertools.islice(rows, self.rows)), [])
+        for batch in itertools.islice(batches, skip, None):
+            yield torch.tensor(batch, device=model.device)
+
+    def _rows(self, model: LanguageModel, width: int) -> Iterator[list[int]]:
+        start, body = model.start, width - len(model.start)
+        pending: list[int] = []
+        is_short = True  # all documents together fill no window
+        for document in self.documents:
+            pending += [*start, *model.tokenizer(document, add_special_tokens=False).input_ids]
+            while len(pending) >= body:
+                yield [*start, *pending[:body]]
+                pending, is_short = pending[body:], False
+        if is_short and len(pending) > len(start):
+            yield [*start, *pending]
+
+
+@dataclass(frozen=True, eq=False)
+class SecondMoment:
+    """The second moment of one site's keys."""
+
+    total: Tensor  # [d_k, d_k] float64: Σ kkᵀ
+    tokens: int
+
+    def mean(self) -> Tensor:
+        return self.total / self.tokens
+
+
+@dataclass(eq=False)
+class OldKeys:
+    """What the closed forms need to know about a site's old keys. Factors are computed on first use and kept."""
+
+    moment: Tensor  # [d_k, d_k] E[kkᵀ], float64
+
+    @cached_property
+    def factored(self) -> Cholesky:
+        return factor(self.moment, "moment")
+
+    @cached_property
+    def null_space(self) -> NullSpace:
+        return NullSpace.smallest(self.moment, NULL_SPACE_SHARE)
+
+
+class Moments:
+    """Provides the second moments of a model's sites, as the model stands when they are computed.
+
+    It reads `tokens` tokens of the corpus, start tokens included, in windows of `width` tokens, and stores results in
+    `folder`, by default in the user's cache. While it reads, it saves its sums every `checkpoint_seconds`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        corpus: Corpus,
+        tokens: int,
+        *,
+        width: int = WINDOW,
+        folder: Path | None = None,
+        checkpoint_seconds: float = 5.0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model, self.corpus, self.tokens = model, corpus, tokens
+        self.width = min(width, model.context_length or width)
+        self.checkpoint_seconds = checkpoint_seconds
+        self.progress = progress or Progress()
+        self._folder = folder
+
+    @property
+    def source(self) -> dict[str, JSON]:
+        """What the moments are computed from, as an edit records it."""
+        return {"corpus": self.corpus.digest, "tokens": self.tokens}
+
+    @property
+    def folder(self) -> Path:
+        return self._folder or cache_dir() / "moments"
+
+    def path(self, site: str) -> Path:
+        """Return the file of a site's moment; its name is a digest of everything that the moment depends on."""
+        return self.folder / f"{self._key(site)}.safetensors"
+
+    def collect(self, sites: Sequence[str]) -> dict[str, SecondMoment]:
+        """Return the moment of each site: from the cache, or computed and then cached."""
+        stored = {site: _Sums.load(self.path(site), ["total"]) for site in sites}
+        missing = [site for site, sums in stored.items() if sums is None]
+        computed = self._compute(missing) if missing else {}
+        return {
+            site: computed[site] if sums is None else SecondMoment(sums.totals["total"], sums.keys)
+            for site, sums in stored.items()
+        }
+
+    def _key(self, site: str) -> str:
+        inputs = {
+            "version": VERSION,
+            "model": self.model.fingerprint,
+            "site": site,
+            "corpus": self.corpus.digest,
+            "tokens": self.tokens,
+            "width": self.width,
+            "tokenizer": tokenizer_digest(self.model.tokenizer, self.model.start),
+            "config": config_digest(self.model.model.config),
+        }
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
+
+    def _compute(self, sites: Sequence[str]) -> dict[str, SecondMoment]:
+        digest = hashlib.sha256("|".join(self._key(site) for site in sites).encode()).hexdigest()
+        partial = self.folder / f"{digest[:32]}.partial"
+        sums = _Sums.load(partial, sites) or _Sums({})
+        windows = self.corpus.windows(self.model, self.width, sums.batches)
+        saved = time.monotonic()
+        try:
+            while sums.read < self.tokens and (ids := next(windows, None)) is not None:
+                ids = ids[: -(-(self.tokens - sums.read) // ids.shape[-1])]
+                sums.add(self._keys(sites, ids), ids.numel())
+                self.progress.moments(min(sums.read, self.tokens), self.tokens)
+                if time.monotonic() - saved > self.checkpoint_seconds:
+                    sums.save(partial)
+                    saved = time.monotonic()
+        except BaseException:  # Ctrl-C included
+            if sums.batches:
+                with contextlib.suppress(OSError):  # the first error matters more
+                    sums.save(partial)
+            raise
+        if not sums.keys:
+            raise InputError("The corpus holds no tokens", expected="some thousands", code="empty_corpus")
+        if broken := [site for site, total in sums.totals.items() if not torch.isfinite(total).all()]:
+            partial.unlink(missing_ok=True)
+            raise InputError(
+                f"Keys of {broken[0]} hold NaN or infinity",
+                expected="finite numbers",
+                advice="Check the weights of the model, or load it in float32 or bfloat16",
+                code="keys_not_finite",
+            )
+        for site, total in sums.totals.items():
+            _Sums({"total": total}, sums.keys, sums.read, sums.batches).save(self.path(site))
+        partial.unlink(missing_ok=True)
+        return {site: SecondMoment(total.cpu(), sums.keys) for site, total in sums.totals.items()}
+
+    def _keys(self, sites: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
+        """Return the keys of a batch of windows [n, d_k]; start tokens are left out, their keys are outliers."""
+        mask = torch.ones_like(ids)
+        modules = [module_at(self.model.model, site) for site in sites]
+        inputs = self.model.trunk.inputs(modules, Tokens(ids, mask, mask.cumsum(-1) - 1))
+        start = self.model.start
+        is_text = ~torch.isin(ids, torch.tensor(start, dtype=ids.dtype, device=ids.device))
+        is_text[:, : len(start)] = False
+        return {site: keys[is_text.to(keys.device)] for site, keys in zip(sites, inputs, strict=True)}
+
+
+def tokenizer_digest(tokenizer: Any, start: Sequence[int]) -> str:
+    """Return a digest that changes when the same text becomes other tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(f"{list(start)} {content}".encode()).hexdigest()[:32]
+
+
+def config_digest(config: PreTrainedConfig) -> str:
+    """Return a digest that changes when the same weights compute something else, as with another epsilon."""
+    fields = {name: value for name, value in config.to_diff_dict().items() if name not in IGNORED_CONFIG_FIELDS}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@dataclass
+class _Sums:
+    """The sums so far. Whole batches are added, so they can be saved at any time."""
+
+    totals: dict[str, Tensor]
+    keys: int = 0
+    read: int = 0  # tokens, start tokens included
+    batches: int = 0
+
+    def add(self, keys: dict[str, Tensor], read: int) -> None:
+        totals = {}
+        for site, rows in keys.items():
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            product = (wide.mT @ wide).double()
+            totals[site] = product + self.totals[site].to(product.device) if site in self.totals else product
+        count = len(next(iter(keys.values())))
+        self.totals, self.keys, self.read, self.batches = totals, self.keys + count, self.read + read, self.batches + 1
+
+    def save(self, path: Path) -> None:
+        totals = {name: total.cpu().contiguous() for name, total in self.totals.items()}
+        counts = {"keys": str(self.keys), "read": str(self.read), "batches": str(self.batches)}
+        write_file(path, save(totals, metadata=counts))
+
+    @classmethod
+    def load(cls, path: Path, names: Sequence[str]) -> _Sums | None:
+        """Return the sums in a file; None if there is none, or a damaged one, which will be replaced."""
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                counts = {name: int(count) for name, count in (file.metadata() or {}).items()}
+                return cls({name: file.get_tensor(name) for name in names}, **counts)
+        except (SafetensorError, TypeError, ValueError, OSError):
+            return None
