@@ -7,16 +7,18 @@ memory, and the results are compared.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, harmonic_mean
 from typing import Any
 
-from rebind.analysis.traces import POSITIONS, SUBJECT_LAST, TraceSettings, average_traces
+from rebind.analysis.traces import POSITIONS, SUBJECT_LAST, Trace, TraceSettings, average_traces
 from rebind.analysis.tracing import Tracer
-from rebind.analysis.trial_facts import TRIAL_FACTS, TrialFact
 from rebind.edit.editor import Editor
+from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.progress import Progress
 from rebind.edit.settings import layers_file, save_measured_layers
@@ -28,6 +30,37 @@ MIN_FACTS = 3  # known facts: results of fewer mean nothing
 MAX_FACTS = 8  # facts that are tried: each one costs a target search per candidate
 
 Report = Callable[[str, int, int], None]  # (phase, done, total)
+
+
+@dataclass(frozen=True)
+class TrialFact:
+    """A fact for a trial edit: `fact.old` is true, `fact.target` is not."""
+
+    fact: Fact
+    neighbors: tuple[tuple[str, str], ...]  # prompts about other subjects, with their true answers
+
+
+def trial_facts_from(facts: Sequence[Fact]) -> list[TrialFact]:
+    """Return a user's facts as trial facts. Their neighbors share the true answer, as in CounterFact."""
+    for fact in facts:
+        if fact.old is None:
+            raise InputError(
+                f"Fact {fact.text!r} has no true answer",
+                expected="the true answer (old) in addition to the target",
+                code="fact_without_old",
+            )
+    return [TrialFact(fact, tuple((text, str(fact.old)) for text in fact.neighbors)) for fact in facts]
+
+
+def _bundled_trial_facts() -> Iterator[TrialFact]:
+    """Yield facts that most language models know."""
+    for line in (Path(__file__).parent / "data" / "trial_facts.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        neighbors = tuple((neighbor["prompt"], neighbor["answer"]) for neighbor in row.pop("neighbors"))
+        yield TrialFact(Fact.from_json(row), neighbors)
+
+
+TRIAL_FACTS = tuple(_bundled_trial_facts())
 
 
 @dataclass(frozen=True)
@@ -46,8 +79,7 @@ class Candidate:
 
 def overall_score(drift: float, *preferences: float | None) -> float:
     """Return the harmonic mean of the preferences that were measured, minus the drift."""
-    measured = [preference for preference in preferences if preference is not None]
-    return len(measured) / sum(1 / max(preference, 1e-9) for preference in measured) - drift
+    return harmonic_mean([max(preference, 1e-9) for preference in preferences if preference is not None]) - drift
 
 
 @dataclass(frozen=True)
@@ -69,8 +101,6 @@ class LayerChoice:
 def saved_layer_choice(fingerprint: str) -> LayerChoice | None:
     """Return the stored result of `search_layers` for a model; None if there is none that can be read."""
     stored = read_json_object(layers_file(fingerprint)) or {}
-    if stored.get("fingerprint") != fingerprint:
-        return None
     try:
         candidates = tuple(Candidate(**{**row, "layers": tuple(row["layers"])}) for row in stored["candidates"])
         sequences = {name: tuple(stored[name]) for name in ("layers", "trace")}
@@ -96,8 +126,12 @@ def search_layers(
         check_known: leave out facts that the model does not know.
         report: called with (phase, done, total) as the work proceeds.
     """
-    with _isolated(editor):
-        known = [trial for trial in trials if not check_known or _knows(editor, trial)]
+    ledger, guard, progress = editor.ledger, editor.guard, editor.progress
+    try:
+        editor.guard = None  # trial edits that fail its checks are results, too
+        editor.use_ledger(Ledger.in_memory(editor.fingerprint, editor.language_model.name))
+        tracer = Tracer(editor.language_model, TraceSettings(kinds=("mlp",)))
+        known = [trial for trial in trials if not check_known or tracer.knows(trial.fact)]
         if len(known) < MIN_FACTS:
             raise InputError(
                 f"{editor.language_model.name} knows {len(known)} of {len(trials)} facts",
@@ -107,57 +141,30 @@ def search_layers(
                 code="too_few_known_facts",
             )
         tried = known[:limit]
-        effects = _subject_effects(editor, tried, report)
+        traces: list[Trace] = []
+        for trial in tried:
+            report("tracing", len(traces), len(tried))
+            traces.append(tracer.trace(trial.fact, subject_only=True))
+        report("tracing", len(tried), len(tried))
+        effects = average_traces(traces).effects["mlp"][POSITIONS.index(SUBJECT_LAST)].tolist()
         windows = candidate_windows(editor.settings("memit").layers, effects)
         editor.progress.phase("moments")
         layers = sorted({layer for window in windows for layer in window})
         editor.weights.load_old_keys([editor.sites[layer].name for layer in layers])  # one pass for all trial edits
         editor.progress = Progress()  # the phases of each trial edit are not reported
-        candidates = []
-        for done, (window, why) in enumerate(windows.items()):
-            report("trial edits", done, len(windows))
+        candidates: list[Candidate] = []
+        for window, why in windows.items():
+            report("trial edits", len(candidates), len(windows))
             candidates.append(_try_edit(editor, window, why, effects[window[len(window) // 2]], tried))
         report("trial edits", len(windows), len(windows))
-    choice = LayerChoice(
-        model=editor.language_model.name,
-        fingerprint=editor.fingerprint,
-        layers=max(candidates, key=lambda candidate: candidate.score).layers,
-        candidates=tuple(candidates),
-        trace=tuple(effects),
-        known=len(known),
-        facts=len(trials),
-    )
-    save_measured_layers(editor.fingerprint, choice.layers, choice.to_json())
-    return choice
-
-
-@contextmanager
-def _isolated(editor: Editor) -> Iterator[None]:
-    """Use a temporary ledger and no guard (trial edits that fail its checks are results, too); restore everything."""
-    ledger, guard, progress = editor.ledger, editor.guard, editor.progress
-    try:
-        editor.guard = None
-        editor.use_ledger(Ledger.in_memory(editor.fingerprint, editor.language_model.name))
-        yield
     finally:
         editor.guard, editor.progress = guard, progress
         editor.use_ledger(ledger)
-
-
-def _knows(editor: Editor, trial: TrialFact) -> bool:
-    return editor.language_model.score([trial.fact.as_prompt(trial.fact.old)])[0].rank == 1
-
-
-def _subject_effects(editor: Editor, trials: Sequence[TrialFact], report: Report) -> list[float]:
-    """Return, for each layer, the mean indirect effect of the MLPs at the subject's last token."""
-    tracer = Tracer(editor.language_model, TraceSettings(kinds=("mlp",)))
-    traces = []
-    for done, trial in enumerate(trials):
-        report("tracing", done, len(trials))
-        traces.append(tracer.trace(trial.fact, tokens="subject"))
-    report("tracing", len(trials), len(trials))
-    effects: list[float] = average_traces(traces).effects["mlp"][POSITIONS.index(SUBJECT_LAST)].tolist()
-    return effects
+    model, best = editor.language_model, max(candidates, key=lambda candidate: candidate.score)
+    counts = len(known), len(trials)
+    choice = LayerChoice(model.name, model.fingerprint, best.layers, tuple(candidates), tuple(effects), *counts)
+    save_measured_layers(model.fingerprint, best.layers, choice.to_json())
+    return choice
 
 
 def candidate_windows(default: tuple[int, ...], effects: Sequence[float]) -> dict[tuple[int, ...], str]:
@@ -184,10 +191,10 @@ def _try_edit(
     facts = [trial.fact for trial in trials]
     edit = editor.rewrite_many(facts, layers=layers)
     try:
-        efficacy = _preference(editor, [(fact.text, fact.target, str(fact.old)) for fact in facts])
+        prompts = [(fact.text, fact.target, str(fact.old)) for fact in facts]
         paraphrases = [(text, fact.target, str(fact.old)) for fact in facts for text in fact.paraphrases]
         neighbors = [(text, true, trial.fact.target) for trial in trials for text, true in trial.neighbors]
-        paraphrase, neighbor = _preference(editor, paraphrases), _preference(editor, neighbors)
+        efficacy, paraphrase, neighbor = (_preference(editor, asked) for asked in (prompts, paraphrases, neighbors))
         drift = editor.drift().kl
     finally:
         editor.undo(edit.id)
@@ -202,8 +209,6 @@ def _preference(editor: Editor, questions: Sequence[tuple[str, str, str]]) -> fl
     of the difference also shows how clear the preference is. Questions with equal answers do not count.
     """
     prompts = [Prompt(text, answer) for text, *answers in questions if answers[0] != answers[1] for answer in answers]
-    if not prompts:
-        return None
     scores = editor.language_model.score(prompts)
     gaps = [second.nll - first.nll for first, second in zip(scores[::2], scores[1::2], strict=True)]
-    return sum(1 / (1 + math.exp(-max(-60.0, min(60.0, gap)))) for gap in gaps) / len(gaps)
+    return fmean(1 / (1 + math.exp(-max(-60.0, min(60.0, gap)))) for gap in gaps) if gaps else None

@@ -67,21 +67,14 @@ def logit_lens(model: LanguageModel, prompt: str, target: str | None = None, *, 
         logits = trunk.logits(tokens, everywhere[-1:])
     wanted = answer_id if target_id is None else target_id
     answer = int(logits[0].argmax()) if wanted is None else wanted
-    top, top_probability, probability, rank = [], [], [], []
+    rows = []
     for states in hidden:
         logits = trunk.logits(tokens, everywhere, resume=(len(trunk.blocks) - 1, states))
         log_probs = torch.log_softmax(logits, -1)  # [tokens, vocabulary]
         best = log_probs.max(-1)
-        top.append(tuple(str(decode([token])) for token in best.indices.tolist()))
-        top_probability.append(best.values.exp())
-        probability.append(log_probs[:, answer].exp())
-        rank.append((log_probs > log_probs[:, [answer]]).sum(-1) + 1)
-    return Lens(
-        prompt=read,
-        answer=str(decode([answer])),
-        answer_id=answer,
-        top=tuple(top),
-        top_probability=torch.stack(top_probability).double().cpu(),
-        probability=torch.stack(probability).double().cpu(),
-        rank=torch.stack(rank).cpu(),
-    )
+        top = tuple(str(decode([token])) for token in best.indices.tolist())
+        rank = (log_probs > log_probs[:, [answer]]).sum(-1) + 1
+        rows.append((top, best.values.exp().double().cpu(), log_probs[:, answer].exp().double().cpu(), rank.cpu()))
+    tops, top_probability, probability, ranks = zip(*rows, strict=True)
+    numbers = (torch.stack(column) for column in (top_probability, probability, ranks))
+    return Lens(read, str(decode([answer])), answer, tops, *numbers)

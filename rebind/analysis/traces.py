@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -30,9 +31,8 @@ class TraceSettings:
 
     def __post_init__(self) -> None:
         if not self.kinds or not set(self.kinds) <= set(KINDS):
-            raise InputError(
-                f"Kinds of states are {self.kinds!r}", expected=f"some of {', '.join(KINDS)}", code="unknown_kind"
-            )
+            expected = f"some of {', '.join(KINDS)}"
+            raise InputError(f"Kinds of states are {self.kinds!r}", expected=expected, code="unknown_kind")
         for name in ("noise", "draws", "window"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -51,6 +51,13 @@ class PromptTokens:
     labels: tuple[str, ...]  # the text that each token stands for
     subject: tuple[int, int]  # the first and the last token of the subject
     text: str
+
+    def by_position(self) -> list[list[int]]:
+        """Return the tokens at each of `POSITIONS`. A subject, or text after it, of one token has only a last one."""
+        (first, last), end = self.subject, len(self.ids) - 1
+        subject = [range(first, min(first + 1, last)), range(first + 1, last), range(last, last + 1)]
+        after = [range(last + 1, min(last + 2, end)), range(last + 2, end), range(max(end, last + 1), end + 1)]
+        return [list(tokens) for tokens in (*subject, *after)]
 
 
 def read_prompt(model: LanguageModel, prompt: Prompt) -> tuple[PromptTokens, int | None]:
@@ -114,14 +121,8 @@ class Trace:
 # Averages: the figure in section 2 of ROME
 
 SUBJECT_LAST = "last subject token"
-POSITIONS = (
-    "first subject token",
-    "middle subject tokens",
-    SUBJECT_LAST,
-    "first token after",
-    "further tokens",
-    "last token",
-)
+AFTER_SUBJECT = ("first token after", "further tokens", "last token")
+POSITIONS = ("first subject token", "middle subject tokens", SUBJECT_LAST, *AFTER_SUBJECT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,20 +134,15 @@ class AverageTrace:
     clean: float
     corrupted: float
     traces: tuple[Trace, ...]
+    window: int
+    labels: tuple[str, ...] = POSITIONS
 
     @property
     def facts(self) -> int:
         return len(self.traces)
 
-    @property
-    def window(self) -> int:
-        return self.traces[0].window
-
-    @property
-    def labels(self) -> list[str]:
-        return list(POSITIONS)
-
     def to_json(self) -> dict[str, Any]:
+        traces = [trace.to_json() for trace in self.traces]
         return {
             "facts": self.facts,
             "positions": list(POSITIONS),
@@ -154,43 +150,20 @@ class AverageTrace:
             "clean": self.clean,
             "corrupted": self.corrupted,
             "effects": {kind: rows.tolist() for kind, rows in self.effects.items()},
-            "settings": asdict(self.traces[0].settings),
-            "noise": self.traces[0].noise,
-            "window": self.window,
-            "prompts": [
-                {"prompt": one.prompt.text, "answer": one.answer, "clean": one.clean, "corrupted": one.corrupted}
-                for one in self.traces
-            ],
+            **{name: traces[0][name] for name in ("settings", "noise", "window")},
+            "prompts": [{name: one[name] for name in ("prompt", "answer", "clean", "corrupted")} for one in traces],
         }
-
-
-def tokens_by_position(prompt: PromptTokens) -> list[list[int]]:
-    """Return the tokens at each of `POSITIONS`. A subject, or text after it, of one token has only a last one."""
-    first, last = prompt.subject
-    end = len(prompt.ids) - 1
-    return [
-        [first] if first < last else [],
-        list(range(first + 1, last)),
-        [last],
-        [last + 1] if last + 1 < end else [],
-        list(range(last + 2, end)),
-        [end] if end > last else [],
-    ]
 
 
 def average_traces(traces: Sequence[Trace]) -> AverageTrace:
     """Average traces. Each fact counts once at every position it has, however many tokens it has there."""
     if not traces:
         raise InputError("There are no traces to average", advice="Trace facts that the model knows", code="no_traces")
-    tokens = [tokens_by_position(trace.prompt) for trace in traces]
-    counts = [sum(bool(positions[index]) for positions in tokens) for index in range(len(POSITIONS))]
+    tokens = [trace.prompt.by_position() for trace in traces]
+    counts = tuple(sum(map(bool, here)) for here in zip(*tokens, strict=True))
     effects = {}
-    for kind, like in traces[0].effects.items():
-        total = torch.zeros(len(POSITIONS), like.shape[1], dtype=torch.float64)
-        for trace, positions in zip(traces, tokens, strict=True):
-            for index, rows in enumerate(positions):
-                if rows:
-                    total[index] += trace.effects[kind][rows].mean(0)
-        effects[kind] = total / torch.tensor(counts).clamp_min(1).unsqueeze(-1)
-    clean, corrupted = (sum(getattr(trace, run) for trace in traces) / len(traces) for run in ("clean", "corrupted"))
-    return AverageTrace(effects, tuple(counts), clean, corrupted, tuple(traces))
+    for kind in traces[0].effects:
+        rows = [[trace.effects[kind][here].mean(0) for here in at] for trace, at in zip(traces, tokens, strict=True)]
+        effects[kind] = torch.stack([torch.stack(row) for row in rows]).nanmean(0).nan_to_num()  # NaN: no token there
+    clean, corrupted = fmean(trace.clean for trace in traces), fmean(trace.corrupted for trace in traces)
+    return AverageTrace(effects, counts, clean, corrupted, tuple(traces), traces[0].window)

@@ -23,38 +23,32 @@ before it is done, and is left out here without changing the result:
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from rebind.analysis.attention_outputs import attention_outputs
 from rebind.analysis.traces import PromptTokens, Trace, TraceSettings, read_prompt
 from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError, NumericalError
 from rebind.models.language_model import LanguageModel
-from rebind.models.sites import module_at
+from rebind.models.sites import MIXER_CLASS, MIXER_NAME, Site, module_at
 from rebind.models.trunk import Hidden, Tokens, select_cache
 
 CPU_TOKENS, GPU_TOKENS = 96, 16_384  # per pass: on a CPU just enough for efficient matrix products
 EMBEDDINGS_AT_ONCE = 1 << 24  # entries of the embedding table
+OUTPUT_NAMES = {"o_proj", "c_proj", "out_proj", "dense", "Wo", "wo"}  # of the last linear map of attention
 
+States = dict[str, list[Hidden]]  # kind → the state at each layer
 Hook = Callable[[nn.Module, Any, Any], Any]  # a forward hook: (module, inputs, output) → another output or None
-
-
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """What one run of the prompt produced."""
-
-    hidden: list[Hidden]  # the output of each block
-    parts: dict[str, list[Hidden]]  # what each MLP and each attention added
-    logits: Tensor  # at the last position, [rows, vocabulary]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +60,7 @@ class _Group:
     cache: Any
     restored: Tensor  # [rows]: the token restored in each row
     draw: Tensor  # [rows]: the draw of noise in each row
+    noise: Tensor  # [rows, tokens, width]
 
     def select(self, states: Tensor) -> Tensor:
         """Return the part of [draws, tokens, width], taken from the corrupted run, that belongs to each row."""
@@ -103,52 +98,52 @@ class Tracer:
         self.batch_tokens = batch_tokens or (CPU_TOKENS if self.trunk.device.type == "cpu" else GPU_TOKENS)
         self.window = self.settings.window_for(len(self.trunk.blocks))
         self._embeddings: Any = model.model.get_input_embeddings()
-        self._parts: dict[str, list[nn.Module]] = {}
+        self._modules = {"hidden": self.trunk.blocks}  # kind → the module at each layer that returns the state
         if "mlp" in self.settings.kinds:  # in every family the residual stream gets the output of the down projection
-            self._parts["mlp"] = [module_at(model.model, site.name) for site in model.sites]
+            self._modules["mlp"] = [module_at(model.model, site.name) for site in model.sites]
         if "attention" in self.settings.kinds:
-            self._parts["attention"] = attention_outputs(model.model, model.sites)
+            self._modules["attention"] = attention_outputs(model.model, model.sites)
 
     @cached_property
+    @torch.no_grad()
     def embedding_std(self) -> float:
         """Standard deviation of all embeddings, as they leave their module: some families scale them there."""
         count, width = self._embeddings.weight.shape
-        device = self._embeddings.weight.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        with torch.no_grad():
-            for ids in torch.arange(count, device=device).split(max(1, EMBEDDINGS_AT_ONCE // width)):
-                rows = self._embeddings(ids).double()
-                sums += torch.stack([rows.sum(), rows.square().sum()])
+        sums = torch.zeros(2, dtype=torch.float64, device=self._embeddings.weight.device)
+        for ids in torch.arange(count, device=sums.device).split(max(1, EMBEDDINGS_AT_ONCE // width)):
+            rows = self._embeddings(ids).double()
+            sums += torch.stack([rows.sum(), rows.square().sum()])
         mean, square = (sums / (count * width)).tolist()
         return float((square - mean**2) ** 0.5)
 
     @torch.no_grad()
-    def trace(
-        self, fact: Fact, *, use_target: bool = False, tokens: Sequence[int] | Literal["subject"] | None = None
-    ) -> Trace:
+    def trace(self, fact: Fact, *, use_target: bool = False, subject_only: bool = False) -> Trace:
         """Trace the answer to a fact's prompt.
 
         Args:
             fact: the prompt, with its subject.
             use_target: trace the first token of the fact's target instead of the model's own first choice.
-            tokens: the tokens to restore; None: all, "subject": the last one of the subject.
+            subject_only: restore only states at the last token of the subject.
         """
         started = time.perf_counter()
         prompt, target = read_prompt(self.model, fact.as_prompt())
-        chosen = self._tokens_to_restore(prompt, tokens)
         noise = self._noise(prompt)
-        clean = self._run(prompt, None)
-        corrupted = self._run(prompt, noise)
-        probabilities = torch.softmax(clean.logits[0], -1)
+        clean, clean_logits = self._run(prompt, None)
+        corrupted, corrupted_logits = self._run(prompt, noise)
+        probabilities = torch.softmax(clean_logits[0], -1)
         answer = torch.tensor(target, device=probabilities.device) if use_target else probabilities.argmax()
-        baseline = torch.softmax(corrupted.logits, -1)[:, answer].double().mean()
+        baseline = torch.softmax(corrupted_logits, -1)[:, answer].double().mean()
+        first, last = prompt.subject
+        chosen = [last] if subject_only else list(range(first, len(prompt.ids)))
         restored = self._restore_all(prompt, chosen, noise, clean, corrupted, answer)
         # Everything is fetched from the device here at once: until now nothing waited for it.
-        effects = {kind: self._effects(prompt, chosen, rows, baseline).cpu() for kind, rows in restored.items()}
-        clean_probability, corrupted_probability = float(probabilities[answer]), float(baseline)
-        if not (math.isfinite(clean_probability) and math.isfinite(corrupted_probability)):
+        effects = {kind: (rows - baseline).cpu() for kind, rows in restored.items()}
+        for rows in effects.values():
+            rows[:first] = 0.0  # there both runs are equal
+        without_noise, with_noise = float(probabilities[answer]), float(baseline)
+        if not math.isfinite(without_noise + with_noise):
             raise NumericalError(
-                f"The probability of the answer is {clean_probability}, and {corrupted_probability} with noise",
+                f"The probability of the answer is {without_noise}, and {with_noise} with noise",
                 expected="finite numbers",
                 advice="Lower {noise}, or load the model in a wider dtype",
                 settings={"noise": self.settings.noise},
@@ -159,8 +154,8 @@ class Tracer:
             answer=str(self.model.tokenizer.decode([int(answer)])),
             answer_id=int(answer),
             first_choice=bool(answer == probabilities.argmax()),
-            clean=clean_probability,
-            corrupted=corrupted_probability,
+            clean=without_noise,
+            corrupted=with_noise,
             effects=effects,
             settings=self.settings,
             noise=self.settings.noise * self.embedding_std,
@@ -168,27 +163,9 @@ class Tracer:
             seconds=time.perf_counter() - started,
         )
 
-    @torch.no_grad()
     def knows(self, fact: Fact) -> bool:
         """Return whether the model's first choice after the prompt begins the fact's answer: `old`, else its target."""
-        prompt, answer = read_prompt(self.model, fact.as_prompt(fact.old))
-        return int(self._run(prompt, None).logits[0].argmax()) == answer
-
-    # Runs
-
-    def _tokens_to_restore(self, prompt: PromptTokens, tokens: Sequence[int] | str | None) -> list[int]:
-        """Return the tokens to restore, without those before the subject, where both runs are equal."""
-        if tokens is None:
-            tokens = range(len(prompt.ids))
-        elif tokens == "subject":
-            tokens = [prompt.subject[1]]
-        if isinstance(tokens, str) or not all(0 <= token < len(prompt.ids) for token in tokens):
-            raise InputError(
-                f"Tokens to restore are {tokens!r}",
-                expected=f"some of 0 to {len(prompt.ids) - 1}, or 'subject'",
-                code="unknown_tokens",
-            )
-        return [token for token in sorted(set(tokens)) if token >= prompt.subject[0]]
+        return self.model.score([fact.as_prompt(fact.old)])[0].rank == 1
 
     def _noise(self, prompt: PromptTokens) -> Tensor:
         """Return noise [draws, tokens, width], zero outside the subject; drawn on the CPU, so that devices agree."""
@@ -200,39 +177,34 @@ class Tracer:
         noise[:, first : last + 1] = self.settings.noise * self.embedding_std * drawn.double()
         return noise.to(table.device, table.dtype)
 
-    def _run(self, prompt: PromptTokens, noise: Tensor | None) -> _Run:
-        """Run the whole prompt, once for each draw of noise."""
+    def _run(self, prompt: PromptTokens, noise: Tensor | None) -> tuple[States, Tensor]:
+        """Run the whole prompt, once for each draw of noise; return states and the last logits [rows, vocabulary]."""
         tokens = Tokens.left_padded([prompt.ids] * (1 if noise is None else len(noise)), self.trunk.device)
-        hidden: list[Hidden] = []
-        parts: dict[str, list[Hidden]] = {kind: [] for kind in self._parts}
-        hooks = [(block, record_in(hidden, tokens)) for block in self.trunk.blocks]
-        if noise is None:
-            for kind, modules in self._parts.items():
-                hooks += [(module, record_in(parts[kind], tokens)) for module in modules]
-        else:
+        kinds = self._modules if noise is None else ("hidden",)
+        states: States = {kind: [] for kind in kinds}
+        hooks = [(module, record_in(states[kind], tokens)) for kind in kinds for module in self._modules[kind]]
+        if noise is not None:
             hooks.append((self._embeddings, _add(noise)))
         with hooked(hooks):
-            return _Run(hidden, parts, self.trunk.logits(tokens, _last_positions(tokens)))
+            return states, self.trunk.logits(tokens, _last_positions(tokens))
 
     def _restore_all(
-        self, prompt: PromptTokens, chosen: list[int], noise: Tensor, clean: _Run, corrupted: _Run, answer: Tensor
-    ) -> dict[str, list[Tensor]]:
-        """Return, for each kind and group of tokens, the mean probability [tokens, layers] over the draws of noise."""
-        layers = range(len(self.trunk.blocks))
-        total, done = len(self.settings.kinds) * len(layers) * len(chosen), 0
-        restored: dict[str, list[Tensor]] = {kind: [] for kind in self.settings.kinds}
+        self, prompt: PromptTokens, chosen: list[int], noise: Tensor, clean: States, corrupted: States, answer: Tensor
+    ) -> dict[str, Tensor]:
+        """Return for each kind [tokens, layers]: the mean probability with a state restored; NaN if it was not."""
+        depth = len(self.trunk.blocks)
+        nothing = torch.full((len(prompt.ids), depth), torch.nan, dtype=torch.float64, device=answer.device)
+        restored = {kind: nothing.clone() for kind in self.settings.kinds}
+        total, done = len(restored) * depth * len(chosen), 0
         for group in self._groups(prompt, chosen, noise):
-            count = len(group.restored) // len(noise)
-            for kind, groups in restored.items():
-                columns = []
-                for layer in layers:
-                    logits = self._restore(kind, layer, group, noise, clean, corrupted)
-                    # Not [:, answer]: indexing with a tensor without dimensions waits for the device.
-                    probability = torch.softmax(logits, -1).index_select(-1, answer.view(1)).squeeze(-1)
-                    columns.append(probability.double().unflatten(0, (count, len(noise))).mean(-1))
-                    done += count
-                    self.on_progress(done, total)
-                groups.append(torch.stack(columns, dim=-1))
+            tokens = group.restored[:: len(noise)].to(answer.device)
+            for kind, layer in itertools.product(restored, range(depth)):
+                logits = self._restore(kind, layer, group, clean, corrupted)
+                # Not [:, answer]: indexing with a tensor without dimensions waits for the device.
+                probability = torch.softmax(logits, -1).index_select(-1, answer.view(1))
+                restored[kind][tokens, layer] = probability.double().view(len(tokens), -1).mean(-1)
+                done += len(tokens)
+                self.on_progress(done, total)
         return restored
 
     def _groups(self, prompt: PromptTokens, chosen: list[int], noise: Tensor) -> Iterator[_Group]:
@@ -248,54 +220,68 @@ class Tracer:
             draw = torch.arange(draws, device=device).repeat(count)
             tokens = Tokens.following(before.select(draw), [prompt.ids[begin:]] * len(draw))
             restored = torch.tensor(group, device=device).repeat_interleave(draws)
-            yield _Group(begin, tokens, select_cache(cache, draw), restored, draw)
+            yield _Group(begin, tokens, select_cache(cache, draw), restored, draw, noise[draw, begin:])
 
-    def _restore(self, kind: str, layer: int, group: _Group, noise: Tensor, clean: _Run, corrupted: _Run) -> Tensor:
+    def _restore(self, kind: str, layer: int, group: _Group, clean: States, corrupted: States) -> Tensor:
         """Return logits [rows, vocabulary] with one state per row restored."""
         hooks: list[tuple[nn.Module, Hook]] = []
+        resume: tuple[int, Hidden] | None = None
         if kind == "hidden":
-            states = group.restore(group.select(corrupted.hidden[layer]), clean.hidden[layer])
-            resume: tuple[int, Hidden] | None = (layer, states)
+            resume = (layer, group.restore(group.select(corrupted["hidden"][layer]), clean["hidden"][layer]))
         else:
             first = max(0, layer - self.window // 2)
             end = min(len(self.trunk.blocks), layer + (self.window + 1) // 2)
-            hooks = [(self._parts[kind][at], _restore_from(clean.parts[kind][at], group)) for at in range(first, end)]
-            resume = (first - 1, group.select(corrupted.hidden[first - 1])) if first else None
-            if not first:
-                hooks.append((self._embeddings, _add(group.select(noise))))
+            hooks = [(self._modules[kind][at], _restore_from(clean[kind][at], group)) for at in range(first, end)]
+            if first:
+                resume = (first - 1, group.select(corrupted["hidden"][first - 1]))
+            else:
+                hooks.append((self._embeddings, _add(group.noise)))
         with hooked(hooks):
-            where = _last_positions(group.tokens)
-            return self.trunk.logits(group.tokens, where, cache=group.cache, resume=resume)
+            return self.trunk.logits(group.tokens, _last_positions(group.tokens), cache=group.cache, resume=resume)
 
-    def _effects(self, prompt: PromptTokens, chosen: list[int], restored: list[Tensor], corrupted: Tensor) -> Tensor:
-        """Return [tokens, layers]: the probabilities with a state restored, less the one without."""
-        depth = len(self.trunk.blocks)
-        effects = torch.full((len(prompt.ids), depth), torch.nan, dtype=torch.float64, device=corrupted.device)
-        effects[: prompt.subject[0]] = 0.0
-        if chosen:
-            effects[torch.tensor(chosen, device=corrupted.device)] = torch.cat(restored) - corrupted
-        return effects
+
+def attention_outputs(model: nn.Module, sites: Sequence[Site]) -> list[nn.Module]:
+    """Return the last linear map of the attention (or other token mixer) of each layer, in order.
+
+    What attention adds to a token is the output of that map. The module around it is not a safe place to look: in
+    BLOOM it also adds the residual stream, and others return a tuple.
+    """
+    outputs = []
+    for site in sites:
+        mixers: list[str] = []
+        maps: list[tuple[str, nn.Module]] = []
+        for path, module in module_at(model, site.block).named_modules():
+            name = path.rpartition(".")[2]
+            if path and (MIXER_NAME.search(name) or MIXER_CLASS.search(type(module).__name__)):
+                mixers.append(f"{path}.")
+            width = module.weight.shape[-1] if isinstance(module, Conv1D) else getattr(module, "out_features", None)
+            if width == site.d_v and f"{path}.".startswith(tuple(mixers)):
+                maps.append((name, module))
+        if not maps:
+            raise InputError(
+                f"{site.block} has no attention that ends in a linear map to width {site.d_v}",
+                advice="Trace hidden states or MLPs only, with {kind}",
+                settings={"kind": "mlp"},
+                code="no_attention_output",
+            )
+        named = [module for name, module in maps if name in OUTPUT_NAMES]
+        outputs.append(named[-1] if named else maps[-1][1])
+    return outputs
 
 
 def _last_positions(tokens: Tokens) -> Tensor:
     """Return (row, last token) of each row, [rows, 2]."""
-    rows, width = tokens.ids.shape
-    last = torch.full((rows,), width - 1, device=tokens.ids.device)
-    return torch.stack([torch.arange(rows, device=tokens.ids.device), last], dim=-1)
-
-
-# Hooks
+    rows = torch.arange(len(tokens.ids), device=tokens.ids.device)
+    return torch.stack([rows, torch.full_like(rows, tokens.ids.shape[1] - 1)], dim=-1)
 
 
 @contextmanager
 def hooked(hooks: Sequence[tuple[nn.Module, Hook]]) -> Iterator[None]:
     """Register forward hooks, and remove them afterwards."""
-    handles = [module.register_forward_hook(hook) for module, hook in hooks]
-    try:
+    with ExitStack() as handles:
+        for module, hook in hooks:
+            handles.enter_context(module.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def record_in(outputs: list[Hidden], tokens: Tokens) -> Hook:
@@ -313,7 +299,5 @@ def _add(noise: Tensor) -> Hook:
 
 
 def _restore_from(clean: Tensor, group: _Group) -> Hook:
-    def restore(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        return group.restore(out.reshape(*group.tokens.ids.shape, -1), clean).reshape(out.shape)
-
-    return restore
+    shape = (*group.tokens.ids.shape, -1)
+    return lambda _, __, out: group.restore(out.reshape(shape), clean).reshape(out.shape)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rebind.analysis.layer_search import candidate_windows, overall_score, saved_layer_choice, search_layers
-from rebind.analysis.trial_facts import TRIAL_FACTS, TrialFact, trial_facts_from
+from rebind.analysis import TRIAL_FACTS, saved_layer_choice, search_layers, trial_facts_from
+from rebind.analysis.layer_search import TrialFact, candidate_windows, overall_score
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.progress import Progress

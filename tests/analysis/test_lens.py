@@ -14,7 +14,7 @@ from tests.support import assert_close
 PROMPT = "The capital of France is"
 
 
-def looked(model, **options):
+def lens_of(model, **options):
     return logit_lens(language_model(model), PROMPT, **options)
 
 
@@ -22,40 +22,40 @@ def looked(model, **options):
 def test_the_last_layer_is_what_the_model_says(name):
     """Final norms, projections, scales and soft caps included."""
     model = family(name)
-    got = looked(model)
-    ids = torch.tensor([got.prompt.ids])
+    lens = lens_of(model)
+    ids = torch.tensor([lens.prompt.ids])
     with torch.no_grad():
-        said = torch.softmax(model(input_ids=ids, use_cache=False).logits[0].double(), -1)
-    assert got.answer_id == int(said[-1].argmax())
-    assert_close(got.probability[-1], said[:, got.answer_id], 1e-6)
-    assert_close(got.top_probability[-1], said.max(-1).values, 1e-6)
-    assert list(got.top[-1]) == [tiny.tokenizer().decode([token]) for token in said.argmax(-1).tolist()]
-    assert got.rank[-1, -1] == 1
-    assert got.appears is not None
+        expected = torch.softmax(model(input_ids=ids, use_cache=False).logits[0].double(), -1)
+    assert lens.answer_id == int(expected[-1].argmax())
+    assert_close(lens.probability[-1], expected[:, lens.answer_id], 1e-6)
+    assert_close(lens.top_probability[-1], expected.max(-1).values, 1e-6)
+    assert list(lens.top[-1]) == [tiny.tokenizer().decode([token]) for token in expected.argmax(-1).tolist()]
+    assert lens.rank[-1, -1] == 1
+    assert lens.appears is not None
 
 
 def test_a_layer_is_read_through_the_final_norm_and_the_head():
     model = tiny.llama(dtype=torch.float64)
-    got = looked(model, target="Rome")
+    lens = lens_of(model, target="Rome")
     with torch.no_grad():
-        states = model(input_ids=torch.tensor([got.prompt.ids]), use_cache=False, output_hidden_states=True)
+        states = model(input_ids=torch.tensor([lens.prompt.ids]), use_cache=False, output_hidden_states=True)
         for layer in range(tiny.LAYERS - 1):  # the last of hidden_states is normed already
-            said = torch.softmax(model.lm_head(model.model.norm(states.hidden_states[layer + 1]))[0], -1)
-            assert_close(got.probability[layer], said[:, got.answer_id], 1e-6)
-            assert got.rank[layer].tolist() == ((said > said[:, [got.answer_id]]).sum(-1) + 1).tolist()
+            expected = torch.softmax(model.lm_head(model.model.norm(states.hidden_states[layer + 1]))[0], -1)
+            assert_close(lens.probability[layer], expected[:, lens.answer_id], 1e-6)
+            assert lens.rank[layer].tolist() == ((expected > expected[:, [lens.answer_id]]).sum(-1) + 1).tolist()
 
 
 def test_where_the_answer_appears():
-    got = looked(tiny.llama())
-    depth = len(got.rank)
+    lens = lens_of(tiny.llama())
+    depth = len(lens.rank)
     for column, expected in (([5, 1, 1, 1], 1), ([1, 1, 1, 1], 0), ([1, 1, 2, 1], 3), ([1, 1, 1, 2], None)):
-        got.rank[:, -1] = torch.tensor(column[:depth])
-        assert got.appears == expected
+        lens.rank[:, -1] = torch.tensor(column[:depth])
+        assert lens.appears == expected
 
 
 def test_another_models_answer_can_be_looked_for():
-    got = looked(tiny.llama(), answer_id=17)
-    assert (got.answer_id, got.answer) == (17, tiny.tokenizer().decode([17]))
+    lens = lens_of(tiny.llama(), answer_id=17)
+    assert (lens.answer_id, lens.answer) == (17, tiny.tokenizer().decode([17]))
 
 
 def test_a_prompt_longer_than_the_context_is_refused():

@@ -11,18 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rebind.analysis.attention_outputs import attention_outputs
-from rebind.analysis.traces import (
-    KINDS,
-    POSITIONS,
-    PromptTokens,
-    Trace,
-    TraceSettings,
-    average_traces,
-    read_prompt,
-    tokens_by_position,
-)
-from rebind.analysis.tracing import Tracer, hooked
+from rebind.analysis.traces import KINDS, POSITIONS, PromptTokens, Trace, TraceSettings, average_traces, read_prompt
+from rebind.analysis.tracing import Tracer, attention_outputs, hooked
 from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError, NumericalError
 from rebind.models.language_model import LanguageModel
@@ -85,7 +75,7 @@ def plain_trace(model: Any, tracer: Tracer, fact: Fact, answer: int) -> tuple[fl
     def keep(key: tuple[str, int]) -> Any:
         return lambda _, __, out: clean.__setitem__(key, first_of(out).clone())
 
-    def said() -> float:
+    def probability() -> float:
         return float(torch.softmax(model(input_ids=ids, use_cache=False).logits[0, -1].double(), -1)[answer])
 
     every = [(module, keep((kind, at))) for kind, listed in modules.items() for at, module in enumerate(listed)]
@@ -95,7 +85,7 @@ def plain_trace(model: Any, tracer: Tracer, fact: Fact, answer: int) -> tuple[fl
     drawn = torch.randn(settings.draws, last + 1 - first, embeddings.weight.shape[-1], generator=generator)
     with torch.no_grad():
         with hooked(every):
-            before = said()
+            before = probability()
         table = embeddings(torch.arange(embeddings.weight.shape[0])).double()
         scale = settings.noise * table.std(correction=0)
         total = {kind: torch.zeros(len(prompt.ids), depth, dtype=torch.float64) for kind in settings.kinds}
@@ -108,7 +98,7 @@ def plain_trace(model: Any, tracer: Tracer, fact: Fact, answer: int) -> tuple[fl
                 return out
 
             with hooked([(embeddings, add)]):
-                corrupted += said() / settings.draws
+                corrupted += probability() / settings.draws
             for kind in settings.kinds:
                 for layer in range(depth):
                     half = tracer.window // 2
@@ -117,7 +107,7 @@ def plain_trace(model: Any, tracer: Tracer, fact: Fact, answer: int) -> tuple[fl
                     for at in range(len(prompt.ids)):
                         pairs = [(modules[kind][one], put(at, clean[kind, one])) for one in span]
                         with hooked([(embeddings, add), *pairs]):
-                            total[kind][at, layer] += said() / settings.draws
+                            total[kind][at, layer] += probability() / settings.draws
     return before, corrupted, {kind: rows - corrupted for kind, rows in total.items()}
 
 
@@ -166,7 +156,7 @@ def test_without_attention_outputs_tokens_do_not_influence_each_other(name):
 MARK, ANSWER = 11, 77  # the subject's token, and what follows it
 
 
-def planted(memory: int, reader: int, layers: int = 6) -> Any:
+def model_with_memory(memory: int, reader: int, layers: int = 6) -> Any:
     """A Llama whose answer is looked up by one MLP at the subject and carried to the end by one attention.
 
     Of the residual stream: coordinate 0 says "subject", 1 "known" (written by the MLP of layer `memory` where 0 is
@@ -221,11 +211,14 @@ class FixedTokenizer:
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
 
+    def batch_decode(self, rows: list[list[int]]) -> list[str]:
+        return [self.decode(ids) for ids in rows]
+
 
 @pytest.mark.parametrize(("memory", "reader"), [(1, 4), (2, 3), (0, 5)])
 @pytest.mark.parametrize("subject_at", [1, 3])
 def test_a_trace_finds_a_planted_memory(memory, reader, subject_at):
-    model = planted(memory, reader)
+    model = model_with_memory(memory, reader)
     words = ["20", "21", "22", "23", "24", "25"]
     words[subject_at] = "{11}"
     fact = Fact.parse(" ".join(words), str(ANSWER))
@@ -275,12 +268,12 @@ def test_the_model_is_left_unchanged():
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_tokens_before_the_subject_have_no_effect_and_tokens_can_be_chosen():
+def test_tokens_before_the_subject_have_no_effect_and_the_last_can_be_traced_alone():
     tracer = tracer_of(tiny.llama(dtype=torch.float64))
     whole = tracer.trace(FACT)
     first, last = whole.prompt.subject
     assert first > 1, "the test needs tokens before the subject"
-    only = tracer.trace(FACT, tokens="subject")
+    only = tracer.trace(FACT, subject_only=True)
     for kind in KINDS:
         assert (whole.effects[kind][:first] == 0).all()
         assert_close(only.effects[kind][last], whole.effects[kind][last], 1e-6)
@@ -336,8 +329,6 @@ def test_subjects_in_any_script(prompt, subject):
     ("make", "code"),
     [
         (lambda: tracer_of(tiny.llama()).trace(Fact.parse("{France} is" + " very" * 200, "x")), "prompt_too_long"),
-        (lambda: tracer_of(tiny.llama()).trace(FACT, tokens=[99]), "unknown_tokens"),
-        (lambda: tracer_of(tiny.llama()).trace(FACT, tokens="all of them"), "unknown_tokens"),
         (lambda: TraceSettings(kinds=("heads",)), "unknown_kind"),
         (lambda: TraceSettings(kinds=()), "unknown_kind"),
         (lambda: TraceSettings(draws=0), "not_positive"),
@@ -368,18 +359,18 @@ def test_the_window_is_romes_share_of_the_depth():
 # Averages
 
 
-def made(subject: tuple[int, int], tokens: int, effects: Tensor) -> Trace:
+def trace_with(subject: tuple[int, int], tokens: int, effects: Tensor) -> Trace:
     prompt = PromptTokens(tuple(range(tokens)), ("x",) * tokens, subject, "x")
     return Trace(prompt, "y", 0, True, 0.8, 0.2, {"mlp": effects}, TraceSettings(), 1.0, 1, 0.0)
 
 
 def test_averages_by_hand():
-    long = made((1, 4), 8, torch.arange(16.0, dtype=torch.float64).reshape(8, 2))
-    short = made((0, 0), 2, torch.tensor([[10.0, 20.0], [30.0, 40.0]], dtype=torch.float64))
-    ending = made((1, 2), 3, torch.zeros(3, 1))
-    assert tokens_by_position(long.prompt) == [[1], [2, 3], [4], [5], [6], [7]]
-    assert tokens_by_position(short.prompt) == [[], [], [0], [], [], [1]]
-    assert tokens_by_position(ending.prompt) == [[1], [], [2], [], [], []], "a subject that ends the prompt counts once"
+    long = trace_with((1, 4), 8, torch.arange(16.0, dtype=torch.float64).reshape(8, 2))
+    short = trace_with((0, 0), 2, torch.tensor([[10.0, 20.0], [30.0, 40.0]], dtype=torch.float64))
+    ending = trace_with((1, 2), 3, torch.zeros(3, 1))
+    assert long.prompt.by_position() == [[1], [2, 3], [4], [5], [6], [7]]
+    assert short.prompt.by_position() == [[], [], [0], [], [], [1]]
+    assert ending.prompt.by_position() == [[1], [], [2], [], [], []], "a subject that ends the prompt counts once"
     got = average_traces([long, short])
     assert got.counts == (1, 1, 2, 1, 1, 2)
     assert len(got.labels) == len(POSITIONS)
