@@ -9,8 +9,10 @@ import pytest
 from rebind.errors import InputError
 from rebind.lab import EXPERIMENTS, get_experiment, run_experiment
 from rebind.lab.cost import OPS, SOLVES
+from tests.test_docs import ROOT, run_blocks
 
 NAMES = list(EXPERIMENTS)
+DOCUMENT = ROOT / "docs" / "lab.md"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "cost"])  # times depend on what else runs
@@ -126,3 +128,9 @@ def test_wrong_settings_are_refused_before_anything_is_measured(name, word, code
     with pytest.raises(InputError) as caught:
         get_experiment(name).quick().with_settings([word]).batches()
     assert caught.value.code == code
+
+
+@pytest.mark.filterwarnings("ignore::rebind.errors.RebindWarning")
+def test_the_python_of_the_document_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_blocks(DOCUMENT) == 1
