@@ -8,7 +8,7 @@ On a CPU the peak memory of one is the highest resident size of a process of its
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -46,19 +46,22 @@ class Contender:
         return shape[0] * shape[1] <= self.most_tokens and shape[1] <= self.longest
 
 
-def contenders(device: str) -> tuple[list[Contender], list[str]]:
+def find_contenders(device: str) -> tuple[list[Contender], list[str]]:
     """Return ours first, then the others that can be imported here, and why some cannot."""
     field = [Contender("ours", rule, our_scan(rule)) for rule in OUR_RULES]
     missing = []
-    for library, find in (("flash-linear-attention", _fla), ("transformers", _transformers)):
-        if library == "flash-linear-attention" and not device.startswith("cuda"):
-            continue  # it runs on GPUs only
+    libraries = {"transformers": _transformers}
+    if device.startswith("cuda"):
+        libraries = {"flash-linear-attention": _fla, **libraries}  # it runs on GPUs only
+    for library, find in libraries.items():
         try:
             field += find()
         except (ImportError, AttributeError) as problem:
             missing.append(f"without {library}: {problem}")
     field.append(Contender("SDPA", "softmax", _softmax, longest=2**13 if device == "cpu" else 2**62))
-    field.append(Contender("loop", "gated_delta", _loop, most_tokens=2**12, longest=2**9))
+    field.append(
+        Contender("loop", "gated_delta", our_scan("gated_delta", "reference"), most_tokens=2**12, longest=2**9)
+    )
     return field, missing
 
 
@@ -69,33 +72,25 @@ def decoders(device: str) -> dict[str, Decoder]:
         q, k, v, log_decay, beta = (x[:, 0] for x in leaves)
         return step(q, k, v, state, log_decay=log_decay, erase=beta, write=beta)
 
-    if not device.startswith("cuda"):
-        return {"ours": ours}
-    try:
-        recurrent = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
-    except (ImportError, AttributeError):
-        return {"ours": ours}
-
     def fla(leaves: list[Tensor], state: Tensor) -> object:
         q, k, v, log_decay, beta = leaves
+        recurrent = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
         return recurrent(q, k, v, g=log_decay, beta=beta, scale=1.0, initial_state=state, output_final_state=True)
 
-    return {"ours": ours, "fla": fla}
+    has_fla = device.startswith("cuda") and importlib.util.find_spec("fla") is not None
+    return {"ours": ours, "fla": fla} if has_fla else {"ours": ours}
 
 
-def our_scan(rule: str) -> Implementation:
+def our_scan(rule: str, backend: str = "auto") -> Implementation:
     """Return our scan with a rule."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
         if rule == "sum":
             return scan(q, k, v)[0]
-        return scan(q, k, v, log_decay=log_decay if rule == "gated_delta" else None, erase=beta, write=beta)[0]
+        decay = log_decay if rule == "gated_delta" else None
+        return scan(q, k, v, log_decay=decay, erase=beta, write=beta, backend=backend)[0]
 
     return run
-
-
-def _loop(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    return scan(q, k, v, log_decay=log_decay, erase=beta, write=beta, backend="reference")[0]
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
@@ -136,12 +131,6 @@ def draw_inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta)]
 
 
-def run_forward(run: Implementation, leaves: list[Tensor]) -> Tensor:
-    """Run without gradients."""
-    with torch.no_grad():
-        return run(*leaves)
-
-
 def run_both(run: Implementation, leaves: list[Tensor], slope: Tensor) -> None:
     """Run forward and backward."""
     torch.autograd.grad(run(*leaves), leaves, slope, allow_unused=True)
@@ -172,13 +161,9 @@ def peak_memory(contender: Contender, shape: Shape, device: str, dtype: torch.dt
     if device != "cpu":
         return None
     words = [contender.name, contender.rule, str(dtype).removeprefix("torch."), name_of(shape)]
-    done = subprocess.run(
-        [sys.executable, "-m", "rebind.bench.contenders", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-    )
+    command = [sys.executable, "-m", "rebind.bench.contenders", *words]
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     return float(done.stdout.split()[-1]) if done.returncode == 0 else None
 
 
@@ -196,7 +181,7 @@ def _peak_on_gpu(contender: Contender, shape: Shape, device: str, dtype: torch.d
 
 
 def _peak_of_this_process(name: str, rule: str, dtype: torch.dtype, shape: Shape) -> float:
-    (contender,) = (c for c in contenders("cpu")[0] if (c.name, c.rule) == (name, rule))
+    (contender,) = (c for c in find_contenders("cpu")[0] if (c.name, c.rule) == (name, rule))
     small = draw_inputs((1, 64, 1, 8), "cpu", dtype)
     run_both(contender.run, small, torch.randn_like(small[2]))  # loads libraries and creates thread pools
     with Peak() as peak:

@@ -9,7 +9,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,21 +37,20 @@ def timed(call: Callable[[], object], device: str, inner: int = 1) -> float:
     wall time.
     """
     wait(device)
-    if not device.startswith("cuda"):
-        single = device == "cpu" and torch.get_num_threads() == 1
-        now = time.process_time if single else time.perf_counter
-        begin = now()
+    if device.startswith("cuda"):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         for _ in range(inner):
             call()
-        wait(device)
-        return 1e3 * (now() - begin) / inner
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / inner
+    now = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    begin = now()
     for _ in range(inner):
         call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / inner
+    wait(device)
+    return 1e3 * (now() - begin) / inner
 
 
 def clocked(call: Callable[[], Result], device: str) -> tuple[float, Result]:
@@ -93,23 +91,15 @@ def race(calls: dict[Key, Callable[[], object]], device: str, rounds: int, secon
     return {key: statistics.median(ms) for key, ms in times.items()}
 
 
-@dataclass(frozen=True)
-class Rates:
-    """How fast this machine copies and multiplies."""
-
-    bytes_per_s: float
-    flops_per_s: float
-
-    @classmethod
-    def of(cls, device: str, dtype: torch.dtype) -> Rates:
-        """Measure them."""
-        size, n = (2**26, 1024) if device == "cpu" else (2**29, 8192)
-        x = torch.empty(size, dtype=torch.uint8, device=device)
-        y = torch.empty_like(x)
-        copy = min(timed(lambda: y.copy_(x), device) for _ in range(10))
-        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-        product = min(timed(lambda: a @ b, device) for _ in range(10))
-        return cls(2 * size / copy * 1e3, 2 * n**3 / product * 1e3)
+def measure_rates(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Return how fast this machine copies ("io", bytes per second) and multiplies ("flop", FLOPs per second)."""
+    size, n = (2**26, 1024) if device == "cpu" else (2**29, 8192)
+    x = torch.empty(size, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    copy = min(timed(lambda: y.copy_(x), device) for _ in range(10))
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    product = min(timed(lambda: a @ b, device) for _ in range(10))
+    return {"io": 2 * size / copy * 1e3, "flop": 2 * n**3 / product * 1e3}
 
 
 class Peak:
@@ -158,8 +148,6 @@ def _version(name: str) -> str:
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

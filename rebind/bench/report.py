@@ -1,15 +1,11 @@
-"""The measurements as tables for a terminal, and as a figure of time and memory against the length of the sequence.
-
-python -m rebind.bench.report benchmarks/results/scan-cpu.json docs/scan-cpu.png
-"""
+"""The measurements as tables for a terminal, and as a figure of time and memory against the length of the sequence."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,7 +13,11 @@ from rich.table import Table
 
 from rebind.bench.contenders import parse_shape
 from rebind.bench.scan import Measurement
+from rebind.plotting import AMBER, BLUE, GREEN, INK, RED, VIOLET, legend_below, panels, render
 from rebind.storage import write_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # "first s" is the first forward call, "then s" the first of both passes after it. The last two are the floors as a
 # share of the time of both passes, or of the forward pass if that is all.
@@ -35,9 +35,8 @@ COLUMNS: dict[str, Callable[[Measurement], str]] = {
 }
 OMITTED_FIRST = ("first s", "then s", "I/O", "FLOP", "fwd alone", "both alone", "error", "MiB")  # on a narrow terminal
 
-COLORS = {"ours": "#2563eb", "fla": "#dc2626", "transformers": "#d97706", "SDPA": "#059669", "loop": "#7c3aed"}
+COLORS = {"ours": BLUE, "fla": RED, "transformers": AMBER, "SDPA": GREEN, "loop": VIOLET}
 DASHES = {"gated_delta": "-", "delta": (0, (5, 2)), "sum": (0, (1.2, 1.6)), "softmax": "-"}
-INK, SOFT, FAINT = "#1f2937", "#6b7280", "#e5e7eb"
 
 Line = list[tuple[int, float]]  # (T, value)
 Lines = dict[tuple[str, str], Line]  # by (name, rule)
@@ -54,22 +53,22 @@ def notes(rows: list[Measurement], width: int | None = None) -> Iterator[str]:
     for row in rows:
         if row.note:
             yield f"{row.shape} {row.rule}, {row.name}: {row.note}"
-    groups = [list(group) for _, group in groupby(rows, key=lambda row: row.shape)]
-    omitted = {name for group in groups for name in _fit(group, width)[1]}
+    groups = groupby(rows, key=lambda row: row.shape)
+    omitted = {name for _, group in groups for name in _fit(list(group), width)[1]}
     if omitted:
-        names = ", ".join(name for name in COLUMNS if name in omitted)
-        yield f"too narrow for {names}: see the JSON file"
+        yield f"too narrow for {', '.join(name for name in COLUMNS if name in omitted)}: see the JSON file"
 
 
 def _fit(rows: list[Measurement], width: int | None) -> tuple[Table, list[str]]:
     """Return the table, and the columns that it leaves out."""
     columns = [name for name, cell in COLUMNS.items() if any(cell(row) for row in rows)]
-    omitted: list[str] = []
-    for name in (*OMITTED_FIRST, None):
-        table = _table(rows, [column for column in columns if column not in omitted])
-        if width is None or name is None or Console(width=1_000).measure(table).maximum <= width:
-            break
-        omitted += [name] if name in columns else []
+    omitted = []
+    table = _table(rows, columns)
+    for name in OMITTED_FIRST:
+        if width is not None and name in columns and Console(width=1_000).measure(table).maximum > width:
+            columns.remove(name)
+            omitted.append(name)
+            table = _table(rows, columns)
     return table, omitted
 
 
@@ -105,29 +104,15 @@ def draw(document: dict[str, Any], *paths: Path) -> bool:
     _, memory = lines(document, "peak_mib")
     if not any(len(line) > 1 for line in times.values()):
         return False
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context({"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "rebind"}):
-        figure = Figure(figsize=(9.6, 4.7), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(1, 2)
-        _panel(panels[0], times, "forward + backward, ms")
-        _panel(panels[1], memory, "peak memory with the inputs, MiB")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower right", ncols=-(-len(labels) // 2), frameon=False, fontsize=9,
-            labelcolor=INK, handlelength=1.8,
-        )  # fmt: skip
-        title = f"The scan against the length of the sequence  ({where})"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, fontweight="bold")
-        figure.supxlabel(_caption(document), x=0.01, ha="left", fontsize=8, color=SOFT)
-        for path in paths:
-            data = io.BytesIO()
-            form = path.suffix.removeprefix(".") or "png"
-            figure.savefig(data, format=form, dpi=130, metadata={"Date": None} if form == "svg" else {"Software": None})
-            write_file(path, data.getvalue())
+    names = ("forward + backward, ms", "peak memory with the inputs, MiB")
+    labels = [(name, "T, tokens per sequence", "") for name in names]
+    title = f"The scan against the length of the sequence  ({where})"
+    figure, axes = panels(title, _caption(document), labels, size=(4.8, 4.7))
+    for panel, drawn in zip(axes, (times, memory), strict=True):
+        _draw_lines(panel, drawn)
+    legend_below(figure, 4)
+    for path in paths:
+        write_file(path, render(figure, path.suffix.removeprefix(".") or "png"))
     return True
 
 
@@ -149,43 +134,26 @@ def lines(document: dict[str, Any], column: str) -> tuple[str, Lines]:
     return f"batch {b}, {h} heads of {d}", drawn
 
 
-def _panel(axes: Any, drawn: Lines, title: str) -> None:
+def _draw_lines(axes: Axes, drawn: Lines) -> None:
+    """Draw every line, and write beside others how many times ours they take at the longest length of both."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_title(title, loc="left", fontsize=10, color=INK)
-    axes.set_xlabel("T, tokens per sequence", fontsize=9, color=SOFT)
-    axes.tick_params(colors=SOFT, labelsize=8, which="both")
-    axes.grid(True, which="major", color=FAINT, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#a9b1bd")
     lengths = sorted({t for line in drawn.values() for t, _ in line})
-    if not lengths:
-        return
     axes.set_xticks(lengths, [f"{t // 1024}k" if t % 1024 == 0 else str(t) for t in lengths])
     axes.minorticks_off()
     names = [name for name, _ in drawn]
     for (name, rule), line in drawn.items():
-        ours = name == "ours"
-        axes.plot(
-            *zip(*line, strict=True), ls=DASHES[rule], marker="o", ms=4.5, lw=2.4 if ours else 1.6,
-            color=COLORS.get(name, INK), zorder=3 if ours else 2,
-            label=f"{name}, {rule}" if ours or names.count(name) > 1 else name,
-        )  # fmt: skip
-        _annotate_ratio(axes, name, line, dict(drawn.get(("ours", rule), [])))
+        is_ours, color = name == "ours", COLORS.get(name, INK)
+        label = f"{name}, {rule}" if is_ours or names.count(name) > 1 else name
+        look: dict[str, Any] = {"lw": 2.4, "zorder": 3} if is_ours else {"lw": 1.6, "zorder": 2}
+        axes.plot(*zip(*line, strict=True), ls=DASHES[rule], marker="o", ms=4.5, color=color, label=label, **look)
+        ours = dict(drawn.get(("ours", rule), []))
+        shared = [(t, value) for t, value in line if t in ours]
+        if shared and not is_ours:
+            t, value = shared[-1]
+            text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "annotation_clip": False}
+            axes.annotate(f"{value / ours[t]:.1f}× ours", (t, value), xytext=(7, -3), color=color, **text)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-
-
-def _annotate_ratio(axes: Any, name: str, line: Line, ours: dict[int, float]) -> None:
-    """Write how many times ours another implementation of the rule takes, at the longest length of both."""
-    shared = [(t, value) for t, value in line if t in ours]
-    if name == "ours" or not shared:
-        return
-    t, value = shared[-1]
-    axes.annotate(
-        f"{value / ours[t]:.1f}× ours", (t, value), xytext=(7, -3), textcoords="offset points", fontsize=8.5,
-        color=COLORS.get(name, INK), annotation_clip=False,
-    )  # fmt: skip
 
 
 def _caption(document: dict[str, Any]) -> str:

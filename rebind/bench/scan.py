@@ -18,43 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rebind.bench.contenders import (
-    OUR_RULES,
-    RULES,
-    Contender,
-    Shape,
-    contenders,
-    decoders,
-    draw_inputs,
-    name_of,
-    our_scan,
-    peak_memory,
-    run_both,
-    run_forward,
-)
-from rebind.bench.measure import Rates, clocked, machine, race, try_to_record
-from rebind.errors import InputError
-from rebind.memory.checks import unknown_name
+from rebind.bench import contenders
+from rebind.bench.contenders import OUR_RULES, RULES, Contender, Shape, name_of, parse_shape
+from rebind.bench.measure import clocked, machine, measure_rates, race, try_to_record
+from rebind.memory.checks import unknown_name, usable_device
 from rebind.storage import write_json
 
 CHUNK = 64  # of the floors: the chunk size that GPU kernels use
-SHAPES: dict[str, tuple[Shape, ...]] = {
-    "cpu": ((1, 512, 8, 64), *((1, 2048 * 2**n, 8, 64) for n in range(6))),
-    "cuda": (
-        (8, 2048, 16, 64),
-        (4, 4096, 16, 128),
-        (1, 2048, 32, 128),
-        (1, 8192, 32, 128),
-        (1, 32768, 32, 128),
-        (4, 8192, 32, 128),
-        (1, 131072, 4, 128),
-        (64, 512, 8, 64),
-    ),
+SHAPES = {
+    "cpu": "1x512x8x64 1x2048x8x64 1x4096x8x64 1x8192x8x64 1x16384x8x64 1x32768x8x64 1x65536x8x64",
+    "cuda": "8x2048x16x64 4x4096x16x128 1x2048x32x128 1x8192x32x128 1x32768x32x128 4x8192x32x128 1x131072x4x128 "
+    "64x512x8x64",
 }
-QUICK: dict[str, tuple[Shape, ...]] = {
-    "cpu": ((1, 512, 8, 64), (1, 2048, 8, 64)),
-    "cuda": ((1, 2048, 32, 128), (1, 8192, 32, 128)),
-}
+QUICK = {"cpu": "1x512x8x64 1x2048x8x64", "cuda": "1x2048x32x128 1x8192x32x128"}
 DECODING = {"cpu": ((1, 8, 64), (256, 8, 64)), "cuda": ((1, 32, 128), (256, 32, 128))}  # (B, H, D)
 
 
@@ -75,16 +51,13 @@ class ScanSetup:
     ) -> None:
         """Fill in what suits this machine."""
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise InputError(
-                "Torch finds no CUDA device here", advice="Use {device}", settings={"device": "cpu"}, code="no_gpu"
-            )
+        usable_device(self.device)
         for rule in rules:
             if rule not in RULES:
                 raise unknown_name("rule", rule, RULES)
         self.kind = "cpu" if self.device == "cpu" else "cuda"
         self.dtype = dtype or (torch.float32 if self.kind == "cpu" else torch.bfloat16)
-        self.shapes = shapes or (QUICK if quick else SHAPES)[self.kind]
+        self.shapes = shapes or tuple(map(parse_shape, (QUICK if quick else SHAPES)[self.kind].split()))
         self.rounds, self.seconds = (min(rounds, 5), min(seconds, 3.0)) if quick else (rounds, seconds)
         self.only, self.rules = only, rules
 
@@ -110,43 +83,32 @@ class Measurement:
     flop_both: float | None = None
     note: str = ""
 
-    def add_floors(self, floors: Floors, rates: Rates) -> None:
+    def add_floors(self, amounts: dict[str, tuple[float, float]], rates: dict[str, float]) -> None:
         """Fill in the floors' shares of the times."""
-        for column in ("forward", "both"):
-            if ms := getattr(self, f"kernels_{column}") or getattr(self, column):
-                setattr(self, f"io_{column}", 1e3 * getattr(floors, f"bytes_{column}") / rates.bytes_per_s / ms)
-                setattr(self, f"flop_{column}", 1e3 * getattr(floors, f"flops_{column}") / rates.flops_per_s / ms)
+        for kind, pair in amounts.items():
+            for column, amount in zip(("forward", "both"), pair, strict=True):
+                if ms := getattr(self, f"kernels_{column}") or getattr(self, column):
+                    setattr(self, f"{kind}_{column}", 1e3 * amount / rates[kind] / ms)
 
 
-@dataclass(frozen=True)
-class Floors:
-    """What the chunk form cannot do without, forward and for both passes; docs/scan.md counts it."""
+def floors(shape: Shape, rule: str, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Count what the chunk form cannot do without, forward and for both passes: bytes ("io") and FLOPs ("flop").
 
-    bytes_forward: float
-    bytes_both: float
-    flops_forward: float
-    flops_both: float
-
-    @classmethod
-    def of(cls, shape: Shape, rule: str, dtype: torch.dtype) -> Floors:
-        """Count bytes and FLOPs.
-
-        Forward, q, k, v and the coefficients are read and the output is written; backward, these and the output's
-        gradient are read and the gradients are written. Products are counted one by one.
-        """
-        b, t, h, d = shape
-        coefficients = {"gated_delta": 2, "delta": 1, "sum": 0, "softmax": 0}[rule]
-        row = d * torch.empty(0, dtype=dtype).element_size()
-        moved, moved_back = 4 * row + 4 * coefficients, 7 * row + 8 * coefficients
-        if rule == "softmax":
-            work, work_back = 2 * t * d, 5 * t * d
-        elif rule == "sum":
-            work, work_back = 2 * (2 * CHUNK * d + 2 * d * d), 2 * (5 * CHUNK * d + 4 * d * d)
-        else:
-            work = 2 * (4 * CHUNK * d + 3 * d * d + CHUNK**2 // 3)
-            work_back = 2 * (10 * CHUNK * d + 7 * d * d)
-        count = b * t * h
-        return cls(count * moved, count * (moved + moved_back), count * work, count * (work + work_back))
+    Forward, q, k, v and the coefficients are read and the output is written; backward, these and the output's
+    gradient are read and the gradients are written. Products are counted one by one, as docs/scan.md does.
+    """
+    b, t, h, d = shape
+    coefficients = {"gated_delta": 2, "delta": 1, "sum": 0, "softmax": 0}[rule]
+    row = d * dtype.itemsize
+    moved, moved_back = 4 * row + 4 * coefficients, 7 * row + 8 * coefficients
+    if rule == "softmax":
+        work, work_back = 2 * t * d, 5 * t * d
+    elif rule == "sum":
+        work, work_back = 2 * (2 * CHUNK * d + 2 * d * d), 2 * (5 * CHUNK * d + 4 * d * d)
+    else:
+        work, work_back = 2 * (4 * CHUNK * d + 3 * d * d + CHUNK**2 // 3), 2 * (10 * CHUNK * d + 7 * d * d)
+    count = b * t * h
+    return {"io": (count * moved, count * (moved + moved_back)), "flop": (count * work, count * (work + work_back))}
 
 
 @dataclass
@@ -180,17 +142,15 @@ def run(
     """
     if setup.device.startswith("cuda:"):
         torch.cuda.set_device(setup.device)
-    everyone, missing = contenders(setup.device)
-    chosen = [
-        c for c in everyone if (not setup.only or c.name in setup.only) and (not setup.rules or c.rule in setup.rules)
-    ]
+    everyone, missing = contenders.find_contenders(setup.device)
+    chosen = [c for c in everyone if c.name in (setup.only or [c.name]) and c.rule in (setup.rules or [c.rule])]
     if not chosen:
         raise unknown_name("implementation", ", ".join(setup.only), {c.name for c in everyone})
-    rates = Rates.of(setup.device, setup.dtype)
+    rates = measure_rates(setup.device, setup.dtype)
     note = (
         f"{setup.device}, {str(setup.dtype).removeprefix('torch.')}; medians; MiB: peak of both, with the "
-        f"inputs; floors as a share of the time, at {rates.bytes_per_s / 1e9:.0f} GB/s copied and "
-        f"{rates.flops_per_s / 1e12:.2f} TFLOP/s multiplied"
+        f"inputs; floors as a share of the time, at {rates['io'] / 1e9:.0f} GB/s copied and "
+        f"{rates['flop'] / 1e12:.2f} TFLOP/s multiplied"
     )
     report = ScanReport(note, machine("triton", "fla", "transformers"), missing)
     total = len(setup.shapes) + (not setup.rules)
@@ -201,7 +161,7 @@ def run(
 
         rows = _measure(shape, [c for c in chosen if c.takes(shape)], setup, progress)
         for row in rows:
-            row.add_floors(Floors.of(shape, row.rule, setup.dtype), rates)
+            row.add_floors(floors(shape, row.rule, setup.dtype), rates)
         report.rows += rows
         on_shape(report, rows)
     if not setup.rules:
@@ -216,7 +176,7 @@ def _measure(
     shape: Shape, chosen: list[Contender], setup: ScanSetup, progress: Callable[[str], None]
 ) -> list[Measurement]:
     """Measure every contender at one shape."""
-    leaves = draw_inputs(shape, setup.device, setup.dtype)
+    leaves = contenders.draw_inputs(shape, setup.device, setup.dtype)
     slope = torch.randn_like(leaves[2])
     rows = [Measurement(name_of(shape), c.rule, c.name) for c in chosen]
     progress("first calls")
@@ -226,10 +186,11 @@ def _measure(
     for index, (c, row) in enumerate(zip(chosen, rows, strict=True)):
 
         def call_forward(c: Contender = c) -> Tensor:
-            return run_forward(c.run, leaves)
+            with torch.no_grad():
+                return c.run(*leaves)
 
         def call_both(c: Contender = c) -> None:
-            run_both(c.run, leaves, slope)
+            contenders.run_both(c.run, leaves, slope)
 
         try:
             row.first_s, out = clocked(call_forward, setup.device)
@@ -249,7 +210,7 @@ def _measure(
     _race(rows, "both", both, setup)
     progress("memory")
     for index in both:
-        rows[index].peak_mib = peak_memory(chosen[index], shape, setup.device, setup.dtype)
+        rows[index].peak_mib = contenders.peak_memory(chosen[index], shape, setup.device, setup.dtype)
     return rows
 
 
@@ -268,17 +229,17 @@ def _truths(leaves: list[Tensor]) -> dict[str, Tensor]:
     if leaves[0].device.type == "mps":
         return {}
     exact = [x.detach().double() for x in leaves]
-    return {rule: our_scan(rule)(*exact) for rule in OUR_RULES}
+    return {rule: contenders.our_scan(rule)(*exact) for rule in OUR_RULES}
 
 
 def _measure_decoding(setup: ScanSetup) -> list[Measurement]:
     """Measure one token for every sequence of a batch."""
     rows: list[Measurement] = []
     for batch, heads, d in DECODING[setup.kind]:
-        leaves = [x.detach() for x in draw_inputs((batch, 1, heads, d), setup.device, setup.dtype)]
+        leaves = [x.detach() for x in contenders.draw_inputs((batch, 1, heads, d), setup.device, setup.dtype)]
         state = torch.zeros(batch, heads, d, d, device=setup.device)
         ready: dict[int, Callable[[], object]] = {}
-        for name, decode in decoders(setup.device).items():
+        for name, decode in contenders.decoders(setup.device).items():
             if setup.only and name not in setup.only:
                 continue
             row = Measurement(name_of((batch, 1, heads, d)), "decoding", name)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from rebind.bench.contenders import contenders, draw_inputs, parse_shape, peak_memory, run_forward
+from rebind.bench.contenders import draw_inputs, find_contenders, parse_shape, peak_memory
 from rebind.bench.measure import race, timed
 from rebind.bench.report import draw, lines, notes, tables
-from rebind.bench.scan import Floors, Measurement, ScanSetup, run
+from rebind.bench.scan import Measurement, ScanSetup, floors, run
 from rebind.errors import InputError, UnknownNameError
 from tests.support import raises
 
@@ -37,14 +37,15 @@ DOCUMENT = {
 }
 
 
+@torch.no_grad()
 def test_all_contenders_compute_the_same():
     leaves = draw_inputs(SHAPE, "cpu", torch.float64)
-    field, _ = contenders("cpu")
-    ours = {c.rule: run_forward(c.run, leaves) for c in field if c.name == "ours"}
+    field, _ = find_contenders("cpu")
+    ours = {c.rule: c.run(*leaves) for c in field if c.name == "ours"}
     others = [c for c in field if c.name != "ours" and c.rule in ours]
     assert {c.name for c in others} >= {"loop"}
     for other in others:
-        out = run_forward(other.run, leaves) * (SHAPE[3] ** 0.5 if other.scaled else 1.0)
+        out = other.run(*leaves) * (SHAPE[3] ** 0.5 if other.scaled else 1.0)
         assert torch.allclose(out.double(), ours[other.rule], atol=1e-5), other.name
 
 
@@ -61,12 +62,12 @@ def test_a_run_measures_the_rules_that_were_chosen():
 
 
 def test_floors_are_those_of_the_article():
-    gated = Floors.of((1, 1, 1, 128), "gated_delta", torch.bfloat16)
-    assert (gated.bytes_forward, gated.bytes_both) == (1032, 1032 + 1808)
-    assert (round(gated.flops_forward / 1e3), round(gated.flops_both / 1e3)) == (167, 167 + 393)
-    softmax = Floors.of((1, 640, 1, 128), "softmax", torch.bfloat16)
-    chunks = Floors.of((1, 640, 1, 128), "gated_delta", torch.bfloat16)
-    assert softmax.flops_forward == pytest.approx(chunks.flops_forward, rel=0.02), "they cross at 640 tokens"
+    gated = floors((1, 1, 1, 128), "gated_delta", torch.bfloat16)
+    assert gated["io"] == (1032, 1032 + 1808)
+    assert tuple(round(flops / 1e3) for flops in gated["flop"]) == (167, 167 + 393)
+    softmax = floors((1, 640, 1, 128), "softmax", torch.bfloat16)
+    chunks = floors((1, 640, 1, 128), "gated_delta", torch.bfloat16)
+    assert softmax["flop"][0] == pytest.approx(chunks["flop"][0], rel=0.02), "they cross at 640 tokens"
 
 
 def test_one_thread_is_timed_in_processor_time():
@@ -81,7 +82,7 @@ def test_a_race_gives_medians():
 
 
 def test_memory_grows_with_the_inputs():
-    (ours,) = (c for c in contenders("cpu")[0] if (c.name, c.rule) == ("ours", "gated_delta"))
+    (ours,) = (c for c in find_contenders("cpu")[0] if (c.name, c.rule) == ("ours", "gated_delta"))
     size = 8192 * 8 * 64 * 4 / 2**20  # of q, k or v
     peak = peak_memory(ours, (1, 8192, 8, 64), "cpu", torch.float32)
     assert 8 * size < peak < 25 * size, "inputs, their gradients, the output and its gradient, states and T0"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rebind.bench import scan
+from rebind.bench import contenders, scan
 
 SHAPES = ["--shapes", "1x16x2x8,1x32x2x8", "--rules", "gated_delta"]
 FAST = ["bench", "scan", *SHAPES, "--only", "ours,loop", "--seconds", "0.1", "--rounds", "3"]
@@ -15,7 +15,7 @@ FAST = ["bench", "scan", *SHAPES, "--only", "ours,loop", "--seconds", "0.1", "--
 
 @pytest.fixture(autouse=True)
 def in_one_process(monkeypatch):
-    monkeypatch.setattr(scan, "peak_memory", lambda *_: 1.0)  # a process for each measurement of memory
+    monkeypatch.setattr(contenders, "peak_memory", lambda *_: 1.0)  # a process for each measurement of memory
 
 
 def test_people_see_a_table_per_shape(rebind):

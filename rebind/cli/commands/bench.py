@@ -45,7 +45,6 @@ def scan(
     from rebind.bench.contenders import parse_shape
     from rebind.bench.report import notes, tables
     from rebind.bench.scan import ScanSetup, run
-    from rebind.memory.checks import usable_device
 
     setup = ScanSetup(
         device,
@@ -57,7 +56,6 @@ def scan(
         only=_split(only),
         rules=_split(rules),
     )
-    usable_device(setup.device)
     check_writable(out)
     path = out / f"scan-{setup.device.replace(':', '-')}.json"
     usual_threads = torch.get_num_threads()
