@@ -98,11 +98,6 @@ class RebindSeq2SeqCache(RebindCache):
     def __len__(self) -> int:
         return len(self.states) // 2
 
-    @property
-    def sources(self) -> list[State | None]:
-        """The source as each layer wrote it."""
-        return self.states[len(self) :]
-
 
 class PositionedEmbedding(nn.Module):
     """√d · E[token] + the sinusoids of its position."""
@@ -187,13 +182,9 @@ class RebindDecoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self,
-        x: Tensor,  # [B, T, d]
-        mask: Tensor | None,  # [B, T] true for real tokens
-        encoded: tuple[Tensor, Tensor | None],  # [B, S, d] and [B, S]
-        cache: RebindSeq2SeqCache | None,
+        self, x: Tensor, mask: Tensor | None, encoded: tuple[Tensor, Tensor | None], cache: RebindSeq2SeqCache | None
     ) -> list[Tensor]:
-        """Return the input of every block, and the output of the final norm."""
+        """Return the input of every block, first x [B, T, d], and the output of the final norm."""
         hidden_states = [x]
         for index, block in enumerate(self.layers):
             state, source = (None, None) if cache is None else cache.states[index :: len(cache)]

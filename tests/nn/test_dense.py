@@ -133,6 +133,19 @@ def test_a_hook_on_all_modules_sees_every_projection(hook):
 # Norms
 
 
+@pytest.mark.parametrize("weights", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_is_its_formula_in_all_dtypes(dtype, weights):
+    """Entries near 1e4 have squares that half precision cannot represent."""
+    norm, x = RMSNorm(64).to(weights), (10_000 * Draw(6).normal(3, 64)).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.1 * Draw(7).normal(64))
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.to(dtype).double()
+    assert norm(x).dtype == dtype
+    assert_close(norm(x).double(), expected, 2 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_keeps_its_dtype_under_autocast(dtype):
     norm = RMSNorm(8)

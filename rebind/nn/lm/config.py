@@ -135,8 +135,6 @@ SCHLAG: dict[str, ConfigValue] = {  # Schlag et al., section 6.3, appendices D.3
     "layer_kinds": "linear-delta",
     "mlp": "relu",
     "dropout": 0.1,
-    "favor_features": 16,
-    "dpfp_nu": 1,
 }
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 PRESETS: dict[str, Mapping[str, ConfigValue]] = {
