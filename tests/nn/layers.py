@@ -34,7 +34,7 @@ LAYERS: dict[str, Callable[[], SequenceLayer]] = {
     "ttt-linear, online": lambda: TTTLayer(DIM, HEADS, mini_batch=1),
     "ttt-mlp": lambda: TTTLayer(DIM, HEADS, inner=Mlp(expand=2), mini_batch=3, rate=0.1),
     "attention": lambda: Attention(DIM, HEADS),
-    "attention, no positions": lambda: Attention(DIM, 4, rope_theta=None),
+    "attention, shared keys": lambda: Attention(DIM, 4, head_dim=6, key_heads=2, rope_theta=None),
     "hopfield": lambda: HopfieldLayer(DIM, HEADS, patterns=5, steps=3),
 }
 

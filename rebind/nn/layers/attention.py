@@ -23,8 +23,8 @@ BACKENDS_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTEN
 class AttentionState(State):
     """One key and one value per token."""
 
-    keys: Tensor  # [B, heads, S, head_dim], rotated
-    values: Tensor  # [B, heads, S, head_dim]
+    keys: Tensor  # [B, key_heads, S, head_dim], rotated
+    values: Tensor  # [B, key_heads, S, head_dim]
     count: Tensor | None = None  # [B] real tokens so far: the position of the next one; None for a source
     real: Tensor | None = None  # [B, S] true for real tokens; None: all are
 
@@ -34,31 +34,43 @@ class Attention(SequenceLayer[AttentionState]):
 
     Args:
         dim: Width of the input and the output.
-        heads: Number of heads, which share `dim` evenly.
+        heads: Number of query heads.
+        head_dim: Width of a head. None: dim / heads.
+        key_heads: Number of key and value heads, each shared by equally many query heads. None: as many.
         rope_theta: Base of the rotary frequencies. None: no positions.
     """
 
     state_type = AttentionState
     grows = True
 
-    def __init__(self, dim: int, heads: int, *, rope_theta: float | None = 10_000.0) -> None:
-        super().__init__(dim, heads)
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        key_heads: int | None = None,
+        rope_theta: float | None = 10_000.0,
+    ) -> None:
+        super().__init__(dim, heads, head_dim)
+        self.key_heads = key_heads or heads
+        require_multiple("The number of heads", heads, self.key_heads, "the number of key heads")
         if rope_theta is not None:
             require_multiple("The width of a head", self.head_dim, 2, "which rotary positions need")
         self.rope_theta = rope_theta
-        self.q_proj = nn.Linear(dim, dim, bias=False)
-        self.k_proj = nn.Linear(dim, dim, bias=False)
-        self.v_proj = nn.Linear(dim, dim, bias=False)
-        self.o_proj = nn.Linear(dim, dim, bias=False)
+        self.q_proj = nn.Linear(dim, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, self.key_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, self.key_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, dim, bias=False)
 
     @property
     def state_size(self) -> int:
         """Numbers stored per token of the context: a key and a value."""
-        return 2 * self.dim
+        return 2 * self.key_heads * self.head_dim
 
     def initial_state(self, batch: int) -> AttentionState:
         weight = self.k_proj.weight
-        empty = weight.new_zeros(batch, self.heads, 0, self.head_dim)
+        empty = weight.new_zeros(batch, self.key_heads, 0, self.head_dim)
         return AttentionState(empty, empty, torch.zeros(batch, dtype=torch.long, device=weight.device))
 
     def forward(
@@ -81,7 +93,9 @@ class Attention(SequenceLayer[AttentionState]):
         causal = allowed is None and past == 0 and x.shape[1] > 1
         # For a single token cuDNN would plan for every context length again, which takes milliseconds per layer.
         with sdpa_kernel(BACKENDS_WITHOUT_PLANS) if q.is_cuda and x.shape[1] == 1 else nullcontext():
-            read = functional.scaled_dot_product_attention(q, end.keys, end.values, attn_mask=allowed, is_causal=causal)
+            read = functional.scaled_dot_product_attention(
+                q, end.keys, end.values, attn_mask=allowed, is_causal=causal, enable_gqa=self.key_heads != self.heads
+            )
         return self.o_proj(read.transpose(1, 2).flatten(-2).to(x.dtype)), end
 
     def _project(self, x: Tensor, count: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
