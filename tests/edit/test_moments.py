@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rebind.edit.moments import Moments, OwnSamples, SecondMoment, Texts, config_digest, tokenizer_digest
 from rebind.edit.progress import Progress
-from rebind.errors import InputError, StorageError
+from rebind.errors import InputError
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import module_at
 from tests import tiny
@@ -159,25 +159,6 @@ def test_a_killed_run_resumes(model, tmp_path, seconds):
     assert not list((tmp_path / "killed").glob("*.partial"))
 
 
-def test_sigkill_loses_only_what_came_after_the_last_checkpoint(model, tmp_path):
-    """SIGKILL runs no handler: only the file of the last checkpoint is left."""
-    saved: list[bytes] = []
-
-    def watch(done: int, total: int) -> None:
-        saved.extend(file.read_bytes() for file in tmp_path.glob("a/*.partial"))
-        if len(saved) == 3:
-            raise Killed
-
-    with pytest.raises(Killed):
-        collect(model, tmp_path / "a", on_tokens=watch, checkpoint_seconds=-1.0)
-    (partial,) = (tmp_path / "a").glob("*.partial")
-    partial.write_bytes(saved[1])
-    resumed: list[int] = []
-    again = collect(model, tmp_path / "a", on_tokens=lambda done, _: resumed.append(done))
-    assert resumed[0] == 3 * 3 * 32
-    assert_same(again, collect(model, tmp_path / "b"))
-
-
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "other tensor"])
 @pytest.mark.parametrize("kind", ["finished", "partial"])
 def test_a_damaged_file_is_computed_again(model, tmp_path, damage, kind):
@@ -240,12 +221,6 @@ def test_nan_keys_are_an_error_and_leave_no_file(model, tmp_path):
 def test_an_empty_corpus_is_an_error(model, tmp_path):
     with raises(InputError, "empty_corpus"):
         collect(model, tmp_path, corpus=Texts([], "nothing"))
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(model, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageError):
-        collect(model, tmp_path / "file", 100)
 
 
 def test_bfloat16_keys_are_summed_in_a_wider_dtype(tmp_path):

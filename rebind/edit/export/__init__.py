@@ -9,7 +9,7 @@ A folder is written completely or not at all, and replaces only an earlier expor
 
 from __future__ import annotations
 
-from rebind.edit.export.change import apply_delta, compute_changes, delta_file, load_delta, save_delta
+from rebind.edit.export.change import apply_delta, compute_changes, load_delta, save_delta
 from rebind.edit.export.folders import AdapterExport, export_peft, save_model
 from rebind.edit.export.model_card import model_card
 
@@ -17,7 +17,6 @@ __all__ = [
     "AdapterExport",
     "apply_delta",
     "compute_changes",
-    "delta_file",
     "export_peft",
     "load_delta",
     "model_card",

@@ -19,7 +19,7 @@ from rebind.memory.low_rank import LowRank
 from rebind.models.sites import memory_of, module_at
 from tests.edit.edited import KINDS, Case, contents, names_in
 from tests.families import FAMILIES, HIDDEN, INNER, tokens
-from tests.support import Draw, assert_close
+from tests.support import Draw, assert_close, raises
 
 # An adapter
 
@@ -45,20 +45,6 @@ def test_peft_gives_the_edited_models_logits(kind, tmp_path):
         module = loaded.get_submodule(f"base_model.model.{site}")
         assert module.scaling == {"default": 1.0}
         assert module.fan_in_fan_out == (kind == "gpt2")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_merging_gives_the_edited_weights(kind, tmp_path):
-    case = Case(kind)
-    export_peft(case.model, case.changes, tmp_path / "adapter", base_name="tiny")
-    merged = PeftModel.from_pretrained(case.build(), tmp_path / "adapter").merge_and_unload()
-    expected = case.model.state_dict()
-    assert merged.state_dict().keys() == expected.keys()
-    for name, weight in merged.state_dict().items():
-        if name.removesuffix(".weight") in case.sites:
-            assert_close(weight, expected[name], 1e-6)
-        else:
-            assert torch.equal(weight, expected[name]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,15 +83,6 @@ def test_factors_that_cancel_lose_nothing(llama, tmp_path):
     assert float((naive - left @ right).norm() / (left @ right).norm()) > 1e-3
     done = export_peft(llama.model, {llama.sites[0]: change}, tmp_path / "adapter", base_name="tiny")
     assert done.errors[llama.sites[0]] < 1e-6
-
-
-def test_an_adapter_of_more_rows_than_the_weights_have(llama, tmp_path):
-    site = llama.sites[0]
-    draw = Draw(0)
-    change = LowRank(draw.normal(HIDDEN, 90) / 90, draw.normal(90, INNER))
-    done = export_peft(llama.model, {site: change}, tmp_path / "adapter", base_name="tiny")
-    assert done.ranks == {site: HIDDEN}
-    assert done.errors[site] < 1e-6
 
 
 def test_sites_whose_names_begin_alike_keep_their_ranks(tmp_path):
@@ -152,15 +129,12 @@ def test_the_same_change_gives_the_same_bytes(llama, tmp_path):
 
 def test_changes_of_another_model_are_refused(llama, tmp_path):
     wide = FAMILIES["llama"](intermediate_size=INNER + 8)
-    with pytest.raises(ShapeError) as caught:
+    with raises(ShapeError, "change_of_other_model"):
         export_peft(wide, llama.changes, tmp_path / "adapter", base_name="tiny")
-    assert caught.value.code == "change_of_other_model"
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "change_of_other_model"):
         export_peft(FAMILIES["gpt2"](), llama.changes, tmp_path / "adapter", base_name="tiny")
-    assert caught.value.code == "change_of_other_model"
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "bad_rank"):
         export_peft(llama.model, llama.changes, tmp_path / "adapter", rank=0, base_name="tiny")
-    assert caught.value.code == "bad_rank"
     assert names_in(tmp_path) == []
 
 
@@ -188,18 +162,16 @@ def test_a_checkpoint_comes_back_bit_for_bit(kind, dtype, tokenizer, tmp_path, c
 def test_the_base_model_is_never_overwritten(llama, tokenizer, tmp_path):
     save_model(llama.build(), tokenizer, tmp_path / "base", "card")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "folder_of_base_model"):
         save_model(loaded, tokenizer, tmp_path / "x" / ".." / "base", "card", overwrite=True)
-    assert caught.value.code == "folder_of_base_model"
     save_model(loaded, tokenizer, tmp_path / "beside", "card")
 
 
 def test_a_config_that_transformers_does_not_save(llama, tmp_path):
     llama.model.generation_config.temperature = -1.0
     llama.model.generation_config.do_sample = False
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "invalid_config"):
         save_model(llama.model, None, tmp_path / "out", "card")
-    assert caught.value.code == "invalid_config"
     assert names_in(tmp_path) == []
 
 
@@ -217,9 +189,8 @@ def test_only_an_earlier_export_of_the_same_kind_is_replaced(llama, tokenizer, t
         ("adapter", True, "not_an_export"),
         ("model", False, "folder_not_empty"),
     ):
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, code):
             save_model(llama.model, tokenizer, tmp_path / name, "second", overwrite=overwrite)
-        assert caught.value.code == code
     assert contents(tmp_path) == before
     save_model(llama.build(), tokenizer, tmp_path / "model", "second", overwrite=True)
     assert (tmp_path / "model" / "README.md").read_text() == "second"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from rebind.edit.ledger.log import verify_folder
 from rebind.errors import LedgerError
 from tests.edit.writes import D_K, D_V, SITES, fold_edits, ids, new_edit, open_ledger, snapshot, weights
-from tests.support import Draw
+from tests.support import Draw, raises
 
 
 def filled_ledger(folder):
@@ -59,9 +58,8 @@ def test_reordered_dropped_and_repeated_lines_are_detected(folder, order):
     lines = (folder / "log.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "log.jsonl").write_bytes(b"".join(lines[number] for number in order))
     assert verify_folder(folder)
-    with pytest.raises(LedgerError) as caught:
+    with raises(LedgerError, "ledger_damaged"):
         open_ledger(folder)
-    assert caught.value.code == "ledger_damaged"
 
 
 @pytest.mark.parametrize("damaged", [1, 2, 3])
@@ -95,18 +93,8 @@ def test_altered_tensors_are_not_used_and_their_edit_can_be_undone(folder):
     data[-1] ^= 1
     for damage in (bytes(data), b"nothing", None):
         file.unlink() if damage is None else file.write_bytes(damage)
-        with pytest.raises(LedgerError) as caught:
+        with raises(LedgerError, "ledger_damaged"):
             weights(open_ledger(folder), base)
-        assert caught.value.code == "ledger_damaged"
     again = open_ledger(folder)
     again.undo("e0001")
     assert torch.equal(weights(again, base), fold_edits(base, SITES[0], [new_edit(2)]))
-
-
-def test_a_copied_ledger_is_intact(folder, tmp_path):
-    filled_ledger(folder)
-    shutil.copytree(folder, tmp_path / "copy")
-    shutil.rmtree(folder)
-    copy = open_ledger(tmp_path / "copy")
-    assert copy.verify() == []
-    copy.get("e0001").write(SITES[0])

@@ -99,10 +99,6 @@ def test_stored_targets_serve_only_the_same_search(tmp_path, changes):
     assert find(tmp_path, **changes)[1], "a search was necessary"
 
 
-def test_without_a_folder_nothing_is_stored():
-    assert torch.equal(find(None)[0].states, family_targets("llama").states)
-
-
 @pytest.mark.parametrize(("gib", "dtype"), [(80, torch.bfloat16), (1e-6, torch.float32)])
 def test_the_size_of_a_gpu_decides_the_dtype_of_the_search(monkeypatch, tmp_path, gib, dtype):
     """Simulated, with no memory free, which does not matter; and targets of one dtype do not serve the other."""
