@@ -1,4 +1,4 @@
-"""What an experiment is: settings, points to measure, and the table, figure and claims made of the measurements.
+"""What an experiment is: settings, points to measure, and the table, figure and claims that follow from them.
 
 A *point* is one configuration to measure, such as `{"rule": "delta", "n": 32, "seed": 0}`; a *row* is a point together
 with its results. Points that are measured together form a *batch*. The results of a batch may depend only on the

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BREAKDOWN = 0.138  # n/N at which a large classical network breaks down
 CLOSE = 0.05  # a retrieved pattern is at least this close, relative to its energy
-STEPS = 5  # of modern recall, where several are made
+STEPS = 5  # of modern recall, where it takes several
 RANDOM_LOADS = (0.02, 0.05, 0.1, 0.15)  # where recall starts from random states
 
 
@@ -304,15 +304,8 @@ def mean_field_error(load: float) -> float:
         return math.erf(y) - y * (math.sqrt(2 * load) + 2 / math.sqrt(math.pi) * math.exp(-y * y))
 
     top = 1 / math.sqrt(2 * load)  # the root lies below, because erf is at most 1
-    grid = [top * step / 4000 for step in range(4001)]
-    low = next((y for y in reversed(grid) if gap(y) > 0 and y > 1e-2), None)
-    if low is None:
-        return 0.5
-    high = low + grid[1]
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if gap(middle) > 0 else (low, middle)
-    return (1 - math.erf(low)) / 2
+    root = max((y for y in (top * step / 4000 for step in range(1, 4001)) if gap(y) > 0 and y > 1e-2), default=0.0)
+    return (1 - math.erf(root)) / 2
 
 
 def _gap_to_attention(generator: torch.Generator, device: torch.device) -> float:

@@ -9,19 +9,9 @@ import torch
 
 from rebind.errors import NumericalWarning
 from rebind.lab.retrieval.capacity import PUBLISHED, Capacity, largest_solved
-from rebind.lab.retrieval.models import (
-    FEATURES,
-    Reader,
-    Sequences,
-    Task,
-    corrected,
-    faded,
-    latest,
-    one_hot,
-    similarity,
-    tanh_memory,
-)
+from rebind.lab.retrieval.models import FEATURES, Reader, corrected, faded, one_hot, similarity, tanh_memory
 from rebind.lab.retrieval.overwrite import RULES, Overwrite
+from rebind.lab.retrieval.task import Sequences, Task, latest
 from rebind.lab.retrieval.training import RetrievalTraining, group_sizes
 from rebind.lab.stacks import stack_padded, train_all
 from rebind.memory import get_feature, get_rule, rule_names
@@ -192,8 +182,8 @@ class TestTask:
         both = Task([5, 7], replacement).draw_lessons(9, generators(0, 1))
         alone = Task([5], replacement).draw_lessons(9, generators(0))
         length = alone.keys.shape[-1]
-        kept = both.keys[:1, :, -length:] if replacement else both.keys[:1, :, :length]
-        assert torch.equal(kept, alone.keys)
+        padded = both.keys[:1]
+        assert torch.equal(padded[..., -length:] if replacement else padded[..., :length], alone.keys)
         assert torch.equal(both.queries[:1], alone.queries)
         if replacement:
             assert torch.equal(both.targets[:1], alone.targets)

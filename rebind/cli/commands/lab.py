@@ -39,7 +39,7 @@ def lab(
         list[str] | None, opt.argument("KEY=VALUE", "Settings of the experiment; separate list items by commas.")
     ] = None,
     quick: Annotated[
-        bool, opt.flag("--quick", "Run a small version whose curves already have the right shape.")
+        bool, opt.flag("--quick", "Run a small version that takes seconds; its curves already have the right shape.")
     ] = False,
     seeds: Annotated[
         int | None, opt.value("N", "Number of seeds per point.", default="the experiment's", min=1)

@@ -47,11 +47,11 @@ class LayerMemory:
         before = memory_of(self.module).double()
         lam = lam_scale * choose_lambda(keys, self.old_keys)
         after = write_all(method, before, keys, values, self.old_keys, lam, group)
-        asked, energy = _missed(before, keys, values), _energy(before, self.old_keys)
+        missing, energy = _missed(before, keys, values), _energy(before, self.old_keys)
         row = {
-            "realized": 1 - _missed(after, keys, values) / asked,
+            "realized": 1 - _missed(after, keys, values) / missing,
             "disturbance": _energy(after - before, self.old_keys) / energy,
-            "price": lam * energy / asked,  # of disturbance, in shares of what is asked
+            "price": lam * energy / missing,  # of disturbance, in shares of what was missing
         }
         with weights_restored([self.module]):
             write_memory(self.module, after)

@@ -1,4 +1,4 @@
-"""Multi-query associative recall: how much of a sequence can a state of a given size give back?
+"""Multi-query associative recall: how much of a sequence can a state of fixed size give back?
 
 Zoology's task, plotted as in published work: accuracy against the size of the state, one line per rule. All rules use
 the same layer at the same width, so their models have the same parameters except for gates; attention, where the state

@@ -80,7 +80,7 @@ def _sweep_constants(k: Tensor) -> dict[str, int]:
 
 
 @triton.jit(do_not_specialize=["L"])
-def _sweep(keys, query, erase, found, rest, L, D: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr):
+def _sweep(keys, query, erase, reads, rest, L, D: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr):
     n = tl.program_id(0)
     column = tl.arange(0, WIDE)
     inside = column < D
@@ -89,7 +89,7 @@ def _sweep(keys, query, erase, found, rest, L, D: tl.constexpr, WIDE: tl.constex
         token = n * L + L - 1 - back
         key = tl.load(keys + token * D + column, mask=inside, other=0.0)
         x = tl.sum(r * key)
-        tl.store(found + token, x)
+        tl.store(reads + token, x)
         r -= tl.load(erase + token) * x * key
     tl.store(rest + n * D + column, r, mask=inside)
 
@@ -98,7 +98,7 @@ def _sweep(keys, query, erase, found, rest, L, D: tl.constexpr, WIDE: tl.constex
 def _sweep_back(
     keys,
     erase,
-    found,
+    reads,
     rest,
     gradient,
     d_keys,
@@ -117,7 +117,7 @@ def _sweep_back(
     for at in tl.range(0, L, num_stages=STAGES):
         token = n * L + at
         key = tl.load(keys + token * D + column, mask=inside, other=0.0)
-        rate, x = tl.load(erase + token), tl.load(found + token)
+        rate, x = tl.load(erase + token), tl.load(reads + token)
         r += rate * x * key
         read = tl.sum(key * p)
         y = tl.load(gradient + token) - rate * read

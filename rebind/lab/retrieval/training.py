@@ -14,7 +14,8 @@ from torch import Tensor
 from rebind.errors import NumericalWarning
 from rebind.lab.experiment import Claim, Experiment, Point, Row
 from rebind.lab.report import select, spread
-from rebind.lab.retrieval.models import FEATURES, Reader, Task
+from rebind.lab.retrieval.models import FEATURES, Reader
+from rebind.lab.retrieval.task import Task
 from rebind.lab.stacks import Lesson, ModelStack, StackTraining, train_all
 
 SOLVED = 1e-3  # the loss at which training ends
