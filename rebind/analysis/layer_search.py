@@ -15,7 +15,9 @@ from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any
 
-from rebind.analysis.traces import POSITIONS, SUBJECT_LAST, Trace, TraceSettings, average_traces
+import torch
+
+from rebind.analysis.traces import Trace, TraceSettings
 from rebind.analysis.tracing import Tracer
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
@@ -146,7 +148,8 @@ def search_layers(
             report("tracing", len(traces), len(tried))
             traces.append(tracer.trace(trial.fact, subject_only=True))
         report("tracing", len(tried), len(tried))
-        effects = average_traces(traces).effects["mlp"][POSITIONS.index(SUBJECT_LAST)].tolist()
+        at_subject = [trace.effects["mlp"][trace.prompt.subject[1]] for trace in traces]
+        effects = torch.stack(at_subject).mean(0).tolist()
         windows = candidate_windows(editor.settings("memit").layers, effects)
         editor.progress.phase("moments")
         layers = sorted({layer for window in windows for layer in window})

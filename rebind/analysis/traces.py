@@ -33,10 +33,9 @@ class TraceSettings:
         if not self.kinds or not set(self.kinds) <= set(KINDS):
             expected = f"some of {', '.join(KINDS)}"
             raise InputError(f"Kinds of states are {self.kinds!r}", expected=expected, code="unknown_kind")
-        for name in ("noise", "draws", "window"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"Setting {name} is {value}", expected="a finite number above 0", code="not_positive")
+        if self.draws < 1 or not 0 < self.noise < math.inf:
+            problem = f"There are {self.draws} draws of noise with standard deviation {self.noise}"
+            raise InputError(problem, expected="1 or more, and a finite number above 0", code="not_positive")
 
     def window_for(self, depth: int) -> int:
         """Return the number of layers restored together in a model with `depth` layers."""
@@ -120,9 +119,8 @@ class Trace:
 
 # Averages: the figure in section 2 of ROME
 
-SUBJECT_LAST = "last subject token"
-AFTER_SUBJECT = ("first token after", "further tokens", "last token")
-POSITIONS = ("first subject token", "middle subject tokens", SUBJECT_LAST, *AFTER_SUBJECT)
+SUBJECT = ("first subject token", "middle subject tokens", "last subject token")
+POSITIONS = (*SUBJECT, "first token after", "further tokens", "last token")
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +155,6 @@ class AverageTrace:
 
 def average_traces(traces: Sequence[Trace]) -> AverageTrace:
     """Average traces. Each fact counts once at every position it has, however many tokens it has there."""
-    if not traces:
-        raise InputError("There are no traces to average", advice="Trace facts that the model knows", code="no_traces")
     tokens = [trace.prompt.by_position() for trace in traces]
     counts = tuple(sum(map(bool, here)) for here in zip(*tokens, strict=True))
     effects = {}

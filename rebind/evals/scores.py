@@ -107,20 +107,14 @@ def _on_counts(
     return _apply(metric, [(row[target]["right"], row[target]["tokens"]) for row in rows if target in row])
 
 
-def compute_scores(
-    records: Sequence[Record], rows: Sequence[Row], base: Sequence[Row]
-) -> dict[str, list[float | None]]:
-    """Return a column per score with one value per record; None where a record has nothing for it."""
-    idf = metrics.inverse_document_frequencies([" ".join(record.references) for record in records if record.references])
-    scores = [score_record(*answered, idf) for answered in zip(records, rows, base, strict=True)]
-    return {name: [one[name] for one in scores] for name in SCORES if name != "S"}
-
-
 def summarize(
     records: Sequence[Record], rows: Sequence[Row], base: Sequence[Row], *, seed: int = 0, rounds: int = 1000
 ) -> dict[str, dict[str, float]]:
     """Return every score that the records have, with its interval: {name: {value, low, high, records}}."""
-    estimates = metrics.bootstrap(compute_scores(records, rows, base), seed=seed, rounds=rounds)
+    idf = metrics.inverse_document_frequencies([" ".join(record.references) for record in records if record.references])
+    scores = [score_record(*answered, idf) for answered in zip(records, rows, base, strict=True)]
+    columns = {name: [one[name] for one in scores] for name in SCORES if name != "S"}
+    estimates = metrics.bootstrap(columns, seed=seed, rounds=rounds)
     return {
         name: {key: round(value, 6) for key, value in estimates[name].items()} for name in SCORES if name in estimates
     }

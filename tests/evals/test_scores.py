@@ -9,7 +9,7 @@ import pytest
 
 from rebind.evals import read_records
 from rebind.evals.metrics import inverse_document_frequencies
-from rebind.evals.scores import SCORES, compute_scores, summarize
+from rebind.evals.scores import SCORES, Scores, score_record, summarize
 
 RECORD = {
     "prompt": "The capital of {France} is",
@@ -49,6 +49,12 @@ ROW = {
     },
     "texts": ["a b c a b d"],
 }
+
+
+def score(record: dict[str, Any], row: dict[str, Any] = ROW, base: dict[str, Any] = BASE) -> Scores:
+    return score_record(read_records([record])[0], row, base)
+
+
 EXPECTED = {
     "ES": 1.0,
     "PS": 0.5,
@@ -70,8 +76,7 @@ EXPECTED = {
 
 
 def test_every_score_of_a_record():
-    records = read_records([RECORD])
-    scores = {name: column[0] for name, column in compute_scores(records, [ROW], [BASE]).items()}
+    scores = score(RECORD)
     assert {"S", *scores} == set(SCORES)
     for name, expected in EXPECTED.items():
         assert scores[name] == pytest.approx(expected), name
@@ -88,11 +93,10 @@ def test_the_summary_has_intervals_and_s():
 
 def test_a_consequence_without_an_answer_does_not_count():
     asked = [*RECORD["consequences"], {"prompt": "z", "answer": None}]
-    records = read_records([{**RECORD, "consequences": asked}])
     free = {**ROW["free"], "consequences": [*ROW["free"]["consequences"], "z"]}
     row = {**ROW, "consequences": [*ROW["consequences"], []], "free": free}
-    scores = compute_scores(records, [row], [BASE])
-    assert (scores["portability"], scores["free_consequences"]) == ([0.75], [0.5])
+    scores = score({**RECORD, "consequences": asked}, row)
+    assert (scores["portability"], scores["free_consequences"]) == (0.75, 0.5)
 
 
 def test_a_bare_fact_has_only_what_it_can_have():
@@ -105,12 +109,12 @@ def test_a_bare_fact_has_only_what_it_can_have():
 @pytest.mark.parametrize("answer", ["Paris", " Paris", "Paris\n"])
 def test_a_neighbors_answer_is_the_true_target_whatever_blanks_are_round_it(answer):
     flat = {"subject": "France", "target_new": "New Rome", "ground_truth": "Paris", "locality_prompt": "Paris 1"}
-    records = read_records([{"prompt": "The capital of France is", **flat, "locality_ground_truth": answer}])
+    record = {"prompt": "The capital of France is", **flat, "locality_ground_truth": answer}
     row = {**ROW, "neighbors": ROW["neighbors"][:1], "consequences": []}
     row["free"] = {**ROW["free"], "consequences": []}
     base = {**BASE, "neighbors": BASE["neighbors"][:1], "consequences": []}
-    scores = compute_scores(records, [row], [base])
-    assert (scores["NS"], scores["NM"]) == ([1.0], [0.25])
+    scores = score(record, row, base)
+    assert (scores["NS"], scores["NM"]) == (1.0, 0.25)
 
 
 # Several facts per record
@@ -136,8 +140,7 @@ OVER_BOTH = {
 
 
 def test_what_is_written_is_measured_over_all_facts_of_a_record():
-    records = read_records([{**RECORD, "also": [ALSO]}])
-    scores = {name: one for name, (one,) in compute_scores(records, [{**ROW, "also": [ALSO_ROW]}], [BASE]).items()}
+    scores = score({**RECORD, "also": [ALSO]}, {**ROW, "also": [ALSO_ROW]})
     for name, expected in {**EXPECTED, **OVER_BOTH}.items():
         assert scores[name] == pytest.approx(expected), name
 
@@ -145,8 +148,7 @@ def test_what_is_written_is_measured_over_all_facts_of_a_record():
 def test_a_fact_without_a_score_takes_no_part_in_its_mean():
     bare = {"prompt": "{Oslo} is in", "target": "Italy"}
     row = {"prompt": {"new": answer(1.0, 0, 1)}, "paraphrases": [], "free": {"prompt": " x", "paraphrases": []}}
-    records = read_records([{**RECORD, "also": [bare]}])
-    scores = {name: one for name, (one,) in compute_scores(records, [{**ROW, "also": [row]}], [BASE]).items()}
+    scores = score({**RECORD, "also": [bare]}, {**ROW, "also": [row]})
     assert (scores["EA"], scores["tokens"], scores["free"]) == (0.5, 0.5, 0.5)
     assert (scores["ES"], scores["PS"], scores["PA"]) == (EXPECTED["ES"], EXPECTED["PS"], EXPECTED["PA"])
 
