@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from rebind.memory import closed_form, features, hopfield, rules, solve, ttt
+from rebind.memory import hopfield, ttt
 from rebind.memory.associative import Interference, Memory
 from rebind.memory.chain import chain
 from rebind.memory.closed_form import NullSpace, Recursive, equality, equality_block, null_space, ridge
@@ -36,12 +36,10 @@ __all__ = [
     "Solution",
     "Write",
     "chain",
-    "closed_form",
     "equality",
     "equality_block",
     "factor",
     "feature_names",
-    "features",
     "get_feature",
     "get_rule",
     "hopfield",
@@ -49,8 +47,6 @@ __all__ = [
     "null_space",
     "ridge",
     "rule_names",
-    "rules",
-    "solve",
     "sum_normalize",
     "ttt",
 ]

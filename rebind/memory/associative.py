@@ -23,11 +23,7 @@ from rebind.memory.rules import Gate, Rule, get_rule
 from rebind.memory.write import Write
 from rebind.storage import write_file
 
-NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "l2": l2_normalize,
-    "sum": sum_normalize,
-    "none": lambda x: x,
-}
+NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {"l2": l2_normalize, "sum": sum_normalize, "none": lambda x: x}
 FORMAT = "rebind-memory-1"
 
 
@@ -107,11 +103,9 @@ class Memory:
         phi, rows = self._phi(keys), self._values(values, keys)
         for name, gate in gates.items():
             if isinstance(gate, Tensor) and gate.ndim and tuple(gate.shape) != (len(phi),):
-                raise ShapeError(
-                    f"Gate {name!r} has shape {list(gate.shape)}",
-                    expected=f"a number, or one per key: [{len(phi)}]",
-                    code="gate_does_not_match",
-                )
+                problem = f"Gate {name!r} has shape {list(gate.shape)}"
+                expected = f"a number, or one per key: [{len(phi)}]"
+                raise ShapeError(problem, expected=expected, code="gate_does_not_match")
         if len(phi):
             self._commit(chain(self.rule.write(phi, rows, **gates)), self.rows + len(phi))
 
@@ -147,13 +141,11 @@ class Memory:
 
     def save(self, path: str | Path) -> None:
         """Write the memory to a safetensors file, atomically."""
-        for kind, part, registry in (("Rule", self.rule, Rule._known), ("Feature map", self.feature, Feature._known)):
+        for part, registry in ((self.rule, Rule._known), (self.feature, Feature._known)):
             if registry.get(part.name) is not type(part):
-                raise InputError(
-                    f"{kind} {type(part).__name__} shares the name {part.name!r} with another class",
-                    expected="a name of its own, by which loading can find it",
-                    code="ambiguous_name",
-                )
+                problem = f"Class {type(part).__name__} shares the name {part.name!r} with another class"
+                expected = "a name of its own, by which loading can find it"
+                raise InputError(problem, expected=expected, code="ambiguous_name")
         description = {
             "format": FORMAT,
             "rule": self.rule.name,
@@ -163,12 +155,9 @@ class Memory:
             "d_k": self.d_k,
             "rows": self.rows,
         }
-        tensors = {"weights": self.weights, **{f"feature.{n}": t for n, t in self.feature.state.items()}}
-        data = save(
-            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-            metadata={"rebind": json.dumps(description)},
-        )
-        write_file(path, data)
+        state = {f"feature.{name}": tensor for name, tensor in self.feature.state.items()}
+        tensors = {name: tensor.detach().contiguous() for name, tensor in {"weights": self.weights, **state}.items()}
+        write_file(path, save(tensors, metadata={"rebind": json.dumps(description)}))
 
     @classmethod
     def load(cls, path: str | Path) -> Memory:
@@ -183,34 +172,24 @@ class Memory:
                 raise ValueError(f"its format is {description['format']!r}")
             return cls._rebuild(description, tensors)
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as problem:
-            raise InputError(
-                f"File {path} does not hold a memory: {problem}",
-                expected="a file that Memory.save wrote",
-                advice="Save the memory again",
-                code="not_a_memory_file",
-            ) from None
+            reason = f"File {path} does not hold a memory: {problem}"
+            raise InputError(reason, expected="a file that Memory.save wrote", code="not_a_memory_file") from None
 
     @classmethod
     def _rebuild(cls, description: dict[str, Any], tensors: dict[str, Tensor]) -> Memory:
-        weights, rows = tensors["weights"], int(description["rows"])
+        weights = tensors["weights"]
         require_tensors(2, weights=weights)
         require_finite(weights=weights)
-        memory = cls(
-            description["d_k"],
-            weights.shape[0],
-            description["rule"],
-            description["feature"],
-            description["normalize"],
-            dtype=weights.dtype,
-            **description["options"],
-        )
+        rule, feature, normalize = (description[name] for name in ("rule", "feature", "normalize"))
+        sizes = description["d_k"], weights.shape[0]
+        memory = cls(*sizes, rule, feature, normalize, dtype=weights.dtype, **description["options"])
         require_width("weights", weights, memory.feature.width, f"feature map {memory.feature!r}")
         for name, drawn in memory.feature.state.items():
             saved = tensors[f"feature.{name}"]
             if saved.shape != drawn.shape:
                 raise ValueError(f"{name} has shape {list(saved.shape)}, not {list(drawn.shape)}")
             setattr(memory.feature, name, saved)
-        memory.weights, memory.rows = weights, rows
+        memory.weights, memory.rows = weights, int(description["rows"])
         return memory
 
     def _phi(self, keys: Tensor, *, queries: bool = False) -> Tensor:
@@ -219,12 +198,8 @@ class Memory:
         require_width("keys", keys, self.d_k, "this memory")
         if not queries:
             if keys.ndim > 2:
-                raise ShapeError(
-                    f"Keys have shape {list(keys.shape)}",
-                    expected="[d_k] or [n, d_k]",
-                    advice="Flatten the leading dimensions",
-                    code="too_many_dimensions",
-                )
+                problem = f"Keys have shape {list(keys.shape)}"
+                raise ShapeError(problem, expected="[d_k] or [n, d_k]", code="too_many_dimensions")
             keys = keys.reshape(-1, self.d_k)
         keys = keys.to(self.weights)
         require_finite(keys=keys)
@@ -232,12 +207,9 @@ class Memory:
         phi = NORMALIZERS[self.normalize](phi)
         empty = (phi == 0).all(-1)
         if not queries and empty.any():
-            raise InputError(
-                f"Key {int(empty.nonzero()[0])} is all zeros under {self.feature!r}",
-                expected="a direction to write along",
-                advice="Use another feature map, or keys that are not zero",
-                code="zero_key",
-            )
+            problem = f"Key {int(empty.nonzero()[0])} is all zeros under {self.feature!r}"
+            advice = "Use another feature map, or keys that are not zero"
+            raise InputError(problem, expected="a direction to write along", advice=advice, code="zero_key")
         return phi
 
     def _values(self, values: Tensor, keys: Tensor) -> Tensor:
@@ -245,11 +217,8 @@ class Memory:
         require_width("values", values, self.d_v, "this memory")
         require_finite(values=values)
         if values.shape[:-1] != keys.shape[:-1]:
-            raise ShapeError(
-                f"Keys have shape {list(keys.shape)} and values {list(values.shape)}",
-                expected="one value per key",
-                code="row_counts_differ",
-            )
+            problem = f"Keys have shape {list(keys.shape)} and values {list(values.shape)}"
+            raise ShapeError(problem, expected="one value per key", code="row_counts_differ")
         return values.reshape(-1, self.d_v).to(self.weights)
 
     def _rewrite(self, keys: Tensor, values: Tensor, protect: Tensor | None, rows: int) -> None:

@@ -23,12 +23,9 @@ def chain(writes: Write, chunk: int = 64) -> Write:
     associative. The composite has at most d_k rows.
     """
     if not writes.batch_shape:
-        raise ShapeError(
-            "There is a single write to compose",
-            expected="a batch of writes",
-            advice="Stack the writes along a leading dimension",
-            code="single_write",
-        )
+        problem = "There is a single write to compose"
+        advice = "Stack the writes along a leading dimension"
+        raise ShapeError(problem, expected="a batch of writes", advice=advice, code="single_write")
     if chunk < 1:
         raise InputError(f"The chunk size is {chunk}", expected="1 or more", code="invalid_chunk")
     writes = _expand(writes)
@@ -56,7 +53,9 @@ def _chain_rows(writes: Write) -> Write:
     retain = writes.retain
     if isinstance(retain, Tensor):
         retain = retain.to(dtype)
-        values = _products_after(retain)[..., None, None] * values
+        later = torch.cat([retain[..., 1:], torch.ones_like(retain[..., :1])], dim=-1)
+        products = later.flip(-1).cumprod(-1).flip(-1)  # of the later writes' `retain`: [..., count]
+        values = products[..., None, None] * values
         retain = retain.prod(-1)
     elif retain != 1.0:
         after = retain ** torch.arange(count - 1, -1, -1, dtype=dtype, device=keys.device)
@@ -64,12 +63,6 @@ def _chain_rows(writes: Write) -> Write:
         retain = retain**count
     out = common_dtype(*writes.tensors())
     return Write(keys.to(out), values.flatten(-3, -2).to(out), gain.to(out), retain)
-
-
-def _products_after(retain: Tensor) -> Tensor:
-    """Return for each write the product of the later writes' `retain`: [..., count]."""
-    later = torch.cat([retain[..., 1:], torch.ones_like(retain[..., :1])], dim=-1)
-    return later.flip(-1).cumprod(-1).flip(-1)
 
 
 def _group(writes: Write, size: int) -> Write:

@@ -33,26 +33,15 @@ def require_tensors(least_rank: int, **tensors: Tensor) -> None:
     """Require real floating-point tensors with at least `least_rank` dimensions."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise InputError(
-                f"Argument {name!r} is a {type(tensor).__name__}",
-                expected="a tensor",
-                advice="Convert it with torch.as_tensor",
-                code="not_a_tensor",
-            )
+            raise InputError(f"Input {name!r} is a {type(tensor).__name__}", expected="a tensor", code="not_a_tensor")
         if not tensor.is_floating_point():
-            raise InputError(
-                f"Tensor {name!r} has dtype {tensor.dtype}",
-                expected="a real floating-point dtype",
-                advice=f"Convert it, for example with {name}.float()",
-                code="not_floating_point",
-            )
+            problem = f"Tensor {name!r} has dtype {tensor.dtype}"
+            advice = f"Convert it, for example with {name}.float()"
+            raise InputError(problem, expected="a real floating-point dtype", advice=advice, code="not_floating_point")
         if tensor.ndim < least_rank:
-            raise ShapeError(
-                f"Tensor {name!r} has shape {list(tensor.shape)}",
-                expected=f"at least {least_rank} dimension{'s' * (least_rank > 1)}",
-                advice="Add leading dimensions with unsqueeze",
-                code="too_few_dimensions",
-            )
+            problem = f"Tensor {name!r} has shape {list(tensor.shape)}"
+            expected = f"at least {least_rank} dimension{'s' * (least_rank > 1)}"
+            raise ShapeError(problem, expected=expected, code="too_few_dimensions")
 
 
 def require_finite(**tensors: Tensor) -> None:
@@ -60,24 +49,17 @@ def require_finite(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         # One NaN or infinity makes the sum one: a pass ten times cheaper than testing every entry.
         if known(torch.isfinite(tensor.detach().sum())) is False and not torch.isfinite(tensor).all():
-            raise InputError(
-                f"Tensor {name!r} of shape {list(tensor.shape)} holds {int((~torch.isfinite(tensor)).sum())} "
-                f"NaN or infinite entries",
-                expected="finite numbers",
-                advice="Find out where they come from before they are written into a memory",
-                code="not_finite",
-            )
+            count = int((~torch.isfinite(tensor)).sum())
+            problem = f"Tensor {name!r} of shape {list(tensor.shape)} holds {count} NaN or infinite entries"
+            advice = "Find out where they come from before they are written into a memory"
+            raise InputError(problem, expected="finite numbers", advice=advice, code="not_finite")
 
 
 def require_width(name: str, tensor: Tensor, width: int, of: str) -> None:
     """Require a last dimension of `width`, which is what `of` takes."""
     if tensor.shape[-1] != width:
-        raise ShapeError(
-            f"Tensor {name!r} of shape {list(tensor.shape)} is {tensor.shape[-1]} wide",
-            expected=f"{width}, the width that {of} takes",
-            advice=f"Check which tensor was passed as {name!r}",
-            code="wrong_width",
-        )
+        problem = f"Tensor {name!r} of shape {list(tensor.shape)} is {tensor.shape[-1]} wide"
+        raise ShapeError(problem, expected=f"{width}, the width that {of} takes", code="wrong_width")
 
 
 def require_broadcastable(what: str, *shapes: Iterable[int]) -> torch.Size:
@@ -86,12 +68,10 @@ def require_broadcastable(what: str, *shapes: Iterable[int]) -> torch.Size:
     try:
         return torch.broadcast_shapes(*sizes)
     except RuntimeError:
-        raise ShapeError(
-            f"The leading shapes of {what} are {', '.join(str(list(size)) for size in sizes)}",
-            expected="shapes that broadcast together",
-            advice="Insert dimensions of size 1 where they differ",
-            code="not_broadcastable",
-        ) from None
+        problem = f"The leading shapes of {what} are {', '.join(str(list(size)) for size in sizes)}"
+        expected = "shapes that broadcast together"
+        advice = "Insert dimensions of size 1 where they differ"
+        raise ShapeError(problem, expected=expected, advice=advice, code="not_broadcastable") from None
 
 
 def unknown_name(kind: str, got: object, names: Iterable[str]) -> UnknownNameError:
@@ -101,12 +81,9 @@ def unknown_name(kind: str, got: object, names: Iterable[str]) -> UnknownNameErr
     """
     known_names = sorted(names)
     near = get_close_matches(str(got), known_names, n=1)
-    return UnknownNameError(
-        f"Unknown {kind} {got!r}",
-        expected=f"one of {', '.join(known_names)}",
-        advice=f"Did you mean {near[0]!r}?" if near else "",
-        code=f"unknown_{kind.replace(' ', '_')}",
-    )
+    advice = f"Did you mean {near[0]!r}?" if near else ""
+    expected, code = f"one of {', '.join(known_names)}", f"unknown_{kind.replace(' ', '_')}"
+    return UnknownNameError(f"Unknown {kind} {got!r}", expected=expected, advice=advice, code=code)
 
 
 def usable_device(name: str) -> torch.device:
@@ -115,11 +92,7 @@ def usable_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as problem:
-        raise InputError(
-            f"Device {name!r} cannot be used here: {str(problem).splitlines()[0]}",
-            expected="cpu, cuda or mps",
-            advice="Try {device}",
-            settings={"device": "cpu"},
-            code="unusable_device",
-        ) from None
+        reason = f"Device {name!r} cannot be used here: {str(problem).splitlines()[0]}"
+        advice, settings = "Try {device}", {"device": "cpu"}
+        raise InputError(reason, advice=advice, settings=settings, code="unusable_device") from None
     return device

@@ -10,6 +10,7 @@ Each function returns a `Solution` with the gain G [..., n, d_k] as its value; t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -82,11 +83,9 @@ def equality_block(keys: Tensor, moment: Moment = None) -> Solution:
     try:
         value = torch.linalg.solve(block, right)[..., d:, :]
     except RuntimeError:  # torch.linalg's errors are RuntimeErrors
-        raise NumericalError(
-            "The block system of eq. 15 is singular: two keys are the same, or C is singular",
-            advice="Use `equality`, which adds the smallest jitter that works",
-            code="singular_block_system",
-        ) from None
+        problem = "The block system of eq. 15 is singular: two keys are the same, or C is singular"
+        advice = "Use `equality`, which adds the smallest jitter that works"
+        raise NumericalError(problem, advice=advice, code="singular_block_system") from None
     return _equality_solution(keys, value, "block", d + n, 0.0 if base is None else base.jitter)
 
 
@@ -100,25 +99,29 @@ class NullSpace:
     @classmethod
     def below(cls, moment: Tensor, threshold: float = 2e-2) -> NullSpace:
         """Take the directions with eigenvalues of C below `threshold` (2e-2 in AlphaEdit)."""
-        eigenvalues, vectors = _spectrum(moment)
-        return cls._of(eigenvalues, vectors, int((eigenvalues < threshold).sum()))
+        return cls._of(moment, lambda eigenvalues: int((eigenvalues < threshold).sum()))
 
     @classmethod
     def smallest(cls, moment: Tensor, share: float) -> NullSpace:
         """Take this share of all directions, the least used first."""
         if not 0 <= share <= 1:
             raise InputError(f"The share is {share}", expected="a number from 0 to 1", code="invalid_share")
-        eigenvalues, vectors = _spectrum(moment)
-        return cls._of(eigenvalues, vectors, round(share * len(eigenvalues)))
+        return cls._of(moment, lambda eigenvalues: round(share * len(eigenvalues)))
 
     @classmethod
-    def _of(cls, eigenvalues: Tensor, vectors: Tensor, count: int) -> NullSpace:
+    def _of(cls, moment: Tensor, count_of: Callable[[Tensor], int]) -> NullSpace:
+        """Take as many of the smallest eigenvalues as `count_of` says."""
+        wide = symmetric(moment, "moment")
+        if wide.ndim != 2:
+            problem = f"The moment has shape {list(moment.shape)}"
+            advice = "Compute one null space at a time"
+            raise ShapeError(problem, expected="one [d_k, d_k] matrix", advice=advice, code="batch_of_moments")
+        eigenvalues, vectors = torch.linalg.eigh(wide)
+        count = count_of(eigenvalues)
         if count == 0:
-            raise NumericalError(
-                f"No direction of this moment counts as unused: its smallest eigenvalue is {float(eigenvalues[0]):.3g}",
-                advice="Raise the threshold, or take a share of the directions with NullSpace.smallest",
-                code="empty_null_space",
-            )
+            problem = f"No direction of this moment is unused: its smallest eigenvalue is {float(eigenvalues[0]):.3g}"
+            advice = "Raise the threshold, or take a share of the directions with NullSpace.smallest"
+            raise NumericalError(problem, advice=advice, code="empty_null_space")
         return cls(vectors[:, :count], float(eigenvalues[count - 1]))
 
     @property
@@ -182,11 +185,9 @@ class Recursive:
         _check_lam(lam)
         if moment is None:
             if width is None or width < 1:
-                raise InputError(
-                    f"There is no moment, and the width is {width}",
-                    expected="a moment, or a width of 1 or more to start from λI",
-                    code="missing_moment",
-                )
+                problem = f"There is no moment, and the width is {width}"
+                expected = "a moment, or a width of 1 or more to start from λI"
+                raise InputError(problem, expected=expected, code="missing_moment")
             moment = torch.eye(width, dtype=torch.float64, device=device)
         return cls(lam * symmetric(moment, "moment"))
 
@@ -234,11 +235,8 @@ def _prepare_equality(keys: Tensor, moment: Moment) -> tuple[Cholesky | None, Te
     _check_keys(keys, moment)
     n, d = keys.shape[-2:]
     if n > d:
-        raise NumericalError(
-            f"There are {n} keys of width {d}, and at most {d} can have exact answers",
-            advice="Use `ridge`, or write fewer rows",
-            code="too_many_keys",
-        )
+        problem = f"There are {n} keys of width {d}, and at most {d} can have exact answers"
+        raise NumericalError(problem, advice="Use `ridge`, or write fewer rows", code="too_many_keys")
     base = factor(moment, "moment") if isinstance(moment, Tensor) else moment
     return base, keys.to(solving_dtype(keys))
 
@@ -255,19 +253,6 @@ def _plus_rows(moment: Tensor, rows: Tensor) -> Tensor:
     return moment + wide.mT @ wide
 
 
-def _spectrum(moment: Tensor) -> tuple[Tensor, Tensor]:
-    wide = symmetric(moment, "moment")
-    if wide.ndim != 2:
-        raise ShapeError(
-            f"The moment has shape {list(moment.shape)}",
-            expected="one [d_k, d_k] matrix",
-            advice="Compute one null space at a time",
-            code="batch_of_moments",
-        )
-    eigenvalues, vectors = torch.linalg.eigh(wide)
-    return eigenvalues, vectors
-
-
 def _check_keys(keys: Tensor, moment: Moment) -> None:
     require_tensors(2, keys=keys)
     if moment is not None:
@@ -280,9 +265,6 @@ def _check_keys(keys: Tensor, moment: Moment) -> None:
 
 def _check_lam(lam: float) -> None:
     if not 0 < lam < float("inf"):
-        raise InputError(
-            f"λ is {lam}",
-            expected="a positive number, the weight of old keys against new ones",
-            advice="Use `equality` for the limit λ → 0",
-            code="invalid_lambda",
-        )
+        problem = f"λ is {lam}"
+        expected = "a positive number, the weight of old keys against new ones"
+        raise InputError(problem, expected=expected, advice="Use `equality` for the limit λ → 0", code="invalid_lambda")

@@ -118,11 +118,8 @@ class Dpfp(Feature):
     def __init__(self, dim: int, nu: int = 1) -> None:
         super().__init__(dim)
         if not isinstance(nu, int) or not 1 <= nu <= 2 * dim - 1:
-            raise InputError(
-                f"The number of shifts, ν, is {nu}",
-                expected=f"a whole number from 1 to {2 * dim - 1} for keys {dim} wide: further shifts repeat these",
-                code="invalid_nu",
-            )
+            expected = f"a whole number from 1 to {2 * dim - 1} for keys {dim} wide: further shifts repeat these"
+            raise InputError(f"The number of shifts, ν, is {nu}", expected=expected, code="invalid_nu")
         self.nu = nu
 
     @property
@@ -214,12 +211,9 @@ def sum_normalize(x: Tensor) -> Tensor:
 def require_non_negative(x: Tensor) -> None:
     """Require entries that sum normalization can handle."""
     if known((x < 0).any()):
-        raise InputError(
-            f"Sum normalization received entries down to {float(x.min()):.3g}",
-            expected="no entry below 0",
-            advice="Use a non-negative feature map (elu+1, relu, dpfp, favor), or normalize by the L2 norm",
-            code="negative_features",
-        )
+        problem = f"Sum normalization received entries down to {float(x.min()):.3g}"
+        advice = "Use a non-negative feature map (elu+1, relu, dpfp, favor), or normalize by the L2 norm"
+        raise InputError(problem, expected="no entry below 0", advice=advice, code="negative_features")
 
 
 def l2_normalize(x: Tensor) -> Tensor:
@@ -241,11 +235,9 @@ def get_feature(name: str | Feature, dim: int, **options: int) -> Feature:
     """Return the feature map of that name for inputs `dim` wide; a feature object passes through."""
     if isinstance(name, Feature):
         if name.dim != dim or options:
-            raise ShapeError(
-                f"{name!r} was passed for keys {dim} wide, with options {', '.join(options) or 'none'}",
-                expected="an object for keys of this width, which has its options already",
-                code="feature_does_not_match",
-            )
+            problem = f"{name!r} was passed for keys {dim} wide, with options {', '.join(options) or 'none'}"
+            expected = "an object for keys of this width, which has its options already"
+            raise ShapeError(problem, expected=expected, code="feature_does_not_match")
         return name
     if not isinstance(name, str) or name not in Feature._known:
         raise unknown_name("feature", name, Feature._known)
@@ -253,11 +245,8 @@ def get_feature(name: str | Feature, dim: int, **options: int) -> Feature:
     parameters = list(inspect.signature(feature_class).parameters)[1:]
     unknown = [option for option in options if option not in parameters]
     if unknown:
-        raise InputError(
-            f"Feature map {name!r} does not take {', '.join(unknown)}",
-            expected=", ".join(parameters) or "no options",
-            code="unknown_feature_option",
-        )
+        problem = f"Feature map {name!r} does not take {', '.join(unknown)}"
+        raise InputError(problem, expected=", ".join(parameters) or "no options", code="unknown_feature_option")
     return feature_class(dim, **options)
 
 

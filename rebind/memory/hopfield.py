@@ -38,12 +38,9 @@ class Classical:
         """Store patterns [..., n, N] of ±1 by Hebb's rule: W = (1/N) Σ ξξᵀ without its diagonal."""
         require_tensors(2, patterns=patterns)
         if known((patterns.abs() != 1).any()):
-            raise InputError(
-                f"Patterns contain {float(patterns[patterns.abs() != 1].flatten()[0]):.3g}",
-                expected="+1 and −1 only",
-                advice="Take patterns.sign()",
-                code="patterns_not_binary",
-            )
+            problem = f"Patterns contain {float(patterns[patterns.abs() != 1].flatten()[0]):.3g}"
+            advice = "Take patterns.sign()"
+            raise InputError(problem, expected="+1 and −1 only", advice=advice, code="patterns_not_binary")
         wide = patterns.to(working_dtype(patterns))
         weights = wide.mT @ wide / patterns.shape[-1]
         diagonal = torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))
@@ -55,7 +52,7 @@ class Classical:
 
     def energy(self, state: Tensor) -> Tensor:
         """Return −½ xᵀWx, [...]; no asynchronous update raises it."""
-        self._check(state)
+        _check_state(state, self.weights)
         wide = state.to(working_dtype(state, self.weights))
         return (-0.5 * (wide * self._field(wide)).sum(-1)).to(state.dtype)
 
@@ -72,7 +69,7 @@ class Classical:
         Synchronous: all units at once; fast, but it can end in a cycle of two states. Asynchronous: one unit after
         another, in an order drawn from `generator` (in index order without one); it always converges.
         """
-        self._check(cue)
+        _check_state(cue, self.weights)
         if mode not in ("synchronous", "asynchronous"):
             raise InputError(f"The mode is {mode!r}", expected="'synchronous' or 'asynchronous'", code="unknown_mode")
         state = cue.expand(*torch.broadcast_shapes(cue.shape[:-1], self.weights.shape[:-2]), self.units)
@@ -95,9 +92,6 @@ class Classical:
         dtype = working_dtype(self.weights, state)
         return _overlap(self.weights.to(dtype), state.to(dtype))
 
-    def _check(self, state: Tensor) -> None:
-        _check_state(state, self.units, self.weights.shape[:-2])
-
 
 @dataclass(frozen=True, eq=False)
 class Modern:
@@ -112,20 +106,16 @@ class Modern:
         if self.patterns.shape[-2] == 0:
             raise InputError("There are no patterns", expected="at least one", code="no_patterns")
         if not 0 < self.beta < float("inf"):
-            raise InputError(
-                f"The inverse temperature β is {self.beta}", expected="a positive number", code="invalid_beta"
-            )
+            raise InputError(f"The β of the network is {self.beta}", expected="a positive number", code="invalid_beta")
 
     def step(self, state: Tensor) -> Tensor:
         """Return Xᵀ softmax(β X ξ) for states ξ [..., N]: softmax attention with X as keys and values."""
-        self._check(state)
         patterns, query = self._wide(state)
         weights = torch.softmax(self.beta * _overlap(patterns, query), dim=-1)
         return (weights.unsqueeze(-2) @ patterns).squeeze(-2).to(state.dtype)
 
     def recall(self, cue: Tensor, *, steps: int = 1, tolerance: float = 0.0) -> HopfieldRecall:
         """Repeat `step` until it moves no entry by more than `tolerance`."""
-        self._check(cue)
         state = cue
         for count in range(1, steps + 1):
             new = self.step(state)
@@ -140,7 +130,6 @@ class Modern:
 
         It is never negative, and no step raises it.
         """
-        self._check(state)
         patterns, query = self._wide(state)
         lse = torch.logsumexp(self.beta * _overlap(patterns, query), dim=-1) / self.beta
         count = torch.tensor(float(patterns.shape[-2]), dtype=patterns.dtype)
@@ -149,17 +138,16 @@ class Modern:
         return energy.to(state.dtype)
 
     def _wide(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        _check_state(state, self.patterns)
         dtype = working_dtype(self.patterns, state)
         return self.patterns.to(dtype), state.to(dtype)
 
-    def _check(self, state: Tensor) -> None:
-        _check_state(state, self.patterns.shape[-1], self.patterns.shape[:-2])
 
-
-def _check_state(state: Tensor, units: int, lead: torch.Size) -> None:
+def _check_state(state: Tensor, network: Tensor) -> None:
+    """Check a state against the weights or the patterns of its network."""
     require_tensors(1, state=state)
-    require_width("state", state, units, "this network")
-    require_broadcastable("the network and the state", lead, state.shape[:-1])
+    require_width("state", state, network.shape[-1], "this network")
+    require_broadcastable("the network and the state", network.shape[:-2], state.shape[:-1])
     require_finite(state=state)
 
 

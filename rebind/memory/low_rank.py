@@ -23,12 +23,8 @@ class LowRank:
         require_tensors(2, left=self.left, right=self.right)
         require_broadcastable("left and right", self.left.shape[:-2], self.right.shape[:-2])
         if self.left.shape[-1] != self.right.shape[-2]:
-            raise ShapeError(
-                f"The left factor has shape {list(self.left.shape)} and the right one {list(self.right.shape)}",
-                expected="[d_v, n] and [n, d_k]",
-                advice="Transpose the factor whose inner dimension differs",
-                code="factors_do_not_match",
-            )
+            problem = f"The left factor has shape {list(self.left.shape)} and the right one {list(self.right.shape)}"
+            raise ShapeError(problem, expected="[d_v, n] and [n, d_k]", code="factors_do_not_match")
 
     @property
     def rank(self) -> int:

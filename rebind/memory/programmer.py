@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rebind.errors import ShapeError
 from rebind.memory.checks import require_broadcastable, require_finite, require_tensors, require_width
 from rebind.memory.precision import common_dtype, working_dtype
 
@@ -47,12 +46,6 @@ class FastWeightProgrammer:
         require_tensors(2, x=x, slow_a=slow_a, slow_b=slow_b)
         require_width("slow_a", slow_a, x.shape[-1], "this input")
         require_width("slow_b", slow_b, x.shape[-1], "this input")
-        if slow_b.shape[-2] != x.shape[-1]:
-            raise ShapeError(
-                f"The slow weights W_b have shape {list(slow_b.shape)}",
-                expected=f"[{x.shape[-1]}, {x.shape[-1]}], since the memory is read with the inputs themselves",
-                code="keys_do_not_match_inputs",
-            )
         if memory is None:
             memory = x.new_zeros(*x.shape[:-2], slow_a.shape[-2], x.shape[-1])
         dtype, out = working_dtype(x, slow_a, slow_b, memory), common_dtype(x, slow_a, slow_b)

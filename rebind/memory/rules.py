@@ -127,30 +127,23 @@ class Rule(ABC):
 
     def _check_gate(self, k: Tensor, name: str, gate: Gate, check_values: bool = True) -> None:
         if name not in self.gates:
-            raise InputError(
-                f"Rule {self.name!r} has no gate {name!r}",
-                expected=", ".join(self.gates) or "no gates",
-                code="unknown_gate",
-            )
+            problem = f"Rule {self.name!r} has no gate {name!r}"
+            raise InputError(problem, expected=", ".join(self.gates) or "no gates", code="unknown_gate")
         if isinstance(gate, Tensor):
             require_tensors(0, **{name: gate})
         elif isinstance(gate, bool) or not isinstance(gate, (int, float)):
             raise InputError(f"Gate {name!r} is {gate!r}", expected="a number or a tensor", code="invalid_gate")
         value = gate.detach() if isinstance(gate, Tensor) else torch.tensor(float(gate))
-        if check_values:
-            self._check_range(name, value)
         require_broadcastable(f"k and {name}", k.shape[:-1], value.shape)
-
-    def _check_range(self, name: str, value: Tensor) -> None:
+        if not check_values:
+            return
         require_finite(**{name: value})
         most = self.largest.get(name, float("inf"))
         if known(((value < 0) | (value > most)).any()):
-            raise InputError(
-                f"Gate {name!r} of rule {self.name!r} ranges from {value.min():.3g} to {value.max():.3g}",
-                expected="0 or more" if most == float("inf") else f"0 to {most:g}",
-                advice="Pass it through a sigmoid or softplus",
-                code="gate_out_of_range",
-            )
+            problem = f"Gate {name!r} of rule {self.name!r} ranges from {value.min():.3g} to {value.max():.3g}"
+            expected = "0 or more" if most == float("inf") else f"0 to {most:g}"
+            advice = "Pass it through a sigmoid or softplus"
+            raise InputError(problem, expected=expected, advice=advice, code="gate_out_of_range")
 
 
 class Sum(Rule):

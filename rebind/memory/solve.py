@@ -94,7 +94,6 @@ class Cholesky:
     def plus(self, rows: Tensor) -> Woodbury:
         """Return the factorization of A + KᵀK for rows K [..., n, d], built on this one."""
         require_tensors(2, keys=rows)
-        require_width("keys", rows, self.width, "this factor")
         require_broadcastable("the factor and the keys", self.matrix.shape[:-2], rows.shape[:-2])
         require_finite(keys=rows)
         half = self.whiten(rows)
@@ -105,12 +104,10 @@ class Cholesky:
     def _check(self, right: Tensor) -> None:
         require_tensors(2, right=right)
         if right.shape[-2] != self.width:
-            raise ShapeError(
-                f"The right-hand side has shape {list(right.shape)}",
-                expected=f"{self.width} rows, as the system has",
-                advice="Pass right-hand sides as columns; transpose rows of keys",
-                code="right_side_does_not_match",
-            )
+            problem = f"The right-hand side has shape {list(right.shape)}"
+            expected = f"{self.width} rows, as the system has"
+            advice = "Pass right-hand sides as columns; transpose rows of keys"
+            raise ShapeError(problem, expected=expected, advice=advice, code="right_side_does_not_match")
         require_broadcastable("the factor and the right-hand side", self.matrix.shape[:-2], right.shape[:-2])
         require_finite(right=right)
 
@@ -189,12 +186,8 @@ class Woodbury:
             value = torch.where((after < residual)[..., None, None], better, value)
             residual = torch.minimum(after, residual)
         if known((residual > POOR_RESIDUAL).any()):
-            warnings.warn(
-                f"Woodbury on an ill-conditioned matrix left a relative residual of {float(residual.max()):.1e}. "
-                f"Factor the whole sum instead (form='primal').",
-                NumericalWarning,
-                stacklevel=3,
-            )
+            message = f"Woodbury on an ill-conditioned matrix left a relative residual of {float(residual.max()):.1e}"
+            warnings.warn(f"{message}. Factor the whole sum instead (form='primal').", NumericalWarning, stacklevel=3)
         return value
 
 
@@ -210,12 +203,9 @@ def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
     """
     require_tensors(2, **{what: matrix})
     if matrix.shape[-1] != matrix.shape[-2]:
-        raise ShapeError(
-            f"The {what} of shape {list(matrix.shape)} is not square",
-            expected="[d_k, d_k]",
-            advice="Compute a second moment as keys.mT @ keys",
-            code="not_square",
-        )
+        problem = f"The {what} of shape {list(matrix.shape)} is not square"
+        advice = "Compute a second moment as keys.mT @ keys"
+        raise ShapeError(problem, expected="[d_k, d_k]", advice=advice, code="not_square")
     require_finite(**{what: matrix})
     wide = matrix.to(solving_dtype(matrix))
     if wide.numel() == 0:
@@ -223,26 +213,12 @@ def symmetric(matrix: Tensor, what: str = "matrix") -> Tensor:
     scale = torch.linalg.vector_norm(wide.detach(), ord=float("inf"), dim=(-2, -1))
     # At least 1e-5: the matrix may have been accumulated in float32 and widened since.
     tolerance = max(4 * torch.finfo(matrix.dtype).eps, 1e-5)
-    gap = _asymmetry(wide.detach())
+    gap = (wide - wide.mT).detach().abs().amax((-2, -1))
     if known((gap > tolerance * scale).any()):
-        raise ShapeError(
-            f"The {what} of shape {list(matrix.shape)} is not symmetric: entries differ from their mirror images by "
-            f"up to {float(gap.max()):.3g}",
-            expected="a second moment, keys.mT @ keys",
-            advice="Check how it was accumulated",
-            code="not_symmetric",
-        )
+        problem = f"The {what} of shape {list(matrix.shape)} is not symmetric (by up to {float(gap.max()):.3g})"
+        advice = "Check how it was accumulated"
+        raise ShapeError(problem, expected="a second moment, keys.mT @ keys", advice=advice, code="not_symmetric")
     return wide
-
-
-def _asymmetry(matrix: Tensor, block: int = 256) -> Tensor:
-    """Return max |A − Aᵀ|, [...], strip by strip, which is faster than transposing a large matrix at once."""
-    gaps = []
-    for begin in range(0, matrix.shape[-1], block):
-        end = begin + block
-        strip = matrix[..., begin:end, :end] - matrix[..., :end, begin:end].mT
-        gaps.append(strip.abs().amax((-2, -1)))
-    return torch.stack(gaps).amax(0)
 
 
 def relative_residual(got: Tensor, wanted: Tensor) -> Tensor:
@@ -271,21 +247,18 @@ def cholesky(matrix: Tensor, what: str) -> Cholesky:
         lower, failed = _try_cholesky(matrix, jitter)
         if not failed.any():
             amount = float(jitter.max())
-            warnings.warn(
-                f"The {what} of shape {list(matrix.shape)} is singular or indefinite: added {amount:.1e} to its "
-                f"diagonal ({relative:.0e} of the mean diagonal)",
-                NumericalWarning,
-                stacklevel=3,
-            )
+            rescue_note = f"added {amount:.1e} to its diagonal ({relative:.0e} of the mean diagonal)"
+            message = f"The {what} of shape {list(matrix.shape)} is singular or indefinite: {rescue_note}"
+            warnings.warn(message, NumericalWarning, stacklevel=3)
             return Cholesky(matrix, lower, jitter=amount)
         relative *= 10
-    raise NumericalError(
-        f"The {what} of shape {list(matrix.shape)} is not positive definite: its smallest eigenvalue is "
-        f"{float(torch.linalg.eigvalsh(matrix.detach()).min()):.3g}, its mean diagonal {float(mean.min()):.3g}, and "
-        f"adding {LARGEST_JITTER:.0%} of the latter does not help",
-        advice="Collect the moment from more keys in a wider dtype, or add a multiple of the identity",
-        code="not_positive_definite",
+    smallest = float(torch.linalg.eigvalsh(matrix.detach()).min())
+    problem = (
+        f"The {what} of shape {list(matrix.shape)} is not positive definite: its smallest eigenvalue is {smallest:.3g}"
+        f", its mean diagonal {float(mean.min()):.3g}, and adding {LARGEST_JITTER:.0%} of the latter does not help"
     )
+    advice = "Collect the moment from more keys in a wider dtype, or add a multiple of the identity"
+    raise NumericalError(problem, advice=advice, code="not_positive_definite")
 
 
 def _try_cholesky(matrix: Tensor, jitter: Tensor | None = None) -> tuple[Tensor, Tensor]:

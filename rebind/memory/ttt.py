@@ -103,11 +103,8 @@ class ResidualNorm(InnerModel):
 
     def shapes(self, d_k: int, d_v: int) -> tuple[tuple[int, ...], ...]:
         if d_k != d_v:
-            raise ShapeError(
-                f"Keys are {d_k} and values {d_v} wide",
-                expected="equal widths, since a residual model adds its input",
-                code="widths_differ",
-            )
+            expected = "equal widths, since a residual model adds its input"
+            raise ShapeError(f"Keys are {d_k} and values {d_v} wide", expected=expected, code="widths_differ")
         return self.inner.shapes(d_k, d_v)
 
     def initial(self, d_k: int, d_v: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> State:
@@ -172,7 +169,9 @@ def run(
         for begin in range(0, length, size):
             here = slice(begin, begin + size)
             slopes = vmap(grad(error), in_dims=(None, 0, 0))(start, k[here], v[here])
-            states = tuple(s - _descend(rates[here], slope) for s, slope in zip(start, slopes, strict=True))
+            # Σ_{s ≤ t} η_s ∇_s for every t of the mini-batch
+            steps = ((rates[here].reshape(-1, *[1] * (slope.ndim - 1)) * slope).cumsum(0) for slope in slopes)
+            states = tuple(s - step for s, step in zip(start, steps, strict=True))
             outputs.append(vmap(model)(states, q[here]))
             start = tuple(s[-1] for s in states)
         return torch.cat(outputs), start
@@ -193,11 +192,6 @@ def run(
     return TttOutput(out, final)
 
 
-def _descend(rates: Tensor, slopes: Tensor) -> Tensor:
-    """Return Σ_{s ≤ t} η_s ∇_s for every t of a mini-batch."""
-    return (rates.reshape(-1, *[1] * (slopes.ndim - 1)) * slopes).cumsum(0)
-
-
 def _check(
     model: InnerModel, state: State, q: Tensor, k: Tensor, v: Tensor, rate: float | Tensor, mini_batch: int | None
 ) -> torch.Size:
@@ -205,24 +199,18 @@ def _check(
     require_tensors(2, q=q, k=k, v=v)
     require_width("q", q, k.shape[-1], "a memory with these keys")
     if not q.shape[-2] == k.shape[-2] == v.shape[-2]:
-        raise ShapeError(
-            f"There are {q.shape[-2]} queries, {k.shape[-2]} keys and {v.shape[-2]} values",
-            expected="as many of each, one per token",
-            code="token_counts_differ",
-        )
+        problem = f"There are {q.shape[-2]} queries, {k.shape[-2]} keys and {v.shape[-2]} values"
+        raise ShapeError(problem, expected="as many of each, one per token", code="token_counts_differ")
     if mini_batch is not None and mini_batch < 1:
-        raise InputError(
-            f"The mini-batch size is {mini_batch}", expected="1 or more, or None", code="invalid_mini_batch"
-        )
+        problem = f"The mini-batch size is {mini_batch}"
+        raise InputError(problem, expected="1 or more, or None", code="invalid_mini_batch")
     shapes = model.shapes(k.shape[-1], v.shape[-1])
     got = tuple(tuple(tensor.shape[-len(own) :]) for tensor, own in zip(state, shapes, strict=False))
     if len(state) != len(shapes) or got != shapes:
-        raise ShapeError(
-            f"The state has shapes {', '.join(str(list(tensor.shape)) for tensor in state)}",
-            expected=f"{', '.join(str(list(own)) for own in shapes)}, the state of {type(model).__name__}",
-            advice="Start from model.initial(d_k, d_v)",
-            code="state_does_not_match",
-        )
+        problem = f"The state has shapes {', '.join(str(list(tensor.shape)) for tensor in state)}"
+        expected = f"{', '.join(str(list(own)) for own in shapes)}, the state of {type(model).__name__}"
+        advice = "Start from model.initial(d_k, d_v)"
+        raise ShapeError(problem, expected=expected, advice=advice, code="state_does_not_match")
     named = {f"state[{index}]": tensor for index, tensor in enumerate(state)}
     require_tensors(0, **named)
     require_finite(q=q, k=k, v=v, rate=torch.as_tensor(rate), **named)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rebind.errors import InputError, NumericalError, ShapeError
+from rebind.errors import NumericalError, ShapeError
 from rebind.memory.checks import known, require_broadcastable, require_finite, require_tensors, require_width
 from rebind.memory.low_rank import LowRank
 from rebind.memory.precision import common_dtype, solving_dtype, working_dtype
@@ -45,21 +45,10 @@ class Write:
         require_tensors(2, keys=keys, values=values, gain=gain)
         require_width("gain", gain, self.d_k, "a write with these keys")
         if not keys.shape[-2] == values.shape[-2] == gain.shape[-2]:
-            raise ShapeError(
-                f"The write has {keys.shape[-2]} keys, {values.shape[-2]} values and {gain.shape[-2]} rows of gain",
-                expected="as many of each",
-                code="row_counts_differ",
-            )
+            problem = f"There are {keys.shape[-2]} keys, {values.shape[-2]} values and {gain.shape[-2]} rows of gain"
+            raise ShapeError(problem, expected="as many of each", code="row_counts_differ")
         if isinstance(retain, Tensor):
             require_tensors(0, retain=retain)
-        elif not isinstance(retain, (int, float)):
-            raise InputError(
-                f"Retain is {retain!r}",
-                expected="a number or a tensor",
-                advice="Omit {retain} to keep the whole memory",
-                settings={"retain": None},
-                code="invalid_retain",
-            )
         require_broadcastable("keys, values, gain and retain", *self._leading_shapes())
         require_finite(keys=keys, values=values, gain=gain, retain=torch.as_tensor(retain))
 
@@ -124,11 +113,8 @@ class Write:
         if not isinstance(earlier, Write):
             return NotImplemented
         if (earlier.d_k, earlier.d_v) != (self.d_k, self.d_v):
-            raise ShapeError(
-                f"One write has d_k = {self.d_k} and d_v = {self.d_v}, the other {earlier.d_k} and {earlier.d_v}",
-                expected="two writes to the same memory",
-                code="writes_do_not_match",
-            )
+            problem = f"One write has d_k = {self.d_k} and d_v = {self.d_v}, the other {earlier.d_k} and {earlier.d_v}"
+            raise ShapeError(problem, expected="two writes to the same memory", code="writes_do_not_match")
         require_broadcastable("the two writes", self.batch_shape, earlier.batch_shape)
         dtype = self._working_dtype(*earlier.tensors())
         early_gain, late_gain = earlier.gain.to(dtype), self.gain.to(dtype)
@@ -163,11 +149,8 @@ class Write:
         dtype = solving_dtype(self.keys)
         retain = torch.as_tensor(self.retain, dtype=dtype, device=self.keys.device)
         if known((retain == 0).any()):
-            raise NumericalError(
-                "The write retains nothing of the memory, so it cannot be undone from its result",
-                advice="Keep a copy of the memory",
-                code="write_forgets_everything",
-            )
+            problem = "The write retains nothing of the memory, so it cannot be undone from its result"
+            raise NumericalError(problem, advice="Keep a copy of the memory", code="write_forgets_everything")
         gain, keys = self.gain.to(dtype), self.keys.to(dtype)
         read = gain @ keys.mT  # what each row's key reads of each row's gain
         system = torch.eye(self.rows, dtype=dtype, device=keys.device) - read
@@ -178,11 +161,8 @@ class Write:
         noise = torch.finfo(common_dtype(*self.tensors())).eps ** (2 / 3)
         floor = noise * (1 + torch.linalg.matrix_norm(read, ord=float("inf"))) if self.rows else pivot.new_zeros(())
         if known((pivot <= floor.unsqueeze(-1)).any()):
-            raise NumericalError(
-                "The write erases what it overwrites (I − GKᵀ is singular), so it cannot be undone from its result",
-                advice="Keep a copy of the memory",
-                code="write_erases",
-            )
+            problem = "The write erases what it overwrites (I − GKᵀ is singular), so it cannot be undone"
+            raise NumericalError(problem, advice="Keep a copy of the memory", code="write_erases")
         undo = -torch.linalg.lu_solve(factor, pivots, expand_batch(gain, system))
         out = common_dtype(*self.tensors())
         return Write(
@@ -216,12 +196,10 @@ class Write:
     def _check_memory(self, memory: Tensor) -> None:
         require_tensors(2, memory=memory)
         if memory.shape[-2:] != (self.d_v, self.d_k):
-            raise ShapeError(
-                f"The memory has shape {list(memory.shape)}",
-                expected=f"[d_v, d_k] = [{self.d_v}, {self.d_k}], as this write has",
-                advice="Pass the matrix that these keys enter, transposed if its layer stores [in, out]",
-                code="memory_does_not_match",
-            )
+            problem = f"The memory has shape {list(memory.shape)}"
+            expected = f"[d_v, d_k] = [{self.d_v}, {self.d_k}], as this write has"
+            advice = "Pass the matrix that these keys enter, transposed if its layer stores [in, out]"
+            raise ShapeError(problem, expected=expected, advice=advice, code="memory_does_not_match")
         require_broadcastable("the memory and the write", memory.shape[:-2], self.batch_shape)
         require_finite(memory=memory)
 

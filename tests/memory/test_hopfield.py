@@ -149,7 +149,7 @@ def test_bad_input_is_refused():
         (InputError, "no_patterns", lambda: Modern(torch.ones(0, 4))),
         (InputError, "not_finite", lambda: Modern(nan.expand(2, 4))),
         (ShapeError, "wrong_width", lambda: modern.step(torch.ones(3))),
-        (InputError, "not_finite", lambda: modern.recall(nan, steps=0)),
+        (InputError, "not_finite", lambda: modern.recall(nan)),
         (ShapeError, "not_broadcastable", lambda: Modern(torch.ones(3, 2, 4)).step(torch.ones(2, 4))),
     )
 

@@ -263,7 +263,7 @@ def test_programmer_dtypes_gradients_and_bad_input():
     assert_close(memory, torch.zeros(2, 4).double(), 0.0)
     step, empty = FastWeightProgrammer().step, torch.zeros(2, 4)
     assert_errors(
-        (ShapeError, "keys_do_not_match_inputs", lambda: FastWeightProgrammer().run(x, slow_a, slow_b[:3])),
+        (ShapeError, "wrong_width", lambda: FastWeightProgrammer().run(x, slow_a, slow_b[:3])),
         (ShapeError, "wrong_width", lambda: step(empty, torch.zeros(3), torch.zeros(4))),
         (InputError, "not_finite", lambda: step(empty, torch.zeros(2), torch.full((4,), float("nan")))),
     )

@@ -214,7 +214,6 @@ def test_bad_writes_are_refused():
         (InputError, "not_finite", lambda: Write(k, v.index_fill(0, torch.tensor(0), float("nan")), g)),
         (InputError, "not_finite", lambda: Write(k, v, g * float("inf"))),
         (InputError, "not_finite", lambda: Write(k, v, g, float("nan"))),
-        (InputError, "invalid_retain", lambda: Write(k, v, g, "a")),
     )
 
 
