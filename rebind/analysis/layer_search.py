@@ -29,9 +29,6 @@ from rebind.models.prompts import Prompt
 from rebind.storage.atomic import read_json_object
 
 MIN_FACTS = 3  # known facts: results of fewer mean nothing
-MAX_FACTS = 8  # facts that are tried: each one costs a target search per candidate
-
-Report = Callable[[str, int, int], None]  # (phase, done, total)
 
 
 @dataclass(frozen=True)
@@ -115,16 +112,16 @@ def search_layers(
     editor: Editor,
     trials: Sequence[TrialFact] = TRIAL_FACTS,
     *,
-    limit: int = MAX_FACTS,
+    limit: int = 8,
     check_known: bool = True,
-    report: Report = lambda phase, done, total: None,
+    report: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> LayerChoice:
     """Find the layers of a model where edits work best, and store them for later edits of that model.
 
     Args:
         editor: its model and ledger are left as they were.
         trials: the facts to try.
-        limit: try at most this many of the facts that the model knows.
+        limit: try at most this many of the facts that the model knows; each costs a target search per candidate.
         check_known: leave out facts that the model does not know.
         report: called with (phase, done, total) as the work proceeds.
     """
@@ -193,14 +190,12 @@ def _try_edit(
 ) -> Candidate:
     facts = [trial.fact for trial in trials]
     edit = editor.rewrite_many(facts, layers=layers)
-    try:
-        prompts = [(fact.text, fact.target, str(fact.old)) for fact in facts]
-        paraphrases = [(text, fact.target, str(fact.old)) for fact in facts for text in fact.paraphrases]
-        neighbors = [(text, true, trial.fact.target) for trial in trials for text, true in trial.neighbors]
-        efficacy, paraphrase, neighbor = (_preference(editor, asked) for asked in (prompts, paraphrases, neighbors))
-        drift = editor.drift().kl
-    finally:
-        editor.undo(edit.id)
+    prompts = [(fact.text, fact.target, str(fact.old)) for fact in facts]
+    paraphrases = [(text, fact.target, str(fact.old)) for fact in facts for text in fact.paraphrases]
+    neighbors = [(text, true, trial.fact.target) for trial in trials for text, true in trial.neighbors]
+    efficacy, paraphrase, neighbor = (_preference(editor, asked) for asked in (prompts, paraphrases, neighbors))
+    drift = editor.drift().kl
+    editor.undo(edit.id)
     score = overall_score(drift, efficacy, paraphrase, neighbor)
     return Candidate(layers, why, effect, efficacy, paraphrase, neighbor, drift, score)
 

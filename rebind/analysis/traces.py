@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError
+from rebind.memory.checks import unknown_name
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
 
@@ -30,9 +31,9 @@ class TraceSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.kinds or not set(self.kinds) <= set(KINDS):
-            expected = f"some of {', '.join(KINDS)}"
-            raise InputError(f"Kinds of states are {self.kinds!r}", expected=expected, code="unknown_kind")
+        for kind in self.kinds:
+            if kind not in KINDS:
+                raise unknown_name("kind", kind, KINDS)
         if self.draws < 1 or not 0 < self.noise < math.inf:
             problem = f"There are {self.draws} draws of noise with standard deviation {self.noise}"
             raise InputError(problem, expected="1 or more, and a finite number above 0", code="not_positive")

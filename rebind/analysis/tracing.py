@@ -44,7 +44,7 @@ from rebind.models.sites import MIXER_CLASS, MIXER_NAME, Site, module_at
 from rebind.models.trunk import Hidden, Tokens, select_cache
 
 CPU_TOKENS, GPU_TOKENS = 96, 16_384  # per pass: on a CPU just enough for efficient matrix products
-EMBEDDINGS_AT_ONCE = 1 << 24  # entries of the embedding table
+EMBEDDINGS_AT_ONCE = 4096  # rows of the embedding table
 OUTPUT_NAMES = {"o_proj", "c_proj", "out_proj", "dense", "Wo", "wo"}  # of the last linear map of attention
 
 States = dict[str, list[Hidden]]  # kind → the state at each layer
@@ -108,12 +108,11 @@ class Tracer:
     @torch.no_grad()
     def embedding_std(self) -> float:
         """Standard deviation of all embeddings, as they leave their module: some families scale them there."""
-        count, width = self._embeddings.weight.shape
-        sums = torch.zeros(2, dtype=torch.float64, device=self._embeddings.weight.device)
-        for ids in torch.arange(count, device=sums.device).split(max(1, EMBEDDINGS_AT_ONCE // width)):
-            rows = self._embeddings(ids).double()
-            sums += torch.stack([rows.sum(), rows.square().sum()])
-        mean, square = (sums / (count * width)).tolist()
+        table = self._embeddings.weight
+        parts = torch.arange(len(table), device=table.device).split(EMBEDDINGS_AT_ONCE)
+        rows = (self._embeddings(ids).double() for ids in parts)
+        sums = sum(torch.stack([some.sum(), some.square().sum()]) for some in rows)
+        mean, square = (sums / table.numel()).tolist()
         return float((square - mean**2) ** 0.5)
 
     @torch.no_grad()

@@ -44,20 +44,16 @@ def without_conflicts(records: Records, *, skip_bad: bool) -> Records:
 
 def known_records(editor: Editor, records: Records) -> Records:
     """Return the records whose true targets the model prefers to the new ones."""
-    with_true = [record for record in records if all(fact.old is not None for fact in record.facts)]
-    prompts = [
-        fact.as_prompt(target) for record in with_true for fact in record.facts for target in (fact.target, fact.old)
-    ]
-    scores = editor.language_model.score(prompts)
-    prefers_true = iter([true.nll < new.nll for new, true in zip(scores[::2], scores[1::2], strict=True)])
-    known = []
-    for record in with_true:
-        preferences = [next(prefers_true) for _ in record.facts]
-        if all(preferences):
-            known.append(record)
+    facts = [fact for record in records for fact in record.facts if fact.old is not None]
+    scores = editor.language_model.score(
+        [fact.as_prompt(target) for fact in facts for target in (fact.target, fact.old)]
+    )
+    pairs = zip(facts, scores[::2], scores[1::2], strict=True)
+    known_facts = {fact for fact, new, true in pairs if true.nll < new.nll}
+    known = [record for record in records if known_facts.issuperset(record.facts)]
     if not known:
         raise InputError(
-            f"The model prefers the true target in none of {len(records)} records ({len(with_true)} have one)",
+            f"The model prefers the true target in none of {len(records)} records ({len(facts)} facts have one)",
             advice="Leave out {known}",
             code="no_known_record",
             settings={"known": None},

@@ -330,7 +330,6 @@ def test_subjects_in_any_script(prompt, subject):
     [
         (lambda: tracer_of(tiny.llama()).trace(Fact.parse("{France} is" + " very" * 200, "x")), "prompt_too_long"),
         (lambda: TraceSettings(kinds=("heads",)), "unknown_kind"),
-        (lambda: TraceSettings(kinds=()), "unknown_kind"),
         (lambda: TraceSettings(draws=0), "not_positive"),
         (lambda: TraceSettings(noise=float("inf")), "not_positive"),
         (lambda: TraceSettings(noise=float("nan")), "not_positive"),
