@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,20 +42,21 @@ def examples(*commands: str, note: str = "") -> str:
     return "\n\n".join([f"[bold]{title}[/bold]", *commands, *([note] if note else [])])
 
 
+model_value = partial(value, panel=MODEL)
 ModelName = Annotated[
-    str, value("MODEL", "smollm2 (built in), a Hub id, a model folder or a GGUF file.", "--model", "-m", panel=MODEL)
+    str, model_value("MODEL", "smollm2 (built in), a Hub id, a folder or a GGUF file.", "--model", "-m")
 ]
 LedgerFolder = Annotated[
-    Path | None, value("DIR", "Folder that stores the edits.", "--ledger", "-l", default="one per model", panel=MODEL)
+    Path | None, model_value("DIR", "Folder of the edits.", "--ledger", "-l", default="one per model")
 ]
-Device = Annotated[str | None, value("NAME", "Device: cpu, cuda, cuda:1 or mps.", default="cpu", panel=MODEL)]
-Dtype = Annotated[
-    str | None, value("NAME", f"Dtype of the weights: {', '.join(DTYPES)}.", default="as stored", panel=MODEL)
-]
+Device = Annotated[str | None, model_value("NAME", "Device: cpu, cuda, cuda:1 or mps.", default="cpu")]
+Dtype = Annotated[str | None, model_value("NAME", f"Dtype of the weights: {', '.join(DTYPES)}.", default="as stored")]
 Chat = Annotated[bool, flag("--chat", "Put prompts into the model's chat template.", panel=MODEL)]
 Method = Annotated[str, value("NAME", "Editing method: memit, rome, emmet, alphaedit or recursive.")]
 Layers = Annotated[str | None, value("LIST", "Layers to edit, such as 2,3,4 or 2-6.", default="chosen for the model")]
 Lambda = Annotated[float | None, value("X", "Weight of old keys against new ones (λ).", default="chosen from the keys")]
+Limit = Annotated[int | None, value("N", "Use only the first N records.", default="all", min=1)]
+Subject = Annotated[str | None, value("TEXT", "The subject, if the prompt has no braces.")]
 SkipBad = Annotated[bool, flag("--skip-bad", "Skip invalid records instead of stopping at the first one.")]
 
 
@@ -82,12 +84,9 @@ class ModelOptions:
     model: ModelName = DEFAULT_MODEL
     device: Device = None
     dtype: Dtype = None
-    corpus: Annotated[
-        Path | None, value("FILE", "Text to collect old keys from.", default="sampled from the model", panel=MODEL)
-    ] = None
+    corpus: Annotated[Path | None, model_value("FILE", "Text to collect old keys from.", default="own samples")] = None
     moment_tokens: Annotated[
-        int | None,
-        value("N", "Tokens to collect old keys from.", default="8192; GPU: 100000", panel=MODEL, min=1),
+        int | None, model_value("N", "Tokens to collect old keys from.", default="8192; GPU: 100000", min=1)
     ] = None
 
 

@@ -165,7 +165,7 @@ def test_suggested_commands_can_be_pasted(rebind, model, tmp_path):
     assert active() == []
     rebind(*suggested(undone.out, "redo"))
     assert active() == ["e0001"]
-    assert suggested(done, "measure which layers suit the model")[0] == "layers"
+    assert suggested(done, "measure the best layers")[0] == "layers"
 
 
 # Facts that cannot be used

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,12 +25,10 @@ EXAMPLES = opt.examples(
 
 def scan(
     shapes: Annotated[
-        str | None, opt.value("LIST", "Shapes BxTxHxD, separated by commas.", default="chosen for the device")
+        str | None, opt.value("LIST", "Shapes BxTxHxD, separated by commas.", default="the device's")
     ] = None,
     quick: Annotated[bool, opt.flag("--quick", "Measure two shapes in few rounds; takes a minute or two.")] = False,
-    only: Annotated[
-        str | None, opt.value("NAMES", "Implementations: ours, transformers, fla, SDPA, loop.", default="all")
-    ] = None,
+    only: Annotated[str | None, opt.value("NAMES", "ours, transformers, fla, SDPA, loop.", default="all")] = None,
     rules: Annotated[str | None, opt.value("NAMES", "Rules: gated_delta, delta, sum, softmax.", default="all")] = None,
     rounds: Annotated[int, opt.value("N", "Time each implementation at most N times.", min=3)] = 30,
     seconds: Annotated[float, opt.value("X", "Spend about X seconds per column.", min=0.1)] = 15.0,
@@ -43,64 +43,41 @@ def scan(
     import torch
 
     from rebind.bench.contenders import parse_shape
-    from rebind.bench.report import notes, tables
+    from rebind.bench.report import draw, notes, tables
     from rebind.bench.scan import ScanSetup, run
 
-    setup = ScanSetup(
-        device,
-        opt.parse_dtype(dtype),
-        tuple(map(parse_shape, _split(shapes))),
-        quick=quick,
-        rounds=rounds,
-        seconds=seconds,
-        only=_split(only),
-        rules=_split(rules),
-    )
+    sizes = tuple(map(parse_shape, _split(shapes)))
+    choice = {"only": _split(only), "rules": _split(rules)}
+    setup = ScanSetup(device, opt.parse_dtype(dtype), sizes, quick=quick, rounds=rounds, seconds=seconds, **choice)
     check_writable(out)
     path = out / f"scan-{setup.device.replace(':', '-')}.json"
     usual_threads = torch.get_num_threads()
     torch.set_num_threads(threads or usual_threads)
-    shapes_done: list[list[Measurement]] = []
+    measured: list[Measurement] = []
 
     def shape_done(report: ScanReport, rows: list[Measurement]) -> None:
         report.save(path)  # so that a later failure does not lose it
-        shapes_done.append(rows)
+        measured.extend(rows)
 
     try:
         with Phases(terminal) as phases:
-            report = run(
-                setup,
-                on_progress=lambda done, total, what: phases.count("measuring", done, total, what),
-                on_shape=shape_done,
-            )
+            report = run(setup, on_progress=partial(phases.count, "measuring"), on_shape=shape_done)
     finally:
         torch.set_num_threads(usual_threads)
-        for rows in shapes_done:
-            terminal.print(*tables(rows, terminal.out.width))
+        terminal.print(*tables(measured, terminal.out.width))
     for note in [*notes(report.rows, terminal.out.width), *report.missing, report.note]:
         terminal.hint(note)
-    files = [path, *_draw(terminal, report, path)]
+    files, figures = [path], [path.with_suffix(".png"), path.with_suffix(".svg")]
+    if find_spec("matplotlib") is not None and draw(report.document(), *figures):
+        files += figures
+    else:
+        terminal.hint("no figure: it needs one shape in two lengths, and matplotlib (pip install 'rebind[lab]')")
     terminal.print(f"wrote {', '.join(map(str, files))}")
     terminal.result(report.document() | {"written": [str(file) for file in files]}, str(path))
 
 
 def _split(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
-
-
-def _draw(terminal: Terminal, report: ScanReport, path: Path) -> list[Path]:
-    try:
-        from rebind.bench.report import draw
-
-        files = [path.with_suffix(".png"), path.with_suffix(".svg")]
-        if draw(report.document(), *files):
-            return files
-        terminal.hint("no figure: it needs one shape in two lengths")
-    except ModuleNotFoundError as problem:
-        if problem.name != "matplotlib":
-            raise
-        terminal.hint("no figure: it needs matplotlib (pip install 'rebind[lab]')")
-    return []
 
 
 app = new_app(help="Measure speed and memory on this machine.", callback=lambda: None, no_args_is_help=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.filesize import decimal
 
 from rebind.cli import options as opt
 from rebind.cli.fact_input import consistent_facts, facts_of_file, fitting_facts, print_skipped, single_fact
-from rebind.cli.session import default_ledgers, open_editor
+from rebind.cli.session import default_ledgers, describe, open_editor
 from rebind.cli.ui import Phases, Terminal, tables
 from rebind.cli.ui.tables import one_line, seconds
 from rebind.errors import InputError
@@ -33,16 +32,15 @@ EXAMPLES = opt.examples(
 )
 
 SEARCH = "Target search (by default chosen for the model)"
+SMALLEST = 1e-6  # rate and clamp of a search
 GENERATED, PROBED = 8, 400  # facts answered in full; paraphrases, and neighbors, that are asked
 
 
 def edit(
     facts: Annotated[str, opt.argument("FACTS", "A prompt with its subject in braces, or a file of facts.")],
     target: Annotated[str | None, opt.argument("TARGET", "What the model should answer to the prompt.")] = None,
-    subject: Annotated[str | None, opt.value("TEXT", "The subject, if the prompt has no braces.")] = None,
-    paraphrase: Annotated[
-        list[str] | None, opt.value("TEXT", "Another wording of the prompt, asked after the edit. Can be repeated.")
-    ] = None,
+    subject: opt.Subject = None,
+    paraphrase: Annotated[list[str] | None, opt.value("TEXT", "Another wording to ask. Can be repeated.")] = None,
     neighbor: Annotated[
         list[str] | None, opt.value("TEXT", "A prompt whose answer should not change. Can be repeated.")
     ] = None,
@@ -50,11 +48,12 @@ def edit(
     layers: opt.Layers = None,
     lam: opt.Lambda = None,
     steps: Annotated[int | None, opt.value("N", "Search each target for at most N steps.", min=1, panel=SEARCH)] = None,
-    rate: Annotated[float | None, opt.value("X", "Learning rate of the search.", panel=SEARCH)] = None,
+    rate: Annotated[float | None, opt.value("X", "Learning rate of the search.", min=SMALLEST, panel=SEARCH)] = None,
     clamp: Annotated[
-        float | None, opt.value("X", "Largest change of the hidden state, relative to its norm.", panel=SEARCH)
+        float | None,
+        opt.value("X", "Largest change of the hidden state, relative to its norm.", min=SMALLEST, panel=SEARCH),
     ] = None,
-    decay: Annotated[float | None, opt.value("X", "Penalty on changes of the hidden state.", panel=SEARCH)] = None,
+    decay: Annotated[float | None, opt.value("X", "Penalty on changes of the state.", min=0, panel=SEARCH)] = None,
     force: Annotated[bool, opt.flag("--force", "Write the edit even if a check fails; the ledger records it.")] = False,
     plan: Annotated[bool, opt.flag("--plan", "Show layers, cost and conflicts, and write nothing.")] = False,
     out: Annotated[Path | None, opt.value("DIR", "Also save the edited model into this folder.")] = None,
@@ -69,7 +68,7 @@ def edit(
 
     get_method(method)
     chosen_layers = opt.parse_layers(layers)
-    search = _search_settings(steps=steps, rate=rate, clamp=clamp, decay=decay)
+    search = {"steps": steps, "rate": rate, "clamp": clamp, "decay": decay}
     details = {"subject": subject, "paraphrases": paraphrase or (), "neighbors": neighbor or ()}
     input_facts = _read(terminal, facts, target, details, skip_bad)
     if out is not None and not plan:
@@ -79,7 +78,7 @@ def edit(
         input_facts = fitting_facts(terminal, editor, input_facts, skip_bad, contexts=skip_bad and not plan)
         input_facts = consistent_facts(terminal, input_facts, skip_bad)
         settings = editor.settings(method, facts=len(input_facts), layers=chosen_layers, lam=lam)
-        targets = replace(settings.targets, **search)
+        targets = replace(settings.targets, **{name: value for name, value in search.items() if value is not None})
         choices: dict[str, Any] = {"method": method, "layers": chosen_layers, "lam": lam, "targets": targets}
         phases.steps, phases.facts = targets.steps, len(input_facts)
         if plan:
@@ -105,9 +104,7 @@ def edit(
     _print_edit(terminal, editor, report, settings.source)
     if settings.source.startswith("by its depth"):
         measured = opt.ModelOptions(source.model, source.device, source.dtype)
-        terminal.suggest(
-            "measure which layers suit the model", opt.command_line("layers", options=opt.as_typed(measured))
-        )
+        terminal.suggest("measure the best layers", opt.command_line("layers", options=opt.as_typed(measured)))
     terminal.suggest("undo", terminal.written_edits[new_edit.id])
     terminal.suggest("ask", opt.command_line("ask", new_edit.facts[0].text, options=opt.as_typed(source, chat=chat)))
     terminal.result(report, new_edit.id)
@@ -129,15 +126,6 @@ def _read(terminal: Terminal, facts: str, target: str | None, details: dict[str,
     return read if skip_bad else consistent_facts(terminal, read, skip_bad=False)  # else after `fitting_facts`
 
 
-def _search_settings(**settings: float | None) -> dict[str, Any]:
-    """Return the settings of the target search that were chosen."""
-    chosen = {name: value for name, value in settings.items() if value is not None}
-    for name, value in chosen.items():
-        if not (0 < value < math.inf or (name == "decay" and value == 0)):
-            raise InputError(f"The {name} of the search is {value:g}", expected="a number above 0", code="not_positive")
-    return chosen
-
-
 def _undo_command(editor: Editor, edit: Edit, source: opt.EditorOptions) -> str:
     """Return the command that undoes an edit; the model alone does not name the ledger if several have its name."""
     is_unique = default_ledgers(source.model) == [editor.ledger.path]
@@ -154,10 +142,10 @@ def _ask(editor: Editor, new_edit: Edit, phases: Phases) -> dict[str, Any]:
     first = [fact.text for fact in new_edit.facts[:GENERATED]]
     paraphrases = [(index, Prompt(text, fact.target)) for index, fact in listed for text in fact.paraphrases][:PROBED]
     neighbors = [(index, Prompt(text, fact.target)) for index, fact in listed for text in fact.neighbors][:PROBED]
-    probes = [prompt for _, prompt in paraphrases + neighbors]
+    prompts = [prompt for _, prompt in paraphrases + neighbors]
     with editor.base_model():
-        before = model.generate(first, 12), model.score(probes)
-    after = model.generate(first, 12), model.score(probes)
+        before = model.generate(first, 12), model.score(prompts)
+    after = model.generate(first, 12), model.score(prompts)
     scored = [
         {"fact": index, "prompt": one.text, "target": one.target, "before": old.to_json(), "after": new.to_json()}
         for (index, one), old, new in zip(paraphrases + neighbors, before[1], after[1], strict=True)
@@ -168,20 +156,10 @@ def _ask(editor: Editor, new_edit: Edit, phases: Phases) -> dict[str, Any]:
         asked = [(scores["before"][index], before[0]), (scores["after"][index], after[0])]
         states = [score | {"continues": texts[index] if index < GENERATED else None} for score, texts in asked]
         facts.append(fact.to_json() | {"text": fact.text, "before": states[0], "after": states[1]})
-    return {
-        "id": new_edit.id,
-        "model": model.name,
-        "fingerprint": editor.fingerprint,
-        "ledger": str(editor.ledger.path),
-        "method": new_edit.method,
-        "settings": new_edit.settings,
-        "forced": new_edit.forced,
-        "drift": scores.get("drift"),
-        "guard": scores.get("guard"),
-        "facts": facts,
-        "paraphrases": scored[: len(paraphrases)],
-        "neighbors": scored[len(paraphrases) :],
-    }
+    about = {"id": new_edit.id, **describe(editor), "method": new_edit.method, "settings": new_edit.settings}
+    checks = {"forced": new_edit.forced, "drift": scores.get("drift"), "guard": scores.get("guard")}
+    probes = {"paraphrases": scored[: len(paraphrases)], "neighbors": scored[len(paraphrases) :]}
+    return {**about, **checks, "facts": facts, **probes}
 
 
 def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], source: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import harmonic_mean
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +32,7 @@ EXAMPLES = opt.examples(
     "when the same command is run again.",
 )
 
-QUESTIONS = "Questions"
+question_value = partial(opt.value, panel="Questions")
 NAME_WIDTH = 18  # columns for the name of a run
 
 
@@ -40,10 +42,8 @@ def evaluate(
         str | None,
         opt.value("FILE", "Records: CounterFact, zsRE, MQuAKE, your own or hf:NAME:SPLIT.", default="bundled"),
     ] = None,
-    limit: Annotated[int | None, opt.value("N", "Evaluate only the first N records.", default="all", min=1)] = None,
-    protocol: Annotated[
-        str, opt.value("NAME", "single (each record alone), batch (all at once) or sequential (batch after batch).")
-    ] = "single",
+    limit: opt.Limit = None,
+    protocol: Annotated[str, opt.value("NAME", "single (one by one), batch (all at once) or sequential.")] = "single",
     batch: Annotated[int, opt.value("N", "Write N records per edit with --protocol sequential.", min=1)] = 100,
     every: Annotated[
         int | None, opt.value("N", "Measure after every N batches.", default="after 1, 2, 4, 8, ...", min=1)
@@ -51,23 +51,14 @@ def evaluate(
     out: Annotated[Path | None, opt.value("DIR", "Folder for the results.", default="a new one in runs/")] = None,
     layers: opt.Layers = None,
     lam: opt.Lambda = None,
-    steps: Annotated[
-        int | None, opt.value("N", "Search each target for at most N steps.", default="chosen for the model", min=1)
-    ] = None,
+    steps: Annotated[int | None, opt.value("N", "Search each target for at most N steps.", min=1)] = None,
     skip_bad: opt.SkipBad = False,
     seed: Annotated[int, opt.value("N", "Random seed for contexts, generated texts and confidence intervals.")] = 0,
-    known: Annotated[
-        bool, opt.flag("--known", "Use only records whose true answer the model prefers.", panel=QUESTIONS)
-    ] = False,
-    free_tokens: Annotated[
-        int, opt.value("N", "Generate N tokens per prompt; 0 for none.", panel=QUESTIONS, min=0)
-    ] = 16,
-    texts: Annotated[
-        int,
-        opt.value("N", "Generate N longer texts per record to measure fluency; 0 for none.", panel=QUESTIONS, min=0),
-    ] = 1,
+    known: Annotated[bool, opt.flag("--known", "Use only records that the model knows.", panel="Questions")] = False,
+    free_tokens: Annotated[int, question_value("N", "Generate N tokens per prompt.", min=0)] = 16,
+    texts: Annotated[int, question_value("N", "Generate N longer texts per record to measure fluency.", min=0)] = 1,
     text: Annotated[
-        Path | None, opt.value("FILE", "Text to measure perplexity on.", default="a bundled text", panel=QUESTIONS)
+        Path | None, question_value("FILE", "Text to measure perplexity on.", default="a bundled text")
     ] = None,
     *,
     source: opt.ModelOptions,
@@ -105,6 +96,8 @@ def evaluate(
             phases.note(label, DESCRIPTIONS.get(name, name))
 
         def show_scores(done: int, total: int, stage: Stage, scores: dict[str, float]) -> None:
+            parts = [scores[name] for name in ("ES", "PS", "NS") if name in scores]
+            scores = {"S": harmonic_mean(parts), **scores} if len(parts) == 3 else scores
             phases.count(label, done, total, " ".join(f"{name} {value:.2f}" for name, value in scores.items()))
 
         editor.progress = Progress(phase=show_phase)
@@ -125,12 +118,9 @@ def _print(terminal: Terminal, result: EvalResult) -> None:
     grid = table("score", "before", "after", "95 %", "", right=("before", "after", "95 %"))
     for row in scores_table(summary):
         grid.add_row(*row)
-    rows = [
-        *([("skipped", counted(summary["skipped"], "record"))] if summary["skipped"] else []),
-        ("results", result.folder),
-        ("files", ", ".join(sorted(file.name for file in result.folder.iterdir()))),
-    ]
-    terminal.print(grid, pairs(rows))
+    skipped = [("skipped", counted(summary["skipped"], "record"))] if summary["skipped"] else []
+    files = ", ".join(sorted(file.name for file in result.folder.iterdir()))
+    terminal.print(grid, pairs([*skipped, ("results", result.folder), ("files", files)]))
     if not (result.folder / "scores.png").exists():
         terminal.hint("no figures: they need matplotlib (pip install 'rebind[lab]')")
     terminal.result({"folder": str(result.folder), "config": result.config, "summary": summary}, str(result.folder))
@@ -175,9 +165,8 @@ def _states_columns(header: list[str], rows: list[list[str]]) -> Table:
     grid = table("score")
     for row in rows:
         edits = row[first] if row[first] == "before" else f"after {row[first]}"
-        grid.add_column(
-            "\n".join([*(fill(run, NAME_WIDTH) for run in row[:first]), edits]), justify="right", no_wrap=True
-        )
+        heading = "\n".join([*(fill(run, NAME_WIDTH) for run in row[:first]), edits])
+        grid.add_column(heading, justify="right", no_wrap=True)
     for index in range(first + 1, len(header)):
         grid.add_row(header[index], *(row[index] for row in rows))
     return grid

@@ -53,9 +53,9 @@ def export(
         document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
         if peft is not None:
             adapter = editor.export_peft(peft.expanduser(), rank=rank, overwrite=overwrite)
+            summary = f"rank {max(adapter.ranks.values())}, relative error {max(adapter.errors.values()):.1e}"
             document["peft"] = {"folder": str(adapter.folder), "ranks": adapter.ranks, "errors": adapter.errors}
-            error = f"relative error {max(adapter.errors.values()):.1e}"
-            document["peft"]["description"] = f"rank {max(adapter.ranks.values())}, {error}"
+            document["peft"]["description"] = summary
         if checkpoint is not None:
             document["checkpoint"] = str(editor.save(checkpoint.expanduser(), overwrite=overwrite))
         if delta is not None:  # last: it may lie in one of the folders

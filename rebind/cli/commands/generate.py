@@ -26,7 +26,7 @@ def generate(
     tokens: Annotated[int, opt.value("N", "Generate at most N tokens per prompt.", min=1)] = 100,
     temperature: Annotated[float, opt.value("X", "Sampling temperature; higher is more varied.", min=1e-3)] = 0.8,
     top_p: Annotated[
-        float, opt.value("X", "Sample from the likeliest tokens with this total probability.", min=0.01, max=1.0)
+        float, opt.value("X", "Total probability of the tokens to sample from.", min=0.01, max=1.0)
     ] = 0.95,
     greedy: Annotated[bool, opt.flag("--greedy", "Always take the most likely token instead of sampling.")] = False,
     seed: Annotated[int, opt.value("N", "Random seed for sampling.")] = 0,

@@ -21,9 +21,7 @@ EXAMPLES = opt.examples(
 
 
 def moments(
-    layers: Annotated[
-        str | None, opt.value("LIST", "Layers such as 2,3,4 or 2-6, or all.", default="the layers that memit edits")
-    ] = None,
+    layers: Annotated[str | None, opt.value("LIST", "Layers such as 2,3,4 or 2-6, or all.", default="memit's")] = None,
     *,
     source: opt.ModelOptions,
     terminal: Terminal,

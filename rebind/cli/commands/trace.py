@@ -32,21 +32,17 @@ KIND_NAMES = {"hidden": "block output", "mlp": "MLP output", "attention": "atten
 
 def trace(
     prompt: Annotated[str | None, opt.argument("PROMPT", "A prompt with its subject in braces.")] = None,
-    subject: Annotated[str | None, opt.value("TEXT", "The subject, if the prompt has no braces.")] = None,
+    subject: opt.Subject = None,
     target: Annotated[str | None, opt.value("TEXT", "The answer to trace.", default="the model's answer")] = None,
     kind: Annotated[str, opt.value("NAME", "States to restore: hidden, mlp, attention or all.")] = "all",
-    facts: Annotated[
-        Path | None, opt.value("FILE", "Average over the facts in this file that the model knows.")
-    ] = None,
-    limit: Annotated[int | None, opt.value("N", "Read only the first N facts.", default="all", min=1)] = None,
-    predicted: Annotated[
-        bool, opt.flag("--predicted", "Trace the model's own answer to every fact, right or wrong.")
-    ] = False,
+    facts: Annotated[Path | None, opt.value("FILE", "Average over the facts in a file that the model knows.")] = None,
+    limit: opt.Limit = None,
+    predicted: Annotated[bool, opt.flag("--predicted", "Trace the model's own answer, right or wrong.")] = False,
     skip_bad: opt.SkipBad = False,
     draws: Annotated[int, opt.value("N", "Average over N samples of noise.", min=1)] = 4,
     noise: Annotated[float, opt.value("X", "Standard deviation of the noise, relative to the embeddings.")] = 3.0,
     window: Annotated[
-        int | None, opt.value("N", "Restore N adjacent MLPs or attentions together.", default="depth / 5", min=1)
+        int | None, opt.value("N", "Restore N adjacent layers together.", default="depth / 5", min=1)
     ] = None,
     seed: Annotated[int, opt.value("N", "Random seed for the noise.")] = 0,
     out: Annotated[Path | None, opt.value("DIR", "Write trace.png and trace.json into this folder.")] = None,
@@ -57,12 +53,10 @@ def trace(
 ) -> None:
     """Causal tracing: find the layers and tokens where the model recalls a fact."""
     if (prompt is None) == (facts is None) or (facts is not None and (subject or target)):
-        raise InputError(
-            "The command line does not say what to trace",
-            expected="a prompt, perhaps with a subject and a target, or a file of facts",
-            advice='Try `rebind trace "The {Louvre} is in"`',
-            code="prompt_or_facts",
-        )
+        problem = "The command line does not say what to trace"
+        expected = "a prompt, perhaps with a subject and a target, or a file of facts"
+        advice = 'Try `rebind trace "The {Louvre} is in"`'
+        raise InputError(problem, expected=expected, advice=advice, code="prompt_or_facts")
     from rebind.analysis import Tracer, TraceSettings, average_traces, draw_trace
     from rebind.analysis.traces import KINDS
     from rebind.models.prompts import require_text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,101 +28,92 @@ EXAMPLES = opt.examples(
     note="An interrupted run resumes from its last checkpoint when the same command is run again.",
 )
 
-DATA, STEPS, MODEL = "Data", "Training", opt.MODEL
+# Options under the three headings of the help
+data_value = partial(opt.value, panel="Data")
+training_value, training_flag = partial(opt.value, panel="Training"), partial(opt.flag, panel="Training")
+model_value, model_flag = partial(opt.value, panel=opt.MODEL), partial(opt.flag, panel=opt.MODEL)
+RECORD = "Record steps as a CUDA graph. [dim]\\[default: on one GPU, up to 400M parameters][/dim]"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The fields of a TrainConfig that are numbers, names or flags."""
+
+    preset: Annotated[str, model_value("NAME", "modern-10m, modern-60m, modern-350m, schlag-small or -medium.")] = (
+        "modern-10m"
+    )
+    length: Annotated[int, training_value("N", "Number of tokens per segment.")] = 256
+    batch_size: Annotated[int, training_value("N", "Number of segments per step, over all processes.")] = 16
+    accumulate: Annotated[int, training_value("N", "Number of pieces that a batch is computed in.")] = 1
+    steps: Annotated[int, training_value("N", "Number of training steps.")] = 1_000
+    carry: Annotated[bool, training_flag("--carry", "Carry memories from each segment to the next.")] = False
+    seed: Annotated[int, training_value("N", "Random seed for initial weights, data order and dropout.")] = 0
+    evaluate_every: Annotated[int, training_value("N", "Number of steps between evaluations.")] = 250
+    evaluate_tokens: Annotated[int, training_value("N", "Evaluate on at most N tokens.")] = 100_000
+    save_every: Annotated[int, training_value("N", "Number of steps between checkpoints.")] = 250
+    keep_checkpoints: Annotated[int, training_value("N", "Number of checkpoints to keep.")] = 2
+    precision: Annotated[str, model_value("NAME", "float32, bfloat16, or auto (bfloat16 on a GPU).")] = "auto"
+    record: Annotated[bool | None, model_flag("--record/--no-record", RECORD)] = None
+    compile: Annotated[bool, model_flag("--compile", "Compile the model with torch.compile.")] = False
+    sharded: Annotated[bool, model_flag("--sharded", "Shard weights over processes (FSDP).")] = False
+    tensorboard: Annotated[bool, opt.flag("--tensorboard", "Also log for TensorBoard, in DIR/tensorboard.")] = False
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Fields of an OptimizerConfig."""
+
+    learning_rate: Annotated[float, training_value("X", "Peak learning rate.")] = 1e-3
+    warmup: Annotated[int, training_value("N", "Number of steps until the learning rate peaks.")] = 100
+    weight_decay: Annotated[float, training_value("X", "Weight decay of matrices.")] = 0.1
+    clip_norm: Annotated[float, training_value("X", "Largest norm of the gradient.")] = 1.0
 
 
 def train(
-    data: Annotated[str, opt.value("TEXT", "UTF-8 text file, or hf:NAME:SPLIT from the Hub.", panel=DATA)],
+    data: Annotated[str, data_value("TEXT", "UTF-8 text file, or hf:NAME:SPLIT from the Hub.")],
     out: Annotated[Path, opt.value("DIR", "Folder of the run: a new one, or one to resume.")],
-    preset: Annotated[
-        str, opt.value("NAME", "modern-10m, modern-60m, modern-350m, schlag-small or schlag-medium.", panel=MODEL)
-    ] = "modern-10m",
     layers: Annotated[
-        str | None,
-        opt.value("KINDS", "Kind of the layers, or a pattern: delta,delta,attention.", default="preset's", panel=MODEL),
+        str | None, model_value("KINDS", "Kind of the layers, or a pattern: delta,delta,attention.", default="preset's")
     ] = None,
     changes: Annotated[
-        list[str] | None,
-        opt.value("FIELD=X", "Set a field of the model's config. Can be repeated.", "--set", panel=MODEL),
+        list[str] | None, model_value("FIELD=X", "Set a field of the model's config. Can be repeated.", "--set")
     ] = None,
     tokenizer: Annotated[
-        str, opt.value("NAME", "bpe or characters (trained on the text), a folder or a Hub id.", panel=DATA)
+        str, data_value("NAME", "bpe or characters (trained on the text), a folder or a Hub id.")
     ] = "bpe",
-    vocabulary: Annotated[int, opt.value("N", "Largest vocabulary of a trained bpe tokenizer.", panel=DATA)] = 8_000,
+    vocabulary: Annotated[int, data_value("N", "Largest vocabulary of a trained bpe tokenizer.")] = 8_000,
     validation: Annotated[
-        str | None, opt.value("TEXT", "Text to measure perplexity on.", default="the end of --data", panel=DATA)
+        str | None, data_value("TEXT", "Text to measure perplexity on.", default="the end of --data")
     ] = None,
     validation_fraction: Annotated[
-        float, opt.value("X", "Fraction of the text, taken from its end, held out for validation.", panel=DATA)
+        float, data_value("X", "Fraction of the text, taken from its end, held out for validation.")
     ] = 0.05,
-    length: Annotated[int, opt.value("N", "Number of tokens per segment.", panel=STEPS)] = 256,
-    batch_size: Annotated[int, opt.value("N", "Number of segments per step, over all processes.", panel=STEPS)] = 16,
-    accumulate: Annotated[int, opt.value("N", "Number of pieces that a batch is computed in.", panel=STEPS)] = 1,
-    steps: Annotated[int, opt.value("N", "Number of training steps.", panel=STEPS)] = 1_000,
-    learning_rate: Annotated[float, opt.value("X", "Peak learning rate.", panel=STEPS)] = 1e-3,
-    warmup: Annotated[int, opt.value("N", "Number of steps until the learning rate peaks.", panel=STEPS)] = 100,
-    weight_decay: Annotated[float, opt.value("X", "Weight decay of matrices.", panel=STEPS)] = 0.1,
-    clip_norm: Annotated[float, opt.value("X", "Largest norm of the gradient.", panel=STEPS)] = 1.0,
-    carry: Annotated[bool, opt.flag("--carry", "Carry memories from each segment to the next.", panel=STEPS)] = False,
-    evaluate_every: Annotated[int, opt.value("N", "Number of steps between evaluations.", panel=STEPS)] = 250,
-    evaluate_tokens: Annotated[int, opt.value("N", "Evaluate on at most N tokens.", panel=STEPS)] = 100_000,
-    save_every: Annotated[int, opt.value("N", "Number of steps between checkpoints.", panel=STEPS)] = 250,
-    keep_checkpoints: Annotated[int, opt.value("N", "Number of checkpoints to keep.", panel=STEPS)] = 2,
-    seed: Annotated[int, opt.value("N", "Random seed for initial weights, data order and dropout.", panel=STEPS)] = 0,
-    precision: Annotated[
-        str, opt.value("NAME", "float32, bfloat16, or auto (bfloat16 on a GPU, else float32).", panel=MODEL)
-    ] = "auto",
-    record: Annotated[
-        bool | None,
-        opt.flag(
-            "--record/--no-record",
-            "Record steps as a CUDA graph. [dim]\\[default: on one GPU, up to 400M parameters][/dim]",
-            panel=MODEL,
-        ),
-    ] = None,
-    compiled: Annotated[bool, opt.flag("--compile", "Compile the model with torch.compile.", panel=MODEL)] = False,
-    sharded: Annotated[bool, opt.flag("--sharded", "Shard weights over processes (FSDP).", panel=MODEL)] = False,
-    tensorboard: Annotated[bool, opt.flag("--tensorboard", "Also log for TensorBoard, in DIR/tensorboard.")] = False,
-    device: opt.Device = None,
     *,
+    run: RunOptions,
+    optimizer: OptimizerOptions,
+    device: opt.Device = None,
     terminal: Terminal,
 ) -> None:
     """Train a language model on text, or resume the run in a folder."""
     is_first = os.environ.get("RANK", "0") == "0"
     if not is_first:  # only one of torchrun's processes prints
         terminal.as_json, terminal.quiet = False, True
-    from rebind.nn.training import DataConfig, OptimizerConfig, TrainConfig
-    from rebind.nn.training import train as run
+    from rebind.nn import training
     from rebind.storage import cache_dir
 
-    config = TrainConfig(
-        DataConfig(data, tokenizer, vocabulary, validation, validation_fraction),
-        preset=preset,
+    config = training.TrainConfig(
+        training.DataConfig(data, tokenizer, vocabulary, validation, validation_fraction),
         layers=_kinds(layers),
         model=_fields(changes or []),
-        optimizer=OptimizerConfig(learning_rate, warmup=warmup, weight_decay=weight_decay, clip_norm=clip_norm),
-        length=length,
-        batch_size=batch_size,
-        accumulate=accumulate,
-        steps=steps,
-        carry=carry,
-        seed=seed,
-        evaluate_every=evaluate_every,
-        evaluate_tokens=evaluate_tokens,
-        save_every=save_every,
-        keep_checkpoints=keep_checkpoints,
-        precision=precision,
-        compile=compiled,
-        record=record,
+        optimizer=training.OptimizerConfig(**asdict(optimizer)),
         device=device or "cpu",
-        sharded=sharded,
-        tensorboard=tensorboard,
+        **asdict(run),
     )
     with Phases(terminal) as phases:
-        result = run(config, out, cache=cache_dir() / "tokens", progress=_progress(phases))
+        result = training.train(config, out, cache=cache_dir() / "tokens", progress=_progress(phases))
     if is_first:
         _print(terminal, result)
-        if sharded and os.environ.get("WORLD_SIZE", "1") == "1":
+        if run.sharded and os.environ.get("WORLD_SIZE", "1") == "1":
             terminal.hint("--sharded had no effect with one process: start several with torchrun")
 
 
