@@ -68,7 +68,7 @@ def edit(
 
     get_method(method)
     chosen_layers = opt.parse_layers(layers)
-    search = {"steps": steps, "rate": rate, "clamp": clamp, "decay": decay}
+    search: dict[str, Any] = {"steps": steps, "rate": rate, "clamp": clamp, "decay": decay}
     details = {"subject": subject, "paraphrases": paraphrase or (), "neighbors": neighbor or ()}
     input_facts = _read(terminal, facts, target, details, skip_bad)
     if out is not None and not plan:
