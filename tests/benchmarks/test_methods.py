@@ -15,7 +15,8 @@ from benchmarks.methods.states import MADE_OF, Amount, Bench, evenly, mix
 from benchmarks.report import RESULTS
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
-from rebind.edit.methods import METHODS, default_settings, get_method
+from rebind.edit.methods import METHODS, get_method
+from rebind.edit.settings import default_settings
 from rebind.evals.records import Question, Record
 from tests import tiny
 

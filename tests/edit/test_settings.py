@@ -89,7 +89,7 @@ def test_exact_methods_take_one_layer_and_no_lambda(method):
         choose_settings(method, "unknown", 30, lam=3.0)
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=str)
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
 @pytest.mark.parametrize("depth", [2, 3, 6, 48])
 def test_layers_by_depth_leave_a_block_above_them(method, depth):
     layers = choose_settings(method, "unknown", depth).layers
