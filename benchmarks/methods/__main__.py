@@ -70,7 +70,7 @@ def opened(options: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
         "batch": options.batch,
         "asked": asdict(amount),
         "seed": options.seed,
-        "moments": editor._origin(),
+        "moments": editor.moments.source,
     }
     return bench, of
 

@@ -212,7 +212,7 @@ def test_what_is_remembered_changes_no_edit():
         Editor(tiny.llama(), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=256, guard=None) for _ in range(2)
     ]
     memory = Memory.of(made[0])
-    layers, targets = (getattr(made[0].settings("recursive")[1], name) for name in ("layers", "targets"))
+    layers, targets = (getattr(made[0].settings("recursive"), name) for name in ("layers", "targets"))
     memory.targets.plan(layers[-1], targets, made[0].fact_prompts([record.fact for record in records()][:2]))
     assert sequence(made[0]) == sequence(made[1])
 
