@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +94,16 @@ def _first_tokens(model: LanguageModel) -> Tensor:
     return torch.tensor(sorted({row[0] for row in rows if row and row[0] < vocabulary}) or [0])
 
 
+def read_text(path: str | Path) -> str:
+    """Read a text file in UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise InputError(
+            f"{path} cannot be read ({problem})", expected="a plain text file in UTF-8", code="unreadable_corpus"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Texts:
     """Documents, packed one after another into windows."""
@@ -105,16 +115,21 @@ class Texts:
     @classmethod
     def from_file(cls, path: str | Path) -> Texts:
         """Read a text file; blank lines separate its documents."""
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            problem_text = f"Corpus {path} cannot be read ({problem})"
-            raise InputError(problem_text, expected="a plain text file in UTF-8", code="unreadable_corpus") from None
-        documents = [document for part in text.split("\n\n") if (document := part.strip())]
+        return cls._of(read_text(path).split("\n\n"), Path(path).name)
+
+    @classmethod
+    def from_dataset(
+        cls, dataset: Iterable[Mapping[str, str]], column: str = "text", *, name: str = "dataset"
+    ) -> Texts:
+        """Read one column of a Hugging Face dataset, or of any rows; each row is a document."""
+        return cls._of([row[column] for row in rows], name)
+
+    @classmethod
+    def _of(cls, parts: Iterable[str], name: str) -> Texts:
+        documents = [document for part in parts if (document := part.strip())]
         if not documents:
-            raise InputError(f"Corpus {path} holds no text", expected="some thousands of words", code="empty_corpus")
-        return cls(documents, path.name)
+            raise InputError(f"Corpus {name} holds no text", expected="some thousands of words", code="empty_corpus")
+        return cls(documents, name)
 
     @property
     def digest(self) -> str:

@@ -78,3 +78,10 @@ def test_own_samples_follow_the_seed_and_resume(model):
     assert rows(OwnSamples(5, rows=4), 2, 1) == first[8:]
     assert rows(OwnSamples(6, rows=4), 0, 3) != first
     assert len({tuple(row) for row in first}) > 6, "rows and batches should differ"
+
+
+def test_a_column_of_a_dataset_is_a_corpus():
+    rows = [{"text": " One. ", "id": "1"}, {"text": "", "id": "2"}, {"text": "Two.", "id": "3"}]
+    assert Texts.from_dataset(rows).documents == ["One.", "Two."]
+    with raises(InputError, "empty_corpus"):
+        Texts.from_dataset([])

@@ -67,14 +67,15 @@ def evaluate(
 ) -> None:
     """Measure an editing method: write records, ask before and after, and report scores."""
     from rebind import evals
-    from rebind.edit import Progress, Texts
+    from rebind.edit import Progress
     from rebind.edit.methods import get_method
+    from rebind.edit.moments import read_text
 
     get_method(method)
     chosen_protocol = evals.get_protocol(protocol, batch=batch, every=every)
     questions = evals.QuestionSettings(free_tokens, texts)
     config = evals.EvalConfig(method, chosen_protocol, opt.parse_layers(layers), lam, steps, questions)
-    perplexity_text = None if text is None else "\n\n".join(Texts.from_file(text).documents)
+    perplexity_text = None if text is None else read_text(text)
     first = None if known or skip_bad else limit  # otherwise the limit counts the records that are selected
     records = (
         evals.bundled_records(first) if facts is None else evals.read_records(facts, limit=first, skip_bad=skip_bad)
