@@ -122,7 +122,7 @@ class Texts:
         cls, dataset: Iterable[Mapping[str, str]], column: str = "text", *, name: str = "dataset"
     ) -> Texts:
         """Read one column of a Hugging Face dataset, or of any rows; each row is a document."""
-        return cls._of([row[column] for row in rows], name)
+        return cls._of([row[column] for row in dataset], name)
 
     @classmethod
     def _of(cls, parts: Iterable[str], name: str) -> Texts:
