@@ -117,19 +117,7 @@ class GuardError(RebindError):
     """An edit failed a check and was not written. The model and the ledger are unchanged."""
 
     default_code = "guard_rejected"
-
-    def __init__(
-        self,
-        problem: str,
-        *,
-        expected: str = "",
-        advice: str = "",
-        code: str = "",
-        settings: Mapping[str, object] | None = None,
-        checks: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(problem, expected=expected, advice=advice, code=code, settings=settings)
-        self.checks = checks  # names of the checks that failed, the most serious first
+    checks: tuple[str, ...] = ()  # names of the checks that failed, the most serious first
 
 
 class RebindWarning(UserWarning):

@@ -39,7 +39,9 @@ def test_every_error_has_a_default_code_and_survives_pickling(kind):
 
 
 def test_errors_with_more_to_say():
-    assert GuardError("x", checks=("drift",)).checks == ("drift",)
+    rejected = GuardError("x")
+    rejected.checks = ("drift",)
+    assert pickle.loads(pickle.dumps(rejected)).checks == ("drift",)
     assert isinstance(StorageError("x"), OSError)
 
 

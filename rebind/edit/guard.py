@@ -172,12 +172,13 @@ def require_passed(failures: Sequence[Failure], *, force: bool) -> None:
         return
     first = failures[0]
     override = "" if first.check == "finite" else ". Use {force} to write it anyway"
-    raise GuardError(
+    error = GuardError(
         f"Edit not written: {'; also, '.join(failure.problem for failure in failures)}",
         advice=first.advice + override,
         settings={**first.settings, "force": True},
-        checks=tuple(failure.check for failure in failures),
     )
+    error.checks = tuple(failure.check for failure in failures)
+    raise error
 
 
 def require_finite_targets(targets: Tensor) -> None:

@@ -135,5 +135,5 @@ def export_peft(
         if card is not None:
             (target / "README.md").write_text(card, encoding="utf-8")
 
-    written = replace_folder(Path(folder).expanduser(), fill, kind="adapter", overwrite=overwrite)
-    return AdapterExport(written, ranks, errors)
+    path = replace_folder(Path(folder).expanduser(), fill, kind="adapter", overwrite=overwrite)
+    return AdapterExport(path, ranks, errors)

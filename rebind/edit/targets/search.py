@@ -106,7 +106,7 @@ class TargetSearch:
         if missing:
             copy = self._search_copy()
             with tensor_float(True) if copy is None else nullcontext():
-                found = find_targets(
+                states = find_targets(
                     self.trunk,
                     layer,
                     [facts[index] for index in missing],
@@ -115,7 +115,7 @@ class TargetSearch:
                     on_step=on_step,
                     on_group=lambda group, part: store.save([keys[missing[index]] for index in group], part),
                 )
-            rows |= {keys[index]: found.select(torch.tensor([row])) for row, index in enumerate(missing)}
+            rows |= {keys[index]: states.select(torch.tensor([row])) for row, index in enumerate(missing)}
         return TargetStates.concatenate([rows[key].to(self.trunk.device) for key in keys])
 
     def _key(self, layer: int, settings: TargetSettings, fact: FactPrompts) -> str:
