@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,15 +19,11 @@ from torch import Tensor
 from rebind import plotting
 from rebind.errors import InputError
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Point, Row, Table, require_known
+from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid, require_known
 from rebind.lab.report import Curve, agreement, curve, select, spread
 from rebind.lab.theory import delta_errors, interference
 from rebind.memory import Recursive, Write, equality, l2_normalize, ridge
 from rebind.ops import scan_rule
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 KEYS = {
     "sphere": "keys uniform on the sphere",
@@ -70,17 +66,12 @@ class ClosedForm(Experiment):
     def batches(self) -> list[list[Point]]:
         """Return one batch per kind of keys and load: all rules and seeds see the same keys."""
         require_known("keys", self.keys, KEYS)
-        return [
-            [
-                {"keys": kind, "load": load, "n": n, "rule": rule, "seed": seed}
-                for rule in RULES
-                if rule != "equality" or n <= self.width
-                for seed in range(self.seeds)
-            ]
-            for kind in self.keys
-            for load in self.loads
-            for n in [max(round(load * self.width), 1)]
-        ]
+        batches = []
+        for setting in grid(keys=self.keys, load=self.loads):
+            n = max(round(setting["load"] * self.width), 1)
+            rules = [rule for rule in RULES if rule != "equality" or n <= self.width]
+            batches.append([{**setting, "n": n, **point} for point in grid(rule=rules, seed=range(self.seeds))])
+        return batches
 
     def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
         keys, values = (x.to(device) for x in self.associations(points[0]["keys"], points[0]["n"], device))
@@ -233,7 +224,7 @@ class ClosedForm(Experiment):
         plotting.legend_below(figure, columns=len(RULES))
         return figure
 
-    def _draw_theory(self, axes: Axes) -> None:
+    def _draw_theory(self, axes: style.Axes) -> None:
         d = self.width
         counts = [2 + (max(self.loads) * d - 2) * step / 60 for step in range(61)]
         loads = [n / d for n in counts]

@@ -11,21 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
+from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid
 from rebind.lab.report import Curve, curve, select, slope, spread
 from rebind.memory import factor, l2_normalize, ridge
 from rebind.ops import scan_rule
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 OPS = {
     "attention": ("softmax attention", plotting.INK),
@@ -61,17 +57,11 @@ class Cost(Experiment):
 
     def batches(self) -> list[list[Point]]:
         seeds = range(self.seeds)
-        sequences = [
-            [{"part": "sequence", "op": op, "length": length, "seed": seed} for op in OPS for seed in seeds]
-            for length in self.lengths
+        return [
+            *(grid(part=["sequence"], op=OPS, length=[length], seed=seeds) for length in self.lengths),
+            *(grid(part=["width"], solve=SOLVES, d=[width], n=[self.rows], seed=seeds) for width in self.widths),
+            *(grid(part=["rows"], solve=SOLVES, d=[self.width], n=[count], seed=seeds) for count in self.counts),
         ]
-        sizes = [("width", width, self.rows) for width in self.widths]
-        sizes += [("rows", self.width, count) for count in self.counts]
-        solves = [
-            [{"part": part, "solve": solve, "d": d, "n": n, "seed": seed} for solve in SOLVES for seed in seeds]
-            for part, d, n in sizes
-        ]
-        return [*sequences, *solves]
 
     def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
         if points[0]["part"] == "sequence":
@@ -216,7 +206,7 @@ def _largest(rows: Sequence[Row], x: str, symbol: str) -> tuple[str, str]:
     return f"{spread(milliseconds)} ms at {symbol} = {largest}", f"{symbol}^{exponent(fastest(rows, x)):.2f}"
 
 
-def _draw_fit(axes: Axes, times: Curve, color: str, label: str, symbol: str) -> None:
+def _draw_fit(axes: style.Axes, times: Curve, color: str, label: str, symbol: str) -> None:
     """Draw the curve, and the straight line fitted to its last three points."""
     power = exponent(times)
     style.draw(axes, times, color, f"{label}: {symbol}^{power:.2f}")

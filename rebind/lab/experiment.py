@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -18,8 +19,9 @@ from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # an optional dependency: measuring does not need it
+    import matplotlib.figure  # an optional dependency: measuring does not need it
 
+Figure: TypeAlias = "matplotlib.figure.Figure"
 Point: TypeAlias = dict[str, Any]
 Row: TypeAlias = dict[str, Any]
 
@@ -95,6 +97,11 @@ class Experiment(ABC):
                 raise InputError(f"Setting {name!r} appears twice", expected="each setting once", code="setting_twice")
             changes[name] = _parse(name, text, defaults[name], least=0 if name in self.zero_based else 1)
         return replace(self, **changes)
+
+
+def grid(**values: Iterable[Any]) -> list[Point]:
+    """Return one point per combination of these values; those of the last name vary fastest."""
+    return [dict(zip(values, combination, strict=True)) for combination in product(*values.values())]
 
 
 def require_known(kind: str, chosen: Iterable[str], names: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,14 +17,11 @@ from torch import Tensor
 from rebind import plotting
 from rebind.errors import InputError
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
+from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid
 from rebind.lab.report import agreement, curve, select, spreads
 from rebind.lab.theory import delta_errors, interference
 from rebind.memory import Recursive, Write, get_rule, l2_normalize
 from rebind.ops import scan_rule
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RULES = {rule: style.RULES[rule] for rule in ("sum", "mamba2", "rfa", "delta", "longhorn", "gated_delta", "recursive")}
 
@@ -64,17 +61,12 @@ class Forgetting(Experiment):
                     code="pool_too_large",
                 )
         seeds = range(self.seeds)
-        appendix_b = [{"part": "appendix-b", "rule": rule} for rule in ("rfa", "delta")]
         stream = [
             [{"part": "stream", "rule": rule, "age": age, "seed": seed} for seed in seeds for age in self.ages()]
             for rule in RULES
         ]
-        reuse = [
-            [{"part": "reuse", "rule": rule, "pool": pool, "seed": seed} for seed in seeds]
-            for pool in self.pools
-            for rule in RULES
-        ]
-        return [appendix_b, *stream, *reuse]
+        reuse = [grid(part=["reuse"], rule=[rule], pool=[pool], seed=seeds) for pool in self.pools for rule in RULES]
+        return [grid(part=["appendix-b"], rule=("rfa", "delta")), *stream, *reuse]
 
     def ages(self) -> list[int]:
         """Return the age at which each group begins: single ages first, then wider and wider groups."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,13 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
+from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid
 from rebind.lab.report import Curve, curve, select, spreads
 from rebind.memory.hopfield import Classical, Modern
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BREAKDOWN = 0.138  # n/N at which a large classical network breaks down
 CLOSE = 0.05  # a retrieved pattern is at least this close, relative to its energy
@@ -68,12 +64,12 @@ class Hopfield(Experiment):
 
     def batches(self) -> list[list[Point]]:
         """Return one batch per setting, with all its seeds."""
-        settings: list[Point] = [
-            *({"part": "load", "units": units, "load": load} for units in self.units for load in self.loads),
-            *({"part": "correlated", "overlap": overlap} for overlap in self.overlaps),
-            *({"part": "ends", "load": load} for load in RANDOM_LOADS),
-            *({"part": "modern", "units": units, "rate": rate} for units in self.modern for rate in self.rates),
-            *({"part": "beta", "beta": beta} for beta in self.betas),
+        settings = [
+            *grid(part=["load"], units=self.units, load=self.loads),
+            *grid(part=["correlated"], overlap=self.overlaps),
+            *grid(part=["ends"], load=RANDOM_LOADS),
+            *grid(part=["modern"], units=self.modern, rate=self.rates),
+            *grid(part=["beta"], beta=self.betas),
             {"part": "attention"},
         ]
         return [[{**setting, "seed": seed} for seed in range(self.seeds)] for setting in settings]
@@ -256,7 +252,7 @@ class Hopfield(Experiment):
         plotting.legend(beta, loc="lower left")
         return figure
 
-    def _draw_load(self, axes: Axes, rows: Sequence[Row]) -> None:
+    def _draw_load(self, axes: style.Axes, rows: Sequence[Row]) -> None:
         shades = ("#fca5a5", "#f87171", "#dc2626", "#991b1b", "#450a0a")
         for units, color in zip(self.units, cycle(shades[-len(self.units) :]), strict=False):
             style.draw(axes, curve(select(rows, units=units), "load", "error"), color, f"N = {units}")
@@ -266,7 +262,7 @@ class Hopfield(Experiment):
         style.note(axes, "0.138", (BREAKDOWN, 0.97), coordinates=("data", "axes fraction"), va="top")
         plotting.legend(axes, loc="upper left")
 
-    def _draw_ends(self, axes: Axes, rows: Sequence[Row]) -> None:
+    def _draw_ends(self, axes: style.Axes, rows: Sequence[Row]) -> None:
         pattern, mixture = curve(rows, "load", "pattern"), curve(rows, "load", "mixture").mean
         elsewhere = [1 - a - b for a, b in zip(pattern.mean, mixture, strict=True)]
         bottom = [0.0] * len(pattern.x)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rebind.lab.experiment import Row
 from rebind.lab.report import Curve, curve, select
 from rebind.plotting import AMBER, BLUE, CYAN, EDGE, GREEN, INK, OLIVE, PINK, RED, SOFT, VIOLET
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    import matplotlib.axes
+
+Axes: TypeAlias = "matplotlib.axes.Axes"
 
 RULES = {  # label and color of a rule, the same in every figure
     "sum": ("sum", RED),

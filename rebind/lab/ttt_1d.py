@@ -11,20 +11,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
+from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid
 from rebind.lab.report import Curve, agreement, curve, select, slope, spread, spreads
 from rebind.memory import Recursive, Write, l2_normalize, ttt
 from rebind.ops import scan_rule
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RULES = {rule: style.RULES[rule] for rule in ("sum", "mamba2", "rfa", "delta", "longhorn", "gated_delta")}
 MODES = {  # gradient descent: how many tokens use the gradient at one state, label and color
@@ -62,17 +59,11 @@ class Ttt1d(Experiment):
 
     def batches(self) -> list[list[Point]]:
         seeds = range(self.seeds)
-        tasks = [
-            [{"part": "trajectory", "task": task, "by": by, "seed": seed} for by in [*RULES, *MODES] for seed in seeds]
-            for task in ("line", "step")
-        ]
-        theorem = [{"part": "theorem", "seed": seed} for seed in seeds]
+        tasks = [grid(part=["trajectory"], task=[task], by=[*RULES, *MODES], seed=seeds) for task in ("line", "step")]
         juicing = [
-            [{"part": "juicing", "width": width, "start": start, "seed": seed} for start in STARTS]
-            for width in self.widths
-            for seed in seeds
+            grid(part=["juicing"], width=[width], start=STARTS, seed=[seed]) for width in self.widths for seed in seeds
         ]
-        return [*tasks, theorem, *juicing]
+        return [*tasks, grid(part=["theorem"], seed=seeds), *juicing]
 
     def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
         match points[0]["part"]:

@@ -16,24 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Point, Row, Table, require_known
+from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid, require_known
 from rebind.lab.report import curve, select, spread
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from rebind.lab.edits.layer import LayerMemory  # needs transformers, which the list of experiments does not
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # label and look
     "rome": ("ROME, one by one", {"color": plotting.RED}),
@@ -81,17 +74,19 @@ class Edits(Experiment):
     def batches(self) -> list[list[Point]]:
         """Return one batch per order of the facts and method; then the other λ, at the largest count."""
         require_known("method", self.methods, METHODS)
-        batches = []
         scales = [scale for scale in self.scales if scale != 1.0 or "memit" not in self.methods]
+        batches = []
         for seed in range(self.seeds):
-            for method in self.methods:
-                batches.append([{"seed": seed, "method": method, "n": n, "scale": 1.0} for n in self.counts])
-            most = self.counts[-1]
-            batches.append([{"seed": seed, "method": "memit", "n": most, "scale": scale} for scale in scales])
+            batches += [grid(seed=[seed], method=[method], n=self.counts, scale=[1.0]) for method in self.methods]
+            batches.append(grid(seed=[seed], method=["memit"], n=self.counts[-1:], scale=scales))
         return [batch for batch in batches if batch]
 
     def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
-        memory = _prepared(self, device)
+        from rebind.edit.targets.objective import TargetSettings
+        from rebind.lab.edits.layer import prepare  # needs transformers, which the list of experiments does not
+
+        targets = TargetSettings(steps=self.steps, rate=self.rate, clamp=self.clamp)
+        memory = prepare(self.model, self.layer, max(self.counts), self.neighbors, targets, self.moment_tokens, device)
         return [
             memory.measure(point["method"], point["n"], point["seed"], point["scale"], self.group) for point in points
         ]
@@ -166,7 +161,7 @@ class Edits(Experiment):
         plotting.legend_below(figure, columns=3)
         return figure
 
-    def _draw_plane(self, axes: Axes, rows: Sequence[Row], across: str, up: str) -> None:
+    def _draw_plane(self, axes: style.Axes, rows: Sequence[Row], across: str, up: str) -> None:
         """Draw MEMIT's curve for varying λ, and the place of every method."""
         ridge = select(rows, method="memit")
         x, y = curve(ridge, "scale", across), curve(ridge, "scale", up)
@@ -181,17 +176,6 @@ class Edits(Experiment):
             look = {"marker": "o", "ms": 6.5, "zorder": 5, **METHODS[method][1], "ls": "none"}
             axes.plot(fmean(row[across] for row in some), fmean(row[up] for row in some), **look)
         axes.set(xscale="log", ylim=(-0.05, 1.06))
-
-
-@lru_cache(maxsize=1)
-def _prepared(settings: Edits, device: torch.device) -> LayerMemory:
-    """Prepare the layer once for all batches of a run."""
-    from rebind.edit.targets.objective import TargetSettings
-    from rebind.lab.edits.layer import prepare
-
-    targets = TargetSettings(steps=settings.steps, rate=settings.rate, clamp=settings.clamp)
-    tokens, facts = settings.moment_tokens, max(settings.counts)
-    return prepare(settings.model, settings.layer, facts, settings.neighbors, targets, tokens, device)
 
 
 def _lambda_claims(ridge: Sequence[Row], others: Sequence[Row]) -> Iterator[Claim]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean
 
 import torch
@@ -94,6 +95,7 @@ def _energy(weights: Tensor, old_keys: OldKeys) -> float:
     return float((weights @ old_keys.factored.lower).square().sum())
 
 
+@lru_cache(maxsize=1)  # for all batches of a run
 def prepare(
     model: str,
     layer: int,

@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Point, Row, Table, require_known
+from rebind.lab.experiment import Claim, Figure, Point, Row, Table, grid, require_known
 from rebind.lab.mqar.task import NORMALIZERS, SOFTMAX, Recall
 from rebind.lab.report import Curve, curve, learning_curve, select, spread
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,7 @@ class Mqar(Recall):
         require_known("rule", self.rules, NORMALIZERS)
         self.hardest()
         return [
-            [
-                {"rule": rule, "width": width, "rate": rate, "seed": seed}
-                for rate in self.rates
-                for seed in range(self.seeds)
-            ]
+            grid(rule=[rule], width=[width], rate=self.rates, seed=range(self.seeds))
             for rule in self.rules
             for width in self.widths
         ]

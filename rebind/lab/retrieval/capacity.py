@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Point, Row, Table, require_known
+from rebind.lab.experiment import Claim, Figure, Point, Row, Table, grid, require_known
 from rebind.lab.report import curve, learning_curve, select
 from rebind.lab.retrieval.training import SOLVED, Retrieval, describe_losses, finite_claim
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FEATURES = {
     "linear": ("linear (elu + 1)", plotting.RED),
@@ -59,10 +56,7 @@ class Capacity(Retrieval):
     def batches(self) -> list[list[Point]]:
         """Return one batch per feature map."""
         require_known("feature", self.features, FEATURES)
-        return [
-            [{"feature": feature, "size": size, "seed": seed} for size in self.sizes for seed in range(self.seeds)]
-            for feature in self.features
-        ]
+        return [grid(feature=[feature], size=self.sizes, seed=range(self.seeds)) for feature in self.features]
 
     def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
         return self.train(points, device, replacement=False)

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from rebind import plotting
 from rebind.errors import InputError
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Point, Row, Table, require_known
+from rebind.lab.experiment import Claim, Figure, Point, Row, Table, grid, require_known
 from rebind.lab.report import curve, learning_curve, select, spreads
 from rebind.lab.retrieval.models import FEATURES
 from rebind.lab.retrieval.training import SOLVED, Retrieval, describe_losses, finite_claim
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RULES = ("sum", "rfa", "tanh", "delta", "gated_delta", "longhorn", "mamba2")
 CLEARLY = 1.2  # a loss is clearly larger than another from this ratio on
@@ -69,12 +66,7 @@ class Overwrite(Retrieval):
                 code="softmax_has_no_rule",
             )
         return [
-            [
-                {"feature": feature, "size": size, "rule": rule, "seed": seed}
-                for size in self.sizes
-                for rule in self.rules
-                for seed in range(self.seeds)
-            ]
+            grid(feature=[feature], size=self.sizes, rule=self.rules, seed=range(self.seeds))
             for feature in self.features
         ]
 
