@@ -42,7 +42,7 @@ format: $(READY)  ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 
 docs: $(READY)  ## write docs/cli.md anew from the commands' help
-	$(BIN)/python -m rebind.cli.manual docs/cli.md
+	$(BIN)/python -m tests.cli.manual docs/cli.md
 
 bench: $(READY)  ## run the benchmarks: tables on the terminal, JSON in benchmarks/results
 	$(BIN)/python -m benchmarks

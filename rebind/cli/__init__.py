@@ -7,7 +7,6 @@ session       from options to an editor with its ledger
 fact_input    the facts that a command works on
 commands/     one module per command
 ui/           what the commands print
-manual        writes docs/cli.md
 
 Nothing here imports torch before a command needs it, so that `rebind --help` is fast.
 """

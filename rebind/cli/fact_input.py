@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rebind.cli.ui import Terminal
-from rebind.cli.ui.errors import as_option
 from rebind.cli.ui.tables import one_line
 from rebind.errors import InputError
 
@@ -43,75 +41,58 @@ def facts_of_file(terminal: Terminal, file: str | Path, skip_bad: bool, limit: i
     return facts
 
 
-def valid_facts(terminal: Terminal, facts: Facts, check: Callable[[Sequence[Fact]], object], skip_bad: bool) -> Facts:
-    """Return the facts that pass a check. The first that fails is an error, or with `skip_bad` each is skipped."""
+def valid_facts(terminal: Terminal, facts: Facts, check: Callable[[Fact], object], skip_bad: bool) -> Facts:
+    """Return the facts that pass a check. The first that fails is an error; with `skip_bad`, each is skipped."""
+    from rebind.edit.facts.readers import Facts, record_error
 
-    def failures() -> Iterator[tuple[int, InputError]]:
-        for index, fact in enumerate(facts):
-            try:
-                check([fact])
-            except InputError as error:
-                yield index, error
+    valid: list[tuple[Fact, str]] = []
+    skipped = list(facts.skipped)
+    for fact, name in zip(facts, facts.names, strict=True):
+        try:
+            check(fact)
+            valid.append((fact, name))
+        except InputError as error:
+            named = record_error(error, name, None) if name else error
+            if not skip_bad:
+                raise named from None
+            skipped.append(named.message(terminal.as_option))
+            terminal.report("skipped", skipped[-1])
+    if not valid:
+        raise InputError(f"All {len(skipped)} records were skipped", expected="at least one fact", code="no_facts")
+    return Facts(tuple(fact for fact, _ in valid), tuple(skipped), tuple(name for _, name in valid))
 
-    try:
-        check(facts.facts)  # all together is fast; one by one finds out which
-    except InputError:
-        return _without(terminal, facts, failures(), skip_bad)
-    return facts
 
-
-def fitting_facts(terminal: Terminal, editor: Editor, facts: Facts, skip_bad: bool, *, contexts: bool = False) -> Facts:
-    """Return the facts whose prompts all fit into the context length; with `contexts`, behind contexts as well."""
+def fits_context(editor: Editor, *, behind_contexts: bool = False) -> Callable[[Fact], object]:
+    """Return a check that all prompts of a fact fit into the model's context length."""
     from rebind.models import Prompt
 
-    def check(some: Sequence[Fact]) -> None:
-        questions: list[Prompt] = []
-        for fact in some:
-            texts, targets = (fact.text, *fact.paraphrases, *fact.neighbors), filter(None, (fact.target, fact.old))
-            questions += [Prompt(text, target) for target in targets for text in texts]
-        editor.language_model.encode(questions)
-        if contexts:
-            editor.fact_prompts(some)
+    def check(fact: Fact) -> None:
+        texts, targets = (fact.text, *fact.paraphrases, *fact.neighbors), filter(None, (fact.target, fact.old))
+        editor.language_model.encode([Prompt(text, target) for target in targets for text in texts])
+        if behind_contexts:
+            editor.fact_prompts([fact])
 
-    return valid_facts(terminal, facts, check, skip_bad)
+    return check
 
 
-def consistent_facts(terminal: Terminal, facts: Facts, skip_bad: bool) -> Facts:
-    """Return facts that can be written together: of those with one prompt and different targets, the first."""
-    from rebind.edit.facts.conflicts import conflicts
+def has_one_target() -> Callable[[Fact], object]:
+    """Return a check that no earlier fact has the same prompt and another target."""
+    from rebind.edit.facts.fact import comparable
 
-    later: dict[int, InputError] = {}
-    for conflict in conflicts(facts.facts):
-        first = conflict.targets[0]
-        for index, target in zip(conflict.indices, conflict.targets, strict=True):
-            if target != first:
-                later[index] = InputError(
-                    f"{quote(conflict.text)} has the target {quote(target)}, and {quote(first)} in "
-                    f"{facts.names[conflict.indices[0]]}",
-                    expected="one target per prompt",
-                    advice="Remove one of the records, or use {skip_bad} to keep the first",
-                    settings={"skip_bad": True},
-                    code="conflicting_facts",
-                )
-    return _without(terminal, facts, sorted(later.items()), skip_bad)
+    targets: dict[str, str] = {}
 
+    def check(fact: Fact) -> None:
+        first = targets.setdefault(comparable(fact.text), fact.target)
+        if first != fact.target:
+            raise InputError(
+                f"{_quote(fact.text)} has the target {_quote(fact.target)}, and {_quote(first)} in an earlier record",
+                expected="one target per prompt",
+                advice="Remove one of the records, or use {skip_bad} to keep the first",
+                settings={"skip_bad": True},
+                code="conflicting_facts",
+            )
 
-def _without(terminal: Terminal, facts: Facts, failures: Iterable[tuple[int, InputError]], skip_bad: bool) -> Facts:
-    from rebind.edit.facts.readers import Facts
-
-    removed: dict[int, str] = {}
-    for index, error in failures:
-        named = copy(error)
-        named.problem = f"{facts.names[index]}: {error.problem}" if facts.names[index] else error.problem
-        if not skip_bad:
-            raise named
-        removed[index] = named.message(lambda name, value: as_option(name, value, terminal.options))
-        terminal.report("skipped", removed[index])
-    rest = [index for index in range(len(facts)) if index not in removed]
-    skipped = (*facts.skipped, *removed.values())
-    if not rest:
-        raise InputError(f"All {len(skipped)} records were skipped", expected="at least one fact", code="no_facts")
-    return Facts(tuple(facts[index] for index in rest), skipped, tuple(facts.names[index] for index in rest))
+    return check
 
 
 def print_skipped(terminal: Terminal, facts: Facts) -> None:
@@ -120,6 +101,5 @@ def print_skipped(terminal: Terminal, facts: Facts) -> None:
         terminal.print(f"skipped {len(facts.skipped):,} of {len(facts.skipped) + len(facts):,} records")
 
 
-def quote(text: str) -> str:
-    """Return a text in quotes, shortened for a message."""
+def _quote(text: str) -> str:
     return repr(one_line(text, LONGEST_QUOTE))

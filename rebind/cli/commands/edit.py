@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.filesize import decimal
 
 from rebind.cli import options as opt
-from rebind.cli.fact_input import consistent_facts, facts_of_file, fitting_facts, print_skipped, single_fact
+from rebind.cli.fact_input import facts_of_file, fits_context, has_one_target, print_skipped, single_fact, valid_facts
 from rebind.cli.session import default_ledgers, describe, open_editor
 from rebind.cli.ui import Phases, Terminal, tables
 from rebind.cli.ui.tables import one_line, seconds
@@ -75,8 +75,8 @@ def edit(
         check_replaceable(out.expanduser(), kind="checkpoint")
     with Phases(terminal) as phases:
         editor = open_editor(source, phases, "preview" if plan else "create", chat=chat)
-        input_facts = fitting_facts(terminal, editor, input_facts, skip_bad, contexts=skip_bad and not plan)
-        input_facts = consistent_facts(terminal, input_facts, skip_bad)
+        fits = fits_context(editor, behind_contexts=skip_bad and not plan)
+        input_facts = valid_facts(terminal, input_facts, fits, skip_bad)
         settings = editor.settings(method, facts=len(input_facts), layers=chosen_layers, lam=lam)
         targets = replace(settings.targets, **{name: value for name, value in search.items() if value is not None})
         choices: dict[str, Any] = {"method": method, "layers": chosen_layers, "lam": lam, "targets": targets}
@@ -122,8 +122,7 @@ def _read(terminal: Terminal, facts: str, target: str | None, details: dict[str,
         problem = f"{facts} is a file of facts, and a target or options of a single fact were given as well"
         advice = "Write targets, subjects, paraphrases and neighbors into the file"
         raise InputError(problem, advice=advice, code="file_and_fact")
-    read = facts_of_file(terminal, facts, skip_bad)
-    return read if skip_bad else consistent_facts(terminal, read, skip_bad=False)  # else after `fitting_facts`
+    return valid_facts(terminal, facts_of_file(terminal, facts, skip_bad), has_one_target(), skip_bad)
 
 
 def _undo_command(editor: Editor, edit: Edit, source: opt.EditorOptions) -> str:

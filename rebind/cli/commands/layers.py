@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.text import Text
 
 from rebind.cli import options as opt
-from rebind.cli.fact_input import consistent_facts, facts_of_file, fitting_facts, print_skipped, valid_facts
+from rebind.cli.fact_input import facts_of_file, fits_context, has_one_target, print_skipped, valid_facts
 from rebind.cli.session import load_editor
 from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.heatmap import heatmap
@@ -44,12 +44,13 @@ def layers(
         from rebind.edit.settings import layers_file
 
         if facts is not None:
-            input_facts = valid_facts(terminal, input_facts, trial_facts_from, skip_bad)
-            input_facts = consistent_facts(terminal, input_facts, skip_bad)
+            input_facts = valid_facts(terminal, input_facts, lambda fact: trial_facts_from([fact]), skip_bad)
+            input_facts = valid_facts(terminal, input_facts, has_one_target(), skip_bad)
         editor = load_editor(source, phases)
         if facts is not None:
             phases.begin("contexts")
-            input_facts = fitting_facts(terminal, editor, input_facts, skip_bad, contexts=True)
+            fits = fits_context(editor, behind_contexts=True)
+            input_facts = valid_facts(terminal, input_facts, fits, skip_bad)
         choice = None if again or facts is not None else saved_layer_choice(editor.fingerprint)
         is_cached = choice is not None
         if choice is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rebind.cli import options as opt
-from rebind.cli.fact_input import facts_of_file, fitting_facts, print_skipped, single_fact
+from rebind.cli.fact_input import facts_of_file, fits_context, print_skipped, single_fact, valid_facts
 from rebind.cli.session import describe, load_editor, open_editor
 from rebind.cli.ui import Phases
 from rebind.cli.ui.heatmap import heatmap
@@ -74,7 +74,7 @@ def trace(
         editor = load_editor(source, phases) if base else open_editor(source, phases)
         tracer = Tracer(editor.language_model, settings)
         if facts is not None:
-            input_facts = fitting_facts(terminal, editor, input_facts, skip_bad)
+            input_facts = valid_facts(terminal, input_facts, fits_context(editor), skip_bad)
         chosen = input_facts.facts if facts is None or predicted else _known(tracer, input_facts)
         traces = _trace(tracer, chosen, phases, use_target=target is not None)
     result = traces[0] if facts is None else average_traces(traces)

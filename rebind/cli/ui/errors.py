@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import errno
-import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 
 import typer
 
 from rebind.cli.ui.terminal import Terminal, discard_output
-from rebind.errors import InputError, OutOfMemoryError, RebindError, StorageError, as_argument
+from rebind.errors import InputError, OutOfMemoryError, RebindError, StorageError
 
 INTERNAL_ERROR, INVALID_INPUT, FAILURE, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 FAILED_CHECK = 1  # the command ran, and what it checked is not as it should be
-
-PARAMETERS = {"paraphrases": "paraphrase", "neighbors": "neighbor"}  # settings that a command has another name for
 
 
 def run(command: Callable[[], object], terminal: Terminal) -> int:
@@ -46,16 +43,13 @@ def fail(problem: BaseException, terminal: Terminal) -> int:
     codes = {"interrupted": INTERRUPTED, "internal_error": INTERNAL_ERROR}
     code = INVALID_INPUT if isinstance(error, InputError) else codes.get(error.code, FAILURE)
 
-    def spell(name: str, value: object) -> str:
-        return as_option(name, value, terminal.options)
-
     if terminal.debug:
         terminal.err.print("".join(traceback.format_exception(problem)), soft_wrap=True)
     written = [_describe_written(edit, undo) for edit, undo in terminal.written_edits.items()]
     style = "yellow" if code == INTERRUPTED else "bold red"
-    terminal.report("error", " ".join([error.message(spell), *written]), style)
+    terminal.report("error", " ".join([error.message(terminal.as_option), *written]), style)
     if terminal.as_json:
-        advice = error.advice_for(spell)
+        advice = error.advice_for(terminal.as_option)
         fields = {"code": error.code, "problem": error.problem, "expected": error.expected, "advice": advice}
         edits = {"edits": list(terminal.written_edits)} if written else {}
         with suppress(OSError):  # perhaps it is standard output that cannot be written
@@ -63,24 +57,6 @@ def fail(problem: BaseException, terminal: Terminal) -> int:
     if isinstance(problem, OSError):
         discard_output(sys.stdout)
     return code
-
-
-def as_option(name: str, value: object, options: Mapping[str, str]) -> str:
-    """Spell a setting as an option of the command that runs, or as a Python argument where it has no such option.
-
-    >>> options = {"steps": "--steps", "skip_bad": "--skip-bad", "layers": "--layers"}
-    >>> as_option("steps", 60, options), as_option("skip_bad", True, options), as_option("layers", (2, 3), options)
-    ('--steps 60', '--skip-bad', '--layers 2,3')
-    >>> as_option("device_map", "auto", options)
-    "device_map='auto' (in Python)"
-    """
-    option = options.get(PARAMETERS.get(name, name))
-    if option is None:
-        return as_argument(name, value) + ("" if value is None else " (in Python)")
-    if value is None or value is True:
-        return option
-    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return f"{option} {shlex.quote(text)}"
 
 
 def as_rebind_error(problem: BaseException) -> RebindError:

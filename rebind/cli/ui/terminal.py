@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
+
+from rebind.errors import as_argument
+
+PARAMETERS = {"paraphrases": "paraphrase", "neighbors": "neighbor"}  # settings that a command has another name for
 
 
 class Terminal:
@@ -60,6 +65,16 @@ class Terminal:
         """Print one line on standard error: an error, a warning, a skipped record."""
         with suppress(OSError):  # if standard error cannot be written, the exit code must do
             self.err.print(f"{kind}: {' '.join(text.split())}", style=style, soft_wrap=True)
+
+    def as_option(self, name: str, value: object) -> str:
+        """Spell a setting as an option of the command that runs, or as a Python argument if it has no such option."""
+        option = self.options.get(PARAMETERS.get(name, name))
+        if option is None:
+            return as_argument(name, value) + ("" if value is None else " (in Python)")
+        if value is None or value is True:
+            return option
+        text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        return f"{option} {shlex.quote(text)}"
 
     @contextmanager
     def warnings_shown(self) -> Iterator[None]:

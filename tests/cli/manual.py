@@ -1,6 +1,6 @@
 """The manual: the help of every command, as Markdown. `make docs` writes docs/cli.md, and a test compares.
 
-python -m rebind.cli.manual docs/cli.md
+python -m tests.cli.manual docs/cli.md
 """
 
 from __future__ import annotations
