@@ -37,6 +37,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.report import RESULTS
 from rebind.bench.measure import machine
@@ -46,7 +48,6 @@ from rebind.nn.training import (
     OptimizerConfig,
     TrainConfig,
     carried_perplexity,
-    loss_by_position,
     train,
 )
 from rebind.nn.training.data import TokenizedText, prepare_text
@@ -201,6 +202,19 @@ def measure(options: argparse.Namespace, model: RebindForCausalLM, corpus: Token
         "by_position": [_perplexity(loss) for loss in stretches.tolist()],
         "carried": None if model.grows else carried_perplexity(model, ids, longest).perplexity,
     }
+
+
+@torch.no_grad()
+def loss_by_position(model: RebindForCausalLM, ids: Tensor, length: int, *, rows: int = 8) -> Tensor:
+    """Return the mean loss [length] of the first, second, … token of windows, each of which starts with empty states.
+
+    The text is cut into windows of `length` tokens without overlap, and the model reads `rows` of them at once.
+    """
+    losses = []
+    for windows in ids.unfold(0, length + 1, length).to(model.device).split(rows):
+        logits = model(windows[:, :-1], use_cache=False).logits.float().transpose(1, 2)
+        losses.append(functional.cross_entropy(logits, windows[:, 1:], reduction="none").cpu().double())
+    return torch.cat(losses).mean(0)
 
 
 def _perplexity(loss: float) -> float:

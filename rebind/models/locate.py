@@ -53,7 +53,7 @@ def _embedded_model() -> Path:
 
 
 def _newest_checkpoint(folder: Path) -> Path:
-    """Return the newest undamaged checkpoint in a folder that `rebind train` wrote; any other folder as it is."""
+    """Return the newest checkpoint in a folder that `rebind train` wrote; any other folder as it is."""
     if not (folder / CHECKPOINTS).is_dir() or any(folder.glob("*.safetensors")):
         return folder
     from rebind.nn.training.checkpoint import newest_checkpoint  # a second to import, and most models do not need it

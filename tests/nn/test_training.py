@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rebind.errors import InputError, NumericalError, RebindWarning, StorageError, UnknownNameError
+from rebind.errors import InputError, NumericalError, StorageError, UnknownNameError
 from rebind.nn.training import DataConfig, OptimizerConfig, TrainConfig, TrainingProgress, checkpoint, outputs, train
 from rebind.nn.training.step import TrainingStep
 from rebind.storage import JsonLines
@@ -123,20 +123,6 @@ def test_a_finished_run_stays_as_it_is(uninterrupted, tmp_path):
     assert again == result
     assert (result.resumed_from, again.resumed_from) == (0, 12)
     assert outcome(tmp_path / "run") == before
-
-
-def test_instead_of_a_damaged_checkpoint_the_one_before_is_used(uninterrupted, tmp_path):
-    run, expected = uninterrupted("carried")
-    kill(run, tmp_path / "run", 11)
-    file = tmp_path / "run/checkpoints/step-00000010/optimizer.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.warns(RebindWarning, match="damaged"):
-        assert checkpoint.newest_checkpoint(tmp_path / "run/checkpoints").name == "step-00000005"
-    with pytest.warns(RebindWarning, match="damaged"):
-        assert train(run, tmp_path / "run").resumed_from == 5
-    assert outcome(tmp_path / "run") == expected
 
 
 def test_old_checkpoints_and_leftovers_are_removed(tmp_path):

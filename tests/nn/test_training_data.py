@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-import time
 from itertools import pairwise
 from types import SimpleNamespace
 
-import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
@@ -20,9 +17,7 @@ from rebind.nn.training import (
     OptimizerConfig,
     carried_perplexity,
     data,
-    loss_by_position,
     sliding_perplexity,
-    tokenizers,
 )
 from rebind.nn.training.data import SegmentBatches, prepare_text
 from tests.nn.training_runs import corpus, text
@@ -64,7 +59,7 @@ def test_another_tokenizer_and_validation_text(tmp_path):
     prepared = prepare_text(config, tmp_path / "cache")
     assert prepared.tokenizer.decode(prepared.validation[:-1]) == "the cat\n"
     assert prepared.tokenizer.decode(prepared.train[:-1]) == text()
-    assert tokenizers.fingerprint(prepared.tokenizer) == tokenizers.fingerprint(trained)
+    assert data.tokenizer_fingerprint(prepared.tokenizer) == data.tokenizer_fingerprint(trained)
 
 
 def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
@@ -103,36 +98,17 @@ def code_of(config: DataConfig, cache) -> str:
     return caught.value.code
 
 
-@pytest.mark.parametrize("lookup", ["fails", "hangs"])
-def test_an_unreachable_hub_is_noticed_at_once(monkeypatch, capfd, lookup):
-    def look_up(*_, **__):
-        if lookup == "hangs":
-            time.sleep(30)
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(tokenizers, "HUB_SECONDS", 0.2)
-    started = time.monotonic()
-    with pytest.raises(InputError) as caught:
-        tokenizers.load_tokenizer("nonesuch")
-    assert caught.value.code == "tokenizer_not_loaded"
-    assert time.monotonic() - started < 2
-    assert capfd.readouterr() == ("", "")
-
-
 def test_a_tokenizer_of_the_hub_is_downloaded_without_weights_and_code(tmp_path, monkeypatch):
     trained = prepare_text(DataConfig(corpus(tmp_path)), tmp_path / "cache").tokenizer
     trained.save_pretrained(tmp_path / "downloaded")
 
-    def download(name, allow_patterns, local_files_only):
-        assert (name, local_files_only) == ("someone/words", False)
+    def download(name, allow_patterns):
+        assert name == "someone/words"
         assert not any("safetensors" in pattern or "py" in pattern for pattern in allow_patterns)
         return str(tmp_path / "downloaded")
 
-    monkeypatch.setattr(tokenizers, "get_session", lambda: SimpleNamespace(head=lambda url, timeout: "an answer"))
-    monkeypatch.setattr(tokenizers, "snapshot_download", download)
-    assert tokenizers.fingerprint(tokenizers.load_tokenizer("someone/words")) == tokenizers.fingerprint(trained)
+    monkeypatch.setattr(data, "snapshot_download", download)
+    assert data.tokenizer_fingerprint(data.load_tokenizer("someone/words")) == data.tokenizer_fingerprint(trained)
 
 
 # Batches
@@ -208,18 +184,10 @@ def test_carried_perplexity_is_one_long_pass(model, count):
     assert measured.tokens == count - 1
 
 
-@pytest.mark.parametrize("rows", [1, 2, 9])
-def test_loss_by_position_is_the_mean_of_windows(model, rows):
-    ids = random_ids(33)  # four windows of seven, and a rest that is none
-    windows = torch.stack([token_losses(model, ids[first : first + 8]) for first in range(0, 28, 7)])
-    torch.testing.assert_close(loss_by_position(model, ids, 7, rows=rows), windows.mean(0), rtol=0, atol=1e-12)
-
-
 def test_too_few_tokens_for_a_perplexity(model):
     for measure, ids in (
         (sliding_perplexity, torch.tensor([1])),
         (carried_perplexity, torch.tensor([1])),
-        (loss_by_position, torch.arange(4)),
     ):
         with pytest.raises(InputError) as caught:
             measure(model, ids, 4)

@@ -5,18 +5,17 @@
     result = train(TrainConfig(DataConfig("corpus.txt"), layers="delta", steps=500), "runs/delta")
 
 - `config`: the settings of a run
-- `tokenizers`, `data`: from text to tokens, and from tokens to batches
-- `step`: loss, gradient and update, recorded as a CUDA graph where that is faster
+- `data`: from text to tokens, and from tokens to batches
+- `step`: loss, gradient and update in one process or several, recorded as a CUDA graph where that is faster
 - `loop`: the run, from the first step to the last
 - `checkpoint`, `outputs`: what it writes
 - `evaluate`: perplexity
-- `distributed`: several processes, with copies or shards of the model
 """
 
 from __future__ import annotations
 
 from rebind.nn.training.config import DataConfig, OptimizerConfig, TrainConfig
-from rebind.nn.training.evaluate import Perplexity, carried_perplexity, loss_by_position, sliding_perplexity
+from rebind.nn.training.evaluate import Perplexity, carried_perplexity, sliding_perplexity
 from rebind.nn.training.loop import TrainingProgress, TrainingResult, TrainingUpdate, train
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "TrainingResult",
     "TrainingUpdate",
     "carried_perplexity",
-    "loss_by_position",
     "sliding_perplexity",
     "train",
 ]

@@ -5,23 +5,30 @@ step-00000250/
   optimizer.safetensors                               AdamW's moments and step counts, by parameter
   random.safetensors                                  the random generators of every process
   carried.safetensors                                 states that continue into the next segment, if any
-  state.json                                          the position of the run, and digests of all files
+  state.json                                          the position of the run
+
+Tensors are whole, so that a checkpoint does not depend on how the model was distributed. Every process must call the
+functions that collect them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from accelerate.utils import gather  # type: ignore[import-untyped]
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
-from rebind.errors import RebindWarning
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.model import RebindBlock, RebindForCausalLM
 from rebind.storage import create_folder, read_json_object, write_json
@@ -60,15 +67,13 @@ def save(
         model.config.architectures = [RebindForCausalLM.__name__]  # the class of a sharded model has another name
         for part in (model.config, model.generation_config, tokenizer):
             part.save_pretrained(folder)
-        files = {file.name: _digest(file) for file in sorted(folder.iterdir())}
-        write_json(folder / STATE, {**position, "files": files})
+        write_json(folder / STATE, position)
 
     create_folder(path, fill)
 
 
 def read(path: Path) -> Checkpoint:
     contents: dict[str, Any] = read_json_object(path / STATE) or {}
-    del contents["files"]
     for name in TENSORS:
         file = path / f"{name}.safetensors"
         contents[name] = load_file(file) if file.exists() else {}
@@ -80,47 +85,66 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
-def newest_checkpoint(folder: Path, *, remove_damaged: bool = False) -> Path | None:
-    """Return the newest checkpoint in a folder, or None. Damaged ones are passed over with a warning, or removed."""
-    for path in reversed(list_checkpoints(folder)):
-        problem = _damage(path)
-        if problem is None:
-            return path
-        message = f"Checkpoint {path} is damaged ({problem}), so the one before it is used"
-        warnings.warn(message, RebindWarning, stacklevel=2)
-        if remove_damaged:
-            shutil.rmtree(path)
-    return None
+def newest_checkpoint(folder: Path) -> Path | None:
+    return next(reversed(list_checkpoints(folder)), None)
 
 
-def _damage(path: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint; None if all are as they were written."""
-    state = read_json_object(path / STATE) or {"files": {STATE: "unreadable"}}
-    changed = (name for name, digest in state["files"].items() if _digest(path / name) != digest)
-    return next((f"{name} has changed" for name in changed), None)
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights by name and AdamW's moments as `parameter:moment`, complete in the main process."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, state = cast(tuple[Any, Any], get_state_dict(model, optimizer, options=options))
+    moments = state.get("state", {}).items()
+    return weights, {f"{name}:{moment}": value for name, values in moments for moment, value in values.items()}
 
 
-def _digest(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor]) -> None:
+    """Give the optimizer the moments that `whole_state` returned, or this process's shards of them."""
+    state = cast(Any, get_optimizer_state_dict(model, optimizer))
+    state["state"] = {}
+    for key, value in moments.items():
+        name, _, moment = key.rpartition(":")
+        state["state"].setdefault(name, {})[moment] = value
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
-def carried_tensors(caches: Sequence[RebindCache]) -> dict[str, Tensor]:
-    """Return the states in the caches of all pieces of a batch, by name."""
-    return {
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of the random generators of all processes, [processes, ...] each."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return _gather(states, device)
+
+
+def restore_random_state(states: Mapping[str, Tensor], process: int, device: torch.device) -> None:
+    """Continue the random generators of a process where `random_state` found them."""
+    torch.set_rng_state(states["cpu"][process].clone())  # a view of it crashes torch
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"][process].clone(), device)
+
+
+def carried_state(caches: Sequence[RebindCache], device: torch.device) -> dict[str, Tensor]:
+    """Return the states in the caches of all pieces of a batch and all processes, [processes, ...] each."""
+    states = {
         f"{piece}.{layer}.{index}": tensor
         for piece, cache in enumerate(caches)
         for layer, state in enumerate(cache.states)
         for index, tensor in enumerate([] if state is None else state.tensors)
     }
+    return _gather(states, device)
 
 
-def restore_carried(caches: Sequence[RebindCache], model: RebindForCausalLM, tensors: Mapping[str, Tensor]) -> None:
-    """Give the caches the states that `carried_tensors` returned."""
+def restore_carried_state(
+    caches: Sequence[RebindCache], model: RebindForCausalLM, states: Mapping[str, Tensor], process: int
+) -> None:
+    """Give the caches of a process the states that `carried_state` returned."""
     for piece, cache in enumerate(caches):
         for layer, block in enumerate(model.model.layers):
-            empty = cast(RebindBlock, block).mixer.initial_state(len(tensors[f"{piece}.{layer}.0"]))
+            empty = cast(RebindBlock, block).mixer.initial_state(states[f"{piece}.{layer}.0"].shape[1])
             names = iter(f"{piece}.{layer}.{index}" for index in range(len(empty.tensors)))
-            cache.states[layer] = empty.map(lambda tensor, names=names: tensors[next(names)].to(tensor.device))
+            cache.states[layer] = empty.map(lambda tensor, names=names: states[next(names)][process].to(tensor.device))
+
+
+def _gather(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of all processes [processes, ...] on the CPU; only `device` can exchange them."""
+    ready = {name: tensor.detach().to(device).contiguous().unsqueeze(0) for name, tensor in tensors.items()}
+    return {name: gather(tensor).cpu() for name, tensor in ready.items()}

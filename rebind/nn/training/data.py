@@ -6,7 +6,7 @@ A batch is a function of the step, so the step is all that a run needs to know t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,16 +14,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import snapshot_download
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rebind.errors import InputError
-from rebind.nn.training import tokenizers
 from rebind.nn.training.config import DataConfig
 from rebind.storage import create_folder
 
 HUB = "hf:"
 PIECE = 1 << 16  # characters of a file that are tokenized together, up to the end of their line
 PIECES_PER_CALL = 64  # of the tokenizer
+END_OF_TEXT = "<|end|>"
+TRAINED_TOKENIZERS = ("bpe", "characters")
+TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a repository of the Hub
+FINGERPRINT_TEXT = (  # words, case, accents, numbers, spaces, scripts, signs
+    "The quick brown fox, 1234567890 times: naïve café's ÉCOLE!\n\n\tdef f(x): return x**2  # 日本語 🙂 Привет\r\n"
+    "  don't STOP internationalization; unbelievable, thoroughly (re)tokenized text…"
+)
 
 TokenArray = np.ndarray[Any, Any]  # [n]
 
@@ -107,28 +116,82 @@ def prepare_text(config: DataConfig, cache: Path) -> TokenizedText:
         validation, digest = _tokens(other, tokenizer, cache), source.digest + other.digest
         if len(validation) < 2:
             raise InputError(f"{other.name} has {len(validation)} tokens", expected="2 or more", code="text_too_short")
-    return TokenizedText(train, validation, tokenizer, _digest(digest, tokenizers.fingerprint(tokenizer)))
+    return TokenizedText(train, validation, tokenizer, _digest(digest, tokenizer_fingerprint(tokenizer)))
 
 
 def _tokenizer(config: DataConfig, source: TextSource, cache: Path) -> Any:
-    if config.tokenizer not in tokenizers.TRAINED:
-        return tokenizers.load_tokenizer(config.tokenizer)
+    """Train the tokenizer of a config on its text, find it in the cache, or load it."""
+    if config.tokenizer not in TRAINED_TOKENIZERS:
+        return load_tokenizer(config.tokenizer)
     vocabulary = config.vocabulary if config.tokenizer == "bpe" else 0
     folder = cache / f"tokenizer-{_digest(source.digest, config.tokenizer, vocabulary)}"
 
     def fill(folder: Path) -> None:
         texts = (text for text, _ in source.pieces())
-        tokenizers.train_tokenizer(config.tokenizer, texts, vocabulary).save_pretrained(folder)
+        _train_tokenizer(config.tokenizer, texts, vocabulary).save_pretrained(folder)
 
     create_folder(folder, fill)
-    return tokenizers.read_tokenizer(folder)
+    return load_tokenizer(str(folder))
+
+
+def _train_tokenizer(kind: str, texts: Iterable[str], vocabulary: int) -> Any:
+    """Train byte-level BPE with at most `vocabulary` tokens, or make every character of the texts a token."""
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+    else:
+        tokens = [END_OF_TEXT, *sorted({character for text in texts for character in text})]
+        ids = {token: index for index, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token=END_OF_TEXT))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+    wrap: Any = PreTrainedTokenizerFast  # untyped
+    return wrap(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load a tokenizer from a folder, from the Hub, or from the cache of the Hub where that cannot be reached."""
+    try:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            folder = Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES))
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as problem:  # missing, offline, gated, no tokenizer: each has an exception of its own
+        reason = str(problem).strip().partition("\n")[0]
+        raise InputError(
+            f"Tokenizer {name!r} cannot be loaded: {reason}",
+            expected=f"{', '.join(TRAINED_TOKENIZERS)}, a folder or a Hub id",
+            advice="Check the name and the connection",
+            code="tokenizer_not_loaded",
+        ) from None
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return a digest of what ids mean and how text is split, which saving and loading do not change."""
+    vocabulary, probe = sorted(tokenizer.get_vocab().items()), _encode(tokenizer, [FINGERPRINT_TEXT])
+    return _digest(vocabulary, probe, tokenizer.eos_token_id)
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each text, without the tokens that some tokenizers add around one."""
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def _tokens(source: TextSource, tokenizer: Any, cache: Path) -> TokenArray:
     """Return the ids of all documents, each followed by the end of text if the tokenizer has one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = "" if backend is None else backend.to_str()  # also those that the fingerprint may not notice
-    folder = cache / f"tokens-{_digest(source.digest, tokenizers.fingerprint(tokenizer), rules)}"
+    folder = cache / f"tokens-{_digest(source.digest, tokenizer_fingerprint(tokenizer), rules)}"
     dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
 
     def fill(folder: Path) -> None:
@@ -136,7 +199,7 @@ def _tokens(source: TextSource, tokenizer: Any, cache: Path) -> TokenArray:
         pieces = source.pieces()
         with (folder / "tokens.bin").open("wb") as file:
             while group := list(islice(pieces, PIECES_PER_CALL)):
-                encoded = tokenizers.encode_texts(tokenizer, [text for text, _ in group])
+                encoded = _encode(tokenizer, [text for text, _ in group])
                 for ids, (_, ends) in zip(encoded, group, strict=True):
                     file.write(np.asarray(ids + end if ends else ids, dtype=dtype).tobytes())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,11 +50,15 @@ def sliding_perplexity(
     predictions = len(ids) - 1
     width = min(length, predictions)
     ends = [width, *(min(end, predictions) for end in range(width + stride, predictions + stride, stride))]
-    total = 0.0
+    total, scored = 0.0, 0
     with _evaluation(model):
-        windows = _window_losses(model, ids, ends, width, rows)
-        for losses, end, scored in zip(windows, ends, [0, *ends[:-1]], strict=True):
-            total += float(losses[width - (end - scored) :].sum())
+        for first in range(0, len(ends), rows):
+            group = ends[first : first + rows]
+            windows = torch.stack([ids[end - width : end + 1] for end in group]).to(model.device)
+            losses = _losses(model(windows[:, :-1], use_cache=False).logits, windows[:, 1:])
+            for row, end in zip(losses, group, strict=True):
+                total += float(row[width - (end - scored) :].sum())
+                scored = end
     return Perplexity.from_total(total, predictions)
 
 
@@ -68,28 +72,6 @@ def carried_perplexity(model: RebindForCausalLM, tokens: Tokens, length: int) ->
             logits = model(segment[:, :-1], past_key_values=cache).logits
             total += float(_losses(logits, segment[:, 1:]).sum())
     return Perplexity.from_total(total, len(ids) - 1)
-
-
-def loss_by_position(model: RebindForCausalLM, tokens: Tokens, length: int, *, rows: int = 8) -> Tensor:
-    """Return the mean loss [length] of the first, second, … token of windows, each of which starts with empty states.
-
-    The text is cut into windows of `length` tokens without overlap, and the model reads `rows` of them at once.
-    """
-    ids = _as_ids(tokens)
-    ends = range(length, len(ids), length)
-    if not ends:
-        raise InputError(f"There are {len(ids)} tokens", expected=f"more than {length}", code="text_too_short")
-    with _evaluation(model):
-        return torch.stack(list(_window_losses(model, ids, ends, length, rows))).mean(0)
-
-
-def _window_losses(
-    model: RebindForCausalLM, ids: Tensor, ends: Sequence[int], width: int, rows: int
-) -> Iterator[Tensor]:
-    """Yield the losses [width] in the window before each of `ends`."""
-    for first in range(0, len(ends), rows):
-        windows = torch.stack([ids[end - width : end + 1] for end in ends[first : first + rows]]).to(model.device)
-        yield from _losses(model(windows[:, :-1], use_cache=False).logits, windows[:, 1:])
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -25,12 +25,12 @@ from torch import Tensor
 from rebind.errors import InputError, NumericalError
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.model import RebindForCausalLM
-from rebind.nn.training import checkpoint, distributed
+from rebind.nn.training import checkpoint
 from rebind.nn.training.config import CHANGEABLE, TrainConfig
 from rebind.nn.training.data import SegmentBatches, TokenizedText, prepare_text
 from rebind.nn.training.evaluate import carried_perplexity, sliding_perplexity
 from rebind.nn.training.outputs import RESULT, RunOutputs, import_tensorboard
-from rebind.nn.training.step import TrainingStep, build_optimizer
+from rebind.nn.training.step import TrainingStep, build_optimizer, join_processes, shard
 from rebind.storage import Row, RunFolder, read_json_object
 
 CHECKPOINTS, TOKENS = "checkpoints", "tokens"
@@ -104,7 +104,7 @@ class _Run:
     def __init__(self, config: TrainConfig, path: Path, progress: TrainingProgress) -> None:
         self.config, self.path, self.progress = config, path, progress
         self.checkpoints = path / CHECKPOINTS
-        self.processes, self.device = distributed.join_processes(config.device)
+        self.processes, self.device = join_processes(config.device)
         self.rank, self.count = self.processes.process_index, self.processes.num_processes
         self.is_sharded = config.sharded and self.count > 1  # a single process holds everything anyway
         self.unread: list[tuple[Tensor, Tensor]] = []  # losses and norms that a GPU may still be computing
@@ -116,7 +116,7 @@ class _Run:
             folder = RunFolder.open(self.path, "training", settings, ignore=CHANGEABLE, overwrite=is_new)
             self.outputs = RunOutputs(stack.enter_context(folder))
             stack.callback(self.outputs.close)
-        return checkpoint.newest_checkpoint(self.checkpoints, remove_damaged=self.rank == 0)
+        return checkpoint.newest_checkpoint(self.checkpoints)
 
     def prepare(self, newest: Path | None, cache: Path) -> None:
         """Prepare the text, the model and the optimizer, and restore them from the newest checkpoint."""
@@ -134,15 +134,14 @@ class _Run:
             self._require_same(saved)
             load_model(self.model, newest / "model.safetensors")
             if saved.carried:
-                carried = {name: tensors[self.rank] for name, tensors in saved.carried.items()}
-                checkpoint.restore_carried(self.caches, self.model, carried)
+                checkpoint.restore_carried_state(self.caches, self.model, saved.carried, self.rank)
         if self.is_sharded:
-            distributed.shard(self.model, self.count, self.device)
+            shard(self.model, self.count, self.device)
         self.optimizer = build_optimizer(config.optimizer, self.model)
         torch.manual_seed(seed + 1 + self.rank)  # other dropout in each process
         if saved is not None:
-            distributed.restore_moments(self.model, self.optimizer, saved.optimizer)
-            distributed.restore_random_state(saved.random, self.rank, self.device)
+            checkpoint.restore_moments(self.model, self.optimizer, saved.optimizer)
+            checkpoint.restore_random_state(saved.random, self.rank, self.device)
         self.training_step = TrainingStep(config, self.processes, self.model, self.optimizer)
         self.step = self.resumed_from = 0 if saved is None else saved.step
         if self.outputs is not None:
@@ -212,9 +211,9 @@ class _Run:
             self.outputs.add(rows, times=times)
 
     def not_finite(self, problem: str) -> NumericalError:
-        newest = checkpoint.list_checkpoints(self.checkpoints)[-1:]
+        newest = checkpoint.newest_checkpoint(self.checkpoints)
         return NumericalError(
-            f"{problem} (last good checkpoint: {newest[0] if newest else 'none yet'})",
+            f"{problem} (last good checkpoint: {newest or 'none yet'})",
             expected="finite numbers",
             advice="Train into another folder with a lower {learning_rate}, a longer {warmup} or {precision}",
             settings={"learning_rate": None, "warmup": None, "precision": "float32"},
@@ -233,10 +232,9 @@ class _Run:
 
     def _save(self) -> None:
         """Write a checkpoint, and remove the oldest ones."""
-        tensors = checkpoint.carried_tensors(self.caches)
-        carried = {name: distributed.gather_to_cpu(tensor, self.device) for name, tensor in tensors.items()}
-        random = distributed.random_state(self.device)
-        weights, moments = distributed.whole_state(self.model, self.optimizer)
+        carried = checkpoint.carried_state(self.caches, self.device)
+        random = checkpoint.random_state(self.device)
+        weights, moments = checkpoint.whole_state(self.model, self.optimizer)
         if self.outputs is not None:
             self.progress.phase("saving")
             log_rows, digest = self.outputs.log_rows, self.text.digest

@@ -1,36 +1,69 @@
 """One training step: loss, gradient and update, over the pieces of a batch and all processes.
 
+There is a single process, or those that `torchrun` started, each with a copy or a shard of the model. accelerate joins
+them. torch shards the model, because accelerate does so on GPUs only.
+
 On a GPU, launching the kernels of a small model takes longer than running them. There a step is recorded as a CUDA
 graph and replayed.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
 from accelerate import PartialState  # type: ignore[import-untyped]
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from rebind.cuda_graphs import capture_graph
 from rebind.errors import CudaGraphWarning
+from rebind.memory.checks import usable_device
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.model import RebindForCausalLM
 from rebind.nn.training.config import OptimizerConfig, TrainConfig
 from rebind.nn.training.data import TokenBatch
 
+PATIENCE = timedelta(hours=2)  # of the others, while the main process tokenizes a large text
 STEPS_BEFORE_RECORDING = 3  # they compile kernels and allocate workspaces
 SPARE_MEMORY = 0.25  # fraction of a GPU that a graph leaves free for everything else, unless it was requested
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Measured = tuple[Tensor, Tensor]  # the loss of a batch, and the norm of its gradient before clipping
+
+
+def join_processes(device: str) -> tuple[PartialState, torch.device]:
+    """Join the processes that `torchrun` started, if any; return them and the device that this one computes on."""
+    usable = usable_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return PartialState(), usable
+    is_new = not torch.distributed.is_initialized()
+    processes = PartialState(cpu=usable.type == "cpu", timeout=PATIENCE)
+    if is_new:
+        atexit.register(processes.destroy_process_group)
+    return processes, processes.device
+
+
+def shard(model: RebindForCausalLM, processes: int, device: torch.device) -> None:
+    """Split a model that is the same in every process (FSDP2): block by block, then the embedding and the norm.
+
+    A model on the CPU moves to the devices shard by shard, so that no device ever holds all of it.
+    """
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # we change no views
+    mesh = init_device_mesh(device.type, (processes,))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 class TrainingStep:
@@ -70,11 +103,29 @@ class TrainingStep:
         return measured
 
     def _record(self, batch: TokenBatch) -> RecordedStep | None:
-        parameters, clip_norm = list(self.model.parameters()), self.config.optimizer.clip_norm
-        inputs, targets = self._to_device(batch)
-        spare_memory = 0.0 if self.config.record else SPARE_MEMORY
-        record = partial(RecordedStep, self._loss, parameters, clip_norm, inputs, targets)
-        return try_recording(record, parameters, spare_memory)
+        """Return a recorded step; None, with a warning, if the model does something that a graph cannot hold.
+
+        A graph keeps all memory that a step needs, so it is also given up if that leaves less than `SPARE_MEMORY`.
+        """
+        parameters = list(self.model.parameters())
+        recording: RecordedStep | None = None
+        try:
+            clip_norm = self.config.optimizer.clip_norm
+            recording = RecordedStep(self._loss, parameters, clip_norm, *self._to_device(batch))
+            free, total = torch.cuda.mem_get_info()
+            if self.config.record or free >= SPARE_MEMORY * total:
+                return recording
+            reason = f"only {free / total:.0%} of the GPU's memory would be left"
+        except RuntimeError as problem:  # torch.OutOfMemoryError, too
+            reason = str(problem).splitlines()[0]
+        recording = None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        for parameter in parameters:
+            parameter.grad = None
+        message = f"Training steps are not recorded as a CUDA graph and may be slower: {reason}"
+        warnings.warn(message, CudaGraphWarning, stacklevel=3)
+        return None
 
     def _run_pieces(self, batch: TokenBatch, caches: Sequence[RebindCache]) -> Measured:
         pieces, processes = self.config.accumulate, self.processes
@@ -146,28 +197,3 @@ class RecordedStep:
         self._targets.copy_(targets)
         self._graph.replay()
         return self._loss.clone(), self._norm.clone()
-
-
-def try_recording(
-    record: Callable[[], RecordedStep], parameters: Sequence[Tensor], spare_memory: float
-) -> RecordedStep | None:
-    """Return a recorded step; None, with a warning, if the model does something that a graph cannot hold.
-
-    A graph keeps all memory that a step needs, so it is also given up if less than a fraction `spare_memory` is left.
-    """
-    try:
-        recording: RecordedStep | None = record()
-        free, total = torch.cuda.mem_get_info()
-        if free >= spare_memory * total:
-            return recording
-        reason = f"only {free / total:.0%} of the GPU's memory would be left"
-    except RuntimeError as problem:  # torch.OutOfMemoryError, too
-        reason = str(problem).splitlines()[0]
-    recording = None
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    for parameter in parameters:
-        parameter.grad = None
-    message = f"Training steps are not recorded as a CUDA graph and may be slower: {reason}"
-    warnings.warn(message, CudaGraphWarning, stacklevel=2)
-    return None
