@@ -73,8 +73,8 @@ def get_protocol(name: str, *, batch: int = 100, every: int | None = None) -> Pr
     """Return a protocol by name; `batch` and `every` apply to the sequential one."""
     if batch < 1 or (every is not None and every < 1):
         raise InputError(f"batch is {batch} and every is {every}", expected="1 or more", code="setting_too_small")
-    protocols = (Protocol("single", batch=1, alone=True), Protocol("batch"), Protocol("sequential", batch, every=every))
-    for protocol in protocols:
-        if protocol.name == name:
-            return protocol
-    raise unknown_name("protocol", name, PROTOCOLS)
+    if name not in PROTOCOLS:
+        raise unknown_name("protocol", name, PROTOCOLS)
+    if name == "single":
+        return Protocol(name, batch=1, alone=True)
+    return Protocol(name) if name == "batch" else Protocol(name, batch, every=every)

@@ -41,7 +41,6 @@ def read_records(
     name = source if isinstance(source, str) and source.startswith(HUB) else None
     records: list[Record] = []
     skipped: list[str] = []
-    skipped_at: list[int] = []
     for where, raw in raw_records(source if name is None else _hub_dataset(name)):
         if limit is not None and len(records) >= limit:
             break
@@ -49,13 +48,12 @@ def read_records(
             records.append(parse_record(raw, str(len(records) + len(skipped))))
         except (InputError, RecursionError) as problem:
             skipped.append(reason_to_skip(record_error(problem, where, raw), skip_bad))
-            skipped_at.append(len(records))
     if name is None:
         name = Path(source).name if isinstance(source, (str, Path)) else "records"
     if not records:
         why = f" ({len(skipped)} skipped; the first: {skipped[0]})" if skipped else ""
         raise InputError(f"{name} holds no records{why}", expected="at least one", code="no_records")
-    return Records(tuple(records), name, tuple(skipped), tuple(skipped_at))
+    return Records(tuple(records), name, tuple(skipped))
 
 
 def reason_to_skip(error: InputError, skip_bad: bool) -> str:
@@ -73,8 +71,6 @@ def reason_to_skip(error: InputError, skip_bad: bool) -> str:
 
 def _hub_dataset(name: str) -> Iterator[Any]:
     repository, _, split = name.removeprefix(HUB).partition(":")
-    if not repository:
-        raise InputError(f"The dataset is {name!r}", expected="a name as in 'hf:azhx/counterfact:test'", code="no_name")
     try:
         import datasets  # type: ignore[import-not-found, unused-ignore]  # an optional dependency
 

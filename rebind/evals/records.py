@@ -85,7 +85,6 @@ class Records(Sequence[Record]):
     records: tuple[Record, ...]
     name: str = "records"
     skipped: tuple[str, ...] = ()
-    skipped_at: tuple[int, ...] = ()  # how many records precede each one that the reader skipped
 
     def __len__(self) -> int:
         return len(self.records)

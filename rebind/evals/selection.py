@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import zip_longest
 
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import comparable
@@ -24,7 +23,7 @@ def usable_records(
     """Return the records that fit into the model's context and can be written; others raise or are skipped.
 
     No record may contradict itself and, if records are written together, no two may contradict each other. With a
-    `limit`, records after the first `limit` usable ones are neither checked nor counted.
+    `limit`, records after the first `limit` usable ones are not checked.
     """
     targets: Targets = {}
 
@@ -75,12 +74,7 @@ def _select(records: Records, check: Callable[[Record], None], *, skip_bad: bool
             reasons.append(reason_to_skip(record_error(problem, f"record {record.id}", None), skip_bad))
     if not selected and reasons:
         raise InputError(f"No record can be used; the first: {reasons[0]}", code="no_usable_record")
-    skipped = records.skipped
-    if len(selected) == limit:  # what the reader skipped after the last of them does not count
-        checked = len(selected) + len(reasons)
-        places = zip_longest(skipped, records.skipped_at, fillvalue=0)
-        skipped = tuple(str(reason) for reason, at in places if int(at) < checked)
-    return Records(tuple(selected), records.name, (*skipped, *reasons))
+    return Records(tuple(selected), records.name, (*records.skipped, *reasons))
 
 
 def _require_one_target(record: Record, targets: Targets) -> None:

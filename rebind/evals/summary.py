@@ -16,7 +16,7 @@ from typing import Any
 from rebind.errors import InputError
 from rebind.evals.records import Record
 from rebind.evals.scores import SCORES, summarize
-from rebind.storage import Row, RunFolder, read_json_object
+from rebind.storage import Row, RunFolder, flatten, read_json_object
 
 DRIFT = {  # name → meaning
     "perplexity": "of text that no edit is about",
@@ -186,7 +186,7 @@ def _notes(configs: Sequence[dict[str, Any]]) -> list[str]:
 
     Settings in use (`used`) are compared only between runs of one method, because every method has its own.
     """
-    leaves = [_leaves(config) for config in configs]
+    leaves = [flatten(config) for config in configs]
     notes = []
     for name in sorted({name for leaf in leaves for name in leaf} - NOT_COMPARED):
         groups: dict[str, list[str]] = {}
@@ -196,11 +196,3 @@ def _notes(configs: Sequence[dict[str, Any]]) -> list[str]:
             if len(set(values)) > 1:
                 notes.append(f"The runs differ in {name} ({', '.join(f'{value:.40}' for value in values)}).")
     return notes
-
-
-def _leaves(value: Any, name: str = "") -> dict[str, Any]:
-    """Return the leaves of nested dicts by dotted names."""
-    if not isinstance(value, dict):
-        return {name: value}
-    parts = [_leaves(part, f"{name}.{key}".strip(".")) for key, part in value.items()]
-    return {path: leaf for part in parts for path, leaf in part.items()}

@@ -29,7 +29,7 @@ from rebind.storage.exports import add_to_export, check_replaceable, replace_fol
 from rebind.storage.jsonl import JsonLines, Row, append_at
 from rebind.storage.lock import lock
 from rebind.storage.problems import storage_errors
-from rebind.storage.run_folder import RunFolder, RunKind
+from rebind.storage.run_folder import RunFolder, RunKind, flatten
 
 __all__ = [
     "JsonLines",
@@ -43,6 +43,7 @@ __all__ = [
     "check_writable",
     "create_folder",
     "data_dir",
+    "flatten",
     "ledgers_dir",
     "lock",
     "make_folders",

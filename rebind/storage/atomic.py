@@ -74,9 +74,9 @@ def read_json_object(path: str | Path) -> dict[str, Any] | None:
 
 
 def make_folders(path: str | Path) -> None:
-    """Create a folder with its parents, and flush each new name to disk."""
+    """Create a folder with its parents."""
     with storage_errors(Path(path)):
-        _make_folders(Path(path))
+        Path(path).mkdir(parents=True, exist_ok=True)
 
 
 def path_inside(root: str | Path, name: str | PurePath) -> Path:
@@ -171,16 +171,8 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def _make_folders(path: Path) -> None:
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        with suppress(PermissionError):  # a parent may be writable without being readable
-            flush_to_disk(folder.parent)
-
-
 def _temporary_beside(path: Path) -> Path:
     """Return a name that no other writer uses, on the file system of `path`, in a folder without stale temporaries."""
-    _make_folders(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     remove_temporaries(path.parent, STALE_SECONDS)
     return path.with_name(f".rebind-{secrets.token_hex(6)}.tmp")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rebind.errors import InputError, StorageError
-from rebind.storage.atomic import flush_to_disk, make_folders, to_json
+from rebind.storage.atomic import to_json
 from rebind.storage.problems import storage_errors, symbolic_link_error
 
 Row = dict[str, Any]
@@ -26,20 +26,16 @@ class JsonLines:
         """Return all complete rows; none if the file does not exist."""
         return [row for row, _ in self._rows()]
 
-    def append(self, rows: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, sync: bool = True) -> None:
-        """Add one row or several in a single write, all or none; with `sync` they are on disk when this returns."""
+    def append(self, rows: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> None:
+        """Add one row or several in a single write, all or none; they are on disk when this returns."""
         rows = [rows] if isinstance(rows, Mapping) else rows
         data = "".join(f"{to_json(row)}\n" for row in rows).encode()
         with _open_for_writing(self.path, create=True) as handle:
-            _write_at(handle, _end_of_last_line(handle), data, sync)
+            _write_at(handle, _end_of_last_line(handle), data)
 
-    def truncate(self, keep: int | Callable[[Row], bool]) -> list[Row]:
-        """Keep the first `keep` rows, or those before the first row that `keep` rejects, and return them."""
+    def truncate(self, count: int) -> list[Row]:
+        """Keep the first `count` rows and return them."""
         rows = list(self._rows())
-        if callable(keep):
-            count = next((index for index, (row, _) in enumerate(rows) if not keep(row)), len(rows))
-        else:
-            count = keep
         if count > len(rows):
             raise InputError(
                 f"{self.path} has {len(rows)} rows",
@@ -49,7 +45,7 @@ class JsonLines:
             )
         if os.path.lexists(self.path):
             with _open_for_writing(self.path) as handle:
-                _write_at(handle, rows[count - 1][1] if count else 0, b"", True)
+                _write_at(handle, rows[count - 1][1] if count else 0, b"")
         return [row for row, _ in rows[:count]]
 
     def _rows(self) -> Iterator[tuple[Row, int]]:
@@ -86,7 +82,7 @@ def append_at(path: str | Path, offset: int, data: bytes) -> None:
                 advice="Restore the file from a copy",
                 code="file_too_short",
             )
-        _write_at(handle, offset, data, True)
+        _write_at(handle, offset, data)
 
 
 @contextmanager
@@ -96,27 +92,23 @@ def _open_for_writing(path: Path, *, create: bool = False) -> Iterator[int]:
     if path.is_symlink():  # not every system has O_NOFOLLOW
         raise symbolic_link_error(path)
     with storage_errors(path):
-        is_new = create and not path.exists()
-        if is_new:
-            make_folders(path.parent)
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, flags | (os.O_CREAT if create else 0), 0o666)
         try:
             yield handle
-            if is_new:
-                flush_to_disk(path.parent)
         finally:
             os.close(handle)
 
 
-def _write_at(handle: int, offset: int, data: bytes, sync: bool) -> None:
+def _write_at(handle: int, offset: int, data: bytes) -> None:
     try:
         os.ftruncate(handle, offset)
         os.lseek(handle, offset, os.SEEK_SET)
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(handle, rest) :]
-        if sync:
-            os.fsync(handle)
+        os.fsync(handle)
     except BaseException:
         with suppress(OSError):  # if this fails too, readers ignore the torn line
             os.ftruncate(handle, offset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -51,7 +51,7 @@ class RunFolder:
         """Start a run in a new or empty folder, or resume the run in it if its settings are the same.
 
         Args:
-            path: the folder; created if it is missing, and removed again if the body fails before writing anything.
+            path: the folder; created if it is missing. A run that stored nothing but its settings counts as missing.
             kind: what kind of run this is; a folder with a run of another kind is refused.
             config: the settings, stored in config.json together with the kind.
             ignore: dotted names of settings that may differ when the run is resumed, such as "versions.torch".
@@ -63,7 +63,6 @@ class RunFolder:
         """
         path = Path(path)
         wanted: dict[str, Any] = json.loads(to_json(config))
-        is_new = not path.exists()
         with storage_errors(path):
             _stored_config(path, kind)  # a folder with other things in it does not even get a lock file
         make_folders(path)
@@ -76,16 +75,11 @@ class RunFolder:
                     raise _other_settings(path, differences)
                 stored = None
             run = cls(path, stored or wanted, resumed=stored is not None)
-            try:
-                if not run.resumed:
-                    for rows in path.glob("*.jsonl"):
-                        rows.unlink()
-                    write_json(path / CONFIG, {"kind": kind, **wanted})
-                yield run
-            except BaseException:
-                if not run.resumed:
-                    _remove_if_bare(path, is_new)
-                raise
+            if not run.resumed:
+                for rows in path.glob("*.jsonl"):
+                    rows.unlink()
+                write_json(path / CONFIG, {"kind": kind, **wanted})
+            yield run
 
     @staticmethod
     def read_config(path: str | Path, kind: RunKind) -> dict[str, Any]:
@@ -118,13 +112,14 @@ def _stored_config(path: Path, kind: RunKind) -> dict[str, Any] | None:
     """Return the settings of the run in a folder; None if a run can start there; raise if it holds other things."""
     if not path.exists():
         return None
-    if path.is_dir() and all(entry.name == LOCK or TEMPORARY.fullmatch(entry.name) for entry in path.iterdir()):
-        return None
-    return RunFolder.read_config(path, kind)
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
+    others = [name for name in names if name != LOCK and not TEMPORARY.fullmatch(name)]
+    config = RunFolder.read_config(path, kind) if others else None
+    return None if others == [CONFIG] else config  # a run that stored nothing yet may start over
 
 
 def _other_settings(path: Path, differences: Mapping[str, tuple[Any, Any]]) -> InputError:
-    changes = ", ".join(f"{name} (was {_short(old)}, now {_short(new)})" for name, (old, new) in differences.items())
+    changes = ", ".join(f"{name} (was {old!s:.32}, now {new!s:.32})" for name, (old, new) in differences.items())
     return InputError(
         f"{path} holds a run with other settings: {changes}",
         advice="Use the same settings to resume that run, or choose another folder for {out}",
@@ -134,31 +129,22 @@ def _other_settings(path: Path, differences: Mapping[str, tuple[Any, Any]]) -> I
 
 
 def _differences(
-    stored: Mapping[str, Any], config: Mapping[str, Any], ignore: Collection[str], prefix: str = ""
+    stored: Mapping[str, Any], config: Mapping[str, Any], ignore: Collection[str]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the old and the new value of every setting that differs, by dotted name."""
-    differences: dict[str, tuple[Any, Any]] = {}
-    for key in dict.fromkeys([*stored, *config]):
-        name, old, new = f"{prefix}{key}", stored.get(key), config.get(key)
-        if name in ignore:
-            continue
-        if isinstance(old, dict) and isinstance(new, dict):
-            differences |= _differences(old, new, ignore, f"{name}.")
-        elif old != new:
-            differences[name] = (old, new)
-    return differences
+    old, new = flatten(stored, ignore), flatten(config, ignore)
+    return {name: (old.get(name), new.get(name)) for name in old | new if old.get(name) != new.get(name)}
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 32 else f"{text[:31]}…"
+def flatten(config: Mapping[str, Any], ignore: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return settings in nested dictionaries by dotted names, except those in `ignore`.
 
-
-def _remove_if_bare(path: Path, is_new: bool) -> None:
-    """Remove the traces of a run that failed before it wrote anything."""
-    with suppress(OSError):
-        if {entry.name for entry in path.iterdir()} <= {CONFIG, LOCK}:
-            (path / CONFIG).unlink(missing_ok=True)
-            (path / LOCK).unlink(missing_ok=True)
-            if is_new:
-                path.rmdir()
+    >>> flatten({"seed": 0, "model": {"name": "x", "dtype": "y"}}, ignore=["model.dtype"])
+    {'seed': 0, 'model.name': 'x'}
+    """
+    settings: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if name not in ignore:
+            settings |= flatten(value, ignore, f"{name}.") if isinstance(value, dict) else {name: value}
+    return settings

@@ -314,9 +314,6 @@ def test_datasets_of_the_hub(monkeypatch):
     with pytest.raises(InputError) as caught:
         read_records("hf:gone/away")
     assert caught.value.code == "dataset_unavailable"
-    with pytest.raises(InputError) as caught:
-        read_records("hf:")
-    assert caught.value.code == "no_name"
 
 
 def test_without_the_datasets_package_it_says_what_to_install(monkeypatch):

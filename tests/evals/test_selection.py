@@ -38,14 +38,14 @@ def test_records_that_do_not_fit_are_named_or_skipped(editor):
     assert caught.value.code == "no_usable_record"
 
 
-def test_records_after_the_limit_are_not_counted(editor):
+def test_records_after_the_limit_are_not_checked(editor):
     again = {**RAW[0], "id": "again", "target": "Madrid"}
     broken = {"prompt": "no subject", "target": "x"}
     raw = [broken, RAW[0], LONG, again, broken, RAW[2], broken, RAW[3], LONG]
     records = read_records(raw, skip_bad=True)
     usable = usable_records(editor, records, BATCH, skip_bad=True, limit=2)
     assert [record.fact.target for record in usable] == ["Rome", "Spain"]
-    assert len(usable.skipped) == 4
+    assert len(usable.skipped) == 5, "three that cannot be read, and two before the limit"
     for limit in (None, 9):
         usable = usable_records(editor, records, BATCH, skip_bad=True, limit=limit)
         assert (len(usable), len(usable.skipped)) == (3, 6), "all of them"

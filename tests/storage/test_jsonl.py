@@ -20,7 +20,7 @@ def rows(tmp_path):
 def test_rows_come_back_in_order(rows):
     assert rows.read() == []
     rows.append({"text": "é\n"})
-    rows.append([{"n": 1}, {"n": [2.5, None]}], sync=False)
+    rows.append([{"n": 1}, {"n": [2.5, None]}])
     rows.append([])
     assert rows.read() == [{"text": "é\n"}, {"n": 1}, {"n": [2.5, None]}]
     assert rows.path.read_text(encoding="utf-8").count("\n") == 3
@@ -57,12 +57,10 @@ def test_a_damaged_line_is_reported(rows, line):
     assert "Line 2" in caught.value.problem
 
 
-def test_rows_are_cut_by_number_or_by_content(rows):
+def test_rows_are_cut_by_number(rows):
     assert rows.truncate(0) == []
     assert not rows.path.exists()
     rows.append([{"n": n} for n in range(6)])
-    assert rows.truncate(lambda row: row["n"] < 4) == rows.read() == [{"n": n} for n in range(4)]
-    assert rows.truncate(lambda row: row["n"] != 2) == [{"n": 0}, {"n": 1}]
     assert rows.truncate(1) == rows.read() == [{"n": 0}]
     with pytest.raises(InputError) as caught:
         rows.truncate(2)
@@ -83,7 +81,7 @@ def test_rows_survive_a_kill(rows):
 rows = JsonLines(folder / "rows.jsonl")
 start = len(rows.read())
 while True:
-    rows.append([{"n": start + n, "text": "x" * 5000} for n in range(3)], sync=False)
+    rows.append([{"n": start + n, "text": "x" * 5000} for n in range(3)])
     start += 3
     print(start, flush=True)
 """
