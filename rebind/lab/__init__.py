@@ -14,16 +14,8 @@ To add an experiment, write a subclass of `Experiment` in a module of its own an
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from rebind.lab.catalogue import EXPERIMENTS, get_experiment
+from rebind.lab.experiment import Claim, Experiment, Table
+from rebind.lab.run import ExperimentResult, run_experiment
 
 __all__ = ["EXPERIMENTS", "Claim", "Experiment", "ExperimentResult", "Table", "get_experiment", "run_experiment"]
-
-HOMES = {"EXPERIMENTS": "catalogue", "get_experiment": "catalogue", "ExperimentResult": "run", "run_experiment": "run"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import the experiments when they are first used."""
-    if name not in __all__:
-        raise AttributeError(f"module 'rebind.lab' has no attribute {name!r}")
-    return getattr(import_module(f"rebind.lab.{HOMES.get(name, 'experiment')}"), name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from statistics import fmean
 from typing import Any, Self
 
@@ -40,6 +39,7 @@ RULES = {
 }
 LOOKS: dict[str, dict[str, Any]] = {"recursive": style.CROSS, "equality": {"marker": "D"}}
 FLOOR = 1e-6  # smaller errors are drawn here
+WINDOW = 128  # tokens that a language model sees together
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,12 @@ class ClosedForm(Experiment):
 
 
 @cache
-def mlp_keys(model: str, layer: int, device: torch.device, window: int = 128) -> Tensor:
-    """Return the inputs [n, d_k] of one layer's MLP down projection at every token of a text.
+def mlp_keys(model: str, layer: int, device: torch.device) -> Tensor:
+    """Return the inputs [n, d_k] of one layer's MLP down projection at every token of a text, in windows.
 
     The first key of each window is left out: it is an outlier, and always the same.
     """
+    from rebind.evals.drift import BUNDLED_TEXT
     from rebind.models.language_model import LanguageModel
     from rebind.models.sites import module_at
     from rebind.models.trunk import Tokens
@@ -252,10 +253,9 @@ def mlp_keys(model: str, layer: int, device: torch.device, window: int = 128) ->
             expected=f"a layer from 0 to {len(sites) - 1}",
             code="no_such_layer",
         )
-    text = files("rebind.evals").joinpath("data/held.txt").read_text(encoding="utf-8")
-    ids = torch.tensor(language_model.tokenizer(text, add_special_tokens=False).input_ids, device=device)
-    ids = ids[: len(ids) // window * window].reshape(-1, window)
-    mask = torch.ones_like(ids)
+    text = BUNDLED_TEXT.read_text(encoding="utf-8")
+    ids = language_model.tokenizer(text, add_special_tokens=False).input_ids
+    windows = [ids[end - WINDOW : end] for end in range(WINDOW, len(ids) + 1, WINDOW)]
     module = module_at(language_model.model, sites[layer].name)
-    (keys,) = language_model.trunk.inputs([module], Tokens(ids, mask, mask.cumsum(-1) - 1))
+    (keys,) = language_model.trunk.inputs([module], Tokens.left_padded(windows, device))
     return keys[:, 1:].flatten(0, 1).double()

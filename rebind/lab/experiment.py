@@ -7,6 +7,7 @@ settings and on its points, so that a run that was killed and resumed ends with 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -126,8 +127,8 @@ def _parse(name: str, text: str, default: Any, least: int) -> Any:
     try:
         value = type(default)(text)
     except ValueError:
-        raise _invalid(name, text, kind) from None
-    if not least <= value < float("inf"):
+        value = math.nan
+    if not least <= value < math.inf:
         raise _invalid(name, text, kind)
     return value
 

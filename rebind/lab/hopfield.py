@@ -259,7 +259,7 @@ class Hopfield(Experiment):
         loads = [BREAKDOWN * step / 80 for step in range(1, 80)]
         style.draw_theory(axes, loads, [mean_field_error(load) for load in loads], "N → ∞")
         axes.axvline(BREAKDOWN, color=plotting.EDGE, lw=1)
-        style.note(axes, "0.138", (BREAKDOWN, 0.97), coordinates=("data", "axes fraction"), va="top")
+        style.note(axes, "0.138", (BREAKDOWN, 0.97), xycoords=("data", "axes fraction"), va="top")
         plotting.legend(axes, loc="upper left")
 
     def _draw_ends(self, axes: style.Axes, rows: Sequence[Row]) -> None:

@@ -59,7 +59,7 @@ class ModelStack:
         with torch.cuda.stream(self.stream):
             self._mean, self._square = torch.zeros_like(self.theta), torch.zeros_like(self.theta)
             self._count = torch.zeros((), device=device)  # of steps; on the device, so that a step can be recorded
-        self._recordings: dict[tuple[torch.Size, ...], tuple[Lesson, Callable[[], None]]] = {}
+        self._recordings: dict[tuple[torch.Size, ...], tuple[Lesson, torch.cuda.CUDAGraph]] = {}
 
     def __len__(self) -> int:
         return len(self.theta)
@@ -78,23 +78,16 @@ class ModelStack:
         if shapes not in self._recordings:
             inputs = tuple(tensor.clone() for tensor in lesson)
             self._step(inputs)  # compiles kernels, which cannot be done while recording
-            self._recordings[shapes] = inputs, self._record(inputs)
+            graph = torch.cuda.CUDAGraph()
+            # Graphs recorded on one stream share a workspace of cuBLAS, which stacks that train together must not.
+            with torch.cuda.graph(graph, stream=self.stream):
+                self._step(inputs)
+            self._recordings[shapes] = inputs, graph
             return
-        inputs, replay = self._recordings[shapes]
+        inputs, graph = self._recordings[shapes]
         for static, tensor in zip(inputs, lesson, strict=True):
             static.copy_(tensor)
-        replay()
-
-    def _record(self, inputs: Lesson) -> Callable[[], None]:
-        """Record a step, and return its replay.
-
-        Graphs recorded on the same stream share a workspace of cuBLAS, so stacks that train at the same time must
-        record on streams of their own.
-        """
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            self._step(inputs)
-        return graph.replay
+        graph.replay()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Continue with these models alone."""

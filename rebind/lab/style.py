@@ -49,21 +49,12 @@ def draw_theory(axes: Axes, x: Sequence[float], y: Sequence[float], label: str |
     axes.plot(x, y, color=INK, label=label, lw=1.1, ls=DASHES, alpha=0.8, zorder=5)
 
 
-def note(
-    axes: Axes,
-    text: str,
-    at: tuple[float, float],
-    offset: tuple[float, float] = (4, 0),
-    *,
-    coordinates: tuple[str, str] = ("data", "data"),
-    **look: Any,
-) -> None:
+def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float] = (4, 0), **look: Any) -> None:
     """Write a remark beside a place; `offset` is in typographic points."""
-    look = {"fontsize": 8.5, "color": SOFT, **look}
-    axes.annotate(text, at, xycoords=coordinates, xytext=offset, textcoords="offset points", **look)
+    axes.annotate(text, at, xytext=offset, textcoords="offset points", **{"fontsize": 8.5, "color": SOFT, **look})
 
 
 def mark_level(axes: Axes, y: float, text: str) -> None:
     """Draw a thin horizontal line with a name."""
     axes.axhline(y, color=EDGE, lw=1)
-    note(axes, text, (0.01, y), (0, 3), coordinates=("axes fraction", "data"))
+    note(axes, text, (0.01, y), (0, 3), xycoords=("axes fraction", "data"))

@@ -34,6 +34,18 @@ def stacked(settings, rule, width):
     return models, parameters, tuple(torch.stack(parts) for parts in zip(*lessons, strict=True))
 
 
+def all_logits(model, tokens):
+    """Return the logits [B, T, vocabulary] of one model, layer by layer."""
+    x = model.embed(tokens)
+    for norm, mix in zip(model.norms, model.mixers, strict=True):
+        x = x + mix(norm(x))[0]
+    return model.norm(x) @ model.embed.weight.mT
+
+
+def at_places(logits, places):
+    return logits.gather(1, places.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+
+
 class TestTask:
     @pytest.mark.parametrize(("length", "pairs"), [(16, 4), (64, 4), (65, 16)])
     def test_every_key_occurs_again_with_its_value(self, length, pairs):
@@ -81,12 +93,11 @@ class TestStack:
     @pytest.mark.parametrize("rule", [rule for rule in NORMALIZERS if rule != SOFTMAX])
     def test_it_is_many_models_of_layers(self, rule):
         models, parameters, (tokens, places, answers) = stacked(SMALL, rule, 16)
-        logits = RecallerStack(rule, 2, 2).logits(parameters, tokens, places)
+        logits = RecallerStack(SMALL, rule).logits(parameters, tokens, places)
         for row, model in enumerate(models):
-            every = model(tokens[row])
-            expected = every.gather(1, places[row].unsqueeze(-1).expand(-1, -1, SMALL.vocabulary))
+            expected = at_places(all_logits(model, tokens[row]), places[row])
             torch.testing.assert_close(logits[row], expected, atol=2e-6, rtol=1e-4)
-        losses = RecallerStack(rule, 2, 2).loss(parameters, (tokens, places, answers))
+        losses = RecallerStack(SMALL, rule).loss(parameters, (tokens, places, answers))
         expected = torch.nn.functional.cross_entropy(logits[1].flatten(0, 1), answers[1].flatten())
         torch.testing.assert_close(losses[1], expected)
 
@@ -101,8 +112,8 @@ class TestStack:
         scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(32, 32).triu(1).bool(), float("-inf"))
         x = x + mix.o_proj(mix.norm(scores.softmax(-1) @ v))
         every = model.norm(x) @ model.embed.weight.mT
-        expected = every.gather(1, places[0].unsqueeze(-1).expand(-1, -1, settings.vocabulary))
-        logits = RecallerStack(SOFTMAX, 1, 1).logits(parameters, tokens, places)
+        expected = at_places(every, places[0])
+        logits = RecallerStack(settings, SOFTMAX).logits(parameters, tokens, places)
         torch.testing.assert_close(logits[0], expected, atol=2e-6, rtol=1e-4)
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -112,7 +123,7 @@ class TestStack:
         results = []
         for device in ("cpu", "cuda"):
             there = {name: tensor.detach().to(device).requires_grad_() for name, tensor in parameters.items()}
-            losses = RecallerStack(rule, 2, 2).loss(there, tuple(part.to(device) for part in lesson))
+            losses = RecallerStack(SMALL, rule).loss(there, tuple(part.to(device) for part in lesson))
             results.append([losses, *torch.autograd.grad(losses.sum(), list(there.values()))])
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other.cpu(), atol=1e-4, rtol=1e-3)

@@ -1,4 +1,4 @@
-"""Small models of `rebind.nn` layers for multi-query recall: `Recaller` is one model, `RecallerStack` many at once."""
+"""Small models of `rebind.nn` layers for multi-query recall, many of them computed at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rebind.lab.mqar.task import NORMALIZERS, SOFTMAX
+from rebind.lab.mqar.task import NORMALIZERS, SOFTMAX, Recall
 from rebind.lab.stacks import Lesson, Parameters
 from rebind.memory import get_rule
 from rebind.nn.layers.fast_weight import FastWeight
@@ -17,34 +17,29 @@ from rebind.ops import scan_rule, short_convolution
 
 
 class Recaller(nn.Module):
-    """Embeddings, layers x + mix(norm(x)), and the embeddings again as the output layer. No MLPs, no positions."""
+    """The parameters of one model: embeddings, which are the output layer too, and layers x + mix(norm(x)).
 
-    def __init__(self, rule: str, width: int, vocabulary: int, layers: int, heads: int, conv_size: int) -> None:
+    There are no MLPs and no positions.
+    """
+
+    def __init__(self, settings: Recall, rule: str, width: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
+        self.embed = nn.Embedding(settings.vocabulary, width)
         nn.init.normal_(self.embed.weight, std=width**-0.5)
-        self.norms = nn.ModuleList(RMSNorm(width) for _ in range(layers))
-        layer_rule = "sum" if rule == SOFTMAX else rule
+        self.norms = nn.ModuleList(RMSNorm(width) for _ in range(settings.layers))
+        layer_rule, normalizer = "sum" if rule == SOFTMAX else rule, NORMALIZERS[rule]
         self.mixers = nn.ModuleList(
-            FastWeight(width, heads, rule=layer_rule, normalizer=NORMALIZERS[rule], conv_size=conv_size)
-            for _ in range(layers)
+            FastWeight(width, settings.heads, rule=layer_rule, normalizer=normalizer, conv_size=settings.conv)
+            for _ in range(settings.layers)
         )
         self.norm = RMSNorm(width)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits [B, T, vocabulary]."""
-        x = self.embed(tokens)
-        for norm, mix in zip(self.norms, self.mixers, strict=True):
-            x = x + mix(norm(x))[0]
-        out: Tensor = self.norm(x) @ self.embed.weight.mT
-        return out
-
 
 class RecallerStack:
-    """What a `Recaller` computes, for many models at once: parameters are [models, ...], tokens [models, B, T]."""
+    """What `Recaller`s compute, many of them at once: parameters are [models, ...], tokens [models, B, T]."""
 
-    def __init__(self, rule: str, layers: int, heads: int) -> None:
-        self.rule, self.layers, self.heads = rule, layers, heads
+    def __init__(self, settings: Recall, rule: str) -> None:
+        self.rule, self.layers, self.heads = rule, settings.layers, settings.heads
 
     def loss(self, p: Parameters, lesson: Lesson) -> Tensor:
         """Return the mean cross-entropy of each model's answers: [models]."""

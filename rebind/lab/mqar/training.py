@@ -34,7 +34,7 @@ def new_recaller(settings: Recall, rule: str, width: int, seed: int = 0) -> Reca
     """Return an untrained model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Recaller(rule, width, settings.vocabulary, settings.layers, settings.heads, settings.conv)
+        return Recaller(settings, rule, width)
 
 
 def state_size(settings: Recall, rule: str, width: int) -> int:
@@ -51,7 +51,7 @@ class RecallTraining(StackTraining):
     def __init__(self, settings: Recall, points: dict[int, Point], device: torch.device) -> None:
         rule, width = points[0]["rule"], points[0]["width"]
         self.settings, self.device = settings, device
-        self.models = RecallerStack(rule, settings.layers, settings.heads)
+        self.models = RecallerStack(settings, rule)
         recallers = [new_recaller(settings, rule, width, point["seed"]) for point in points.values()]
         stack = ModelStack(
             [dict(recaller.named_parameters()) for recaller in recallers],

@@ -118,7 +118,7 @@ class Capacity(Retrieval):
             largest = select(some, size=self.sizes[-1])
             style.draw(learning, learning_curve(largest, "losses", self.every), color, ms=1.5)
         loss.axhline(SOLVED, color=plotting.EDGE, lw=1)
-        style.note(loss, "solved", (0.99, SOLVED), (0, 1), coordinates=("axes fraction", "data"), ha="right")
+        style.note(loss, "solved", (0.99, SOLVED), (0, 1), xycoords=("axes fraction", "data"), ha="right")
         for axes in (loss, learning):
             axes.set_yscale("log")
         plotting.legend_below(figure, columns=4)
