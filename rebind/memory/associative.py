@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -141,11 +140,6 @@ class Memory:
 
     def save(self, path: str | Path) -> None:
         """Write the memory to a safetensors file, atomically."""
-        for part, registry in ((self.rule, Rule._known), (self.feature, Feature._known)):
-            if registry.get(part.name) is not type(part):
-                problem = f"Class {type(part).__name__} shares the name {part.name!r} with another class"
-                expected = "a name of its own, by which loading can find it"
-                raise InputError(problem, expected=expected, code="ambiguous_name")
         description = {
             "format": FORMAT,
             "rule": self.rule.name,
@@ -170,27 +164,17 @@ class Memory:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             if description["format"] != FORMAT:
                 raise ValueError(f"its format is {description['format']!r}")
-            return cls._rebuild(description, tensors)
+            sizes = description["d_k"], tensors["weights"].shape[0]
+            parts = (description[name] for name in ("rule", "feature", "normalize"))
+            memory = cls(*sizes, *parts, dtype=tensors["weights"].dtype, **description["options"])
+            for name in memory.feature.state:
+                setattr(memory.feature, name, tensors[f"feature.{name}"])
+            memory.weights, memory.rows = tensors["weights"], int(description["rows"])
+            require_width("weights", memory.weights, memory.feature.width, f"feature map {memory.feature!r}")
+            return memory
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as problem:
             reason = f"File {path} does not hold a memory: {problem}"
             raise InputError(reason, expected="a file that Memory.save wrote", code="not_a_memory_file") from None
-
-    @classmethod
-    def _rebuild(cls, description: dict[str, Any], tensors: dict[str, Tensor]) -> Memory:
-        weights = tensors["weights"]
-        require_tensors(2, weights=weights)
-        require_finite(weights=weights)
-        rule, feature, normalize = (description[name] for name in ("rule", "feature", "normalize"))
-        sizes = description["d_k"], weights.shape[0]
-        memory = cls(*sizes, rule, feature, normalize, dtype=weights.dtype, **description["options"])
-        require_width("weights", weights, memory.feature.width, f"feature map {memory.feature!r}")
-        for name, drawn in memory.feature.state.items():
-            saved = tensors[f"feature.{name}"]
-            if saved.shape != drawn.shape:
-                raise ValueError(f"{name} has shape {list(saved.shape)}, not {list(drawn.shape)}")
-            setattr(memory.feature, name, saved)
-        memory.weights, memory.rows = weights, int(description["rows"])
-        return memory
 
     def _phi(self, keys: Tensor, *, queries: bool = False) -> Tensor:
         """Return keys as they meet the matrix. Queries may have any leading shape, and their features may be zero."""

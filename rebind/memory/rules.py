@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,16 +40,6 @@ class Coefficients:
     decay: Gate  # α: how much of the memory is retained
     erase: Gate  # ε: how much of what k reads is removed
     write: Gate  # η: how much of v is written at k
-
-
-class GateValues:
-    """The gates of a rule as attributes. (torch.compile cannot trace a SimpleNamespace.)"""
-
-    def __init__(self, values: dict[str, Gate]) -> None:
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        return self._values[name]
 
 
 class Rule(ABC):
@@ -83,7 +73,7 @@ class Rule(ABC):
 
     def unchecked_coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
         """Return `coefficients` for keys and gates that are known to be right, such as those a layer computes."""
-        return self._coefficients(k, GateValues({**self.gates, **gates}))
+        return self._coefficients(k, {**self.gates, **gates})
 
     def write(self, k: Tensor, v: Tensor, **gates: Gate) -> Write:
         """Return the one-row write of each key [..., d_k] and value [..., d_v]: a batch of writes."""
@@ -112,14 +102,14 @@ class Rule(ABC):
         memory, previous, k, v = (tensor.to(dtype) for tensor in (memory, previous, k, v))
         for name, gate in gates.items():
             self._check_gate(k, name, gate)
-        return self._objective(memory, previous, k, v, GateValues({**self.gates, **gates})).to(out)
+        return self._objective(memory, previous, k, v, {**self.gates, **gates}).to(out)
 
     @abstractmethod
-    def _coefficients(self, k: Tensor, gate: GateValues) -> Coefficients: ...
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients: ...
 
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: GateValues) -> Tensor:
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gates: dict[str, Gate]) -> Tensor:
         """Return ‖S − αS′‖² − 2η ⟨S k, e⟩, where e is v, less what αS′ answers to k if the rule reads it."""
-        coefficients = self._coefficients(k, gate)
+        coefficients = self._coefficients(k, gates)
         decay = coefficients.decay
         retained = (decay[..., None, None] if isinstance(decay, Tensor) else decay) * previous
         error = v - _read(retained, k) if self.reads else v
@@ -153,7 +143,7 @@ class Sum(Rule):
     gates: ClassVar[dict[str, float]] = {}
     reads = False
 
-    def _coefficients(self, k: Tensor, gate: GateValues) -> Coefficients:
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
         return Coefficients(decay=1.0, erase=0.0, write=1.0)
 
 
@@ -165,8 +155,8 @@ class Rfa(Rule):
     largest: ClassVar[dict[str, float]] = {"beta": 1.0}
     reads = False
 
-    def _coefficients(self, k: Tensor, gate: GateValues) -> Coefficients:
-        return Coefficients(decay=1 - gate.beta, erase=0.0, write=gate.beta)
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
+        return Coefficients(decay=1 - gates["beta"], erase=0.0, write=gates["beta"])
 
 
 class Mamba2(Rule):
@@ -177,8 +167,8 @@ class Mamba2(Rule):
     reads = False
     decay = "alpha"
 
-    def _coefficients(self, k: Tensor, gate: GateValues) -> Coefficients:
-        return Coefficients(decay=gate.alpha, erase=0.0, write=gate.dt)
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
+        return Coefficients(decay=gates["alpha"], erase=0.0, write=gates["dt"])
 
 
 class Delta(Rule):
@@ -188,8 +178,8 @@ class Delta(Rule):
     gates: ClassVar[dict[str, float]] = {"beta": 1.0}
     reads = True
 
-    def _coefficients(self, k: Tensor, gate: GateValues) -> Coefficients:
-        return Coefficients(decay=1.0, erase=gate.beta, write=gate.beta)
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
+        return Coefficients(decay=1.0, erase=gates["beta"], write=gates["beta"])
 
 
 class Longhorn(Rule):
@@ -203,13 +193,13 @@ class Longhorn(Rule):
     gates: ClassVar[dict[str, float]] = {"beta": 1.0}
     reads = True
 
-    def _coefficients(self, k: Tensor, gate: GateValues) -> Coefficients:
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
         energy = k.to(working_dtype(k)).square().sum(-1)
-        rate = gate.beta / (1 + gate.beta * energy)
+        rate = gates["beta"] / (1 + gates["beta"] * energy)
         return Coefficients(decay=1.0, erase=rate, write=rate)
 
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gate: GateValues) -> Tensor:
-        return _distance(memory, previous) + gate.beta * (_read(memory, k) - v).square().sum(-1)
+    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gates: dict[str, Gate]) -> Tensor:
+        return _distance(memory, previous) + gates["beta"] * (_read(memory, k) - v).square().sum(-1)
 
 
 class GatedDelta(Rule):
@@ -220,8 +210,8 @@ class GatedDelta(Rule):
     reads = True
     decay = "alpha"
 
-    def _coefficients(self, k: Tensor, gate: GateValues) -> Coefficients:
-        return Coefficients(decay=gate.alpha, erase=gate.beta, write=gate.beta)
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
+        return Coefficients(decay=gates["alpha"], erase=gates["beta"], write=gates["beta"])
 
 
 def get_rule(name: str | Rule) -> Rule:

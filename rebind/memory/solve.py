@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -73,14 +73,11 @@ class Cholesky:
         self._check(right)
         wide = right.to(self.lower.dtype)
         half = torch.linalg.solve_triangular(self.lower, wide, upper=False)
-        value = self.unwhiten(half)
-        return Solution(
-            value.to(right.dtype),
-            method="cholesky",
-            order=self.width,
-            jitter=self.jitter,
-            _residual=lambda: relative_residual(self.matrix @ value, wide),
-        )
+        return _solution(self, self.unwhiten(half), right, "cholesky", self.width)
+
+    def multiply(self, columns: Tensor) -> Tensor:
+        """Return A columns."""
+        return self.matrix @ columns
 
     def whiten(self, rows: Tensor) -> Tensor:
         """Return L⁻¹ rowsᵀ, [..., d, n]: half a solve. Inner products of its columns are those under A⁻¹."""
@@ -133,26 +130,14 @@ class Woodbury:
         """
         self.base._check(right)
         wide = right.to(self.half.dtype)
-        value = self._refine(self._solve(wide), wide)
-        return Solution(
-            value.to(right.dtype),
-            method="woodbury",
-            order=self.rows.shape[-2],
-            jitter=self.jitter,
-            _residual=lambda: relative_residual(self.multiply(value), wide),
-        )
+        return _solution(self, self._refine(self._solve(wide), wide), right, "woodbury", self.rows.shape[-2])
 
     def gain(self) -> Solution:
         """Return K (A + KᵀK)⁻¹ = (I + K A⁻¹ Kᵀ)⁻¹ K A⁻¹, [..., n, d]: the push-through form, shorter still."""
-        value = torch.cholesky_solve(self.base.unwhiten(self.half).mT, self.inner.lower)
-        value = self._refine(value.mT, self.rows.to(value.dtype).mT).mT
-        return Solution(
-            value.to(self.rows.dtype),
-            method="dual",
-            order=self.rows.shape[-2],
-            jitter=self.jitter,
-            _residual=lambda: relative_residual(self.multiply(value.mT), self.rows.to(value.dtype).mT),
-        )
+        value = torch.cholesky_solve(self.base.unwhiten(self.half).mT, self.inner.lower).mT
+        right = self.rows.mT
+        solution = _solution(self, self._refine(value, right.to(value.dtype)), right, "dual", right.shape[-1])
+        return replace(solution, value=solution.value.mT)
 
     def multiply(self, columns: Tensor) -> Tensor:
         """Return (A + KᵀK) columns, without forming the sum."""
@@ -189,6 +174,17 @@ class Woodbury:
             message = f"Woodbury on an ill-conditioned matrix left a relative residual of {float(residual.max()):.1e}"
             warnings.warn(f"{message}. Factor the whole sum instead (form='primal').", NumericalWarning, stacklevel=3)
         return value
+
+
+def _solution(system: Cholesky | Woodbury, value: Tensor, right: Tensor, method: str, order: int) -> Solution:
+    """Return the value that solves `system · value = right`, in the dtype of `right`."""
+    return Solution(
+        value.to(right.dtype),
+        method,
+        order,
+        system.jitter,
+        lambda: relative_residual(system.multiply(value), right.to(value.dtype)),
+    )
 
 
 def factor(matrix: Tensor, what: str = "matrix") -> Cholesky:

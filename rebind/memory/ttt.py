@@ -120,14 +120,6 @@ def squared_error(prediction: Tensor, value: Tensor) -> Tensor:
     return (prediction - value).square().sum()
 
 
-def learned_rate(x: Tensor, theta: Tensor, base: float) -> Tensor:
-    """Return η = base · σ(θ·x) for inputs [..., d]: one rate per token, between 0 and `base`."""
-    require_tensors(1, x=x, theta=theta)
-    require_width("theta", theta, x.shape[-1], "this input")
-    dtype = working_dtype(x, theta)
-    return (base * torch.sigmoid(x.to(dtype) @ theta.to(dtype))).to(common_dtype(x, theta))
-
-
 @dataclass(frozen=True)
 class TttOutput:
     """The outputs of a run, and the state after its last token."""

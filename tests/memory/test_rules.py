@@ -125,7 +125,7 @@ def test_a_new_rule_is_one_class():
     class Half(type(get_rule("sum"))):
         name = "half"
 
-        def _coefficients(self, k, gate):
+        def _coefficients(self, k, gates):
             return Coefficients(decay=1.0, erase=0.0, write=0.5)
 
     try:

@@ -74,18 +74,6 @@ def test_a_run_continues_from_its_state():
     assert_close(torch.cat([first.out, second.out]), whole.out)
 
 
-def test_a_learned_rate_lies_between_zero_and_its_base():
-    draw = Draw(5)
-    x, theta = draw.normal(9, 4), draw.normal(4)
-    rate = ttt.learned_rate(x, theta, 0.5)
-    assert_close(rate, 0.5 / (1 + torch.exp(-(x @ theta))))
-    assert torch.autograd.gradcheck(
-        lambda x, t: ttt.learned_rate(x, t, 0.5), (x.requires_grad_(), theta.requires_grad_())
-    )
-    with raises(ShapeError, "wrong_width"):
-        ttt.learned_rate(x, draw.normal(3), 0.5)
-
-
 def test_another_inner_loss():
     """⟨−f(k), v⟩ instead of the squared error makes online training the plain sum."""
     draw = Draw(6)
@@ -134,9 +122,6 @@ def test_dtypes(dtype):
     once = (1 if dtype.itemsize == 2 else 32) * torch.finfo(dtype).eps
     assert_close(trained.out, exact.out, once)
     assert_close(trained.state[0], exact.state[0], once)
-    rate = ttt.learned_rate(q, k[0], 0.5)
-    assert rate.dtype == dtype
-    assert_close(rate, ttt.learned_rate(q.double(), k[0].double(), 0.5), once)
     wide = ttt.Linear().write(k, v, 0.3).gain
     assert_close(wide, 0.6 * k.double(), once)
 

@@ -35,10 +35,10 @@ class Halfway(Rule):
     gates = {"alpha": 1.0, "beta": 1.0}  # noqa: RUF012
     reads = True
 
-    def _coefficients(self, k, gate):
-        return Coefficients((1 + gate.alpha) / 2, gate.beta, gate.beta)
+    def _coefficients(self, k, gates):
+        return Coefficients((1 + gates["alpha"]) / 2, gates["beta"], gates["beta"])
 
-    def _objective(self, memory, previous, k, v, gate):
+    def _objective(self, memory, previous, k, v, gates):
         raise NotImplementedError
 
 
