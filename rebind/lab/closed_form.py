@@ -137,10 +137,7 @@ class ClosedForm(Experiment):
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
         """Yield claims about the loads that were measured."""
-        errors = {
-            kind: {rule: curve(select(rows, keys=kind, rule=rule), "n", "error") for rule in RULES}
-            for kind in self.keys
-        }
+        errors = {kind: {rule: curve(rows, "n", "error", keys=kind, rule=rule) for rule in RULES} for kind in self.keys}
         if {"sphere", "correlated"} <= set(self.keys):
             yield from self._theory_claims(errors["sphere"], errors["correlated"])
             yield from self._order_claims(errors["sphere"], errors["correlated"])
@@ -215,7 +212,7 @@ class ClosedForm(Experiment):
             visible = [{**row, "error": max(row["error"], FLOOR)} for row in select(rows, keys=kind)]
             for rule, (label, color) in RULES.items():
                 look = LOOKS.get(rule, {})
-                style.draw(axes, curve(select(visible, rule=rule), "load", "error"), color, label, **look)
+                style.draw(axes, curve(visible, "load", "error", rule=rule), color, label, **look)
             if kind == "sphere":
                 self._draw_theory(axes)
             axes.axvline(1, color=plotting.EDGE, lw=1)

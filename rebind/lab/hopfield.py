@@ -161,7 +161,7 @@ class Hopfield(Experiment):
         yield Claim("one step is one attention pass", gap < 1e-12, f"largest difference {gap:.0e}")
 
     def _classical_claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
-        errors = {units: curve(select(rows, part="load", units=units), "load", "error") for units in self.units}
+        errors = {units: curve(rows, "load", "error", part="load", units=units) for units in self.units}
         largest = max(self.units)
         error = errors[largest]
         if min(error.x) <= 0.125 and max(error.x) >= 0.16:
@@ -180,7 +180,7 @@ class Hopfield(Experiment):
                 rises[largest] > rises[min(self.units)] + 0.03,
                 f"{measured_rises} more wrong bits at 0.16 than at 0.12",
             )
-        correlated = curve(select(rows, part="correlated"), "overlap", "error")
+        correlated = curve(rows, "overlap", "error", part="correlated")
         if correlated.has(0) and len(correlated.x) > 1:
             first, last = correlated.mean[0], correlated.mean[-1]
             yield Claim(
@@ -188,7 +188,7 @@ class Hopfield(Experiment):
                 first < 0.01 and last > 0.05,
                 f"wrong bits {first:.3f} → {last:.3f} from overlap 0 to {correlated.x[-1]:g}",
             )
-        pattern, mixture = (curve(select(rows, part="ends"), "load", end).mean for end in ("pattern", "mixture"))
+        pattern, mixture = (curve(rows, "load", end, part="ends").mean for end in ("pattern", "mixture"))
         yield Claim(
             "random starts end at patterns when few are stored, and elsewhere when many are",
             pattern[0] > 0.5 > 0.3 > pattern[-1],
@@ -198,7 +198,7 @@ class Hopfield(Experiment):
         yield Claim(statement, max(mixture) > 0.01, f"up to {max(mixture):.2f} of random starts")
 
     def _modern_claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
-        shares = {units: curve(select(rows, part="modern", units=units), "rate", "one") for units in self.modern}
+        shares = {units: curve(rows, "rate", "one", part="modern", units=units) for units in self.modern}
         widest = max(self.modern)
         if shares[widest].has(0.125):
             eighth = {units: share.at(0.125) for units, share in shares.items()}
@@ -209,7 +209,7 @@ class Hopfield(Experiment):
             statement = "and far beyond what a classical one of its size stores"
             measured = f"N = {widest}: {share:.2f} of {patterns:,} patterns, classical {BREAKDOWN * widest:.1f}"
             yield Claim(statement, share > 0.9, measured)
-        one, several = (curve(select(rows, part="beta"), "beta", steps) for steps in ("one", "several"))
+        one, several = (curve(rows, "beta", steps, part="beta") for steps in ("one", "several"))
         if len(one.x) > 1:
             first, last = one.mean[0], one.mean[-1]
             statement = "a small β averages the patterns, a large one picks one"
@@ -241,13 +241,13 @@ class Hopfield(Experiment):
         shades = cycle((plotting.CYAN, plotting.BLUE, plotting.VIOLET, plotting.PINK, plotting.AMBER))
         for units, color in zip(self.modern, shades, strict=False):
             label = f"N = {units}: up to {2 ** (max(self.rates) * units):,.0f} patterns"
-            style.draw(modern, curve(select(rows, part="modern", units=units), "rate", "one"), color, label)
+            style.draw(modern, curve(rows, "rate", "one", part="modern", units=units), color, label)
         modern.axvline(0.125, color=plotting.EDGE, lw=1)
         style.note(modern, "2^(N/8)", (0.125, 0.03))
         modern.set_ylim(0, 1.05)
         plotting.legend(modern, loc="lower left", bbox_to_anchor=(0.0, 0.1))
         for name, label, color in (("one", "one step", plotting.BLUE), ("several", f"{STEPS} steps", plotting.GREEN)):
-            style.draw(beta, curve(select(rows, part="beta"), "beta", name), color, label)
+            style.draw(beta, curve(rows, "beta", name, part="beta"), color, label)
         beta.set(xscale="log", yscale="log")
         plotting.legend(beta, loc="lower left")
         return figure
@@ -255,7 +255,7 @@ class Hopfield(Experiment):
     def _draw_load(self, axes: style.Axes, rows: Sequence[Row]) -> None:
         shades = ("#fca5a5", "#f87171", "#dc2626", "#991b1b", "#450a0a")
         for units, color in zip(self.units, cycle(shades[-len(self.units) :]), strict=False):
-            style.draw(axes, curve(select(rows, units=units), "load", "error"), color, f"N = {units}")
+            style.draw(axes, curve(rows, "load", "error", units=units), color, f"N = {units}")
         loads = [BREAKDOWN * step / 80 for step in range(1, 80)]
         style.draw_theory(axes, loads, [mean_field_error(load) for load in loads], "N → ∞")
         axes.axvline(BREAKDOWN, color=plotting.EDGE, lw=1)
@@ -293,8 +293,6 @@ def mean_field_error(load: float) -> float:
     Amit, Gutfreund and Sompolinsky's mean field at temperature zero: the overlap is erf(y) for the largest root y of
     y (√(2·load) + (2/√π) e^{−y²}) = erf(y). The root vanishes at 0.138.
     """
-    if load <= 0:
-        return 0.0
 
     def gap(y: float) -> float:
         return math.erf(y) - y * (math.sqrt(2 * load) + 2 / math.sqrt(math.pi) * math.exp(-y * y))

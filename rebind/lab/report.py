@@ -39,8 +39,9 @@ def select(rows: Sequence[Row], **values: Any) -> list[Row]:
     return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
 
 
-def curve(rows: Sequence[Row], x: str, y: str) -> Curve:
-    """Return y against x: the mean and the range of all rows that share an x."""
+def curve(rows: Sequence[Row], x: str, y: str, **values: Any) -> Curve:
+    """Return y against x: the mean and the range of all rows that share an x, among those that have these values."""
+    rows = select(rows, **values)
     places = sorted({row[x] for row in rows})
     groups = [[row[y] for row in rows if row[x] == place] for place in places]
     return Curve(places, list(map(fmean, groups)), list(map(min, groups)), list(map(max, groups)))

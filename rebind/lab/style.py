@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rebind.lab.experiment import Row
-from rebind.lab.report import Curve, curve, select
+from rebind.lab.report import Curve, curve
 from rebind.plotting import AMBER, BLUE, CYAN, EDGE, GREEN, INK, OLIVE, PINK, RED, SOFT, VIOLET
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def draw_groups(
 ) -> None:
     """Draw one curve of y against x per value of the column `by`; `looks` maps each value to its label and color."""
     for value, (label, color) in looks.items():
-        draw(axes, curve(select(rows, **{by: value}), x, y), color, label, **look)
+        draw(axes, curve(rows, x, y, **{by: value}), color, label, **look)
 
 
 def draw_theory(axes: Axes, x: Sequence[float], y: Sequence[float], label: str | None = None) -> None:

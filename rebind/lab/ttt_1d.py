@@ -177,7 +177,7 @@ class Ttt1d(Experiment):
             max(distance[by] for by in follow) <= 0.35 and min(distance["sum"], distance["batch"]) > 0.5,
             "off by " + ", ".join(f"{by} {distance[by]:.2f}" for by in shown),
         )
-        tokens = {start: curve(select(rows, part="juicing", start=start), "width", "tokens") for start in STARTS}
+        tokens = {start: curve(rows, "width", "tokens", part="juicing", start=start) for start in STARTS}
         wide = [(width, count) for width, count in tokens["zero"].points if width >= 4]
         power = slope([width for width, _ in wide], [count for _, count in wide])
         yield Claim("the tokens to learn a task grow as d", 0.85 < power < 1.2, f"slope {power:.2f}")

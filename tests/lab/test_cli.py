@@ -32,15 +32,11 @@ def test_without_a_name_it_lists(monkeypatch):
     document = json.loads(lab("--json").stdout)["experiments"]
     assert [one["name"] for one in document] == lab("--quiet").stdout.split() == list(EXPERIMENTS)
     assert {"name", "title", "answers", "cpu_time", "gpu_time"} == set(document[0])
-    complete = " ".join(lab("list").stdout.split())
-    assert all(text in complete for one in EXPERIMENTS.values() for text in (one.title, one.answers, one.cpu_time))
+    for words in ((), ("list",)):
+        shown = " ".join(lab(*words).stdout.split())
+        assert all(text in shown for one in EXPERIMENTS.values() for text in (one.title, one.answers, one.cpu_time))
     monkeypatch.setenv("COLUMNS", "80")
-    _, *lines, _, _ = lab().stdout.splitlines()
-    assert len(lines) == 2 * len(EXPERIMENTS)
-    assert max(map(len, lines)) <= 80
-    for first, second, one in zip(lines[::2], lines[1::2], EXPERIMENTS.values(), strict=True):
-        assert re.match(rf"{one.name} .* {one.cpu_time} +{one.gpu_time}$", first)
-        assert one.answers.startswith(second.strip().removesuffix(" …"))
+    assert max(map(len, lab().stdout.splitlines())) <= 80
 
 
 def test_a_run_shows_its_claims_and_is_resumed(tmp_path):

@@ -8,8 +8,7 @@ import torch
 from rebind.edit.moments import OldKeys
 from rebind.evals import bundled_records
 from rebind.lab.edits.experiment import METHODS, Edits, distance_to_curve
-from rebind.lab.edits.layer import write_all
-from rebind.lab.edits.random_model import random_model, sentences_of
+from rebind.lab.edits.layer import random_model, sentences_of, write_all
 
 N, D_K, D_V, LAM = 7, 24, 10, 0.3
 

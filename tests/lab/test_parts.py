@@ -32,7 +32,6 @@ class TestTheory:
         assert (interference(1, 8), interference(9, 8)) == (0, 1)
 
     def test_the_classical_network_breaks_down_at_0138(self):
-        assert mean_field_error(0.0) == 0
         assert mean_field_error(0.05) < 1e-3
         assert 0.01 < mean_field_error(0.1379) < 0.02  # 1.6 % wrong bits at the edge
         assert mean_field_error(0.139) == 0.5

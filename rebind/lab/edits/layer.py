@@ -1,4 +1,7 @@
-"""One layer of a language model as a memory: keys and values of facts, what methods write, what the model then says."""
+"""One layer of a language model as a memory: keys and values of facts, what methods write, what the model then says.
+
+The model is one that exists, or a random one small enough to edit in seconds.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
+from rebind.edit.guard import CANARY_PROMPTS
 from rebind.edit.methods import get_method
-from rebind.edit.moments import OldKeys
+from rebind.edit.moments import OldKeys, Texts
 from rebind.edit.solve import choose_lambda, weights_restored
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
-from rebind.evals import bundled_records
-from rebind.lab.edits.random_model import random_model
+from rebind.evals import Record, bundled_records
 from rebind.lab.experiment import Row
 from rebind.memory import Write
 from rebind.models.prompts import Prompt
 from rebind.models.sites import memory_of, module_at, write_memory
 
 RANDOM = "random"  # the name of a random model created on the spot
+END, UNKNOWN = "<end>", "<unknown>"  # its special tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,3 +137,54 @@ def prepare(
     write, old_keys = edit.write(site), editor.weights.old_keys[site]
     keys, values = (tensor.to(old_keys.moment) for tensor in (write.keys, write.values))
     return LayerMemory(editor, module_at(editor.model, site), listed, keys, values, old_keys, questions, answers)
+
+
+def sentences_of(records: Sequence[Record]) -> list[str]:
+    """Return every prompt of the records, with the old and the new target."""
+    return [
+        f"{prompt} {answer}"
+        for record in records
+        for prompt in (record.fact.text, *(question.prompt for question in record.neighbors))
+        for answer in (record.fact.old, record.fact.target)
+    ]
+
+
+def random_model(records: Sequence[Record], seed: int = 0) -> tuple[Any, Any, Texts]:
+    """Return a random model, its tokenizer, which has a token for every word of the records, and their text as corpus.
+
+    It knows nothing, but its layers are memories like those of any other model.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sentences = sentences_of(records)
+    tokenizer = _word_tokenizer([*sentences, *CANARY_PROMPTS])
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    create: Any = LlamaForCausalLM
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = create(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return model.eval().requires_grad_(False), tokenizer, Texts(sentences, "random model", rows=32)
+
+
+def _word_tokenizer(texts: Sequence[str]) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=[END, UNKNOWN], show_progress=False))
+    create: Any = PreTrainedTokenizerFast
+    return create(tokenizer_object=backend, bos_token=END, eos_token=END, pad_token=END, unk_token=UNKNOWN)

@@ -89,7 +89,7 @@ class Mqar(Recall):
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
         """Yield claims about the best of all trainings: what a state can hold, not how reliably that is learned."""
         best, task = self.best(rows), self.tasks(self.tested)[self.hardest()]
-        top = {rule: curve(select(best, rule=rule), "width", "accuracy").high for rule in self.rules}
+        top = {rule: curve(best, "width", "accuracy", rule=rule).high for rule in self.rules}
         size = f"{task.pairs} pairs in {task.length} tokens"
         if SOFTMAX in top:
             accuracy = top[SOFTMAX][-1]

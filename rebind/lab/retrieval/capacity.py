@@ -81,7 +81,7 @@ class Capacity(Retrieval):
         return Table([*header, "largest S solved by every seed", "by most seeds", "by the one published run"], lines)
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
-        losses = {feature: curve(select(rows, feature=feature), "size", "loss").mean for feature in self.features}
+        losses = {feature: curve(rows, "size", "loss", feature=feature).mean for feature in self.features}
         last = {name: losses[name][-1] for name in ("dpfp-3", "dpfp-2", "dpfp-1", "linear") if name in losses}
         yield Claim(
             f"the wider φ, the lower the loss at S = {self.sizes[-1]}",

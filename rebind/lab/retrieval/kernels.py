@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-AHEAD = 4  # keys that are loaded while one is processed
 COLUMNS = 64  # of the memory, per program of `_tanh_backward`
 
 
@@ -32,7 +31,7 @@ class Corrected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, q: Tensor, erase: Tensor) -> Tensor:
         x, rest = torch.empty_like(erase), torch.empty_like(q)
-        _sweep[(len(k),)](k, q, erase, x, rest, k.shape[1], **_sweep_constants(k))
+        _sweep[(len(k),)](k, q, erase, x, rest, k.shape[1], **_one_program_wide(k))
         ctx.save_for_backward(k, erase, x, rest)
         return x
 
@@ -40,7 +39,8 @@ class Corrected(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         k, erase, x, rest = ctx.saved_tensors
         gradients = torch.empty_like(k), torch.empty_like(rest), torch.empty_like(erase)
-        _sweep_back[(len(k),)](k, erase, x, rest, gradient.contiguous(), *gradients, k.shape[1], **_sweep_constants(k))
+        constants = _one_program_wide(k)
+        _sweep_back[(len(k),)](k, erase, x, rest, gradient.contiguous(), *gradients, k.shape[1], **constants)
         return gradients
 
 
@@ -57,8 +57,7 @@ class TanhMemory(torch.autograd.Function):
         n, length, width = phi_k.shape
         memory = phi_k.new_empty(n, size, width)
         between, after = torch.empty_like(phi_k), torch.empty_like(memory)
-        constants = {"D": width, "WIDE": triton.next_power_of_2(width), "num_warps": 1}
-        _tanh_forward[(n, size)](phi_k, values, memory, between, after, length, size, **constants)
+        _tanh_forward[(n, size)](phi_k, values, memory, between, after, length, size, **_one_program_wide(phi_k))
         ctx.save_for_backward(values, between, after)
         return memory
 
@@ -74,18 +73,19 @@ class TanhMemory(torch.autograd.Function):
         return d_phi, None, None
 
 
-def _sweep_constants(k: Tensor) -> dict[str, int]:
-    width = k.shape[2]
-    return {"D": width, "WIDE": triton.next_power_of_2(width), "STAGES": AHEAD, "num_warps": 1}
+def _one_program_wide(features: Tensor) -> dict[str, int]:
+    """Return the constants of kernels in which one program holds all features of a key."""
+    width = features.shape[-1]
+    return {"D": width, "WIDE": triton.next_power_of_2(width), "num_warps": 1}
 
 
 @triton.jit(do_not_specialize=["L"])
-def _sweep(keys, query, erase, reads, rest, L, D: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr):
+def _sweep(keys, query, erase, reads, rest, L, D: tl.constexpr, WIDE: tl.constexpr):
     n = tl.program_id(0)
     column = tl.arange(0, WIDE)
     inside = column < D
     r = tl.load(query + n * D + column, mask=inside, other=0.0)
-    for back in tl.range(0, L, num_stages=STAGES):
+    for back in tl.range(0, L, num_stages=4):  # loads the next keys while one is processed
         token = n * L + L - 1 - back
         key = tl.load(keys + token * D + column, mask=inside, other=0.0)
         x = tl.sum(r * key)
@@ -95,26 +95,13 @@ def _sweep(keys, query, erase, reads, rest, L, D: tl.constexpr, WIDE: tl.constex
 
 
 @triton.jit(do_not_specialize=["L"])
-def _sweep_back(
-    keys,
-    erase,
-    reads,
-    rest,
-    gradient,
-    d_keys,
-    d_query,
-    d_erase,
-    L,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _sweep_back(keys, erase, reads, rest, gradient, d_keys, d_query, d_erase, L, D: tl.constexpr, WIDE: tl.constexpr):
     n = tl.program_id(0)
     column = tl.arange(0, WIDE)
     inside = column < D
     r = tl.load(rest + n * D + column, mask=inside, other=0.0)
     p = tl.zeros([WIDE], dtype=tl.float32)
-    for at in tl.range(0, L, num_stages=STAGES):
+    for at in tl.range(0, L, num_stages=4):
         token = n * L + at
         key = tl.load(keys + token * D + column, mask=inside, other=0.0)
         rate, x = tl.load(erase + token), tl.load(reads + token)

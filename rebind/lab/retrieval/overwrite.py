@@ -89,7 +89,7 @@ class Overwrite(Retrieval):
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
         others = [rule for rule in ("sum", "rfa", "tanh") if rule in self.rules]
         for feature in self.features if "delta" in self.rules and others else ():
-            losses = {rule: curve(select(rows, feature=feature, rule=rule), "size", "loss").mean for rule in self.rules}
+            losses = {rule: curve(rows, "size", "loss", feature=feature, rule=rule).mean for rule in self.rules}
             ratios = {rule: min(a / b for a, b in zip(losses[rule], losses["delta"], strict=True)) for rule in others}
             yield Claim(
                 f"{feature}: the loss of sum, RFA and tanh is over {CLEARLY} times delta's at every S",
