@@ -31,6 +31,7 @@ from rebind.nn.lm.model import Block, RebindPreTrainedModel
 from rebind.nn.parts.checks import boolean_mask, head_width, require_positive, require_tokens
 from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm
 from rebind.nn.parts.feature_map import build_feature
+from rebind.nn.parts.padding import token_positions
 from rebind.ops.entropy import IGNORED
 
 # Softmax attention stores every token. The others write W = Σ v φ(k)ᵀ and z = Σ φ(k) and read W φ(q) / z·φ(q)
@@ -111,10 +112,7 @@ class PositionedEmbedding(nn.Module):
         """Return vectors [B, T, d] of tokens [B, T] after `past` others; the mask covers those too."""
         x = self.tokens(ids)
         width, half = x.shape[-1], x.shape[-1] // 2
-        if mask is None:
-            positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
-        else:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]  # among the real tokens
+        positions = token_positions(past, ids.shape[1], mask, ids.device)
         powers = torch.arange(half, device=ids.device, dtype=working_dtype(x)) / half  # Vaswani et al. 3.5
         angles = positions[..., None].to(powers.dtype) * LONGEST_WAVE**-powers
         return self.dropout(x * math.sqrt(width) + torch.cat([angles.sin(), angles.cos()], dim=-1).to(x.dtype))

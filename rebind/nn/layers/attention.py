@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rebind.memory.precision import working_dtype
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
 from rebind.nn.parts.checks import require_multiple
-from rebind.nn.parts.padding import zero_padding
+from rebind.nn.parts.padding import token_positions, zero_padding
 
 BACKENDS_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -25,7 +24,6 @@ class AttentionState(State):
 
     keys: Tensor  # [B, key_heads, S, head_dim], rotated
     values: Tensor  # [B, key_heads, S, head_dim]
-    count: Tensor | None = None  # [B] real tokens so far: the position of the next one; None for a source
     real: Tensor | None = None  # [B, S] true for real tokens; None: all are
 
 
@@ -69,27 +67,23 @@ class Attention(SequenceLayer[AttentionState]):
         return 2 * self.key_heads * self.head_dim
 
     def initial_state(self, batch: int) -> AttentionState:
-        weight = self.k_proj.weight
-        empty = weight.new_zeros(batch, self.key_heads, 0, self.head_dim)
-        return AttentionState(empty, empty, torch.zeros(batch, dtype=torch.long, device=weight.device))
+        empty = self.k_proj.weight.new_zeros(batch, self.key_heads, 0, self.head_dim)
+        return AttentionState(empty, empty)
 
     def forward(
         self, x: Tensor, state: AttentionState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, AttentionState]:
         start = self._check_or_begin(x, state, mask)
         x = zero_padding(x, mask)
-        q, k, v = self._project(x, cast(Tensor, start.count), mask)
         past, real = start.keys.shape[2], start.real
         if real is not None or mask is not None:
-            before, now = (torch.ones_like(keys[:, 0, :, 0], dtype=torch.bool) for keys in (start.keys, k))
-            real = torch.cat([before if real is None else real, now if mask is None else mask], dim=1)
-        end = AttentionState(
-            torch.cat([start.keys.to(k.dtype), k], dim=2),
-            torch.cat([start.values.to(v.dtype), v], dim=2),
-            cast(Tensor, start.count) + (x.shape[1] if mask is None else mask.sum(1)),
-            real,
-        )
-        allowed = _attention_mask(past, x.shape[1], end.real, x.device)
+            ones = torch.ones(len(x), past + x.shape[1], dtype=torch.bool, device=x.device)
+            parts = [ones[:, :past] if real is None else real, ones[:, past:] if mask is None else mask]
+            real = torch.cat(parts, dim=1)
+        q, k, v = self._project(x, past, real)
+        keys, values = torch.cat([start.keys.to(k.dtype), k], dim=2), torch.cat([start.values.to(v.dtype), v], dim=2)
+        end = AttentionState(keys, values, real)
+        allowed = _attention_mask(past, x.shape[1], real, x.device)
         causal = allowed is None and past == 0 and x.shape[1] > 1
         # For a single token cuDNN would plan for every context length again, which takes milliseconds per layer.
         with sdpa_kernel(BACKENDS_WITHOUT_PLANS) if q.is_cuda and x.shape[1] == 1 else nullcontext():
@@ -98,18 +92,17 @@ class Attention(SequenceLayer[AttentionState]):
             )
         return self.o_proj(read.transpose(1, 2).flatten(-2).to(x.dtype)), end
 
-    def _project(self, x: Tensor, count: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v [B, heads, T, head_dim], with q and k rotated to their positions."""
+    def _project(self, x: Tensor, past: int, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v [B, heads, T, head_dim], with q and k rotated to their positions among the real tokens."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.rope_theta is None:
             return q, k, v
-        offset = torch.arange(x.shape[1], device=x.device) if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+        positions = token_positions(past, x.shape[1], real, x.device)[:, None, :, None]
         powers = torch.arange(0, self.head_dim, 2, device=x.device, dtype=working_dtype(q)) / self.head_dim
-        positions = (count[:, None] + offset)[:, None, :, None]
-        angles = positions.to(powers.dtype) * self.rope_theta**-powers  # [B, 1, T, head_dim / 2]
+        angles = positions.to(powers.dtype) * self.rope_theta**-powers  # [B or 1, 1, T, head_dim / 2]
         return _rotate(q, angles), _rotate(k, angles), v
 
 
@@ -130,7 +123,7 @@ class CrossAttention(CrossLayer[AttentionState]):
         return 2 * self.dim
 
     def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> AttentionState:
-        return AttentionState(k.transpose(1, 2), v.transpose(1, 2), real=mask)
+        return AttentionState(k.transpose(1, 2), v.transpose(1, 2), mask)
 
     def _read(self, q: Tensor, state: AttentionState) -> Tensor:
         real = None if state.real is None else state.real[:, None, None, :]

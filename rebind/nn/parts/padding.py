@@ -28,6 +28,13 @@ class Packing:
         return zero_padding(take_tokens(x, self.order), real)
 
 
+def token_positions(past: int, length: int, real: Tensor | None, device: torch.device) -> Tensor:
+    """Return the positions [B or 1, length] of tokens that follow `past` others, among the real ones [B, past + T]."""
+    if real is None:
+        return torch.arange(past, past + length, device=device)[None]
+    return (real.cumsum(1) - 1).clamp(min=0)[:, past:]
+
+
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     """Return the tokens of x [B, T, ...] at index [B, S]: [B, S, ...]."""
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
