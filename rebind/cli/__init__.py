@@ -20,8 +20,6 @@ def main() -> None:
     """Run the installed command."""
     try:
         from rebind.cli.app import app
-    except KeyboardInterrupt:
-        sys.exit(130)
     except ModuleNotFoundError as problem:
         if (problem.name or "").partition(".")[0] not in ("typer", "rich"):
             raise

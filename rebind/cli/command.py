@@ -19,20 +19,32 @@ from rebind.cli.ui.errors import INVALID_INPUT, run
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
-class Command(TyperCommand):
-    """A command whose help shows exactly what to type."""
+class PlainHelp:
+    """Help that shows exactly what to type."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, each with a plain way to show itself."""
-        return _plain(super().get_params(ctx))
+        """Return the parameters, arguments in capitals and flags without a type.
+
+        typer 0.29 writes a required argument in braces, which mark the subject of a prompt here, and the types of
+        flags and arguments (`--force <bool>`) as though they were to be typed.
+        """
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of TyperCommand or TyperGroup
+        for param in params:
+            if param.param_type_name == "argument":
+                name = param.metavar + ("..." if param.nargs == -1 else "")
+                usage = name if param.required else f"[{name}]"
+                param.get_usage_pieces = lambda ctx, usage=usage: [usage]
+            if param.param_type_name == "argument" or param.is_flag:
+                param.display_type_rich = lambda ctx: None
+        return params
 
 
-class CommandGroup(TyperGroup):
+class Command(PlainHelp, TyperCommand):
+    """A command with options."""
+
+
+class CommandGroup(PlainHelp, TyperGroup):
     """Commands under one name. The outermost group reports all errors."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, each with a plain way to show itself."""
-        return _plain(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Show the help where no command is named."""
@@ -100,19 +112,3 @@ def _prepare(terminal: Terminal, output: OutputOptions, params: list[Any]) -> Te
     terminal.as_json, terminal.quiet, terminal.debug = output.as_json, output.quiet, output.debug
     terminal.options = {one.name: max(one.opts, key=len) for one in params if one.param_type_name == "option"}
     return terminal
-
-
-def _plain(params: list[Any]) -> list[Any]:
-    """Show arguments in capitals and flags without a type.
-
-    typer 0.29 writes a required argument in braces, which mark the subject of a prompt here, and the types of flags
-    and arguments (`--force <bool>`) as though they were to be typed.
-    """
-    for param in params:
-        if param.param_type_name == "argument":
-            name = param.metavar + ("..." if param.nargs == -1 else "")
-            usage = name if param.required else f"[{name}]"
-            param.get_usage_pieces = lambda ctx, usage=usage: [usage]
-        if param.param_type_name == "argument" or param.is_flag:
-            param.display_type_rich = lambda ctx: None
-    return params

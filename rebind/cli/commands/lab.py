@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,19 +16,15 @@ from rebind.cli.ui.tables import pairs, seconds, table
 
 if TYPE_CHECKING:
     from rebind.lab.experiment import Experiment, Point
-    from rebind.lab.run import ExperimentResult, Progress
+    from rebind.lab.run import ExperimentResult
 
-GAP, LEAST = 2, 20  # characters between columns, and in the narrowest column that holds text
-
-EXAMPLES = """[bold]Examples[/bold]
-
-rebind lab
-
-rebind lab hopfield --quick
-
-rebind lab closed-form width=256 loads=0.5,1,2 --seeds 5 --out runs/wide
-
-To resume a run that was stopped or killed, run the same command again. The exit code is 1 if a claim does not hold."""
+EXAMPLES = opt.examples(
+    "rebind lab",
+    "rebind lab hopfield --quick",
+    "rebind lab closed-form width=256 loads=0.5,1,2 --seeds 5 --out runs/wide",
+    note="To resume a run that was stopped or killed, run the same command again. The exit code is 1 if a claim does "
+    "not hold.",
+)
 
 
 def lab(
@@ -54,14 +48,18 @@ def lab(
     from rebind.lab.run import run_experiment
 
     if name in (None, "list"):
-        _list(terminal, list(EXPERIMENTS.values()), complete=name == "list")
+        _list(terminal, list(EXPERIMENTS.values()))
         return
     experiment_class = get_experiment(name)
     words = [*(overrides or []), *([] if seeds is None else [f"seeds={seeds}"])]
     experiment = (experiment_class.quick() if quick else experiment_class()).with_settings(words)
     with Phases(terminal) as phases:
-        progress = _progress(phases, experiment.name)
-        result = run_experiment(experiment, out, device=device or "cpu", progress=progress)
+
+        def report(done: int, total: int, point: Point) -> None:
+            note = ", ".join(f"{key} {value}" for key, value in point.items() if key != "seed")
+            phases.count(experiment.name, done, total, note)
+
+        result = run_experiment(experiment, out, device=device or "cpu", progress=report)
     _show(terminal, experiment, result)
     if result.failed_claims:
         failed = "; ".join(f"{claim.statement} ({claim.measured})" for claim in result.failed_claims)
@@ -69,43 +67,16 @@ def lab(
         raise typer.Exit(FAILED_CHECK)
 
 
-def _list(terminal: Terminal, experiments: list[type[Experiment]], *, complete: bool) -> None:
-    """List the experiments in two lines each, shortened to the width of the terminal, or completely."""
-    if complete:
-        for one in experiments:
-            time = f"two cores: {one.cpu_time}; GPU: {one.gpu_time}"
-            terminal.print(Text(one.name, style="bold"))
-            terminal.print(pairs([("measures", one.title), ("answers", one.answers), ("time", time)]))
-    else:
-        terminal.print(*_short_lines(experiments, terminal.out.width))
-        terminal.hint("rebind lab list shows the complete lines")
+def _list(terminal: Terminal, experiments: list[type[Experiment]]) -> None:
+    grid = table("experiment", "what it measures, what it answers", "two cores", "GPU", right=("two cores", "GPU"))
+    for one in experiments:
+        grid.add_row(one.name, Text.assemble(one.title, (f"\n{one.answers}", "dim")), one.cpu_time, one.gpu_time)
+    grid.columns[0].no_wrap = True
+    terminal.print(grid)
     terminal.hint("rebind lab NAME runs one, with --quick in seconds; see rebind lab --help")
     fields = ("name", "title", "answers", "cpu_time", "gpu_time")
     document = {"experiments": [{field: getattr(one, field) for field in fields} for one in experiments]}
     terminal.result(document, "\n".join(one.name for one in experiments))
-
-
-def _short_lines(experiments: list[type[Experiment]], width: int) -> Iterator[Text]:
-    """Yield what each experiment measures and how long it takes; then, indented, what it answers."""
-    cells = [("experiment", "two cores", "GPU"), *((one.name, one.cpu_time, one.gpu_time) for one in experiments)]
-    name, cpu, gpu = (max(map(len, column)) for column in zip(*cells, strict=True))
-    behind = max(LEAST, width - name - GAP)
-    room = max(LEAST, behind - cpu - gpu - 2 * GAP)
-
-    def line(first: str, text: str, cpu_time: str, gpu_time: str) -> str:
-        return (" " * GAP).join([f"{first:<{name}}", f"{text:<{room}}", f"{cpu_time:>{cpu}}", f"{gpu_time:>{gpu}}"])
-
-    yield Text(line("experiment", "what it measures, what it answers", "two cores", "GPU"), style="bold")
-    for one in experiments:
-        yield Text(line(one.name, shorten(one.title, room, placeholder=" …"), one.cpu_time, one.gpu_time))
-        yield Text(" " * (name + GAP) + shorten(one.answers, behind, placeholder=" …"), style="dim")
-
-
-def _progress(phases: Phases, name: str) -> Progress:
-    def report(done: int, total: int, point: Point) -> None:
-        phases.count(name, done, total, ", ".join(f"{key} {value}" for key, value in point.items() if key != "seed"))
-
-    return report
 
 
 def _show(terminal: Terminal, experiment: Experiment, result: ExperimentResult) -> None:
@@ -115,17 +86,9 @@ def _show(terminal: Terminal, experiment: Experiment, result: ExperimentResult) 
         claims.add_row(mark, claim.statement, claim.measured)
     resumed = f", {result.resumed} of them from an earlier run" if result.resumed else ""
     files = ", ".join(sorted(file.name for file in result.folder.iterdir() if not file.name.startswith(".")))
-    terminal.print(Text(experiment.title, style="bold"), claims)
-    terminal.print(
-        pairs(
-            [
-                ("points", f"{len(result.rows)}{resumed}"),
-                ("time", seconds(result.seconds)),
-                ("results", result.folder),
-                ("files", files),
-            ]
-        )
-    )
+    points = f"{len(result.rows)}{resumed}"
+    rows = [("points", points), ("time", seconds(result.seconds)), ("results", result.folder), ("files", files)]
+    terminal.print(Text(experiment.title, style="bold"), claims, pairs(rows))
     if find_spec("matplotlib") is None:
         terminal.hint("There is no figure: run pip install 'rebind[lab]', then the same command again")
     document = {

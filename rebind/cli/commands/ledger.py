@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from rebind.edit.ledger.edit import Edit
     from rebind.edit.ledger.ledger import Ledger
 
-DATE_WIDTH = 72  # columns of a terminal on which the list shows dates
-
 Ids = Annotated[list[str], opt.argument("IDS", "Ids of edits such as e0001, or unique beginnings of them.")]
 Force = Annotated[bool, opt.flag("--force", "Redo edits even if they contradict an active edit.")]
 
@@ -30,15 +28,13 @@ def list_edits(*, source: opt.LedgerOptions, terminal: Terminal) -> None:
     """List all edits, active and undone. With --quiet, print the ids of the active ones."""
     ledger = _open(source)
     rows = [_summary(ledger, edit) for edit in ledger.edits]
-    dates = ("created (UTC)",) if terminal.out.width >= DATE_WIDTH else ()
-    grid = table("edit", "", *dates, "method", "facts", "first", right=("facts",))
-    for column in grid.columns[: 2 + len(dates)]:
+    grid = table("edit", "", "created (UTC)", "method", "facts", "first", right=("facts",))
+    for column in grid.columns[:2]:
         column.no_wrap = True
     for row in rows:
         state = ("active" if row["active"] else "undone") + (", forced" if row["forced"] else "")
-        date = [row["created"][:16].replace("T", " ")] if dates else []
-        style = None if row["active"] else "dim"
-        grid.add_row(row["id"], state, *date, row["method"], str(row["facts"]), row["first"], style=style)
+        date, style = row["created"][:16].replace("T", " "), None if row["active"] else "dim"
+        grid.add_row(row["id"], state, date, row["method"], str(row["facts"]), row["first"], style=style)
     terminal.print(grid)
     active = [row["id"] for row in rows if row["active"]]
     terminal.hint(f"{len(active)} of {counted(len(rows), 'edit')} active, model {ledger.model_name}, {ledger.path}")
