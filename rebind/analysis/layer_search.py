@@ -113,7 +113,6 @@ def search_layers(
     trials: Sequence[TrialFact] = TRIAL_FACTS,
     *,
     limit: int = 8,
-    check_known: bool = True,
     report: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> LayerChoice:
     """Find the layers of a model where edits work best, and store them for later edits of that model.
@@ -122,7 +121,6 @@ def search_layers(
         editor: its model and ledger are left as they were.
         trials: the facts to try.
         limit: try at most this many of the facts that the model knows; each costs a target search per candidate.
-        check_known: leave out facts that the model does not know.
         report: called with (phase, done, total) as the work proceeds.
     """
     ledger, guard, progress = editor.ledger, editor.guard, editor.progress
@@ -130,7 +128,7 @@ def search_layers(
         editor.guard = None  # trial edits that fail its checks are results, too
         editor.use_ledger(Ledger.in_memory(editor.fingerprint, editor.language_model.name))
         tracer = Tracer(editor.language_model, TraceSettings(kinds=("mlp",)))
-        known = [trial for trial in trials if not check_known or tracer.knows(trial.fact)]
+        known = [trial for trial in trials if tracer.knows(trial.fact)]
         if len(known) < MIN_FACTS:
             raise InputError(
                 f"{editor.language_model.name} knows {len(known)} of {len(trials)} facts",

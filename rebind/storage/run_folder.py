@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ class RunFolder:
         """Start a run in a new or empty folder, or resume the run in it if its settings are the same.
 
         Args:
-            path: the folder; created if it is missing. A run that stored nothing but its settings counts as missing.
+            path: the folder; created if it is missing, and removed if the body fails before it writes anything.
             kind: what kind of run this is; a folder with a run of another kind is refused.
             config: the settings, stored in config.json together with the kind.
             ignore: dotted names of settings that may differ when the run is resumed, such as "versions.torch".
@@ -79,7 +80,12 @@ class RunFolder:
                 for rows in path.glob("*.jsonl"):
                     rows.unlink()
                 write_json(path / CONFIG, {"kind": kind, **wanted})
-            yield run
+            try:
+                yield run
+            except BaseException:
+                if {entry.name for entry in path.iterdir()} <= {CONFIG, LOCK}:
+                    shutil.rmtree(path, ignore_errors=True)
+                raise
 
     @staticmethod
     def read_config(path: str | Path, kind: RunKind) -> dict[str, Any]:
@@ -112,10 +118,9 @@ def _stored_config(path: Path, kind: RunKind) -> dict[str, Any] | None:
     """Return the settings of the run in a folder; None if a run can start there; raise if it holds other things."""
     if not path.exists():
         return None
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
-    others = [name for name in names if name != LOCK and not TEMPORARY.fullmatch(name)]
-    config = RunFolder.read_config(path, kind) if others else None
-    return None if others == [CONFIG] else config  # a run that stored nothing yet may start over
+    if path.is_dir() and all(entry.name == LOCK or TEMPORARY.fullmatch(entry.name) for entry in path.iterdir()):
+        return None
+    return RunFolder.read_config(path, kind)
 
 
 def _other_settings(path: Path, differences: Mapping[str, tuple[Any, Any]]) -> InputError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rebind.analysis import TRIAL_FACTS, saved_layer_choice, search_layers, trial_facts_from
+from rebind.analysis import TRIAL_FACTS, Tracer, saved_layer_choice, search_layers, trial_facts_from
 from rebind.analysis.layer_search import TrialFact, candidate_windows, overall_score
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
@@ -15,6 +15,12 @@ from rebind.errors import InputError
 from tests import tiny
 
 PROMPTS = ("The capital of {France} is", "I saw {Norway} in", "The bridge of {Mostar} was", "She said {Dante} and")
+
+
+@pytest.fixture
+def all_known(monkeypatch) -> None:
+    """Let the tiny model take part in trials although it knows nothing."""
+    monkeypatch.setattr(Tracer, "knows", lambda *_: True)
 
 
 @pytest.fixture
@@ -34,7 +40,7 @@ def trials_of(editor: Editor) -> list[TrialFact]:
     return trials
 
 
-def test_the_best_candidate_is_chosen_and_everything_else_is_left_unchanged(editor, monkeypatch):
+def test_the_best_candidate_is_chosen_and_everything_else_is_left_unchanged(editor, all_known, monkeypatch):
     trials = trials_of(editor)
     own = editor.rewrite("The capital of {Spain} is", "Rome", targets=TargetSettings(steps=2), force=True)
     before, ledger, guard = tiny.weights(editor.model), editor.ledger, editor.guard
@@ -43,7 +49,7 @@ def test_the_best_candidate_is_chosen_and_everything_else_is_left_unchanged(edit
     corpus = type(editor.moments.corpus)
     windows = corpus.windows
     monkeypatch.setattr(corpus, "windows", lambda *args: windows_read.append(1) or windows(*args))
-    choice = search_layers(editor, trials, limit=3, check_known=False, report=lambda *row: reports.append(row))
+    choice = search_layers(editor, trials, limit=3, report=lambda *row: reports.append(row))
     assert tiny.weights(editor.model) == before
     assert (editor.ledger, editor.guard, editor.progress) == (ledger, guard, progress)
     assert [edit.id for edit in editor.ledger.active] == [own.id]
@@ -75,9 +81,9 @@ def test_only_facts_that_the_model_knows_are_tried(editor):
     assert saved_layer_choice(editor.fingerprint) is None
 
 
-def test_facts_without_paraphrases_and_neighbors(editor):
+def test_facts_without_paraphrases_and_neighbors(editor, all_known):
     trials = trial_facts_from([Fact.parse(prompt, "Rome", old="Paris") for prompt in PROMPTS[:3]])
-    choice = search_layers(editor, trials, check_known=False)
+    choice = search_layers(editor, trials)
     assert {(one.paraphrase, one.neighbor) for one in choice.candidates} == {(None, None)}
     assert saved_layer_choice(editor.fingerprint) == choice
 

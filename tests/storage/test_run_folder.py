@@ -125,12 +125,12 @@ with RunFolder.open(folder, "evaluation", {"n": 1}) as run:
 
 
 @pytest.mark.parametrize("problem", [InputError("wrong setting"), KeyboardInterrupt()])
-def test_a_run_that_fails_at_once_may_be_started_with_other_settings(tmp_path, problem):
-    with pytest.raises(type(problem)), open_run(tmp_path):
-        raise problem
-    with open_run(tmp_path, {"n": 2}) as run:
-        assert not run.resumed
-    assert RunFolder.read_config(tmp_path, "evaluation") == {"n": 2}
+def test_a_run_that_fails_at_once_leaves_nothing(tmp_path, problem):
+    (tmp_path / "empty").mkdir()
+    for name in ("new", "empty"):
+        with pytest.raises(type(problem)), open_run(tmp_path / name):
+            raise problem
+    assert names(tmp_path) == []
 
 
 def test_a_run_that_fails_later_keeps_what_it_has(tmp_path):
