@@ -10,7 +10,6 @@ Gradients of gradients are those of the token-by-token recurrence, by plain auto
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _forward(backend: Backend, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
-    with _home(inputs):
+    with without_autocast(inputs.v):
         return backend.forward(inputs)
 
 
@@ -80,19 +79,8 @@ def _backward(
     backend: Backend, inputs: ScanInputs, saved: list[Tensor], d_out: Tensor | None, d_final: Tensor | None
 ) -> Gradients:
     d_out = torch.zeros_like(inputs.v, memory_format=torch.contiguous_format) if d_out is None else d_out.contiguous()
-    with _home(inputs):
+    with without_autocast(inputs.v):
         return backend.backward(inputs, saved, d_out, None if d_final is None else d_final.contiguous())
-
-
-def _home(inputs: ScanInputs) -> AbstractContextManager[Any]:
-    """Turn autocast off, and make the tensors' own GPU the current one: kernels are launched there."""
-    device = inputs.v.device
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return without_autocast(inputs.v)
-    stack = ExitStack()
-    stack.enter_context(torch.cuda.device(device))
-    stack.enter_context(without_autocast(inputs.v))
-    return stack
 
 
 # The registered operators. A schema cannot say which results are None, so gradients come without them.

@@ -20,9 +20,6 @@ class Backend(Protocol):
 
     name: str
 
-    def refuses(self, inputs: ScanInputs) -> str | None:
-        """Return why these inputs cannot run here, or None if they can. Called for every scan: it must be quick."""
-
     def forward(self, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the output [B, T, H, d_v] in v's dtype, the final state [N, H, d_v, d_k] in the working dtype, and the
         tensors that `backward` needs: none if `inputs.keep` is False."""

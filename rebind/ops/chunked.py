@@ -56,9 +56,6 @@ class Chunked:
     def __init__(self, group_size: int | None = None) -> None:
         self.group_size = group_size  # of a group's largest tensor; None: what suits the device
 
-    def refuses(self, inputs: ScanInputs) -> str | None:
-        return None
-
     def forward(self, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
         layout = Layout.of(inputs, _size(inputs), self.group_size)
         saved = _Saved.empty(inputs) if inputs.keep else _Saved()

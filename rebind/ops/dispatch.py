@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
 from rebind.ops.backend import Backend
@@ -66,9 +64,4 @@ def explain(inputs: ScanInputs, name: str = "auto") -> Explanation:
 def _triton(inputs: ScanInputs) -> Backend | str:
     """Return the Triton backend, or why it cannot run these inputs."""
     kernels = load_kernels()
-    if isinstance(kernels, str):
-        return kernels
-    if inputs.working_dtype == torch.float64:
-        return "its kernels compute in float32, and these inputs are float64"
-    backend: Backend = kernels.TRITON
-    return backend.refuses(inputs) or backend
+    return kernels if isinstance(kernels, str) else kernels.TRITON.refuses(inputs) or kernels.TRITON

@@ -98,9 +98,8 @@ def compare_results(
     kernels: Callable[[], Sequence[Tensor | None]],
     truth: Callable[[], Sequence[Tensor | None]],
     like: Tensor,
-    reference: str = "plain torch",
 ) -> str | None:
-    """Compare what kernels return with the `truth` in float64; return what is wrong with them, or None.
+    """Compare what kernels return with the `truth` by plain torch in float64; return what is wrong, or None.
 
     `like` has the dtype and the device of the problem. A result that is None is not compared.
     """
@@ -112,7 +111,7 @@ def compare_results(
     if worst <= TOLERANCE[like.dtype]:
         return None
     device = torch.cuda.get_device_name(like.device) if like.is_cuda else str(like.device)
-    return f"{name} are wrong on {device}: they differ from {reference} by {worst:.1e}"
+    return f"{name} are wrong on {device}: they differ from plain torch by {worst:.1e}"
 
 
 def draw(shape: Sequence[int], like: Tensor, seed: int) -> Tensor:

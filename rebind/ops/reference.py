@@ -77,9 +77,6 @@ class Reference:
 
     name = "reference"
 
-    def refuses(self, inputs: ScanInputs) -> str | None:
-        return None
-
     def forward(self, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
         with torch.no_grad():
             out, final = recurrence(inputs)

@@ -21,7 +21,7 @@ from rebind.ops.backend import Gradients
 from rebind.ops.inputs import ScanInputs
 from rebind.ops.triton import convolution, entropy, gated, norm
 from rebind.ops.triton.decode import decode
-from rebind.ops.triton.launch import LaunchPlan
+from rebind.ops.triton.launch import LaunchPlan, why_not
 from rebind.ops.triton.selfcheck import fault_of
 
 __all__ = ["TRITON", "Triton", "convolution", "decode", "entropy", "gated", "norm"]
@@ -33,13 +33,14 @@ class Triton:
     name = "triton"
 
     def refuses(self, inputs: ScanInputs) -> str | None:
-        return LaunchPlan.refuses(inputs) or fault_of(inputs)
+        """Return why these inputs cannot run here, or None if they can. Called for every scan on a GPU."""
+        return why_not(inputs) or fault_of(inputs)
 
     def forward(self, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
         return LaunchPlan.of(inputs).forward()
 
     def saved_like(self, inputs: ScanInputs) -> list[Tensor]:
-        return LaunchPlan.of(inputs).saved_like()
+        return LaunchPlan.of(inputs).buffers() if inputs.keep else []
 
     def backward(self, inputs: ScanInputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
         with torch.no_grad():

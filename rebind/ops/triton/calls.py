@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -43,6 +44,20 @@ def call(
         kernel.warmup(*tensors, grid=grid, **needed, num_warps=warps)
 
 
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: tuple[Any, ...],
+    numbers: tuple[float, ...] = (),
+    *,
+    warps: int,
+    **constants: Any,
+) -> None:
+    """Run a kernel on the device of its first tensor. Its parameters are the tensors, the numbers and the constants."""
+    with torch.cuda.device_of(tensors[0]):
+        call(kernel, grid, kind_of(*tensors), (*tensors, *numbers), warps=warps, **constants)
+
+
 def compile_ahead(run: Callable[[], object]) -> None:
     """Compile the kernels that `run` calls, side by side, so that a first call waits for the slowest and not for all.
 
@@ -60,6 +75,6 @@ def compile_ahead(run: Callable[[], object]) -> None:
         _ahead.reset(token)
 
 
-def aligned(*tensors: Tensor | None) -> tuple[bool | None, ...]:
-    """Return which of them begin at a multiple of 16 bytes, on which a compiled kernel may rely; None for None."""
-    return tuple(None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def kind_of(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Return what decides which compiled kernel takes these tensors, for `call`."""
+    return first.device, *(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in (first, *others))

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rebind.ops.triton.calls import aligned, call
+from rebind.ops.triton.calls import launch
 
 AHEAD = 8  # rows that are loaded ahead; also the largest size
 CHANNELS = 128  # per program, which is one warp: 4 per thread
@@ -212,17 +212,6 @@ def _launch(
     """Run a kernel on `width` channels from `first` on."""
     rows, length, channels = x.shape
     wide = min(CHANNELS, triton.next_power_of_2(width))
-    with torch.cuda.device_of(x):
-        call(
-            kernel,
-            (rows * -(-length // run) * -(-width // wide),),
-            (x.device, *((tensor.dtype, aligned(tensor)) for tensor in tensors)),
-            (*tensors, length, run),
-            warps=1,
-            C=channels,
-            FIRST=first,
-            WIDTH=width,
-            S=weight.shape[1],
-            BC=wide,
-            AHEAD=AHEAD,
-        )
+    grid = (rows * -(-length // run) * -(-width // wide),)
+    sizes = {"C": channels, "FIRST": first, "WIDTH": width, "S": weight.shape[1], "BC": wide, "AHEAD": AHEAD}
+    launch(kernel, grid, tensors, (length, run), warps=1, **sizes)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rebind.ops.triton.calls import launch
+
 
 @triton.jit(do_not_specialize=["H", "G"])
 def _decode(
@@ -24,9 +26,6 @@ def _decode(
     D_V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    ERASE: tl.constexpr,
-    WRITE: tl.constexpr,
 ):
     """One program per (block of a state's rows, memory): W [D_V, D_K] ← α W + u kᵀ, u = η v − ε α W k; o = W q."""
     block, place = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -39,11 +38,11 @@ def _decode(
     b_k = tl.load(k + key, mask=column < D_K, other=0.0).to(tl.float32)
     b_q = tl.load(q + key, mask=column < D_K, other=0.0).to(tl.float32)
     u = tl.load(v + place * D_V + row, mask=row < D_V, other=0.0).to(tl.float32)
-    if DECAY:
+    if log_decay is not None:
         W *= tl.exp(tl.load(log_decay + place).to(tl.float32))
-    if WRITE:
+    if write is not None:
         u *= tl.load(write + place).to(tl.float32)
-    if ERASE:
+    if erase is not None:
         u -= tl.load(erase + place).to(tl.float32) * tl.sum(W * b_k[None, :], 1)
     W += u[:, None] * b_k[None, :]
     tl.store(at, W, mask=inside)
@@ -61,15 +60,12 @@ def decode(
 ) -> Tensor:
     """Return the output [B, H, d_v]; `state` [B, H, d_v, d_k] in float32, contiguous, is changed in place."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    log_decay, erase, write = (x if x is None else x.contiguous() for x in (log_decay, erase, write))
+    coefficients = (None if x is None else x.contiguous() for x in (log_decay, erase, write))
     (rows, heads, d_v), d_k = v.shape, k.shape[2]
     out = torch.empty_like(v)
     wide = max(16, triton.next_power_of_2(d_k))
     tall = min(max(16, triton.next_power_of_2(d_v)), max(4096 // wide, 1))
-    with torch.cuda.device_of(v):
-        _decode[(triton.cdiv(d_v, tall), rows * heads)](
-            q, k, v, state, log_decay, erase, write, out, heads, heads // k.shape[1],
-            D_K=d_k, D_V=d_v, BK=wide, BV=tall,
-            DECAY=log_decay is not None, ERASE=erase is not None, WRITE=write is not None,
-        )  # fmt: skip
+    tensors = q, k, v, state, *coefficients, out
+    grid, sharing = (triton.cdiv(d_v, tall), rows * heads), heads // k.shape[1]
+    launch(_decode, grid, tensors, (heads, sharing), warps=4, D_K=d_k, D_V=d_v, BK=wide, BV=tall)
     return out

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rebind.ops.entropy import IGNORED
-from rebind.ops.triton.calls import aligned, call
+from rebind.ops.triton.calls import launch
 
 BLOCK = 4096  # words at a time
 WARPS = 8
@@ -73,18 +73,7 @@ def _row_losses(
 def row_losses(logits: Tensor, targets: Tensor, slope: bool) -> Tensor:
     """Return the losses [n] in float32 of contiguous logits [n, words], which `slope` overwrites by their gradient."""
     rows, words = logits.shape
-    targets = targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    with torch.cuda.device_of(logits):
-        call(
-            _row_losses,
-            (rows,),
-            (logits.device, logits.dtype, targets.dtype, aligned(logits, targets, losses)),
-            (logits, targets, losses),
-            warps=WARPS,
-            WORDS=words,
-            IGNORED=IGNORED,
-            SLOPE=slope,
-            BLOCK=BLOCK,
-        )
+    tensors = logits, targets.contiguous(), losses
+    launch(_row_losses, (rows,), tensors, warps=WARPS, WORDS=words, IGNORED=IGNORED, SLOPE=slope, BLOCK=BLOCK)
     return losses

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rebind.ops.triton.calls import aligned, call
+from rebind.ops.triton.calls import launch
 
 BLOCK = 1024  # elements per program
 
@@ -76,18 +76,8 @@ def backward(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, T
 
 def _launch(kernel: Any, gate: Tensor, up: Tensor, tensors: tuple[Tensor, ...]) -> None:
     width = gate.shape[-1]
-    with torch.cuda.device_of(gate):
-        call(
-            kernel,
-            (gate.numel() // width * -(-width // BLOCK),),
-            (gate.device, *(tensor.dtype for tensor in tensors), aligned(*tensors)),
-            tensors,
-            warps=4,
-            GATE=_row_stride(gate),
-            UP=_row_stride(up),
-            WIDTH=width,
-            BLOCK=BLOCK,
-        )
+    grid = (gate.numel() // width * -(-width // BLOCK),)
+    launch(kernel, grid, tensors, warps=4, GATE=_row_stride(gate), UP=_row_stride(up), WIDTH=width, BLOCK=BLOCK)
 
 
 def _in_rows(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ T // C + N of them: a bound that is known without waiting for the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,38 +17,25 @@ from torch import Tensor
 from rebind.ops.inputs import ScanInputs
 
 
-@dataclass(frozen=True, eq=False)
-class Places:
-    """The chunks of some sequences."""
+class Places(NamedTuple):
+    """The chunks of some sequences, as arguments of `chunk_at` and `sequence_at`."""
 
-    length: int  # T: tokens per row, all packed sequences together
-    sequences: int  # N
-    rows: int  # B
-    chunks: int  # per row
     boundaries: Tensor | None  # [N + 1] first token of each packed sequence
     first: Tensor | None  # [N + 1] first chunk of each packed sequence
     owner: Tensor | None  # [chunks] the packed sequence that a chunk belongs to; N for an unused one
+    length: int  # T: tokens per row, all packed sequences together
+    chunks: int  # per row
 
     @classmethod
     def of(cls, inputs: ScanInputs, size: int) -> Places:
-        rows, length = inputs.q.shape[:2]
-        if inputs.cu_seqlens is None:
-            return cls(length, rows, rows, -(-length // size), None, None, None)
-        boundaries = inputs.cu_seqlens
+        length, boundaries = inputs.length, inputs.cu_seqlens
+        if boundaries is None:
+            return cls(None, None, None, length, -(-length // size))
         chunks = length // size + inputs.sequences
         first = torch.zeros_like(boundaries)
         first[1:] = ((boundaries.diff() + size - 1) // size).cumsum(0)
         owner = torch.searchsorted(first[1:], torch.arange(chunks, device=first.device, dtype=first.dtype), right=True)
-        return cls(length, inputs.sequences, rows, chunks, boundaries, first, owner)
-
-    @property
-    def all_chunks(self) -> int:
-        return self.rows * self.chunks
-
-    @property
-    def arguments(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, int]:
-        """The arguments of `chunk_at` and `sequence_at`, in order."""
-        return self.boundaries, self.first, self.owner, self.length, self.chunks
+        return cls(boundaries, first, owner, length, chunks)
 
 
 @triton.jit

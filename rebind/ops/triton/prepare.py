@@ -22,19 +22,17 @@ NUMBERS = 5  # rows of a chunk's table: γ, γ_C/γ, ε γ, ε, η
 
 
 @triton.jit
-def _numbers(
-    log_decay, erase, write, at, mask, wide: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr
-):
+def _numbers(log_decay, erase, write, at, mask, wide: tl.constexpr):
     """Load (ln α, ε, η) of some tokens; those of no write where there is no token."""
-    if DECAY:
+    if log_decay is not None:
         ld = tl.maximum(tl.load(log_decay + at, mask=mask, other=0.0).to(wide), FLOOR)
     else:
         ld = tl.where(mask, 0.0, 0.0).to(wide)
-    if ERASE:
+    if erase is not None:
         eps = tl.load(erase + at, mask=mask, other=0.0).to(tl.float32)
     else:
         eps = tl.where(mask, 0.0, 0.0)
-    if WRITE:
+    if write is not None:
         eta = tl.load(write + at, mask=mask, other=0.0).to(tl.float32)
     else:
         eta = tl.where(mask, 1.0, 0.0)
@@ -121,8 +119,6 @@ def prepare_solve(
     D_K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
-    DECAY: tl.constexpr,
-    WRITE: tl.constexpr,
     PACKED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -150,12 +146,8 @@ def prepare_solve(
         q2 = load_rows(q, begin, number * C + HALF, length, head // G, heads, D_K, 0, BK, HALF)
         t1 = number * C + i
         t2 = t1 + HALF
-        ld1, eps1, eta1 = _numbers(
-            log_decay, erase, write, (begin + t1) * H + head, t1 < length, WIDE, DECAY, True, WRITE
-        )
-        ld2, eps2, eta2 = _numbers(
-            log_decay, erase, write, (begin + t2) * H + head, t2 < length, WIDE, DECAY, True, WRITE
-        )
+        ld1, eps1, eta1 = _numbers(log_decay, erase, write, (begin + t1) * H + head, t1 < length, WIDE)
+        ld2, eps2, eta2 = _numbers(log_decay, erase, write, (begin + t2) * H + head, t2 < length, WIDE)
         g1 = tl.cumsum(ld1, 0)
         middle = tl.sum(ld1, 0)
         g2 = tl.cumsum(ld2, 0) + middle
@@ -210,9 +202,6 @@ def prepare_plain(
     D_K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
-    DECAY: tl.constexpr,
-    ERASE: tl.constexpr,
-    WRITE: tl.constexpr,
     PACKED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -225,7 +214,7 @@ def prepare_plain(
         place = (row * NT + chunk).to(tl.int64) * H + head
         i = tl.arange(0, C)
         t = number * C + i
-        ld, eps, eta = _numbers(log_decay, erase, write, (begin + t) * H + head, t < length, WIDE, DECAY, ERASE, WRITE)
+        ld, eps, eta = _numbers(log_decay, erase, write, (begin + t) * H + head, t < length, WIDE)
         g = tl.cumsum(ld, 0)
         _store_numbers(table, sums, place, 0, g, tl.sum(ld, 0), eps, eta, C, C)
         b_k = load_rows(k, begin, number * C, length, head // G, H // G, D_K, 0, BK, C)

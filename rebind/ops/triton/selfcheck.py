@@ -1,18 +1,18 @@
-"""The self-check of the scan's kernels (see `rebind.ops.kernels`): a tiny problem of the same kind, by the reference.
+"""The self-check of the scan's kernels (see `rebind.ops.kernels`): a tiny problem of the same kind, in plain torch.
 
 A kind is device, dtype, head sizes, tiles and which coefficients there are. All kernels are compiled side by side.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from rebind.ops.chunked import CHUNKED
 from rebind.ops.inputs import ScanInputs
 from rebind.ops.kernels import compare_results, draw, find_fault, interpreted
-from rebind.ops.reference import REFERENCE
 from rebind.ops.triton.calls import compile_ahead
 from rebind.ops.triton.launch import LaunchPlan
 from rebind.ops.triton.tiles import Tiles, segments_of
@@ -32,7 +32,7 @@ def fault_of(inputs: ScanInputs) -> str | None:
 
 
 def compare_kernels(inputs: ScanInputs, *, cut: bool = False) -> str | None:
-    """Compare the kernels for such inputs with the reference; return what is wrong with them, or None.
+    """Compare the kernels for such inputs with plain torch; return what is wrong with them, or None.
 
     `cut`: as for a sequence that is cut in segments. Neither autocast nor TensorFloat-32, which the caller may have
     turned on, applies: torch's products compose segments, and their rounding is no fault of the kernels.
@@ -46,15 +46,15 @@ def compare_kernels(inputs: ScanInputs, *, cut: bool = False) -> str | None:
         out, final, saved = plan.forward()
         return [out, final, *(plan.backward(saved, d_out, d_final) if tiny.keep else ())]
 
-    def truth() -> list[Tensor | None]:
-        out, final, saved = REFERENCE.forward(wide)
-        return [out, final, *(REFERENCE.backward(wide, saved, d_out.double(), d_final.double()) if tiny.keep else ())]
+    def truth() -> list[Tensor | None]:  # without autograd, which does not work inside of a registered operator
+        out, final, saved = CHUNKED.forward(wide)
+        return [out, final, *(CHUNKED.backward(wide, saved, d_out.double(), d_final.double()) if tiny.keep else ())]
 
     name = f"The kernels for heads of {tiny.d_k} and {tiny.d_v} in {like.dtype}"
     with torch.no_grad(), without_autocast(inputs.v), tensor_float(False):
         if not interpreted():
             compile_ahead(kernels)
-        return compare_results(name, kernels, truth, like, "the reference")
+        return compare_results(name, kernels, truth, like)
 
 
 def _tiny(inputs: ScanInputs) -> ScanInputs:
@@ -71,8 +71,7 @@ def _tiny(inputs: ScanInputs) -> ScanInputs:
     sequence = (x.to(inputs.v.dtype) for x in (key(3), key(4), value))
     drawn = (*sequence, decay.log(), erase, write, state)
     tensors = [None if like is None else x for x, like in zip(drawn, inputs.tensors, strict=True)]
-    bounds, *options = inputs.options
+    bounds = inputs.cu_seqlens
     if bounds is not None:
         bounds = torch.tensor([0, 5, tokens], device=bounds.device, dtype=bounds.dtype)
-    fields: list[Any] = [*tensors, bounds, *options]
-    return ScanInputs(*fields)
+    return replace(inputs.with_tensors(tensors), cu_seqlens=bounds)
