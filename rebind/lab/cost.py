@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import geometric_mean
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -119,12 +119,11 @@ class Cost(Experiment):
         return Table(["what", "time", "grows as", "state"], lines)
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
-        sequences = {op: select(rows, part="sequence", op=op) for op in OPS}
-        times = {op: exponent(fastest(some, "length")) for op, some in sequences.items()}
-        states = {op: fastest(some, "length", "state_bytes") for op, some in sequences.items()}
+        times = {op: exponent(fastest(rows, "length", op=op)) for op in OPS}
+        states = {op: curve(rows, "length", "state_bytes", op=op) for op in OPS}
         growth = {op: slope(state.x, state.mean) for op, state in states.items()}
-        by_width = {solve: fastest(select(rows, part="width", solve=solve), "d") for solve in SOLVES}
-        by_rows = {solve: exponent(fastest(select(rows, part="rows", solve=solve), "n")) for solve in SOLVES}
+        by_width = {solve: fastest(rows, "d", part="width", solve=solve) for solve in SOLVES}
+        by_rows = {solve: exponent(fastest(rows, "n", part="rows", solve=solve)) for solve in SOLVES}
         direct, woodbury = (exponent(by_width[solve]) for solve in ("direct", "woodbury"))
         ratio = by_width["direct"].mean[-1] / by_width["woodbury"].mean[-1]
         yield Claim(
@@ -166,12 +165,12 @@ class Cost(Experiment):
             size=(5.4, 4.0),
         )
         for op, (label, color) in OPS.items():
-            _draw_fit(times, fastest(select(rows, part="sequence", op=op), "length"), color, label, "T")
+            _draw_fit(times, fastest(rows, "length", op=op), color, label, "T")
         states = {"attention": OPS["attention"], "delta": ("scans, sum and delta alike", plotting.BLUE)}
-        style.draw_groups(state, select(rows, part="sequence"), "length", "state_bytes", "op", states)
+        style.draw_groups(state, rows, "length", "state_bytes", "op", states)
         for axes, part, x in ((width, "width", "d"), (count, "rows", "n")):
             for solve, (label, color) in SOLVES.items():
-                _draw_fit(axes, fastest(select(rows, part=part, solve=solve), x), color, label, x)
+                _draw_fit(axes, fastest(rows, x, part=part, solve=solve), color, label, x)
         for axes in figure.axes:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
@@ -180,9 +179,9 @@ class Cost(Experiment):
         return figure
 
 
-def fastest(rows: Sequence[Row], x: str, y: str = "seconds") -> Curve:
-    """Return the curve through the best of the seeds: whatever else a machine does only adds time."""
-    times = curve(rows, x, y)
+def fastest(rows: Sequence[Row], x: str, **values: Any) -> Curve:
+    """Return the times of the best of the seeds: whatever else a machine does only adds time."""
+    times = curve(rows, x, "seconds", **values)
     return Curve(times.x, times.low, times.low, times.high)
 
 

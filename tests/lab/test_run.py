@@ -183,11 +183,11 @@ class TestFolders:
         assert caught.value.code == "not_a_run_folder"
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
-    def test_settings_that_measuring_refuses_leave_nothing(self, tmp_path, monkeypatch):
+    def test_settings_that_measuring_refuses_can_be_corrected_in_the_same_folder(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Killed, "at", 2)
         with pytest.raises(KilledError):
             run_experiment(Killed(), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
+        assert run_experiment(Norms(scale=2.0), tmp_path / "out").resumed == 0
 
     def test_results_must_be_finite(self, tmp_path):
         with pytest.raises(InputError) as caught:
