@@ -23,9 +23,13 @@ def all_known(monkeypatch) -> None:
     monkeypatch.setattr(Tracer, "knows", lambda *_: True)
 
 
+def new_editor(layers: int) -> Editor:
+    return Editor(tiny.llama(num_hidden_layers=layers), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=256)
+
+
 @pytest.fixture
 def editor() -> Editor:
-    return Editor(tiny.llama(num_hidden_layers=6), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=256)
+    return new_editor(6)
 
 
 def trials_of(editor: Editor) -> list[TrialFact]:
@@ -81,7 +85,8 @@ def test_only_facts_that_the_model_knows_are_tried(editor):
     assert saved_layer_choice(editor.fingerprint) is None
 
 
-def test_facts_without_paraphrases_and_neighbors(editor, all_known):
+def test_facts_without_paraphrases_and_neighbors(all_known):
+    editor = new_editor(2)
     trials = trial_facts_from([Fact.parse(prompt, "Rome", old="Paris") for prompt in PROMPTS[:3]])
     choice = search_layers(editor, trials)
     assert {(one.paraphrase, one.neighbor) for one in choice.candidates} == {(None, None)}

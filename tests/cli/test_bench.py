@@ -23,7 +23,6 @@ def test_people_see_a_table_per_shape(rebind):
     for expected in ("1x16x2x8", "1x32x2x8", "ours", "loop", "wrote runs/bench/scan-cpu.json"):
         assert expected in shown.out
     assert max(map(len, shown.out.splitlines())) <= 80
-    assert all(Path(f"runs/bench/scan-cpu.{suffix}").stat().st_size for suffix in ("json", "png", "svg"))
 
 
 def test_programs_get_one_document(rebind):
@@ -34,6 +33,7 @@ def test_programs_get_one_document(rebind):
     assert document["machine"]["threads"] == 1
     assert document["written"] == ["here/scan-cpu.json", "here/scan-cpu.png", "here/scan-cpu.svg"]
     assert json.loads(Path("here/scan-cpu.json").read_text())["rows"] == document["rows"]
+    assert all(Path(file).stat().st_size for file in document["written"])
 
 
 def test_invalid_names_are_refused(rebind):
@@ -49,4 +49,4 @@ def test_finished_shapes_are_shown_after_an_interrupt(rebind, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(scan, "run", interrupted)
-    assert "1x16x2x8" in rebind(*FAST, code=130).out
+    assert "1x16x2x8" in rebind(*FAST, "--shapes", "1x16x2x8", code=130).out

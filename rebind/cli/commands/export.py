@@ -56,15 +56,13 @@ def export(
             summary = f"rank {max(adapter.ranks.values())}, relative error {max(adapter.errors.values()):.1e}"
             document["peft"] = {"folder": str(adapter.folder), "ranks": adapter.ranks, "errors": adapter.errors}
             document["peft"]["description"] = summary
+            terminal.print(f"✓ adapter {adapter.folder}: {summary}")
         if checkpoint is not None:
             document["checkpoint"] = str(editor.save(checkpoint.expanduser(), overwrite=overwrite))
+            terminal.print(f"✓ checkpoint {document['checkpoint']}")
         if delta is not None:  # last: it may lie in one of the folders
             document["delta"] = str(editor.save_delta(delta.expanduser(), overwrite=overwrite))
-    if peft is not None:
-        terminal.print(f"✓ adapter {document['peft']['folder']}: {document['peft']['description']}")
-    for kind in ("checkpoint", "delta"):
-        if kind in document:
-            terminal.print(f"✓ {kind} {document[kind]}")
+            terminal.print(f"✓ delta {document['delta']}")
     terminal.hint(f"{tables.counted(len(document['edits']), 'edit')}, {tables.seconds(sum(phases.seconds.values()))}")
     terminal.result(document)
 
