@@ -45,7 +45,13 @@ def ridge(
     n, d = keys.shape[-2:]
     if form == "auto":
         form = "dual" if n < d and not isinstance(moment, Tensor) else "primal"
-    return _dual(keys, moment, lam) if form == "dual" else _primal(keys, moment, lam)
+    if form == "dual":
+        return _dual(keys, moment, lam)
+    if moment is None:
+        old = torch.eye(d, dtype=solving_dtype(keys), device=keys.device)
+    else:
+        old = moment.matrix if isinstance(moment, Cholesky) else symmetric(moment, "moment")
+    return _primal(keys, lam * old, "matrix λC + KᵀK")[0]
 
 
 def equality(keys: Tensor, moment: Moment = None) -> Solution:
@@ -194,20 +200,16 @@ class Recursive:
     def step(self, keys: Tensor) -> tuple[Solution, Recursive]:
         """Return the gain for these keys, and the state that has absorbed them."""
         _check_keys(keys, self.moment)
-        moment = _plus_rows(self.moment, keys)
-        solution = cholesky(moment, "matrix C + KᵀK").solve(keys.to(moment.dtype).mT)
-        gain = replace(solution, value=solution.value.mT.to(keys.dtype), method="primal")
-        return gain, Recursive(moment)
+        solution, moment = _primal(keys, self.moment, "matrix C + KᵀK")
+        return solution, Recursive(moment)
 
 
-def _primal(keys: Tensor, moment: Moment, lam: float) -> Solution:
-    wide = keys.to(solving_dtype(keys))
-    if moment is None:
-        old = torch.eye(keys.shape[-1], dtype=wide.dtype, device=wide.device)
-    else:
-        old = moment.matrix if isinstance(moment, Cholesky) else symmetric(moment, "moment")
-    solution = cholesky(_plus_rows(lam * old, keys), "matrix λC + KᵀK").solve(wide.mT)
-    return replace(solution, value=solution.value.mT.to(keys.dtype), method="primal")
+def _primal(keys: Tensor, moment: Tensor, what: str) -> tuple[Solution, Tensor]:
+    """Return the gain K (M + KᵀK)⁻¹ and the sum, which an error calls `what`."""
+    rows = keys.to(moment.dtype)
+    total = moment + rows.mT @ rows
+    solution = cholesky(total, what).solve(keys.to(moment.dtype).mT)
+    return replace(solution, value=solution.value.mT.to(keys.dtype), method="primal"), total
 
 
 def _dual(keys: Tensor, moment: Moment, lam: float) -> Solution:
@@ -246,11 +248,6 @@ def _equality_solution(keys: Tensor, value: Tensor, method: str, order: int, jit
     wide = keys.to(value.dtype)
     eye = torch.eye(keys.shape[-2], dtype=value.dtype, device=value.device)
     return Solution(value.to(keys.dtype), method, order, jitter, lambda: relative_residual(value @ wide.mT, eye))
-
-
-def _plus_rows(moment: Tensor, rows: Tensor) -> Tensor:
-    wide = rows.to(moment.dtype)
-    return moment + wide.mT @ wide
 
 
 def _check_keys(keys: Tensor, moment: Moment) -> None:

@@ -53,8 +53,7 @@ class Classical:
     def energy(self, state: Tensor) -> Tensor:
         """Return −½ xᵀWx, [...]; no asynchronous update raises it."""
         _check_state(state, self.weights)
-        wide = state.to(working_dtype(state, self.weights))
-        return (-0.5 * (wide * self._field(wide)).sum(-1)).to(state.dtype)
+        return (-0.5 * (state * _overlap(self.weights, state)).sum(-1)).to(state.dtype)
 
     def recall(
         self,
@@ -74,7 +73,9 @@ class Classical:
             raise InputError(f"The mode is {mode!r}", expected="'synchronous' or 'asynchronous'", code="unknown_mode")
         state = cue.expand(*torch.broadcast_shapes(cue.shape[:-1], self.weights.shape[:-2]), self.units)
         for step in range(1, steps + 1):
-            new = self._sweep(state, generator) if mode == "asynchronous" else _sign(self._field(state), state)
+            new = (
+                self._sweep(state, generator) if mode == "asynchronous" else _sign(_overlap(self.weights, state), state)
+            )
             if torch.equal(new, state):
                 return HopfieldRecall(state, step, converged=True)
             state = new
@@ -87,10 +88,6 @@ class Classical:
             field = (self.weights[..., unit, :].to(working_dtype(state, self.weights)) * state).sum(-1)
             state[..., unit] = _sign(field, state[..., unit])
         return state
-
-    def _field(self, state: Tensor) -> Tensor:
-        dtype = working_dtype(self.weights, state)
-        return _overlap(self.weights.to(dtype), state.to(dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +107,9 @@ class Modern:
 
     def step(self, state: Tensor) -> Tensor:
         """Return Xᵀ softmax(β X ξ) for states ξ [..., N]: softmax attention with X as keys and values."""
-        patterns, query = self._wide(state)
-        weights = torch.softmax(self.beta * _overlap(patterns, query), dim=-1)
-        return (weights.unsqueeze(-2) @ patterns).squeeze(-2).to(state.dtype)
+        _check_state(state, self.patterns)
+        weights = torch.softmax(self.beta * _overlap(self.patterns, state), dim=-1)
+        return (weights.unsqueeze(-2) @ self.patterns.to(weights.dtype)).squeeze(-2).to(state.dtype)
 
     def recall(self, cue: Tensor, *, steps: int = 1, tolerance: float = 0.0) -> HopfieldRecall:
         """Repeat `step` until it moves no entry by more than `tolerance`."""
@@ -130,17 +127,13 @@ class Modern:
 
         It is never negative, and no step raises it.
         """
-        patterns, query = self._wide(state)
-        lse = torch.logsumexp(self.beta * _overlap(patterns, query), dim=-1) / self.beta
+        _check_state(state, self.patterns)
+        lse = torch.logsumexp(self.beta * _overlap(self.patterns, state), dim=-1) / self.beta
+        patterns, query = self.patterns.to(lse.dtype), state.to(lse.dtype)
         count = torch.tensor(float(patterns.shape[-2]), dtype=patterns.dtype)
         longest = patterns.square().sum(-1).amax(-1)
         energy = query.square().sum(-1) / 2 - lse + count.log() / self.beta + longest / 2
         return energy.to(state.dtype)
-
-    def _wide(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        _check_state(state, self.patterns)
-        dtype = working_dtype(self.patterns, state)
-        return self.patterns.to(dtype), state.to(dtype)
 
 
 def _check_state(state: Tensor, network: Tensor) -> None:
@@ -152,8 +145,9 @@ def _check_state(state: Tensor, network: Tensor) -> None:
 
 
 def _overlap(patterns: Tensor, state: Tensor) -> Tensor:
-    """Return xᵢ·ξ for every row xᵢ, [..., M]."""
-    return (state.unsqueeze(-2) @ patterns.mT).squeeze(-2)
+    """Return xᵢ·ξ for every row xᵢ, [..., M], in the working dtype."""
+    dtype = working_dtype(patterns, state)
+    return (state.to(dtype).unsqueeze(-2) @ patterns.to(dtype).mT).squeeze(-2)
 
 
 def _sign(field: Tensor, previous: Tensor) -> Tensor:

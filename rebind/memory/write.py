@@ -78,10 +78,8 @@ class Write:
 
     def apply(self, memory: Tensor) -> Tensor:
         """Return the memory after the write, in the memory's dtype."""
-        self._check_memory(memory)
-        dtype = self._working_dtype(memory)
-        retained = self._scale(memory.to(dtype), dtype)
-        return (retained + self._error(retained).mT @ self.gain.to(dtype)).to(memory.dtype)
+        retained = self._retained(memory)
+        return (retained + self._error(retained).mT @ self.gain.to(retained.dtype)).to(memory.dtype)
 
     def delta(self, memory: Tensor) -> LowRank:
         """Return what `apply` would add to the memory.
@@ -89,14 +87,11 @@ class Write:
         With `retain` left at the number 1 the change has one row for each row of the write. Any other `retain` also
         shrinks the memory itself, which takes min(d_v, d_k) more rows.
         """
-        self._check_memory(memory)
-        dtype = self._working_dtype(memory)
-        full = memory.to(dtype)
-        retained = self._scale(full, dtype)
-        left, right = self._error(retained).mT, self.gain.to(dtype)
+        retained = self._retained(memory)
+        left, right = self._error(retained).mT, self.gain.to(retained.dtype)
         if isinstance(self.retain, Tensor) or self.retain != 1.0:
-            eye = torch.eye(min(self.d_v, self.d_k), dtype=dtype, device=memory.device)
-            shrinkage = retained - full  # (retain − 1) W
+            eye = torch.eye(min(self.d_v, self.d_k), dtype=retained.dtype, device=memory.device)
+            shrinkage = retained - memory.to(retained.dtype)  # (retain − 1) W
             wide = self.d_v <= self.d_k
             left = concatenate(left, eye if wide else shrinkage, dim=-1)
             right = concatenate(right, shrinkage if wide else eye, dim=-2)
@@ -193,7 +188,8 @@ class Write:
         """Return what the retained memory should have answered, less what it answers: [..., n, d_v]."""
         return self.values.to(retained.dtype) - self.keys.to(retained.dtype) @ retained.mT
 
-    def _check_memory(self, memory: Tensor) -> None:
+    def _retained(self, memory: Tensor) -> Tensor:
+        """Check that a memory fits; return what is retained of it, in the working dtype."""
         require_tensors(2, memory=memory)
         if memory.shape[-2:] != (self.d_v, self.d_k):
             problem = f"The memory has shape {list(memory.shape)}"
@@ -202,6 +198,8 @@ class Write:
             raise ShapeError(problem, expected=expected, advice=advice, code="memory_does_not_match")
         require_broadcastable("the memory and the write", memory.shape[:-2], self.batch_shape)
         require_finite(memory=memory)
+        dtype = self._working_dtype(memory)
+        return self._scale(memory.to(dtype), dtype)
 
 
 def expand_batch(tensor: Tensor, like: Tensor) -> Tensor:
