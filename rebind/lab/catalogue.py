@@ -5,14 +5,13 @@ from __future__ import annotations
 from rebind.lab.closed_form import ClosedForm
 from rebind.lab.cost import Cost
 from rebind.lab.edits.experiment import Edits
-from rebind.lab.experiment import Experiment
+from rebind.lab.experiment import Experiment, require_known
 from rebind.lab.forgetting import Forgetting
 from rebind.lab.hopfield import Hopfield
 from rebind.lab.mqar.experiment import Mqar
 from rebind.lab.retrieval.capacity import Capacity
 from rebind.lab.retrieval.overwrite import Overwrite
 from rebind.lab.ttt_1d import Ttt1d
-from rebind.memory.checks import unknown_name
 
 EXPERIMENTS: dict[str, type[Experiment]] = {
     experiment.name: experiment
@@ -22,6 +21,5 @@ EXPERIMENTS: dict[str, type[Experiment]] = {
 
 def get_experiment(name: str) -> type[Experiment]:
     """Return the experiment with that name."""
-    if name not in EXPERIMENTS:
-        raise unknown_name("experiment", name, EXPERIMENTS)
+    require_known("experiment", [name], EXPERIMENTS)
     return EXPERIMENTS[name]

@@ -92,8 +92,7 @@ class Experiment(ABC):
                     expected=f"key=value, where the key is one of {', '.join(defaults)}",
                     code="not_a_setting",
                 )
-            if name not in defaults:
-                raise unknown_name("setting", name, defaults)
+            require_known("setting", [name], defaults)
             if name in changes:
                 raise InputError(f"Setting {name!r} appears twice", expected="each setting once", code="setting_twice")
             changes[name] = _parse(name, text, defaults[name], least=0 if name in self.zero_based else 1)

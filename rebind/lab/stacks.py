@@ -131,6 +131,7 @@ class StackTraining(ABC):
     def __init__(self, stack: ModelStack, points: Mapping[int, Point], *, steps: int, every: int) -> None:
         self.stack, self.points, self.most_steps, self.every = stack, points, steps, every
         self.members = list(points)  # of the points, those with a model in the stack
+        self.history: dict[int, list[float]] = {index: [] for index in points}  # a score per evaluation
         self.steps = 0
         self._scores = torch.empty(0)
 

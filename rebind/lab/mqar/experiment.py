@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Self
 
 import torch
@@ -148,14 +147,7 @@ class Mqar(Recall):
         return figure
 
     def _by_pairs(self, rows: Sequence[Row]) -> Curve:
-        """Return accuracy against pairs, averaged over the tested sizes with as many pairs."""
-        pairs = [task.pairs for task in self.tasks(self.tested)]
-        return curve(
-            [
-                {"pairs": count, "accuracy": fmean(row["accuracies"][at] for at, n in enumerate(pairs) if n == count)}
-                for row in rows
-                for count in set(pairs)
-            ],
-            "pairs",
-            "accuracy",
-        )
+        """Return accuracy against pairs, over all tested sizes."""
+        tasks = self.tasks(self.tested)
+        pairs = [(task.pairs, value) for row in rows for task, value in zip(tasks, row["accuracies"], strict=True)]
+        return curve([{"pairs": count, "accuracy": accuracy} for count, accuracy in pairs], "pairs", "accuracy")

@@ -68,7 +68,6 @@ class RecallTraining(StackTraining):
         self.within = [number for number, test in enumerate(self.tests) if test.length <= longest]
         self.order = random.Random(0)  # of the tasks
         self.generators = {seed: torch.Generator(device).manual_seed(seed + 1) for seed in range(settings.seeds)}
-        self.courses: dict[int, list[float]] = {index: [] for index in points}
 
     def draw_lessons(self, count: int) -> Iterator[Lesson]:
         """Draw the lesson of each step: models with the same seed learn from the same sequences."""
@@ -95,12 +94,12 @@ class RecallTraining(StackTraining):
 
     def ended(self, scores: dict[int, Any]) -> dict[int, Row]:
         for index, accuracies in scores.items():
-            self.courses[index].append(accuracies[self.within.index(self.settings.hardest())])
+            self.history[index].append(accuracies[self.within.index(self.settings.hardest())])
         used_up = self.steps >= self.settings.steps
         ended = [index for index, accuracies in scores.items() if used_up or min(accuracies) >= SOLVED]
         if not ended:
             return {}
         final = dict(zip(self.members, self.evaluate(longer=True).tolist(), strict=True))
         return {
-            index: {"accuracies": final[index], "steps": self.steps, "course": self.courses[index]} for index in ended
+            index: {"accuracies": final[index], "steps": self.steps, "course": self.history[index]} for index in ended
         }

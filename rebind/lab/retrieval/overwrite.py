@@ -1,10 +1,7 @@
 """Setting 2 of Schlag et al.: keys occur again with new values, and the latest value is queried. Every rule, learned.
 
 Sequences are 2S long, with replacement. The public evaluation used length S, where fewer keys occur twice; both are
-measured here.
-
-Our tanh fast weights are W ← tanh(W + v φ(k)ᵀ). The authors' tanh model is another one (tanh as φ, the fast weight
-memory's update, a normalized read), so its log is not compared with ours.
+measured here. The authors' tanh model is not our tanh fast weights, so its log is not compared with ours.
 """
 
 from __future__ import annotations

@@ -73,7 +73,6 @@ class RetrievalTraining(StackTraining):
         stack = ModelStack(models, [settings.rate] * len(points), self.reader.loss, device)
         super().__init__(stack, points, steps=settings.steps, every=settings.every)
         self.generators = self._new_generators(1)
-        self.losses: dict[int, list[float]] = {index: [] for index in points}
         with torch.cuda.stream(stack.stream):
             self.last = dict(zip(points, self.evaluate().tolist(), strict=True))  # the last finite loss of each point
 
@@ -95,7 +94,7 @@ class RetrievalTraining(StackTraining):
     def ended(self, scores: dict[int, Any]) -> dict[int, Row]:
         rows: dict[int, Row] = {}
         for index, loss in scores.items():
-            diverged = not math.isfinite(loss)
+            history, diverged = self.history[index], not math.isfinite(loss)
             if diverged:
                 warnings.warn(
                     f"The loss of {self.points[index]} was not finite after {self.steps} steps. Its row has the last "
@@ -105,9 +104,8 @@ class RetrievalTraining(StackTraining):
                 )
             else:
                 self.last[index] = loss
-                self.losses[index].append(loss)
-            if diverged or self._is_done(self.losses[index]):
-                history = self.losses[index]
+                history.append(loss)
+            if diverged or self._is_done(history):
                 row = {"loss": self.last[index], "steps": self.steps, "losses": history, "diverged": diverged}
                 rows[index] = row
         if rows and self.replacement:  # the public evaluation of setting 2 used sequences of length S
