@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rebind.bench.measure import Peak, machine
+from rebind.bench.measure import machine, peak_of_call
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -30,14 +30,13 @@ class Row:
 
 def measure(name: str, call: Callable[[], torch.Tensor], error: Callable[[torch.Tensor], float], repeats: int) -> Row:
     """The median time of `repeats` calls after one that warms up and is watched for memory."""
-    with Peak() as peak:
-        result = call()
+    peak, result = peak_of_call(call)
     seconds = []
     for _ in range(repeats):
         begin = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - begin)
-    return Row(name, statistics.median(seconds), peak.mib, error(result))
+    return Row(name, statistics.median(seconds), peak, error(result))
 
 
 def report(subject: str, title: str, rows: list[Row], *, baseline: str, note: str) -> None:

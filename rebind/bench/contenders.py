@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rebind.bench.measure import MIB, Peak
+from rebind.bench.measure import peak_of_call
 from rebind.errors import InputError
 from rebind.ops import scan, step
 
 Shape = tuple[int, int, int, int]  # B, T, H, D
 Implementation = Callable[..., Tensor]  # (q, k, v, log_decay, beta) → the output
-Decoder = Callable[[list[Tensor], Tensor], object]  # (q, k, v, log_decay, beta [B, 1, H, …], the state)
 OUR_RULES = ("gated_delta", "delta", "sum")
 RULES = (*OUR_RULES, "softmax")
 
@@ -35,7 +34,7 @@ class Contender:
     """A way to run a rule over a sequence."""
 
     name: str
-    rule: str  # one of RULES
+    rule: str  # one of RULES, or "decoding"
     run: Implementation
     most_tokens: int = 2**62  # in all; beyond that it takes too long
     longest: int = 2**62  # sequence
@@ -65,25 +64,27 @@ def find_contenders(device: str) -> tuple[list[Contender], list[str]]:
     return field, missing
 
 
-def decoders(device: str) -> dict[str, Decoder]:
-    """Return the ways to write one token, by name."""
+def find_decoders(shape: Shape, device: str) -> list[Contender]:
+    """Return the ways to write one token into each memory of a batch, shape (B, 1, H, D)."""
+    b, _, h, d = shape
+    state = torch.zeros(b, h, d, d, device=device)
 
-    def ours(leaves: list[Tensor], state: Tensor) -> object:
-        q, k, v, log_decay, beta = (x[:, 0] for x in leaves)
+    def ours(*sequences: Tensor) -> Tensor:
+        q, k, v, log_decay, beta = (x[:, 0] for x in sequences)
         return step(q, k, v, state, log_decay=log_decay, erase=beta, write=beta)
 
+    field = [Contender("ours", "decoding", ours)]
     if not device.startswith("cuda"):
-        return {"ours": ours}
+        return field
     try:
         recurrent = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
     except (ImportError, AttributeError):
-        return {"ours": ours}
+        return field
 
-    def fla(leaves: list[Tensor], state: Tensor) -> object:
-        q, k, v, log_decay, beta = leaves
-        return recurrent(q, k, v, g=log_decay, beta=beta, scale=1.0, initial_state=state, output_final_state=True)
+    def fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        return recurrent(q, k, v, g=log_decay, beta=beta, scale=1.0, initial_state=state, output_final_state=True)[0]
 
-    return {"ours": ours, "fla": fla}
+    return [*field, Contender("fla", "decoding", fla)]
 
 
 def our_scan(rule: str, backend: str = "auto") -> Implementation:
@@ -182,17 +183,19 @@ def _peak_on_gpu(contender: Contender, shape: Shape, device: str, dtype: torch.d
     torch.cuda.reset_peak_memory_stats()
     run_both(contender.run, leaves, slope)
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / MIB
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def _peak_of_this_process(name: str, rule: str, dtype: torch.dtype, shape: Shape) -> float:
     (contender,) = (c for c in find_contenders("cpu")[0] if (c.name, c.rule) == (name, rule))
     small = draw_inputs((1, 64, 1, 8), "cpu", dtype)
     run_both(contender.run, small, torch.randn_like(small[2]))  # loads libraries and creates thread pools
-    with Peak() as peak:
+
+    def run() -> None:
         leaves = draw_inputs(shape, "cpu", dtype)
         run_both(contender.run, leaves, torch.randn_like(leaves[2]))
-    return peak.mib
+
+    return peak_of_call(run)[0]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import importlib
 import os
 import platform
 import statistics
-import threading
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 
 from rebind.cuda_graphs import record_graph
 
-MIB = 2**20
 FEWEST = 3  # rounds
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
@@ -102,29 +100,20 @@ def measure_rates(device: str, dtype: torch.dtype) -> dict[str, float]:
     return {"io": 2 * size / copy * 1e3, "flop": 2 * n**3 / product * 1e3}
 
 
-class Peak:
-    """Watches this process's resident memory from a second thread; 0 where /proc is missing."""
-
-    def __enter__(self) -> Peak:
-        self._before = self._highest = _resident_bytes()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.mib = (self._highest - self._before) / MIB
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.0005):
-            self._highest = max(self._highest, _resident_bytes())
+def peak_of_call(call: Callable[[], Result]) -> tuple[float, Result]:
+    """Return by how many MiB a call raises this process's resident memory, and its result; 0 where it is not Linux."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the highest size so far is forgotten
+    except OSError:
+        return 0.0, call()
+    before = _highest_kib()
+    result = call()
+    return (_highest_kib() - before) / 1024, result
 
 
-def _resident_bytes() -> int:
-    path = Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
+def _highest_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
 
 
 def machine(*packages: str) -> dict[str, str | int]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rebind.bench import contenders
-from rebind.bench.contenders import OUR_RULES, RULES, Contender, Shape, name_of, parse_shape
+from rebind.bench.contenders import OUR_RULES, RULES, Contender, Shape, find_decoders, name_of, parse_shape
 from rebind.bench.measure import clocked, machine, measure_rates, race, try_to_record
 from rebind.memory.checks import unknown_name, usable_device
 from rebind.storage import write_json
@@ -31,7 +31,7 @@ SHAPES = {
     "64x512x8x64",
 }
 QUICK = {"cpu": "1x512x8x64 1x2048x8x64", "cuda": "1x2048x32x128 1x8192x32x128"}
-DECODING = {"cpu": ((1, 8, 64), (256, 8, 64)), "cuda": ((1, 32, 128), (256, 32, 128))}  # (B, H, D)
+DECODING = {"cpu": ((1, 1, 8, 64), (256, 1, 8, 64)), "cuda": ((1, 1, 32, 128), (256, 1, 32, 128))}
 
 
 class ScanSetup:
@@ -153,20 +153,20 @@ def run(
         f"{rates['flop'] / 1e12:.2f} TFLOP/s multiplied"
     )
     report = ScanReport(note, machine("triton", "fla", "transformers"), missing)
-    total = len(setup.shapes) + (not setup.rules)
-    for done, shape in enumerate(setup.shapes):
+    decoding = () if setup.rules else DECODING[setup.kind]
+    for done, shape in enumerate((*setup.shapes, *decoding)):
+        if done < len(setup.shapes):
+            field = [c for c in chosen if c.takes(shape)]
+        else:
+            field = [c for c in find_decoders(shape, setup.device) if c.name in (setup.only or [c.name])]
 
         def progress(what: str, done: int = done, shape: Shape = shape) -> None:
-            on_progress(done, total, f"{name_of(shape)}: {what}")
+            on_progress(done, len(setup.shapes) + len(decoding), f"{name_of(shape)}: {what}")
 
-        rows = _measure(shape, [c for c in chosen if c.takes(shape)], setup, progress)
+        rows = _measure(shape, field, setup, progress)
         for row in rows:
-            row.add_floors(floors(shape, row.rule, setup.dtype), rates)
-        report.rows += rows
-        on_shape(report, rows)
-    if not setup.rules:
-        on_progress(total - 1, total, "decoding")
-        rows = _measure_decoding(setup)
+            if row.rule in RULES:
+                row.add_floors(floors(shape, row.rule, setup.dtype), rates)
         report.rows += rows
         on_shape(report, rows)
     return report
@@ -179,37 +179,38 @@ def _measure(
     leaves = contenders.draw_inputs(shape, setup.device, setup.dtype)
     slope = torch.randn_like(leaves[2])
     rows = [Measurement(name_of(shape), c.rule, c.name) for c in chosen]
-    progress("first calls")
     truths: dict[str, Tensor] = {}  # the output of each of our rules in float64
     if leaves[0].numel() <= 2**24 and leaves[0].device.type != "mps":
         exact_leaves = [x.detach().double() for x in leaves]
         truths = {rule: contenders.our_scan(rule)(*exact_leaves) for rule in OUR_RULES}
     forward: dict[int, Callable[[], object]] = {}
     both: dict[int, Callable[[], object]] = {}
-    for index, (c, row) in enumerate(zip(chosen, rows, strict=True)):
-
-        def call_forward(c: Contender = c) -> Tensor:
-            with torch.no_grad():
-                return c.run(*leaves)
-
-        def call_both(c: Contender = c) -> None:
-            contenders.run_both(c.run, leaves, slope)
-
-        try:
-            row.first_s, out = clocked(call_forward, setup.device)
+    with torch.no_grad():
+        progress("forward")
+        for index, (c, row) in enumerate(zip(chosen, rows, strict=True)):
+            call = partial(c.run, *leaves)
+            try:
+                row.first_s, out = clocked(call, setup.device)
+                forward[index] = call
+            except Exception as problem:  # other libraries may raise anything
+                row.note = _first_line(problem)
+                continue
             if c.rule in truths:
                 exact = truths[c.rule]
                 out = out.double() * (shape[3] ** 0.5 if c.scaled else 1.0)
                 row.error = float((out - exact).norm() / exact.norm())
-            forward[index] = call_forward
-            row.first_both_s, _ = clocked(call_both, setup.device)
-            both[index] = call_both
-        except Exception as problem:  # other libraries may raise anything
-            row.note = ("no backward: " if index in forward else "") + _first_line(problem)
-    del truths
-    progress("forward")
-    _race(rows, "forward", forward, setup)
+        del truths
+        _race(rows, "forward", forward, setup)
     progress("forward and backward")
+    for index in forward:
+        if rows[index].rule == "decoding":
+            continue
+        call_both = partial(contenders.run_both, chosen[index].run, leaves, slope)
+        try:
+            rows[index].first_both_s, _ = clocked(call_both, setup.device)
+            both[index] = call_both
+        except Exception as problem:
+            rows[index].note = f"no backward: {_first_line(problem)}"
     _race(rows, "both", both, setup)
     progress("memory")
     for index in both:
@@ -225,28 +226,6 @@ def _race(rows: list[Measurement], column: str, calls: dict[int, Callable[[], ob
         if ready:
             for index, ms in race(ready, setup.device, setup.rounds, setup.seconds).items():
                 setattr(rows[index], name, ms)
-
-
-def _measure_decoding(setup: ScanSetup) -> list[Measurement]:
-    """Measure one token for every sequence of a batch."""
-    rows: list[Measurement] = []
-    for batch, heads, d in DECODING[setup.kind]:
-        leaves = [x.detach() for x in contenders.draw_inputs((batch, 1, heads, d), setup.device, setup.dtype)]
-        state = torch.zeros(batch, heads, d, d, device=setup.device)
-        ready: dict[int, Callable[[], object]] = {}
-        for name, decode in contenders.decoders(setup.device).items():
-            if setup.only and name not in setup.only:
-                continue
-            row = Measurement(name_of((batch, 1, heads, d)), "decoding", name)
-            call = partial(decode, leaves, state)
-            try:
-                row.first_s, _ = clocked(call, setup.device)
-                ready[len(rows)] = call
-            except Exception as problem:  # other libraries may raise anything
-                row.note = _first_line(problem)
-            rows.append(row)
-        _race(rows, "forward", ready, setup)
-    return rows
 
 
 def _first_line(problem: Exception) -> str:

@@ -58,7 +58,7 @@ def test_a_run_measures_the_rules_that_were_chosen():
     assert measured.both > measured.forward > 0
     assert measured.error < 1e-5
     assert 0 < measured.flop_both < 1
-    assert seen[0] == (0, 1, "1x16x2x8: first calls")
+    assert seen[0] == (0, 1, "1x16x2x8: forward")
 
 
 def test_floors_are_those_of_the_article():
