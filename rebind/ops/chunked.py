@@ -45,7 +45,7 @@ from torch import Tensor
 from rebind.memory.checks import known
 from rebind.ops.backend import Gradients
 from rebind.ops.inputs import ScanInputs
-from rebind.ops.layout import Group, Layout
+from rebind.ops.layout import Group, Layout, layout_of
 
 
 class Chunked:
@@ -57,7 +57,7 @@ class Chunked:
         self.group_size = group_size  # of a group's largest tensor; None: what suits the device
 
     def forward(self, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
-        layout = Layout.of(inputs, _size(inputs), self.group_size)
+        layout = layout_of(inputs, _size(inputs), self.group_size)
         saved = _Saved.empty(inputs) if inputs.keep else _Saved()
         out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
         state = layout.in_waves(_zeros(inputs) if inputs.state is None else inputs.state)
@@ -70,7 +70,7 @@ class Chunked:
         return _Saved.empty(inputs).tensors if inputs.keep else []
 
     def backward(self, inputs: ScanInputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
-        layout = Layout.of(inputs, _size(inputs), self.group_size)
+        layout = layout_of(inputs, _size(inputs), self.group_size)
         from_forward = _Saved(*saved)
         grads = [
             None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.tensors[:6]

@@ -54,9 +54,8 @@ def split_convolution(
             f"The parts have {list(parts)} channels", expected=f"{x.shape[2]} in total, as x has", code="wrong_parts"
         )
     x, parts = as_autocast(x), list(parts)
-    if backend == "torch" or (backend == "auto" and not x.is_cuda):
-        return _split(_convolve_in_torch(x, weight, window), parts)
-    reason = _why_not_triton(x, weight, window)
+    in_torch = backend == "torch" or (backend == "auto" and not x.is_cuda)
+    reason = None if in_torch else _why_not_triton(x, weight, window, parts)
     if reason is not None and backend == "triton":
         raise InputError(
             f"Backend 'triton' cannot run this convolution: {reason}",
@@ -64,10 +63,10 @@ def split_convolution(
             settings={"backend": "auto"},
             code="backend_refuses",
         )
-    if reason is None and torch.compiler.is_compiling():
-        return _split(torch.ops.rebind.short_convolution(x, weight, window), parts)
-    if reason is not None or not _trusts_kernels(x, weight, parts):
+    if in_torch or reason is not None:
         return _split(_convolve_in_torch(x, weight, window), parts)
+    if torch.compiler.is_compiling():
+        return _split(torch.ops.rebind.short_convolution(x, weight, window), parts)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or window.requires_grad):
         return tuple(_ShortConvolution.apply(x, weight, window, parts))  # type: ignore[no-untyped-call]
     out: tuple[Tensor, ...] = load_kernels().convolution.forward(x, weight, window, parts)
@@ -150,7 +149,7 @@ def _gradients_in_torch(d_out: Tensor, x: Tensor, weight: Tensor, window: Tensor
 # Kernels
 
 
-def _why_not_triton(x: Tensor, weight: Tensor, window: Tensor) -> str | None:
+def _why_not_triton(x: Tensor, weight: Tensor, window: Tensor, parts: Sequence[int]) -> str | None:
     dtypes = {tensor.dtype for tensor in (x, weight, window)}
     if not dtypes <= TOLERANCE.keys():
         return f"its kernels compute in float32, and these inputs are {', '.join(map(str, dtypes))}"
@@ -161,12 +160,12 @@ def _why_not_triton(x: Tensor, weight: Tensor, window: Tensor) -> str | None:
     if torch.compiler.is_compiling():  # the operator decides when it runs
         return None
     kernels = load_kernels() if x.is_cuda or interpreted() else "its kernels need a CUDA device"
-    return kernels if isinstance(kernels, str) else None
-
-
-def _trusts_kernels(x: Tensor, weight: Tensor, parts: Sequence[int]) -> bool:
+    if isinstance(kernels, str):
+        return kernels
+    if not x.is_cuda:
+        return None
     kind = ("convolution", x.device, x.dtype, weight.dtype, *weight.shape, tuple(parts))
-    return not x.is_cuda or find_fault(kind, lambda: compare_kernels(x, weight, parts), "plain torch") is None
+    return find_fault(kind, lambda: compare_kernels(x, weight, parts), "plain torch")
 
 
 class _ShortConvolution(torch.autograd.Function):
@@ -188,15 +187,11 @@ class _ShortConvolution(torch.autograd.Function):
 # The registered operators, for torch.compile
 
 
-def _runs_kernels(x: Tensor, weight: Tensor, window: Tensor) -> bool:
-    return _why_not_triton(x, weight, window) is None and _trusts_kernels(x, weight, x.shape[2:])
-
-
 @torch.library.custom_op(
     "rebind::short_convolution", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor window) -> Tensor"
 )
 def _convolve(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
-    if _runs_kernels(x, weight, window):
+    if _why_not_triton(x, weight, window, x.shape[2:]) is None:
         (out,) = load_kernels().convolution.forward(x, weight, window)
         return out
     return _convolve_in_torch(x, weight, window).contiguous()
@@ -213,7 +208,7 @@ def _(x: Tensor, weight: Tensor, window: Tensor) -> Tensor:
     schema="(Tensor d_out, Tensor x, Tensor weight, Tensor window) -> (Tensor, Tensor, Tensor)",
 )
 def _convolve_backward(d_out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if _runs_kernels(x, weight, window):
+    if _why_not_triton(x, weight, window, x.shape[2:]) is None:
         return load_kernels().convolution.backward([d_out], x, weight, window)
     dx, d_weight, d_window = (grad.contiguous() for grad in _gradients_in_torch(d_out, x, weight, window))
     return dx, d_weight, d_window

@@ -105,18 +105,16 @@ class ScanInputs:
         """Return these inputs after all checks, with contiguous coefficients and the state in the working dtype."""
         _check_sequences(self.q, self.k, self.v)
         _check_sizes(self)
-        for name in ("log_decay", "erase", "write"):
-            _check_coefficient(name, getattr(self, name), self.v)
+        require_coefficients(self.v, log_decay=self.log_decay, erase=self.erase, write=self.write)
         if self.cu_seqlens is not None:
             _check_boundaries(self.cu_seqlens, self.q)
         if self.state is not None:
-            _check_state(self.state, self)
+            require_state(self.state, self.state_shape, self.q)
         if DEBUG:
             check_values(self)
-        coefficients = (self.log_decay, self.erase, self.write)
-        log_decay, erase, write = (None if x is None else x.contiguous() for x in coefficients)
+        others = (self.log_decay, self.erase, self.write, self.cu_seqlens)
+        log_decay, erase, write, cu_seqlens = (None if x is None else x.contiguous() for x in others)
         state = None if self.state is None else self.state.to(self.working_dtype).contiguous()
-        cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.contiguous()
         return ScanInputs(
             self.q, self.k, self.v, log_decay, erase, write, state, cu_seqlens, self.chunk, self.mini_batch
         )
@@ -196,30 +194,33 @@ def _check_sizes(inputs: ScanInputs) -> None:
         )
 
 
-def _check_coefficient(name: str, coefficient: Tensor | None, v: Tensor) -> None:
-    if coefficient is None:
-        return
-    require_tensors(0, **{name: coefficient})
-    if coefficient.shape != v.shape[:3]:
-        raise ShapeError(
-            f"Tensor {name!r} has shape {list(coefficient.shape)}",
-            expected=f"one number per token and value head, {list(v.shape[:3])}",
-            advice=f"Expand it, for example with {name}.expand(v.shape[:3])",
-            code="coefficient_does_not_match",
-        )
-    require_device(name, coefficient, v)
+def require_coefficients(v: Tensor, **coefficients: Tensor | None) -> None:
+    """Require one number for each value of v [..., d_v]."""
+    for name, coefficient in coefficients.items():
+        if coefficient is None:
+            continue
+        require_tensors(0, **{name: coefficient})
+        if coefficient.shape != v.shape[:-1]:
+            raise ShapeError(
+                f"Tensor {name!r} has shape {list(coefficient.shape)}",
+                expected=f"one number per token and value head, {list(v.shape[:-1])}",
+                advice=f"Expand it, for example with {name}.expand(v.shape[:-1])",
+                code="coefficient_does_not_match",
+            )
+        require_device(name, coefficient, v)
 
 
-def _check_state(state: Tensor, inputs: ScanInputs) -> None:
+def require_state(state: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Require a state of this shape, on the device of `like`."""
     require_tensors(0, state=state)
-    if tuple(state.shape) != inputs.state_shape:
+    if tuple(state.shape) != shape:
         raise ShapeError(
             f"The state has shape {list(state.shape)}",
-            expected=f"one [d_v, d_k] matrix per sequence and value head, {list(inputs.state_shape)}",
+            expected=f"one [d_v, d_k] matrix per sequence and value head, {list(shape)}",
             advice="Pass the state that a scan of these widths returned",
             code="state_does_not_match",
         )
-    require_device("state", state, inputs.q)
+    require_device("state", state, like)
 
 
 def _check_boundaries(cu_seqlens: Tensor, q: Tensor) -> None:

@@ -11,7 +11,6 @@ the states of a wave are always the first few. Waves follow one another; the chu
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -36,36 +35,61 @@ class Group:
         return sum(self.waves)
 
 
-class Layout(ABC):
-    """Sequences as waves of chunks: [chunks · H, size, width] for tokens, [N · H, d_v, d_k] for states."""
+def layout_of(inputs: ScanInputs, size: int, group_size: int | None = None) -> Layout:
+    """Return the layout of these inputs in chunks of `size` tokens and groups of about `group_size` numbers."""
+    group_size = group_size or (CPU_GROUP if inputs.v.device.type == "cpu" else GPU_GROUP)
+    return (Layout if inputs.cu_seqlens is None else PackedLayout)(inputs, size, group_size)
 
-    size: int
-    heads: int
-    sharing: int
-    groups: list[Group]
 
-    @staticmethod
-    def of(inputs: ScanInputs, size: int, group_size: int | None = None) -> Layout:
-        """Return the layout of these inputs in chunks of `size` tokens and groups of about `group_size` numbers."""
-        group_size = group_size or (CPU_GROUP if inputs.v.device.type == "cpu" else GPU_GROUP)
-        kind = _RowLayout if inputs.cu_seqlens is None else _PackedLayout
-        return kind(inputs, size, group_size)
+class Layout:
+    """Sequences as waves of chunks: [chunks · H, size, width] for tokens, [N · H, d_v, d_k] for states.
 
-    @abstractmethod
+    Here every row of the batch is a sequence of T tokens, and chunks are slices.
+    """
+
+    def __init__(self, inputs: ScanInputs, size: int, group_size: int) -> None:
+        self.size, self.heads = size, inputs.heads
+        self.rows, self.length = inputs.q.shape[0], inputs.length
+        waves = -(-self.length // size) if self.rows else 0
+        self.groups = self._group([self.rows] * waves, inputs, group_size)
+
     def load(self, x: Tensor, group: Group, into: Tensor) -> Tensor:
         """Copy a group's part of x [B, T, H or H_k, width] `into` [chunks · H, size, width], zeros past the end."""
+        heads = x.shape[2]
+        chunks = into.view(len(group.waves), self.rows, heads, self.heads // heads, *into.shape[1:])
+        for tokens, here in self._slices(x, group):
+            count = tokens.shape[2]
+            chunks[here, :, :, :, :count] = tokens.permute(0, 1, 3, 2, 4).unsqueeze(3)
+            if count < self.size:
+                chunks[here, :, :, :, count:] = 0
+        return into
 
-    @abstractmethod
     def store(self, chunks: Tensor, x: Tensor, group: Group) -> None:
         """Copy chunks back into x; chunks of value heads that share a key head are added up."""
+        folded = self._fold(chunks, x.shape[2]).unflatten(0, (-1, self.rows))
+        for tokens, here in self._slices(x, group):
+            tokens.copy_(folded[here][:, :, :, : tokens.shape[2]].permute(0, 1, 3, 2, 4))
 
-    @abstractmethod
     def in_waves(self, state: Tensor) -> Tensor:
         """Return states [N, H, d_v, d_k] in the order of the waves: a new [N · H, d_v, d_k]."""
+        return state.flatten(0, 1).clone()
 
-    @abstractmethod
     def in_order(self, state: Tensor) -> Tensor:
         """Return states [N · H, d_v, d_k] in their original order: [N, H, d_v, d_k]."""
+        return state.view(self.rows, self.heads, *state.shape[1:])
+
+    def _slices(self, x: Tensor, group: Group) -> list[tuple[Tensor, slice]]:
+        """Return views [waves, B, tokens, H, width] of a group's whole chunks and of a last partial one."""
+        begin = group.first_wave * self.size
+        end = min(begin + len(group.waves) * self.size, self.length)
+        whole, rest = divmod(end - begin, self.size)
+        parts = []
+        if whole:
+            tokens = x[:, begin : begin + whole * self.size].unflatten(1, (whole, self.size))
+            parts.append((tokens.transpose(0, 1), slice(0, whole)))
+        if rest:
+            parts.append((x[:, end - rest : end].unsqueeze(0), slice(whole, whole + 1)))
+        return parts
 
     def _group(self, counts: list[int], inputs: ScanInputs, group_size: int) -> list[Group]:
         """Put consecutive waves of `counts` chunks in groups that are small enough, of at least one wave."""
@@ -86,51 +110,7 @@ class Layout(ABC):
         return split.squeeze(2) if heads == self.heads else split.sum(2)
 
 
-class _RowLayout(Layout):
-    """Every row of the batch is a sequence of T tokens: chunks are slices."""
-
-    def __init__(self, inputs: ScanInputs, size: int, group_size: int) -> None:
-        self.size, self.heads = size, inputs.heads
-        self.rows, self.length = inputs.q.shape[0], inputs.length
-        waves = -(-self.length // size) if self.rows else 0
-        self.groups = self._group([self.rows] * waves, inputs, group_size)
-
-    def load(self, x: Tensor, group: Group, into: Tensor) -> Tensor:
-        heads = x.shape[2]
-        chunks = into.view(len(group.waves), self.rows, heads, self.heads // heads, *into.shape[1:])
-        for tokens, here in self._slices(x, group):
-            count = tokens.shape[2]
-            chunks[here, :, :, :, :count] = tokens.permute(0, 1, 3, 2, 4).unsqueeze(3)
-            if count < self.size:
-                chunks[here, :, :, :, count:] = 0
-        return into
-
-    def store(self, chunks: Tensor, x: Tensor, group: Group) -> None:
-        folded = self._fold(chunks, x.shape[2]).unflatten(0, (-1, self.rows))
-        for tokens, here in self._slices(x, group):
-            tokens.copy_(folded[here][:, :, :, : tokens.shape[2]].permute(0, 1, 3, 2, 4))
-
-    def in_waves(self, state: Tensor) -> Tensor:
-        return state.flatten(0, 1).clone()
-
-    def in_order(self, state: Tensor) -> Tensor:
-        return state.view(self.rows, self.heads, *state.shape[1:])
-
-    def _slices(self, x: Tensor, group: Group) -> list[tuple[Tensor, slice]]:
-        """Return views [waves, B, tokens, H, width] of a group's whole chunks and of a last partial one."""
-        begin = group.first_wave * self.size
-        end = min(begin + len(group.waves) * self.size, self.length)
-        whole, rest = divmod(end - begin, self.size)
-        parts = []
-        if whole:
-            tokens = x[:, begin : begin + whole * self.size].unflatten(1, (whole, self.size))
-            parts.append((tokens.transpose(0, 1), slice(0, whole)))
-        if rest:
-            parts.append((x[:, end - rest : end].unsqueeze(0), slice(whole, whole + 1)))
-        return parts
-
-
-class _PackedLayout(Layout):
+class PackedLayout(Layout):
     """Sequences laid end to end: chunks are gathered. Reading the boundaries on the host waits for a GPU."""
 
     def __init__(self, inputs: ScanInputs, size: int, group_size: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rebind.errors import InputError, ShapeError
 from rebind.memory.precision import working_dtype
-from rebind.ops.inputs import require_device, require_shared_heads
+from rebind.ops.inputs import require_coefficients, require_device, require_shared_heads, require_state
 from rebind.ops.kernels import load_kernels
 
 
@@ -56,26 +56,17 @@ def step_without_grad(
     erase: Tensor | None = None,
     write: Tensor | None = None,
 ) -> Tensor:
-    """Do what `step` does, where gradients are turned off already."""
-    _check(q, k, v, state, (("log_decay", log_decay), ("erase", erase), ("write", write)))
+    """Do what `step` does without `normalize`, where gradients are turned off already.
+
+    It computes o = W' q = α W q + u (k·q) with u = η v − ε α W k: the old memory is read once, for q and k together.
+    """
+    _check(q, k, v, state)
+    require_coefficients(v, log_decay=log_decay, erase=erase, write=write)
     if state.is_cuda and state.dtype == torch.float32 and state.is_contiguous() and not torch.compiler.is_compiling():
         kernels = load_kernels()
         if not isinstance(kernels, str):
             out: Tensor = kernels.decode(q, k, v, state, log_decay, erase, write)
             return out
-    return step_in_torch(q, k, v, state, log_decay, erase, write)
-
-
-def step_in_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None,
-    erase: Tensor | None,
-    write: Tensor | None,
-) -> Tensor:
-    """Compute o = W' q = α W q + u (k·q) with u = η v − ε α W k: the old memory is read once, for q and k together."""
     wide = state.dtype
     sharing = v.shape[1] // k.shape[1]
     q, k = (x.to(wide).repeat_interleave(sharing, dim=1) if sharing > 1 else x.to(wide) for x in (q, k))
@@ -91,7 +82,7 @@ def step_in_torch(
     return (answer + u * (q * k).sum(-1, keepdim=True)).to(v.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, state: Tensor, coefficients: tuple[tuple[str, Tensor | None], ...]) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> None:
     if v.ndim != 3 or k.ndim != 3 or q.shape != k.shape or k.shape[0] != v.shape[0]:
         raise ShapeError(
             f"The shape of q is {list(q.shape)}, of k {list(k.shape)} and of v {list(v.shape)}",
@@ -100,26 +91,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: Tensor, coefficients: tuple[t
             code="sequences_do_not_match",
         )
     require_shared_heads(k, v)
-    if state.shape != (*v.shape, k.shape[2]):
-        raise ShapeError(
-            f"The state has shape {list(state.shape)}",
-            expected=f"one [d_v, d_k] matrix per sequence and value head, {[*v.shape, k.shape[2]]}",
-            advice="Pass the state that a scan of these widths returned",
-            code="state_does_not_match",
-        )
+    require_state(state, (*v.shape, k.shape[2]), v)
     if state.dtype not in (torch.float32, torch.float64):
         raise InputError(
             f"The state has dtype {state.dtype}",
             expected="float32 or float64, since rounding it at every token would add up",
             code="wrong_dtype",
         )
-    for name, x in coefficients:
-        if x is not None and x.shape != v.shape[:2]:
-            raise ShapeError(
-                f"Tensor {name!r} has shape {list(x.shape)}",
-                expected=f"one number per value head, {list(v.shape[:2])}",
-                code="coefficient_does_not_match",
-            )
-    for name, x in (("q", q), ("k", k), ("v", v), *coefficients):
-        if x is not None:
-            require_device(name, x, state)
+    require_device("q", q, v)
+    require_device("k", k, v)

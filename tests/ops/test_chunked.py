@@ -8,7 +8,7 @@ import torch
 from rebind.ops import scan
 from rebind.ops.chunked import CHUNKED, Chunked
 from rebind.ops.inputs import ScanInputs
-from rebind.ops.layout import Layout
+from rebind.ops.layout import layout_of
 from rebind.ops.reference import REFERENCE
 from tests.ops.problems import compare, problem, tolerance_of
 
@@ -20,7 +20,7 @@ TOLERANCE = tolerance_of(torch.float64)
 def test_groups_do_not_matter(group_size, lengths):
     case = problem(77, lengths=lengths, chunk=8, heads=4, key_heads=2)
     inputs = ScanInputs(**case.tensors, **case.options, keep=True)
-    assert len(Layout.of(inputs, 8, group_size).groups) > 1, "too large a group to test anything"
+    assert len(layout_of(inputs, 8, group_size).groups) > 1, "too large a group to test anything"
 
     def results(backend):
         out, final, saved = backend.forward(inputs)
@@ -33,7 +33,7 @@ def test_waves():
     """The picture in the module's docstring."""
     x = torch.arange(20.0).reshape(1, 20, 1, 1)
     inputs = ScanInputs(x, x, x, cu_seqlens=torch.tensor([0, 10, 14, 20]))
-    cut = Layout.of(inputs, 2)
+    cut = layout_of(inputs, 2)
     (group,) = cut.groups
     assert group.waves == (3, 3, 2, 1, 1)
     chunks = cut.load(x, group, torch.empty(10, 2, 1)).squeeze(-1)
