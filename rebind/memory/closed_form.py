@@ -140,10 +140,6 @@ class NullSpace:
         """Number of directions, p."""
         return self.basis.shape[1]
 
-    def projector(self) -> Tensor:
-        """Return P [d_k, d_k]."""
-        return self.basis @ self.basis.mT
-
 
 def null_space(keys: Tensor, space: NullSpace, *, previous: Tensor | None = None, lam: float = 1.0) -> Solution:
     """Return AlphaEdit's gain: the ridge gain restricted to directions that old keys do not use.

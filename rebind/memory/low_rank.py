@@ -42,36 +42,15 @@ class LowRank:
 
         It works on the factors' n×n cores: the product is never formed, however large it would be.
         """
-        _check_rank(rank)
-        columns, singular, rows = self._svd()
-        root = singular[..., :rank].sqrt()
-        dtype = common_dtype(self.left, self.right)
-        return LowRank(
-            (columns[..., :, :rank] * root.unsqueeze(-2)).to(dtype),
-            (root.unsqueeze(-1) * rows[..., :rank, :]).to(dtype),
-        )
-
-    def singular_values(self) -> Tensor:
-        """Return the singular values of the product, largest first."""
-        return self._svd()[1].to(common_dtype(self.left, self.right))
-
-    def truncation_error(self, rank: int) -> Tensor:
-        """Return ‖product − truncate(rank)‖ / ‖product‖ in the Frobenius norm; 0 for a zero product."""
-        _check_rank(rank)
-        energy = self._svd()[1].square()
-        total, lost = energy.sum(-1), energy[..., rank:].sum(-1)
-        positive = lost > 0  # the slope of the root at 0 is infinite: keep it out of the graph
-        relative = torch.where(positive, (lost.where(positive, 1.0) / total.where(positive, 1.0)).sqrt(), 0.0)
-        return relative.to(common_dtype(self.left, self.right))
-
-    def _svd(self) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = working_dtype(self.left, self.right)
+        if rank < 0:
+            raise InputError(f"The rank is {rank}", expected="0 or more", code="negative_rank")
+        dtype, out = working_dtype(self.left, self.right), common_dtype(self.left, self.right)
         left_basis, left_core = torch.linalg.qr(self.left.to(dtype))
         right_basis, right_core = torch.linalg.qr(self.right.to(dtype).mT)
         u, singular, vh = torch.linalg.svd(left_core @ right_core.mT, full_matrices=False)
-        return left_basis @ u, singular, vh @ right_basis.mT
-
-
-def _check_rank(rank: int) -> None:
-    if rank < 0:
-        raise InputError(f"The rank is {rank}", expected="0 or more", code="negative_rank")
+        columns, rows = left_basis @ u, vh @ right_basis.mT
+        root = singular[..., :rank].sqrt()
+        return LowRank(
+            (columns[..., :, :rank] * root.unsqueeze(-2)).to(out),
+            (root.unsqueeze(-1) * rows[..., :rank, :]).to(out),
+        )

@@ -4,9 +4,8 @@ A rule is a class with a name, its gates and their defaults, and its *coefficien
 
     W ← α W (I − ε k kᵀ) + η v kᵀ.
 
-Each step minimizes an *online objective*. For an explicit rule, which reads the memory before the step, it follows from
-the coefficients; an implicit rule states its own. Everything else (the `Write`, the checks, the scan over sequences,
-the contract tests) follows from these, so adding a rule is adding a class here.
+Everything else (the `Write`, the checks, the scan over sequences, the contract tests) follows from these, so adding a
+rule is adding a class here. Each step minimizes an online objective: docs/algebra.md, law 6.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rebind.errors import InputError, ShapeError
+from rebind.errors import InputError
 from rebind.memory.checks import (
     known,
     require_broadcastable,
     require_finite,
     require_tensors,
-    require_width,
     unknown_name,
 )
 from rebind.memory.precision import common_dtype, working_dtype
@@ -86,34 +84,8 @@ class Rule(ABC):
         probe = k if self.reads else torch.zeros_like(k)
         return Write(probe.unsqueeze(-2).to(dtype), v.unsqueeze(-2).to(dtype), gain.to(dtype), coefficients.decay)
 
-    def objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, **gates: Gate) -> Tensor:
-        """Return what the step from `previous` [..., d_v, d_k] minimizes over `memory`: shape [...]."""
-        require_tensors(2, memory=memory, previous=previous)
-        require_tensors(1, k=k, v=v)
-        require_width("k", k, memory.shape[-1], "this memory")
-        require_width("v", v, memory.shape[-2], "this memory")
-        if memory.shape[-2:] != previous.shape[-2:]:
-            raise ShapeError("The memory and the previous one differ in d_v or d_k", code="memory_does_not_match")
-        require_broadcastable(
-            "memory, previous, k and v", memory.shape[:-2], previous.shape[:-2], k.shape[:-1], v.shape[:-1]
-        )
-        dtype = working_dtype(memory, previous, k, v)
-        out = common_dtype(memory, previous, k, v)
-        memory, previous, k, v = (tensor.to(dtype) for tensor in (memory, previous, k, v))
-        for name, gate in gates.items():
-            self._check_gate(k, name, gate)
-        return self._objective(memory, previous, k, v, {**self.gates, **gates}).to(out)
-
     @abstractmethod
     def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients: ...
-
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gates: dict[str, Gate]) -> Tensor:
-        """Return ‖S − αS′‖² − 2η ⟨S k, e⟩, where e is v, less what αS′ answers to k if the rule reads it."""
-        coefficients = self._coefficients(k, gates)
-        decay = coefficients.decay
-        retained = (decay[..., None, None] if isinstance(decay, Tensor) else decay) * previous
-        error = v - _read(retained, k) if self.reads else v
-        return _distance(memory, retained) - 2 * coefficients.write * (_read(memory, k) * error).sum(-1)
 
     def _check_gate(self, k: Tensor, name: str, gate: Gate, check_values: bool = True) -> None:
         if name not in self.gates:
@@ -198,9 +170,6 @@ class Longhorn(Rule):
         rate = gates["beta"] / (1 + gates["beta"] * energy)
         return Coefficients(decay=1.0, erase=rate, write=rate)
 
-    def _objective(self, memory: Tensor, previous: Tensor, k: Tensor, v: Tensor, gates: dict[str, Gate]) -> Tensor:
-        return _distance(memory, previous) + gates["beta"] * (_read(memory, k) - v).square().sum(-1)
-
 
 class GatedDelta(Rule):
     """Gated DeltaNet: α W (I − β k kᵀ) + β v kᵀ. It forgets everything a little and the value at k a lot."""
@@ -226,12 +195,3 @@ def get_rule(name: str | Rule) -> Rule:
 def rule_names() -> list[str]:
     """Return the names of all rules."""
     return sorted(Rule._known)
-
-
-def _read(memory: Tensor, k: Tensor) -> Tensor:
-    return (memory @ k.unsqueeze(-1)).squeeze(-1)
-
-
-def _distance(memory: Tensor, other: Tensor) -> Tensor:
-    """Return ‖S − S′‖²_F."""
-    return (memory - other).square().sum((-2, -1))

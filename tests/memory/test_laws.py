@@ -408,7 +408,7 @@ def test_null_space_is_the_published_system():
     C = draw.spectrum(torch.cat([torch.zeros(5), torch.ones(4)]).double())
     keys, previous = draw.normal(3, 9), draw.normal(2, 9)
     space = NullSpace.below(C)
-    P = space.projector()
+    P = space.basis @ space.basis.mT
     old = keys.mT @ keys + previous.mT @ previous
     X = torch.linalg.solve(P @ old + 0.7 * torch.eye(9, dtype=P.dtype), P @ keys.mT)
     assert space.size == 5

@@ -17,6 +17,20 @@ def gates_of(rule: Rule, draw: Draw, *batch: int) -> dict[str, torch.Tensor]:
     return {name: draw.uniform(*batch) for name in rule.gates}
 
 
+def objective(rule: Rule, memory, previous, k, v, **gates) -> torch.Tensor:
+    """What the step from S′ to S minimizes: ‖S − αS′‖² − 2η ⟨S k, e⟩, where e is v, less αS′k if the rule reads it.
+
+    Longhorn, which reads the memory after the step, minimizes ‖S − S′‖² + β‖S k − v‖².
+    """
+    read = lambda matrix: (matrix @ k.unsqueeze(-1)).squeeze(-1)
+    if rule.name == "longhorn":
+        return (memory - previous).square().sum((-2, -1)) + gates["beta"] * (read(memory) - v).square().sum(-1)
+    c = rule.coefficients(k, **gates)
+    retained = torch.as_tensor(c.decay)[..., None, None] * previous
+    error = v - read(retained) if rule.reads else v
+    return (memory - retained).square().sum((-2, -1)) - 2 * c.write * (read(memory) * error).sum(-1)
+
+
 def test_the_table_is_complete():
     assert set(RULES) == {"sum", "rfa", "mamba2", "delta", "longhorn", "gated_delta"}
 
@@ -37,13 +51,13 @@ class TestContract:
         previous, k, v = draw.normal(*batch, 4, 6), draw.normal(*batch, 6), draw.normal(*batch, 4)
         gates = gates_of(rule, draw, *batch)
         step = rule.write(k, v, **gates).apply(previous).requires_grad_()
-        value = rule.objective(step, previous, k, v, **gates)
+        value = objective(rule, step, previous, k, v, **gates)
         assert value.shape == batch
         (slope,) = torch.autograd.grad(value.sum(), step)
         assert_close(slope, torch.zeros_like(slope))
         for _ in range(5):
             elsewhere = step + 0.1 * draw.normal(*batch, 4, 6)
-            assert (rule.objective(elsewhere, previous, k, v, **gates) > value).all(), "a minimum, not only stationary"
+            assert (objective(rule, elsewhere, previous, k, v, **gates) > value).all(), "a minimum, not only stationary"
 
     def test_gates_have_defaults(self, name):
         rule, draw = get_rule(name), Draw(3)
@@ -71,13 +85,6 @@ class TestContract:
         got = chain(written).apply(W)
         assert got.dtype == dtype
         assert_close(got, chain(exactly).apply(W.double()), 16 * torch.finfo(dtype).eps)
-        one = {name: gate[0] for name, gate in g.items()}
-        one64 = {name: gate[0] for name, gate in g64.items()}
-        scored = rule.objective(W, W / 2, k[0], v[0], **one)
-        assert scored.dtype == dtype
-        assert_close(
-            scored, rule.objective(W.double(), (W / 2).double(), k[0].double(), v[0].double(), **one64), 2 * once
-        )
 
     def test_vmap(self, name):
         rule, draw = get_rule(name), Draw(6)
@@ -88,29 +95,20 @@ class TestContract:
     def test_gradients(self, name):
         rule, draw = get_rule(name), Draw(7)
         k, v, W = (draw.normal(*shape).requires_grad_() for shape in ((3, 4), (3, 2), (2, 4)))
-        previous = draw.normal(2, 4)
         gates = [(0.1 + 0.8 * draw.uniform(3)).requires_grad_() for _ in rule.gates]
 
         def stepped(k, v, W, *gates):
             return chain(rule.write(k, v, **dict(zip(rule.gates, gates, strict=True))), chunk=2).apply(W)
 
-        def scored(k, v, W, *gates):
-            named = {name: gate[0] for name, gate in zip(rule.gates, gates, strict=True)}
-            return rule.objective(W, previous, k[0], v[0], **named)
-
         assert torch.autograd.gradcheck(stepped, (k, v, W, *gates))
         assert torch.autograd.gradgradcheck(stepped, (k, v, W, *gates))
-        assert torch.autograd.gradcheck(scored, (k, v, W, *gates))
 
     def test_bad_input(self, name):
         rule, draw = get_rule(name), Draw(8)
-        k, v, W = draw.normal(6), draw.normal(4), draw.normal(4, 6)
+        k, v = draw.normal(6), draw.normal(4)
         assert_errors(
             (InputError, "unknown_gate", lambda: rule.write(k, v, bogus=0.5)),
             (InputError, "not_finite", lambda: rule.write(k * float("nan"), v)),
-            (ShapeError, "wrong_width", lambda: rule.objective(W, W, draw.normal(7), v)),
-            (ShapeError, "wrong_width", lambda: rule.objective(W, W, k, draw.normal(5))),
-            (ShapeError, "memory_does_not_match", lambda: rule.objective(W, W.mT, k, v)),
         )
         for gate in rule.gates:
             with raises(InputError, "gate_out_of_range"):
@@ -145,24 +143,6 @@ def test_longhorn_is_bounded_for_keys_of_any_norm(norm):
     assert ((rate * k.square().sum(-1)) < 1).all()
     written = chain(get_rule("longhorn").write(k, v)).apply(torch.zeros(4, 6, dtype=k.dtype))
     assert float((k @ written.mT).abs().max()) < 10 * float(v.abs().max())
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("sum", 5.0 - 2 * 6.0),
-        ("rfa", 1.5**2 + 2.0**2 - 2 * 0.5 * 6.0),  # ‖W − W_prev/2‖² with β = ½
-        ("mamba2", 5.0 - 2 * 6.0),
-        ("delta", 5.0 - 2 * 2.0 * (3.0 - 1.0)),
-        ("longhorn", 5.0 + (2.0 - 3.0) ** 2),
-        ("gated_delta", 5.0 - 2 * 2.0 * (3.0 - 1.0)),
-    ],
-)
-def test_objectives_by_hand(name, value):
-    """W = [2, 2], W_prev = [1, 0], k = [1, 0], v = [3], default gates: ‖W − W_prev‖² = 5, W k = 2, W_prev k = 1."""
-    W, previous = torch.tensor([[2.0, 2.0]]), torch.tensor([[1.0, 0.0]])
-    k, v = torch.tensor([1.0, 0.0]), torch.tensor([3.0])
-    assert float(get_rule(name).objective(W, previous, k, v)) == pytest.approx(value)
 
 
 def test_gates_of_the_wrong_kind():

@@ -188,15 +188,11 @@ def test_truncation_is_the_best_of_its_rank(batch):
         cut = product.truncate(rank)
         assert cut.rank == min(rank, 6)
         assert_close(cut.dense(), best)
-        lost = torch.linalg.matrix_norm(product.dense() - best) / torch.linalg.matrix_norm(product.dense())
-        assert_close(product.truncation_error(rank), lost, 1e-7)
-    assert_close(product.singular_values(), s[..., :6])
 
 
 def test_truncating_nothing():
     empty = LowRank(torch.zeros(4, 0), torch.zeros(0, 5))
     assert_close(empty.truncate(2).dense(), torch.zeros(4, 5))
-    assert float(LowRank(torch.zeros(4, 2), torch.zeros(2, 5)).truncation_error(1)) == 0.0
 
 
 def test_bad_writes_are_refused():
@@ -230,7 +226,6 @@ def test_bad_memories_and_compositions_are_refused():
         (ShapeError, "single_write", lambda: chain(write)),
         (InputError, "invalid_chunk", lambda: chain(several, chunk=0)),
         (InputError, "negative_rank", lambda: LowRank(draw.normal(4, 2), draw.normal(2, 5)).truncate(-1)),
-        (InputError, "negative_rank", lambda: LowRank(draw.normal(4, 2), draw.normal(2, 5)).truncation_error(-1)),
         (ShapeError, "factors_do_not_match", lambda: LowRank(draw.normal(4, 2), draw.normal(3, 5))),
         (ShapeError, "not_broadcastable", lambda: LowRank(draw.normal(3, 4, 2), draw.normal(2, 2, 5))),
     )
@@ -282,12 +277,8 @@ def test_gradients():
         lambda k, v, g, r, W: Write(k, v, g, r).inverse().apply(W),
         lambda k, v, g, r, W: (Write(k, v, g, r) @ Write(g, v, k, 0.5)).apply(W),
         lambda k, v, g, r, W: LowRank(W, g.mT).truncate(1).dense(),
-        lambda k, v, g, r, W: LowRank(W, g.mT).truncation_error(1),
     ):
         assert torch.autograd.gradcheck(result, (k, v, g, r, W))
-    whole = LowRank(W, g.mT)
-    (slope,) = torch.autograd.grad(whole.truncation_error(2), W)
-    assert torch.isfinite(slope).all(), "nothing lost, nothing to follow"
 
 
 def test_compiled_writes_agree():

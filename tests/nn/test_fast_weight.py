@@ -38,9 +38,6 @@ class Halfway(Rule):
     def _coefficients(self, k, gates):
         return Coefficients((1 + gates["alpha"]) / 2, gates["beta"], gates["beta"])
 
-    def _objective(self, memory, previous, k, v, gates):
-        raise NotImplementedError
-
 
 @pytest.mark.parametrize("rule", [*rule_names(), Halfway()], ids=str)
 def test_it_is_the_rule_token_by_token(rule):
