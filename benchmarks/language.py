@@ -43,13 +43,7 @@ from torch.nn import functional
 from benchmarks.report import RESULTS
 from rebind.bench.measure import machine
 from rebind.nn import RebindForCausalLM
-from rebind.nn.training import (
-    DataConfig,
-    OptimizerConfig,
-    TrainConfig,
-    carried_perplexity,
-    train,
-)
+from rebind.nn.training import DataConfig, OptimizerConfig, TrainConfig, carried_perplexity, train
 from rebind.nn.training.data import TokenizedText, prepare_text
 from rebind.nn.training.outputs import TIMES
 from rebind.storage import JsonLines, write_file, write_json

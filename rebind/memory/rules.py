@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError
-from rebind.memory.checks import (
-    known,
-    require_broadcastable,
-    require_finite,
-    require_tensors,
-    unknown_name,
-)
+from rebind.memory.checks import known, require_broadcastable, require_finite, require_tensors, unknown_name
 from rebind.memory.precision import common_dtype, working_dtype
 from rebind.memory.write import Write
 
