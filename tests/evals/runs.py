@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rebind.edit.editor import Editor
-from rebind.edit.targets.contexts import ContextSettings
+from rebind.edit.targets import ContextSettings
 from rebind.evals import EvalConfig, EvalProgress, EvalResult, QuestionSettings, evaluate, get_protocol, read_records
 from tests import tiny
 
