@@ -12,7 +12,6 @@ a step and no write.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +26,6 @@ from rebind.memory.precision import common_dtype, working_dtype
 from rebind.memory.write import Write
 
 State = tuple[Tensor, ...]
-Loss = Callable[[Tensor, Tensor], Tensor]  # (prediction, value) → a scalar
 
 
 class InnerModel(ABC):
@@ -115,11 +113,6 @@ class ResidualNorm(InnerModel):
         return x + functional.layer_norm(self.inner(state, x), x.shape[-1:], self.weight, self.bias)
 
 
-def squared_error(prediction: Tensor, value: Tensor) -> Tensor:
-    """Return ‖prediction − value‖²."""
-    return (prediction - value).square().sum()
-
-
 @dataclass(frozen=True)
 class TttOutput:
     """The outputs of a run, and the state after its last token."""
@@ -137,7 +130,6 @@ def run(
     *,
     rate: float | Tensor = 0.5,
     mini_batch: int | None = 1,
-    loss: Loss = squared_error,
 ) -> TttOutput:
     """Read and train over q, k [..., T, d_k] and v [..., T, d_v].
 
@@ -155,7 +147,7 @@ def run(
         """Run one sequence, without batch dimensions."""
 
         def error(at: State, key: Tensor, value: Tensor) -> Tensor:
-            return loss(model(at, key), value)
+            return (model(at, key) - value).square().sum()
 
         outputs = []
         for begin in range(0, length, size):

@@ -74,15 +74,6 @@ def test_a_run_continues_from_its_state():
     assert_close(torch.cat([first.out, second.out]), whole.out)
 
 
-def test_another_inner_loss():
-    """⟨−f(k), v⟩ instead of the squared error makes online training the plain sum."""
-    draw = Draw(6)
-    k, v = draw.normal(5, 4), draw.normal(5, 3)
-    dot = lambda prediction, value: -(prediction * value).sum()
-    trained = ttt.run(ttt.Linear(), ttt.Linear().initial(4, 3, dtype=k.dtype), k, k, v, rate=1.0, loss=dot)
-    assert_close(trained.state[0], v.mT @ k)
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradients_reach_everything(name, size):
