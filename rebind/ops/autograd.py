@@ -31,7 +31,7 @@ TENSORS = DIFFERENTIABLE + 1  # and cu_seqlens
 
 def run(inputs: ScanInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return the output and the final state, differentiable by every tensor of the inputs."""
-    if backend == reference.REFERENCE.name:  # plain operations: autograd and the compiler see through them
+    if backend == "reference":  # plain operations: autograd and the compiler see through them
         with without_autocast(inputs.v):
             return reference.recurrence(inputs)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors)
@@ -64,7 +64,7 @@ class _Scan(torch.autograd.Function):
         if torch.is_grad_enabled():  # the caller wants a graph: gradients of these gradients
             d_out = torch.zeros_like(inputs.v) if d_out is None else d_out
             with without_autocast(inputs.v):
-                grads = reference.gradients(inputs, d_out, d_final, create_graph=True)
+                grads = reference.gradients(inputs, d_out, d_final)
         else:
             grads = _backward(ctx.backend, inputs, list(tensors[DIFFERENTIABLE:]), d_out, d_final)
         return None, None, *grads

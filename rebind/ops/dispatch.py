@@ -10,7 +10,6 @@ from rebind.ops.backend import Backend
 from rebind.ops.chunked import CHUNKED
 from rebind.ops.inputs import ScanInputs
 from rebind.ops.kernels import load_kernels
-from rebind.ops.reference import REFERENCE
 
 NAMES = ("triton", "chunked", "reference")  # in the order in which they are tried
 
@@ -29,26 +28,24 @@ class Explanation:
 
 
 def choose(inputs: ScanInputs, name: str = "auto") -> Backend:
-    """Return the backend of that name, or for "auto" the fastest that takes these inputs."""
-    if name == "auto":
-        fused = _triton(inputs) if inputs.q.is_cuda else ""
-        return CHUNKED if isinstance(fused, str) else fused
-    if name not in NAMES:
+    """Return the backend "triton" or "chunked", or for "auto" the faster one that takes these inputs."""
+    if name not in ("auto", *NAMES):
         raise unknown_name("backend", name, ("auto", *NAMES))
-    backend = _triton(inputs) if name == "triton" else CHUNKED if name == "chunked" else REFERENCE
-    if isinstance(backend, str):
+    wanted = name == "triton" or (name == "auto" and inputs.q.is_cuda)
+    fused = _triton(inputs) if wanted else "it was not requested"
+    if name == "triton" and isinstance(fused, str):
         raise InputError(
-            f"Backend {name!r} cannot run this scan: {backend}",
+            f"Backend 'triton' cannot run this scan: {fused}",
             advice="Use {backend} to have one chosen",
             settings={"backend": "auto"},
             code="backend_refuses",
         )
-    return backend
+    return CHUNKED if isinstance(fused, str) else fused
 
 
 def explain(inputs: ScanInputs, name: str = "auto") -> Explanation:
     """Return which backend would run, and why not the others."""
-    chosen = choose(inputs, name).name
+    chosen = name if name == "reference" else choose(inputs, name).name
     fused = _triton(inputs)
     reasons = {
         "triton": fused if isinstance(fused, str) else "chosen automatically on CUDA only; its interpreter is slow",

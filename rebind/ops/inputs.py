@@ -105,14 +105,17 @@ class ScanInputs:
         """Return these inputs after all checks, with contiguous coefficients and the state in the working dtype."""
         _check_sequences(self.q, self.k, self.v)
         _check_sizes(self)
-        require_coefficients(self.v, log_decay=self.log_decay, erase=self.erase, write=self.write)
+        coefficients = {"log_decay": self.log_decay, "erase": self.erase, "write": self.write}
+        optional = coefficients | {"state": self.state}
+        require_tensors(0, **{name: tensor for name, tensor in optional.items() if tensor is not None})
+        require_coefficients(self.v, **coefficients)
         if self.cu_seqlens is not None:
             _check_boundaries(self.cu_seqlens, self.q)
         if self.state is not None:
             require_state(self.state, self.state_shape, self.q)
         if DEBUG:
             check_values(self)
-        others = (self.log_decay, self.erase, self.write, self.cu_seqlens)
+        others = (*coefficients.values(), self.cu_seqlens)
         log_decay, erase, write, cu_seqlens = (None if x is None else x.contiguous() for x in others)
         state = None if self.state is None else self.state.to(self.working_dtype).contiguous()
         return ScanInputs(
@@ -199,7 +202,6 @@ def require_coefficients(v: Tensor, **coefficients: Tensor | None) -> None:
     for name, coefficient in coefficients.items():
         if coefficient is None:
             continue
-        require_tensors(0, **{name: coefficient})
         if coefficient.shape != v.shape[:-1]:
             raise ShapeError(
                 f"Tensor {name!r} has shape {list(coefficient.shape)}",
@@ -212,7 +214,6 @@ def require_coefficients(v: Tensor, **coefficients: Tensor | None) -> None:
 
 def require_state(state: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """Require a state of this shape, on the device of `like`."""
-    require_tensors(0, state=state)
     if tuple(state.shape) != shape:
         raise ShapeError(
             f"The state has shape {list(state.shape)}",

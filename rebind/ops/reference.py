@@ -57,8 +57,8 @@ def _sequence(
     return torch.cat(outs, dim=1), W
 
 
-def gradients(inputs: ScanInputs, d_out: Tensor, d_final: Tensor | None, *, create_graph: bool) -> Gradients:
-    """Return the gradients of the recurrence, by autograd; with `create_graph` they can be differentiated again."""
+def gradients(inputs: ScanInputs, d_out: Tensor, d_final: Tensor | None) -> Gradients:
+    """Return the gradients of the recurrence, by autograd; they can be differentiated again."""
     leaves = [x if x is None or x.requires_grad else x.detach().requires_grad_() for x in inputs.tensors]
     with torch.enable_grad():
         results, slopes = list(recurrence(inputs.with_tensors(leaves))), [d_out, d_final]
@@ -66,28 +66,7 @@ def gradients(inputs: ScanInputs, d_out: Tensor, d_final: Tensor | None, *, crea
             del results[1], slopes[1]
         wanted = [x for x in leaves if x is not None]
         grads = torch.autograd.grad(
-            results, wanted, slopes, create_graph=create_graph, allow_unused=True, materialize_grads=True
+            results, wanted, slopes, create_graph=True, allow_unused=True, materialize_grads=True
         )
     computed = iter(grads)
     return tuple(None if x is None else next(computed) for x in leaves)
-
-
-class Reference:
-    """The recurrence as a backend."""
-
-    name = "reference"
-
-    def forward(self, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
-        with torch.no_grad():
-            out, final = recurrence(inputs)
-        return out, final, []
-
-    def saved_like(self, inputs: ScanInputs) -> list[Tensor]:
-        return []
-
-    def backward(self, inputs: ScanInputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
-        detached = [None if x is None else x.detach() for x in inputs.tensors]
-        return gradients(inputs.with_tensors(detached), d_out, d_final, create_graph=False)
-
-
-REFERENCE = Reference()

@@ -11,7 +11,7 @@ from rebind.errors import NumericalWarning
 from rebind.ops import scan, step
 from rebind.ops.inputs import ScanInputs
 from rebind.ops.kernels import forget_faults, interpreted
-from rebind.ops.reference import REFERENCE
+from rebind.ops.reference import gradients, recurrence
 from tests.ops.problems import COEFFICIENTS, compare, home, outcome, problem, tolerance_of
 from tests.support import Draw, assert_close
 
@@ -39,14 +39,14 @@ def compare_segments(case, segments):
         out, final, saved, backward = run(inputs)
         draw = Draw(99)
         slopes = draw.normal(*out.shape).to(out), draw.normal(*final.shape).to(final)
-        return dict(enumerate(x.cpu() for x in (out, final, *backward(saved, *slopes)) if x is not None))
+        return dict(enumerate(x.detach().cpu() for x in (out, final, *backward(saved, *slopes)) if x is not None))
 
     def kernels(inputs):
         plan = LaunchPlan(inputs, Tiles.of(inputs), segments)
         return *plan.forward(), plan.backward
 
     def reference(inputs):
-        return *REFERENCE.forward(inputs), lambda saved, *slopes: REFERENCE.backward(inputs, saved, *slopes)
+        return *recurrence(inputs), [], lambda saved, *slopes: gradients(inputs, *slopes)
 
     there = {name: x.to(home("triton")) for name, x in case.tensors.items()}
     with torch.no_grad():

@@ -17,7 +17,7 @@ from rebind.ops.triton.calls import call, kind_of
 from rebind.ops.triton.forward import walk_forward
 from rebind.ops.triton.places import Places
 from rebind.ops.triton.prepare import NUMBERS, prepare_plain, prepare_solve
-from rebind.ops.triton.tiles import Tiles, segments_of
+from rebind.ops.triton.tiles import RUN, WARPS, Tiles, segments_of
 
 WIDEST = 256  # largest head size: a state's columns and a chunk's keys must fit in a multiprocessor
 
@@ -90,7 +90,7 @@ class LaunchPlan:
             d_products = torch.empty_like(products)
             d_erased = torch.empty_like(products) if inputs.solves else d_products
             d_sums = torch.empty_like(table[:, :, 0])
-            grid = (-(-self._places.chunks // tiles.run), v.shape[0] * inputs.heads)
+            grid = (-(-self._places.chunks // RUN), v.shape[0] * inputs.heads)
             constants = {
                 **self._constants,
                 "BK": tiles.key_part,
@@ -106,8 +106,8 @@ class LaunchPlan:
                 *(d_products, d_erased, d_sums, dk, decay),
             )
             for kernel, tensors in ((row_gradients, rows), (column_gradients, columns)):
-                arguments = (*tensors, *self._all_chunks, tiles.run)
-                call(kernel, grid, (self._kind, kind_of(d_out)), arguments, warps=tiles.gradient_warps, **constants)
+                arguments = (*tensors, *self._all_chunks, RUN)
+                call(kernel, grid, (self._kind, kind_of(d_out)), arguments, warps=WARPS, **constants)
         if inputs.sharing > 1:
             dq, dk = (x.unflatten(2, (-1, inputs.sharing)).sum(3, dtype=torch.float32).to(x) for x in (dq, dk))
         start = None if inputs.state is None else d_state[:, 0].to(inputs.state.dtype).contiguous()
@@ -240,7 +240,7 @@ class LaunchPlan:
             self._walks(columns),
             self._kind,
             (*tensors, *self._along_sequences),
-            warps=tiles.walk_warps,
+            warps=WARPS,
             STAGES=tiles.walk_stages,
             INITIAL=start is not None,
             OUTPUT=not mapped,
@@ -268,7 +268,7 @@ class LaunchPlan:
             self._walks(-(-inputs.d_v // tiles.value)),
             (self._kind, kind_of(d_out, ends)),
             (q, k, *saved[:3], d_out, ends, d_written, d_states, d_state, *self._along_sequences),
-            warps=tiles.walk_warps,
+            warps=WARPS,
             FINAL=ends is not None,
             STORE=store,
             STAGES=tiles.walk_stages,

@@ -12,6 +12,8 @@ from rebind.ops.inputs import ScanInputs
 
 FEW = 0.3  # programs per multiprocessor below which sequences are cut: a cut sequence is walked along three times
 SHORTEST = 16  # least number of chunks in a segment
+RUN = 8  # chunks that a program of gradients processes, one after another
+WARPS = 4  # of a program that walks along a sequence or computes gradients
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,9 @@ class Tiles:
     chunk: int  # C
     key: int  # all of d_k, in the kernels that walk
     value: int  # columns of a state that a walking program holds
-    walk_warps: int
     walk_stages: int
     key_part: int  # in the kernels of gradients
     value_part: int
-    run: int  # chunks that a program of gradients processes, one after another
-    gradient_warps: int
     gradient_stages: int
     prepare_run: int
     prepare_stages: int
@@ -44,12 +43,9 @@ class Tiles:
             chunk=chunk,
             key=key,
             value=columns,
-            walk_warps=4,
             walk_stages=(3 if key <= 128 else 2) if narrow else 1,
             key_part=min(key, 128 if narrow else 32),
             value_part=min(value, 128 if narrow else 32),
-            run=8,
-            gradient_warps=4,
             gradient_stages=2 if narrow and max(key, value) <= 128 else 1,
             prepare_run=8 if key > 64 else 4,
             prepare_stages=1 if narrow and key > 64 and inputs.erase is not None else 2,
