@@ -49,11 +49,10 @@ def uninterrupted(tmp_path_factory):
 # Interrupted and resumed
 
 
-@pytest.mark.parametrize("steps", [[2, 7], [5, 11]])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_killed_anywhere_it_resumes_bit_for_bit(uninterrupted, tmp_path, variant, steps):
+def test_killed_anywhere_it_resumes_bit_for_bit(uninterrupted, tmp_path, variant):
     run, expected = uninterrupted(variant)
-    for step in steps:
+    for step in (2, 5, 7, 11):  # checkpoints are written after steps 5 and 10
         kill(run, tmp_path / "run", step)
     torch.manual_seed(123)  # the caller's generator plays no part
     train(run, tmp_path / "run")
