@@ -27,6 +27,7 @@ Shape = tuple[int, int, int, int]  # B, T, H, D
 Implementation = Callable[..., Tensor]  # (q, k, v, log_decay, beta) → the output
 OUR_RULES = ("gated_delta", "delta", "sum")
 RULES = (*OUR_RULES, "softmax")
+NAMES = ("ours", "fla", "transformers", "SDPA", "loop")
 
 
 @dataclass(frozen=True)
@@ -45,23 +46,23 @@ class Contender:
         return shape[0] * shape[1] <= self.most_tokens and shape[1] <= self.longest
 
 
-def find_contenders(device: str) -> tuple[list[Contender], list[str]]:
-    """Return ours first, then the others that can be imported here, and why some cannot."""
+def find_contenders(device: str, names: tuple[str, ...] = NAMES) -> tuple[list[Contender], list[str]]:
+    """Return those of these names, ours first, then the others that can be imported here, and why some cannot."""
     field = [Contender("ours", rule, our_scan(rule)) for rule in OUR_RULES]
     missing = []
     libraries = {"transformers": _transformers}
     if device.startswith("cuda"):
-        libraries = {"flash-linear-attention": _fla, **libraries}  # it runs on GPUs only
-    for library, find in libraries.items():
+        libraries = {"fla": _fla, **libraries}  # it runs on GPUs only
+    for name, find in libraries.items():
         try:
-            field += find()
+            field += find() if name in names else ()
         except (ImportError, AttributeError) as problem:
-            missing.append(f"without {library}: {problem}")
+            missing.append(f"without {name}: {problem}")
     field.append(Contender("SDPA", "softmax", _softmax, longest=2**13 if device == "cpu" else 2**62))
     field.append(
         Contender("loop", "gated_delta", our_scan("gated_delta", "reference"), most_tokens=2**12, longest=2**9)
     )
-    return field, missing
+    return [contender for contender in field if contender.name in names], missing
 
 
 def find_decoders(shape: Shape, device: str) -> list[Contender]:
@@ -187,7 +188,7 @@ def _peak_on_gpu(contender: Contender, shape: Shape, device: str, dtype: torch.d
 
 
 def _peak_of_this_process(name: str, rule: str, dtype: torch.dtype, shape: Shape) -> float:
-    (contender,) = (c for c in find_contenders("cpu")[0] if (c.name, c.rule) == (name, rule))
+    (contender,) = (c for c in find_contenders("cpu", (name,))[0] if c.rule == rule)
     small = draw_inputs((1, 64, 1, 8), "cpu", dtype)
     run_both(contender.run, small, torch.randn_like(small[2]))  # loads libraries and creates thread pools
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rebind.bench import contenders
-from rebind.bench.contenders import OUR_RULES, RULES, Contender, Shape, find_decoders, name_of, parse_shape
+from rebind.bench.contenders import NAMES, OUR_RULES, RULES, Contender, Shape, find_decoders, name_of, parse_shape
 from rebind.bench.measure import clocked, machine, measure_rates, race, try_to_record
 from rebind.memory.checks import unknown_name, usable_device
 from rebind.storage import write_json
@@ -142,10 +142,10 @@ def run(
     """
     if setup.device.startswith("cuda:"):
         torch.cuda.set_device(setup.device)
-    everyone, missing = contenders.find_contenders(setup.device)
-    chosen = [c for c in everyone if c.name in (setup.only or [c.name]) and c.rule in (setup.rules or [c.rule])]
+    available, missing = contenders.find_contenders(setup.device, setup.only or NAMES)
+    chosen = [c for c in available if c.rule in (setup.rules or RULES)]
     if not chosen:
-        raise unknown_name("implementation", ", ".join(setup.only), {c.name for c in everyone})
+        raise unknown_name("implementation", ", ".join(setup.only), NAMES)
     rates = measure_rates(setup.device, setup.dtype)
     note = (
         f"{setup.device}, {str(setup.dtype).removeprefix('torch.')}; medians; MiB: peak of both, with the "
@@ -158,7 +158,7 @@ def run(
         if done < len(setup.shapes):
             field = [c for c in chosen if c.takes(shape)]
         else:
-            field = [c for c in find_decoders(shape, setup.device) if c.name in (setup.only or [c.name])]
+            field = [c for c in find_decoders(shape, setup.device) if c.name in (setup.only or NAMES)]
 
         def progress(what: str, done: int = done, shape: Shape = shape) -> None:
             on_progress(done, len(setup.shapes) + len(decoding), f"{name_of(shape)}: {what}")

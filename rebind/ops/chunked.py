@@ -158,7 +158,8 @@ class _Decay:
             times = forgets.cumsum(-1)
             logs.masked_fill_(times.unsqueeze(-1) != times.unsqueeze(-2), -math.inf)
             since.masked_fill_(times > 0, 0.0)
-        between = logs.add_(_above(logs, -math.inf)).exp_()
+        future = torch.full(logs.shape[-2:], -math.inf, dtype=logs.dtype, device=logs.device).triu_(1)
+        between = logs.add_(future).exp_()
         return cls(between, since, between[:, -1], since[:, -1, None, None], forgets)
 
     def gradient(self, slope: Tensor) -> Tensor:
@@ -347,8 +348,3 @@ def _rows(x: Tensor, scale: Tensor | None) -> Tensor:
 def _dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product of every row [n, C]."""
     return (a * b).sum(-1)
-
-
-def _above(like: Tensor, value: float) -> Tensor:
-    """Return `value` above the diagonal, 0 elsewhere [C, C]."""
-    return torch.full(like.shape[-2:], value, dtype=like.dtype, device=like.device).triu_(1)
