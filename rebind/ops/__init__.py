@@ -3,8 +3,8 @@
 - `scan`, `scan_rule`, `explain`: write and read a whole sequence; `step`: one token, for decoding.
 - `short_convolution`, `gated_linear`, `rms_norm`, `add_norm`, `row_losses`: the operations of layers that have fused
   kernels on a GPU.
-- `inputs`: the arguments of a scan in one object; `backend`, `dispatch`: the interface of a backend, and the choice of
-  one; `autograd`: any backend as a differentiable, compilable operation.
+- `inputs`: the arguments of a scan in one object; `dispatch`: the interface of a backend, and the choice of one;
+  `autograd`: any backend as a differentiable, compilable operation.
 - `reference`, `chunked` (with `layout`), `triton`: the three backends.
 - `kernels`: whether fused kernels can run here, and whether they can be trusted.
 """

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rebind.ops import reference
-from rebind.ops.backend import Backend, Gradients
-from rebind.ops.dispatch import choose
-from rebind.ops.inputs import ScanInputs
+from rebind.ops.dispatch import Backend, choose
+from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.precision import without_autocast
 
 SCHEMA = (

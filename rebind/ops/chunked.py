@@ -43,8 +43,7 @@ import torch
 from torch import Tensor
 
 from rebind.memory.checks import known
-from rebind.ops.backend import Gradients
-from rebind.ops.inputs import ScanInputs
+from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.layout import Group, Layout, layout_of
 
 

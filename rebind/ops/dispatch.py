@@ -1,17 +1,41 @@
-"""The choice of the backend that runs a scan."""
+"""The interface of a backend, which runs a scan forward and computes its gradients, and the choice of one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
-from rebind.ops.backend import Backend
 from rebind.ops.chunked import CHUNKED
-from rebind.ops.inputs import ScanInputs
+from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.kernels import load_kernels
 
 NAMES = ("triton", "chunked", "reference")  # in the order in which they are tried
+
+
+class Backend(Protocol):
+    """A way to run a scan. `rebind.ops.autograd` makes any of them differentiable and compilable.
+
+    Tensors of a `ScanInputs` may have any strides except for the coefficients, the state and `cu_seqlens`, which are
+    contiguous; coefficients may have any floating dtype. Results share no memory with the inputs.
+    """
+
+    name: str
+
+    def forward(self, inputs: ScanInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return the output [B, T, H, d_v] in v's dtype, the final state [N, H, d_v, d_k] in the working dtype, and the
+        tensors that `backward` needs: none if `inputs.keep` is False."""
+
+    def saved_like(self, inputs: ScanInputs) -> list[Tensor]:
+        """Return uninitialized tensors of the shapes and dtypes that `forward` saves, for the compiler. They may depend
+        on shapes but not on values (the boundaries of packed sequences)."""
+
+    def backward(self, inputs: ScanInputs, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
+        """Return the gradients, each in its input's dtype, from those of the output (contiguous) and of the final
+        state (None: zero)."""
 
 
 @dataclass(frozen=True)

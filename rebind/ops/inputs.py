@@ -21,6 +21,7 @@ from rebind.memory.checks import known, require_finite, require_tensors
 from rebind.memory.precision import working_dtype
 
 DEBUG = os.environ.get("REBIND_DEBUG", "0") not in ("", "0")
+Gradients = tuple[Tensor | None, ...]  # of `ScanInputs.tensors`; None where the input was None
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -12,8 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rebind.ops.backend import Gradients
-from rebind.ops.inputs import ScanInputs
+from rebind.ops.inputs import Gradients, ScanInputs
 
 
 def recurrence(inputs: ScanInputs) -> tuple[Tensor, Tensor]:

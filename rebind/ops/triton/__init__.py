@@ -17,8 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rebind.ops.backend import Gradients
-from rebind.ops.inputs import ScanInputs
+from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.triton import convolution, entropy, gated, norm
 from rebind.ops.triton.decode import decode
 from rebind.ops.triton.launch import LaunchPlan, why_not

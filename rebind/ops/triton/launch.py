@@ -9,8 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rebind.ops.backend import Gradients
-from rebind.ops.inputs import ScanInputs
+from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.kernels import interpreted
 from rebind.ops.triton.backward import column_gradients, row_gradients, walk_backward
 from rebind.ops.triton.calls import call, kind_of
