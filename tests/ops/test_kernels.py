@@ -161,6 +161,12 @@ def test_kernels_that_are_right_are_trusted(cut):
         assert selfcheck.compare_kernels(inputs, cut=cut) is None
 
 
+def test_kernels_are_compared_inside_of_a_registered_operator():
+    """There torch.compile calls them first, and autograd records nothing."""
+    with torch._C._AutoDispatchBelowAutograd():
+        assert selfcheck.compare_kernels(replace(inputs_of(), keep=True)) is None
+
+
 @pytest.mark.parametrize("wrong", ["forward", "backward", "segments"])
 def test_kernels_that_are_wrong_are_not(monkeypatch, wrong):
     """As if the compiler had mixed up the signs of one result."""
