@@ -200,13 +200,14 @@ def _check_sizes(inputs: ScanInputs) -> None:
 
 def require_coefficients(v: Tensor, **coefficients: Tensor | None) -> None:
     """Require one number for each value of v [..., d_v]."""
+    shape = v.shape[:-1]
     for name, coefficient in coefficients.items():
         if coefficient is None:
             continue
-        if coefficient.shape != v.shape[:-1]:
+        if coefficient.shape != shape:
             raise ShapeError(
                 f"Tensor {name!r} has shape {list(coefficient.shape)}",
-                expected=f"one number per token and value head, {list(v.shape[:-1])}",
+                expected=f"one number per token and value head, {list(shape)}",
                 advice=f"Expand it, for example with {name}.expand(v.shape[:-1])",
                 code="coefficient_does_not_match",
             )
@@ -215,7 +216,7 @@ def require_coefficients(v: Tensor, **coefficients: Tensor | None) -> None:
 
 def require_state(state: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """Require a state of this shape, on the device of `like`."""
-    if tuple(state.shape) != shape:
+    if state.shape != shape:
         raise ShapeError(
             f"The state has shape {list(state.shape)}",
             expected=f"one [d_v, d_k] matrix per sequence and value head, {list(shape)}",
