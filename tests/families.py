@@ -1,6 +1,7 @@
 """A tiny random model of every family, built from its config: a few kilobytes with the shape of the real one.
 
-`FAMILIES` maps a name to a builder, `EXPECTED` to what its sites should be. `ROUTED` has mixtures of experts.
+`FAMILIES` maps a name to a builder, `EXPECTED` to what its sites should be. `tests.model_types` has every family of
+transformers, mixtures of experts and recurrent ones included, in one shape each.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ HF_LIKE = {
 }
 LLAMA_LIKE = {**HF_LIKE, "num_key_value_heads": 2}
 WIDE_HEADS = {**LLAMA_LIKE, "head_dim": 12}  # heads × head_dim is neither the hidden size nor the inner width
-EXPERTS = {"num_experts_per_tok": 1}
 NEO_ATTENTION = [[["global", "local", "global"], 1]]
 
 
@@ -131,30 +131,6 @@ EXPECTED: dict[str, Family] = {
     "rebind-mixed": _own("delta", "attention", "delta"),
 }
 
-ROUTED_TABLE: dict[str, Family] = {
-    "mixtral": _llama("MixtralConfig", num_local_experts=2, **EXPERTS),
-    "qwen2-moe": _llama("Qwen2MoeConfig", num_experts=2, moe_intermediate_size=24, **EXPERTS),
-    "qwen3-moe": _llama("Qwen3MoeConfig", num_experts=2, moe_intermediate_size=24, **EXPERTS),
-    "llama4-moe": _llama(
-        "Llama4TextConfig", {**LLAMA_LIKE, "head_dim": 8}, num_local_experts=2, interleave_moe_layer_step=2
-    ),
-    "olmoe": _llama("OlmoeConfig", num_experts=2, **EXPERTS),
-    "deepseek-v2": _llama(  # the first layer has no experts
-        "DeepseekV2Config",
-        {**HF_LIKE, "num_key_value_heads": HEADS, "q_lora_rank": None, "kv_lora_rank": 8, "v_head_dim": 8},
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        n_routed_experts=4,
-        moe_intermediate_size=24,
-        num_experts_per_tok=2,
-    ),
-    "gpt-oss": _llama("GptOssConfig", WIDE_HEADS, num_local_experts=2, **EXPERTS),
-    "granite-moe": _llama("GraniteMoeConfig", num_local_experts=2, **EXPERTS),
-}
-
 
 def build(family: Family, seed: int = 0, **options: Any) -> PreTrainedModel:
     """Return a model of the family with seeded weights; options override its config.
@@ -183,7 +159,6 @@ def _builders(table: dict[str, Family]) -> dict[str, Callable[..., PreTrainedMod
 
 
 FAMILIES = _builders(EXPECTED)
-ROUTED = _builders(ROUTED_TABLE)
 
 
 def tokens(rows: int = 2, length: int = 7, seed: int = 0) -> torch.Tensor:

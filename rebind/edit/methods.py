@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rebind.edit.moments import OldKeys
@@ -25,6 +26,7 @@ from rebind.errors import InputError
 from rebind.memory import Write, chain
 from rebind.memory.checks import unknown_name
 from rebind.memory.closed_form import equality, null_space, ridge
+from rebind.memory.solve import Cholesky
 
 # (keys [n, d_k], old keys, λ, keys of earlier edits [m, d_k]) → gain [n, d_k]
 GainRule = Callable[[Tensor, OldKeys, float, Tensor], Tensor]
@@ -45,11 +47,11 @@ class Method:
 
 
 def _ridge(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
-    return ridge(keys, old_keys.factored, lam).value
+    return _with_moment(keys, old_keys, lambda rows, moment: ridge(rows, moment, lam).value)
 
 
 def _equality(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
-    return equality(keys, old_keys.factored).value
+    return _with_moment(keys, old_keys, lambda rows, moment: equality(rows, moment).value)
 
 
 def _equality_one_by_one(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
@@ -63,20 +65,36 @@ def _equality_one_by_one(keys: Tensor, old_keys: OldKeys, lam: float, earlier: T
             settings={"method": "memit"},
             code="too_many_facts",
         )
-    rows = keys.unsqueeze(-2)  # a batch of writes with one key each
-    gains = equality(rows, old_keys.factored).value
-    values = keys.new_zeros(facts, 1, 1)  # the gain of a composition does not depend on values
-    return chain(Write(rows, values, gains), chunk=max(facts, 1)).gain
+
+    def compose(rows: Tensor, moment: Cholesky | None) -> Tensor:
+        single = rows.unsqueeze(-2)  # a batch of writes with one key each
+        gains = equality(single, moment).value
+        values = rows.new_zeros(facts, 1, 1)  # the gain of a composition does not depend on values
+        return chain(Write(single, values, gains), chunk=max(facts, 1)).gain
+
+    return _with_moment(keys, old_keys, compose)
 
 
 def _null_space(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
+    if old_keys.moment.ndim == 3:
+        rows = torch.cat([keys, earlier]).unflatten(-1, (len(old_keys.moment), -1)).transpose(0, 1)
+        unused = (rows.to(old_keys.moment) @ old_keys.block_projectors).transpose(0, 1).flatten(1)
+        return ridge(unused, None, lam).value[: len(keys)]
     return null_space(keys, old_keys.null_space, previous=earlier if len(earlier) else None, lam=lam).value
 
 
 def _recursive(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
-    if not len(earlier):
-        return _ridge(keys, old_keys, lam, earlier)
+    if not len(earlier) or old_keys.moment.ndim == 3:
+        return _ridge(torch.cat([keys, earlier]), old_keys, lam, earlier[:0])[: len(keys)]
     return ridge(keys, lam * old_keys.moment + earlier.mT @ earlier).value
+
+
+def _with_moment(keys: Tensor, old_keys: OldKeys, gain: Callable[[Tensor, Cholesky | None], Tensor]) -> Tensor:
+    """Return a gain for these old keys. The blocks of routed experts whiten keys; these need no moment (None)."""
+    factored = old_keys.factored
+    if isinstance(factored, Cholesky):
+        return gain(keys, factored)
+    return factored.unwhiten(gain(factored.whiten(keys).mT, None).mT).mT
 
 
 METHODS = {

@@ -31,6 +31,7 @@ from rebind.edit.progress import Progress
 from rebind.errors import InputError
 from rebind.memory.closed_form import NullSpace
 from rebind.memory.solve import Cholesky, factor
+from rebind.models.experts import RoutedKeys
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import module_at
 from rebind.models.trunk import Tokens
@@ -41,6 +42,7 @@ WINDOW = 64  # tokens: many short windows can be sampled at once
 # These do not change activations.
 IGNORED_CONFIG_FIELDS = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 IGNORED_CONFIG_FIELDS |= {"bos_token_id", "eos_token_id", "pad_token_id"}
+EXPERT_PRIOR = 0.01  # of the mean use of a direction
 NULL_SPACE_SHARE = 0.9  # of all directions, those that old keys use least
 PRONOUNS = ("It", "He", "She", "They", "We", "I", "You", "This", "That", "There")
 FIRST_WORDS = ("The", "A", "In", *PRONOUNS, "When", "What", "How")  # a text may begin with them
@@ -162,7 +164,7 @@ class Texts:
 class SecondMoment:
     """The second moment of one site's keys."""
 
-    total: Tensor  # [d_k, d_k] float64: Σ kkᵀ
+    total: Tensor  # [d_k, d_k] float64: Σ kkᵀ; [E, inner, inner] for routed experts, whose keys are E·inner wide
     tokens: int
 
     def mean(self) -> Tensor:
@@ -173,15 +175,49 @@ class SecondMoment:
 class OldKeys:
     """What the closed forms need to know about a site's old keys. Factors are computed on first use and kept."""
 
-    moment: Tensor  # [d_k, d_k] E[kkᵀ], float64
+    moment: Tensor  # E[kkᵀ] as in `SecondMoment`, float64
 
     @cached_property
-    def factored(self) -> Cholesky:
-        return factor(self.moment, "moment")
+    def factored(self) -> Cholesky | BlockFactor:
+        return factor(self.moment, "moment") if self.moment.ndim == 2 else BlockFactor.of(self.moment)
 
     @cached_property
     def null_space(self) -> NullSpace:
         return NullSpace.smallest(self.moment, NULL_SPACE_SHARE)
+
+    @cached_property
+    def block_projectors(self) -> Tensor:
+        """The projector on the null space of every block, [E, inner, inner]."""
+        bases = [NullSpace.smallest(block, NULL_SPACE_SHARE).basis for block in self.moment]
+        return torch.stack([basis @ basis.mT for basis in bases])
+
+
+@dataclass(frozen=True, eq=False)
+class BlockFactor:
+    """A factor of a second moment with one block per expert.
+
+    Keys are whitened block by block, K L⁻ᵀ. For whitened keys the moment is the identity, and the gain of the keys is
+    that of the whitened ones times L⁻¹.
+    """
+
+    lower: Tensor  # [E, inner, inner]
+
+    @classmethod
+    def of(cls, moment: Tensor) -> BlockFactor:
+        """Factor a moment [E, inner, inner]. Experts that few tokens reached are taken to use all directions a bit."""
+        mean = moment.diagonal(dim1=-2, dim2=-1).mean()
+        eye = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
+        return cls(factor(moment + EXPERT_PRIOR * mean * eye, "moment").lower)
+
+    def whiten(self, keys: Tensor) -> Tensor:
+        """Return L⁻¹Kᵀ [d_k, n] of keys [n, d_k]."""
+        blocks = keys.to(self.lower.dtype).unflatten(-1, (len(self.lower), -1)).permute(1, 2, 0)
+        return torch.linalg.solve_triangular(self.lower, blocks, upper=False).flatten(0, 1)
+
+    def unwhiten(self, columns: Tensor) -> Tensor:
+        """Return L⁻ᵀ columns."""
+        blocks = columns.unflatten(0, (len(self.lower), -1))
+        return torch.linalg.solve_triangular(self.lower.mT, blocks, upper=True).flatten(0, 1)
 
 
 class Moments:
@@ -253,7 +289,7 @@ class Moments:
         try:
             while sums.read < self.tokens and (ids := next(windows, None)) is not None:
                 ids = ids[: -(-(self.tokens - sums.read) // ids.shape[-1])]
-                sums.add(self._keys(sites, ids), ids.numel())
+                sums.add(*self._moments(sites, ids), ids.numel())
                 self.progress.moments(min(sums.read, self.tokens), self.tokens)
                 if time.monotonic() - saved > self.checkpoint_seconds:
                     sums.save(partial)
@@ -278,15 +314,27 @@ class Moments:
         partial.unlink(missing_ok=True)
         return {site: SecondMoment(total.cpu(), sums.keys) for site, total in sums.totals.items()}
 
-    def _keys(self, sites: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
-        """Return the keys of a batch of windows [n, d_k]; start tokens are left out, their keys are outliers."""
+    def _moments(self, sites: Sequence[str], ids: Tensor) -> tuple[dict[str, Tensor], int]:
+        """Return Σ kkᵀ of a batch of windows at each site, and the number of keys.
+
+        Start tokens are left out: their keys are outliers.
+        """
         mask = torch.ones_like(ids)
         modules = [module_at(self.model.model, site) for site in sites]
         inputs = self.model.trunk.inputs(modules, Tokens(ids, mask, mask.cumsum(-1) - 1))
         start = self.model.start
         is_text = ~torch.isin(ids, torch.tensor(start, dtype=ids.dtype, device=ids.device))
         is_text[:, : len(start)] = False
-        return {site: keys[is_text.to(keys.device)] for site, keys in zip(sites, inputs, strict=True)}
+        moments = {site: _second_moment(keys, is_text) for site, keys in zip(sites, inputs, strict=True)}
+        return moments, int(is_text.sum())
+
+
+def _second_moment(keys: Tensor | RoutedKeys, is_text: Tensor) -> Tensor:
+    if isinstance(keys, RoutedKeys):
+        return keys.second_moment(is_text.to(keys.parts.device))
+    rows = keys[is_text.to(keys.device)]
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return (wide.mT @ wide).double()
 
 
 def tokenizer_digest(tokenizer: Any, start: Sequence[int]) -> str:
@@ -311,14 +359,12 @@ class _Sums:
     read: int = 0  # tokens, start tokens included
     batches: int = 0
 
-    def add(self, keys: dict[str, Tensor], read: int) -> None:
-        totals = {}
-        for site, rows in keys.items():
-            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            product = (wide.mT @ wide).double()
-            totals[site] = product + self.totals[site].to(product.device) if site in self.totals else product
-        count = len(next(iter(keys.values())))
-        self.totals, self.keys, self.read, self.batches = totals, self.keys + count, self.read + read, self.batches + 1
+    def add(self, moments: dict[str, Tensor], keys: int, read: int) -> None:
+        totals = {
+            site: moment + self.totals[site].to(moment.device) if site in self.totals else moment
+            for site, moment in moments.items()
+        }
+        self.totals, self.keys, self.read, self.batches = totals, self.keys + keys, self.read + read, self.batches + 1
 
     def save(self, path: Path) -> None:
         totals = {name: total.cpu().contiguous() for name, total in self.totals.items()}

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from rebind.edit.targets.objective import FactPrompts
 from rebind.memory import Write
 from rebind.models.batching import run_in_batches
 from rebind.models.mlp_output import output_map
-from rebind.models.sites import Site, memory_of, module_at, write_memory
+from rebind.models.sites import Site, memory_of, module_at, stored_weight, write_memory
 from rebind.models.trunk import Tokens, Trunk
 
 TOKENS_AT_ONCE = 65_536
@@ -182,7 +181,7 @@ def choose_lambda(keys: Tensor, old_keys: OldKeys, share: float = 0.1) -> float:
 @contextmanager
 def weights_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore the weights of the modules, byte for byte, when the block ends, whatever is raised."""
-    parameters: list[Any] = [module.weight for module in modules]
+    parameters = [stored_weight(module) for module in modules]
     saved = [parameter.detach().clone() for parameter in parameters]
     try:
         yield

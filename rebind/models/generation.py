@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rebind.models.batching import run_in_batches, tokens_per_batch
 from rebind.models.prompts import EncodedPrompt
-from rebind.models.trunk import Tokens, Trunk, cache_of
+from rebind.models.trunk import Tokens, Trunk
 
 
 @torch.no_grad()
@@ -53,6 +53,8 @@ def _continue_batch(
     rows = [prompts[index] for index in batch]
     device = trunk.device
     noise = None if top_k is None else _noise(rows, tokens, top_k, seed).to(device)
+    if not trunk.shares_prefixes:
+        return _continue_whole_rows(trunk, rows, tokens, noise)
     prefixes = Tokens.left_padded([row[:-1] for row in rows], device)
     cache, mask = trunk.cache(prefixes), prefixes.mask
     positions = prefixes.mask.sum(-1, keepdim=True)
@@ -67,6 +69,17 @@ def _continue_batch(
         ids = _choose(out.logits[:, -1].to(device, torch.float32), None if noise is None else noise[:, step])
         new.append(ids)
     return torch.cat(new, dim=-1)
+
+
+def _continue_whole_rows(trunk: Trunk, rows: Sequence[tuple[int, ...]], tokens: int, noise: Tensor | None) -> Tensor:
+    """Return the tokens that follow, without a cache: every step runs all tokens so far."""
+    texts = [list(row) for row in rows]
+    for step in range(tokens):
+        last = torch.tensor([(row, len(text) - 1) for row, text in enumerate(texts)], device=trunk.device)
+        logits = trunk.logits(Tokens.right_padded(texts, trunk.device), last).to(trunk.device)
+        for text, token in zip(texts, _choose(logits, None if noise is None else noise[:, step]), strict=True):
+            text.append(int(token))
+    return torch.tensor([text[-tokens:] for text in texts])
 
 
 def _noise(rows: Sequence[Sequence[int]], tokens: int, top_k: int, seed: int) -> Tensor:
@@ -101,14 +114,17 @@ def sample(
     ids, rows, cache = torch.cat([prefix, first], dim=-1), first, None
     # Only the logits of the last token are needed, and some models can compute them alone.
     last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    caches = "past_key_values" in inspect.signature(model.base_model.forward).parameters
     while rows.shape[-1] < length:
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, **last_only)
-        cache = cache_of(out)
+        caching = {"past_key_values": cache, "use_cache": True} if caches else {}
+        out = model(input_ids=ids, **caching, **last_only)
+        cache = getattr(out, "past_key_values", None)
         logits = out.logits[:, -1].to(device, torch.float32)
         if top_k is not None:
             least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
         noise = torch.empty_like(logits).exponential_(generator=generator).log()  # Gumbel's trick
-        ids = (logits - noise).argmax(-1, keepdim=True)
-        rows = torch.cat([rows, ids], dim=-1)
+        new = (logits - noise).argmax(-1, keepdim=True)
+        rows = torch.cat([rows, new], dim=-1)
+        ids = torch.cat([prefix, rows], dim=-1) if cache is None else new
     return rows[:, :length]

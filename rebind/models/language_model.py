@@ -99,7 +99,9 @@ class LanguageModel:
     @cached_property
     def trunk(self) -> Trunk:
         """The model in pieces: it can stop early, resume late, and share prefixes."""
-        return Trunk(self.model, [module_at(self.model, site.block) for site in self.sites])
+        trunk = Trunk(self.model, [module_at(self.model, site.block) for site in self.sites])
+        trunk.probe()
+        return trunk
 
     @cached_property
     def fingerprint(self) -> str:

@@ -7,10 +7,12 @@ change to write. Others transform it first:
     r + s·y        Granite
     r + s·N(y)     Gemma 2 and 3, OLMo 2 and 3, GLM 4, EXAONE 4     N an RMSNorm
     N(r + s·y)     OPT-350m                                         N a LayerNorm
+    r + s(t)·y     shared experts of Qwen                           s a gate that depends on the token
+    r + s(t)⊙y     RWKV, Zaya                                       a gate for every entry
 
 `output_map` finds out by probing: it replaces the output of the projection by two chosen vectors, and the output of
 the block tells a sum from a scale from a norm. The norm is the module that receives the output (or the sum), and
-probing shows what it computes.
+probing shows what it computes. A scale that depends on the token is measured at the subjects themselves.
 
 A norm maps x ↦ κ·g⊙x + b with κ = 1/√(mean x² + ε) (a LayerNorm subtracts the mean of x first). However long x is, the
 length of its output is bounded by g, so not every change can be reached. With the length ρ of x fixed, κ is a constant
@@ -26,11 +28,11 @@ which would take most of the length for the least output.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,8 @@ InputsOf = Callable[[nn.Module], Tensor]  # module → its input at each subject
 
 PROBE_TOKENS = ((0, 1, 2, 3), (0, 1, 2, 3))  # two equal rows: what differs in their outputs comes from the probe
 LEAST_REACHED = 0.5  # of a wanted change: less than this is worth a warning
+LEAST_SCALE = 0.1  # what a gate scales by less is not amplified further
+LEAST_SHARE = 0.1  # of the mean of the scales: entries with less are given up
 BISECTIONS = 100
 
 
@@ -84,19 +88,19 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Normalized:
-    """A norm stands between the output and the stream: before the sum, or after it."""
+    """A norm stands between the output and the stream: r + scale·N(before·y + …), or N(r + before·y)."""
 
     norm: Norm
     scale: float = 1.0
-    after_sum: bool = False
+    before: float = 1.0
 
     def change(self, missing: Tensor, inputs_of: InputsOf) -> Tensor:
         """Return the same as `Scaled.change`; for what is out of reach, the nearest, with a warning."""
-        before = inputs_of(self.norm.module).to(missing)
-        wanted = missing if self.after_sum else missing / self.scale
-        now = self.norm(before)
-        after = self.norm.nearest(before, now + wanted)
-        change = self.norm(after) - now
+        entered = inputs_of(self.norm.module).to(missing)
+        wanted = missing / self.scale
+        now = self.norm(entered)
+        nearest = self.norm.nearest(entered, now + wanted)
+        change = self.norm(nearest) - now
         reached = (change * wanted).sum(-1) / wanted.square().sum(-1).clamp_min(torch.finfo(wanted.dtype).tiny)
         if len(reached) and (median := float(reached.median())) < LEAST_REACHED:
             warnings.warn(
@@ -106,10 +110,39 @@ class Normalized:
                 NumericalWarning,
                 stacklevel=3,
             )
-        return (after - before) / (self.scale if self.after_sum else 1.0)
+        return (nearest - entered) / self.before
 
 
-OutputMap = Scaled | Normalized
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """The output, or that of a norm behind it, is scaled by numbers that depend on the token.
+
+    There is one for all entries, or one for each. They are measured at the subjects, by running these again with `push`
+    added to the output.
+    """
+
+    module: ReferenceType[nn.Module]  # the projection, or the norm; weak, since maps are stored by projection
+    above: ReferenceType[nn.Module]  # the next block, which receives the stream
+    push: Tensor  # [width], all entries of the same size
+    norm: Norm | None = None
+    by_entry: bool = False
+
+    def change(self, missing: Tensor, inputs_of: InputsOf) -> Tensor:
+        """Return the same as `Scaled.change`."""
+        module, above = self.module(), self.above()
+        assert module is not None
+        assert above is not None
+        before = inputs_of(above)
+        with module.register_forward_hook(lambda _, __, out: out + self.push.to(out)):
+            response = inputs_of(above) - before
+        scale = (response / self.push.to(response)).to(missing)
+        scale = scale if self.by_entry else scale.mean(-1, keepdim=True)
+        least = LEAST_SHARE * scale.square().mean(-1, keepdim=True).sqrt().clamp_min(LEAST_SCALE)
+        wanted = missing * scale / scale.square().maximum(least.square())
+        return wanted if self.norm is None else Normalized(self.norm).change(wanted, inputs_of)
+
+
+OutputMap = Scaled | Normalized | Measured
 
 _known: WeakKeyDictionary[nn.Module, OutputMap] = WeakKeyDictionary()  # by projection; edits do not change the map
 
@@ -128,54 +161,91 @@ def _find_output_map(trunk: Trunk, layer: int, projection: nn.Module) -> OutputM
     size = float(natural.abs().median()) or 1.0
     # Some models have a few entries so large that their rounding errors would hide everything else.
     moderate = (natural.abs().amax(0) <= 16 * size).cpu()
-    noise = torch.randn(2, natural.shape[-1], generator=torch.Generator().manual_seed(0))
-    rows = size * noise * torch.tensor([[1.0], [3.0]])
+    generator = torch.Generator().manual_seed(0)
+    rows = size * torch.randn(2, natural.shape[-1], generator=generator) * torch.tensor([[1.0], [3.0]])
     put_in, output, passed = _run_with_output(trunk, layer, projection, tokens, rows)
     tolerance = max(1e-3, 8 * torch.finfo(natural.dtype).eps)
-    step, output_step = _difference(put_in, moderate), _difference(output, moderate)
-    if (scale := _ratio(step, output_step, tolerance)) is not None:
-        return Scaled(scale)
+
+    def scales(pair: Tensor) -> list[float] | None:
+        """Return the scale from a pair [2, tokens, width] to the output of the block, per token, if there is one."""
+        steps = zip(pair.unbind(1), output.unbind(1), strict=True)
+        ratios = [_ratio(*(_difference(rows, moderate) for rows in step), tolerance) for step in steps]
+        found = [ratio for ratio in ratios if ratio is not None]
+        return found if len(found) == len(ratios) else None
+
+    def measured(norm: Norm | None = None, *, by_entry: bool = False) -> Measured:
+        above = trunk.blocks[min(layer + 1, len(trunk.blocks) - 1)]
+        push = size * torch.randn(natural.shape[-1], generator=generator).sign()
+        return Measured(ref(norm.module if norm else projection), ref(above), push, norm, by_entry)
+
+    if (ratios := scales(put_in)) is not None:
+        return Scaled(ratios[-1]) if _equal(ratios, tolerance) else measured()
+    norms = []
     for module, entered, left in passed:
-        norm = _as_norm(module, entered, tolerance)
-        if norm is None:
+        before = _ratio(_difference(put_in[:, -1], moderate), _difference(entered[:, -1], moderate), tolerance)
+        norm = None if before is None else _as_norm(module, entered[:, -1], tolerance)
+        if norm is None or before is None:
             continue
-        scale_behind = _ratio(_difference(left, moderate), output_step, tolerance)
-        if torch.equal(entered, put_in) and scale_behind is not None:
-            return Normalized(norm, scale_behind)
-        scale_before = _ratio(step, _difference(entered, moderate), tolerance)
-        if torch.equal(left, output) and scale_before is not None:
-            return Normalized(norm, scale_before, after_sum=True)
+        norms += [norm] if before == 1.0 else []
+        if (ratios := scales(left)) is not None and (before == 1.0 or _equal(ratios, tolerance)):
+            return Normalized(norm, ratios[-1], before) if _equal(ratios, tolerance) else measured(norm)
+    if _scales_entries(trunk, layer, projection, tokens, put_in, output, moderate, tolerance):
+        return measured(by_entry=True)
     warnings.warn(
         f"{type(trunk.blocks[layer]).__name__} {layer} transforms the output of its MLP by neither a scale nor a norm. "
-        f"Edits treat it as if it were added unchanged, so check what the edited model says.",
+        f"Edits follow it to first order only, so check what the edited model says.",
         NumericalWarning,
         stacklevel=4,
     )
-    return Scaled()
+    return measured(next(iter(norms), None))
+
+
+def _scales_entries(
+    trunk: Trunk,
+    layer: int,
+    projection: nn.Module,
+    tokens: Tokens,
+    put_in: Tensor,
+    output: Tensor,
+    moderate: Tensor,
+    tolerance: float,
+) -> bool:
+    """Return whether every entry of the output is scaled by itself: another output at the last token alone tells."""
+    other = put_in[:, -1] * put_in.new_tensor([[1.0], [2.0]])
+    other_in, other_out, _ = _run_with_output(trunk, layer, projection, tokens, other, last_only=True)
+    scales = [
+        _difference(left[:, -1], moderate) / _difference(entered[:, -1], moderate)
+        for entered, left in ((put_in, output), (other_in, other_out))
+    ]
+    return float((scales[0] - scales[1]).norm()) <= tolerance * float(scales[0].norm())
+
+
+def _equal(ratios: Sequence[float], tolerance: float) -> bool:
+    return max(ratios) - min(ratios) <= 4 * tolerance * abs(ratios[-1])
 
 
 def _run_with_output(
-    trunk: Trunk, layer: int, projection: nn.Module, tokens: Tokens, rows: Tensor
+    trunk: Trunk, layer: int, projection: nn.Module, tokens: Tokens, rows: Tensor, *, last_only: bool = False
 ) -> tuple[Tensor, Tensor, list[tuple[nn.Module, Tensor, Tensor]]]:
-    """Run a block with the output of its projection replaced by `rows` [2, width]. All results are at the last token.
+    """Run a block with the output of its projection replaced by `rows` [2, width], at every token or the last one.
 
-    Returns the rows as they were put in, the output of the block, and the modules that ran after the projection with
-    their inputs and outputs.
+    Returns the output as it was put in [2, tokens, width], the output of the block, and the modules that ran after the
+    projection with their inputs and outputs.
     """
-    width = rows.shape[-1]
+    shape = (*tokens.ids.shape, rows.shape[-1])
     put_in: list[Tensor] = []
     passed: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def replace(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        put_in.append(rows.to(out))
-        return put_in[0].unsqueeze(1).expand(-1, len(PROBE_TOKENS[0]), -1).reshape(out.shape).clone()
+        put_in.append(rows.to(out).unsqueeze(1).repeat(1, shape[1], 1))
+        if last_only:
+            put_in[0][:, :-1] = out.reshape(shape)[:, :-1]
+        return put_in[0].reshape(out.shape).clone()
 
     def record(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        shape: Any = getattr(out, "shape", ())
-        if put_in and args and len(shape) > 1 and shape[-1] == width and getattr(args[0], "shape", None) == shape:
-            # Some MLPs flatten rows and tokens.
-            entered, left = (tensor.reshape(len(rows), -1, width)[:, -1] for tensor in (args[0], out))
-            passed.append((module, entered, left))
+        same = isinstance(out, Tensor) and args and getattr(args[0], "shape", None) == out.shape
+        if put_in and same and out.numel() == put_in[0].numel() and out.shape[-1] == shape[-1]:
+            passed.append((module, args[0].reshape(shape), out.reshape(shape)))  # some MLPs flatten rows and tokens
 
     block = trunk.blocks[layer]
     with ExitStack() as hooks:
@@ -183,7 +253,7 @@ def _run_with_output(
         for module in block.modules():
             if module is not projection and module is not block:
                 hooks.enter_context(module.register_forward_hook(record))
-        output = trunk.after(layer, tokens)[:, -1]
+        output = trunk.after(layer, tokens)
     return put_in[0], output, passed
 
 

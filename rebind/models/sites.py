@@ -4,33 +4,37 @@ In the feed-forward layer of a transformer the first map computes a key from the
 value with it: v = W k (ROME's `W_proj`, MEMIT's `W_out`). That *down projection* is what gets edited. It is found by
 its structure, not by its name:
 
-1. the blocks are the longest `ModuleList` of one type in the language model;
-2. in a block, attention and other token mixers are ignored;
+1. the blocks are the longest `ModuleList` in the language model;
+2. in a block, attention and other token mixers are ignored, and so are routed experts;
 3. of the rest, linear maps in the same module are looked at together; the down projection is the last of them that goes
-   from the output width of another one back to the hidden size.
+   from the output width of another one back to the hidden size. In a mixture of experts it belongs to the shared ones;
+4. a block with routed experts only has all of them as its site, as one memory (`rebind.models.experts`);
+5. a block with no MLP at all (Mamba) has the output projection of its mixer as its site.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from rebind.errors import InputError, ShapeError
+from rebind.models.experts import as_down_projections, experts_memory, find_experts, is_experts
 
 # Modules that pass information between tokens. Shapes cannot tell them from an MLP (with square matrices both look the
 # same), so here names decide. Of a class name only the end counts: the beginning is the family (MambaMLP).
 MIXER_NAME = re.compile(r"attn|attention|mamba|mixer|recurrent|temporal|rglru|ssm|conv", re.IGNORECASE)
 MIXER_CLASS = re.compile(r"(attention|attn|mixer|recurrentblock|rglru|shortconv)\w{0,3}$", re.IGNORECASE)
-EXPERT_NAME = re.compile(r"expert|router|moe(?![a-z])", re.IGNORECASE)
-MLP_NAME = re.compile(r"mlp|ffn|ff|feed_?forward", re.IGNORECASE)
+MLP_CLASS = re.compile(r"(mlp|moe)$", re.IGNORECASE)  # Nemotron-H calls everything in a block "mixer"
+EXPERTS_CLASS = re.compile(r"experts?(glu)?$", re.IGNORECASE)
+MLP_NAME = re.compile(r"mlp|ffn|ff|feed_?forward|shared_expert|moe", re.IGNORECASE)
+OUTPUT_NAMES = {"out_proj", "o_proj", "output_projection"}  # of a mixer
 DOWN_NAMES = {"down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2", "wo"}  # decide when all maps are square
 EDITABLE_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
@@ -53,25 +57,42 @@ class _Linear(NamedTuple):
     module: nn.Module
     d_in: int
     d_out: int
+    in_mixer: bool
 
 
 def find_sites(model: nn.Module) -> list[Site]:
-    """Return the down projection of every layer, in order, or raise an error that says why there is none to edit."""
-    _require_causal_attention(model)
+    """Return the site of every layer, in order, or raise an error that says why there is none to edit."""
+    _require_causal(model)
     config: Any = model.config
     hidden = getattr(config.get_text_config(), "hidden_size", None)
     prefix, blocks = _find_blocks(model)
     if not isinstance(hidden, int) or not blocks:
         reason = f"The architecture of {type(model).__name__} is not known"
-        raise _cannot_edit(reason, "a hidden_size in its config and a ModuleList of blocks", "unknown_architecture")
-    sites = []
-    for layer, block in enumerate(blocks):
-        path = f"{prefix}.{layer}"
-        _refuse_experts(path, block)
-        down = _down_projection(path, block, hidden)
-        _require_editable(down)
-        sites.append(Site(layer, path, down.path, down.d_in, down.d_out))
-    return sites
+        raise _cannot_edit(reason, "a hidden_size in its config and one ModuleList of blocks", "unknown_architecture")
+    owners = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+    return [_find_site(layer, f"{prefix}.{layer}", block, hidden, owners) for layer, block in enumerate(blocks)]
+
+
+def _find_site(layer: int, path: str, block: nn.Module, hidden: int, owners: Counter[int]) -> Site:
+    """Return the site of a block. A weight that other blocks own too (in Zamba) would change all of them."""
+    maps = [x for x in _linears(path, block) if all(owners[id(weight)] == 1 for weight in x.module.parameters())]
+    outside = [x for x in maps if not x.in_mixer]
+    down = _down_projection(path, outside, hidden)
+    if down is None and (experts := find_experts(block)) is not None:
+        inner_path, module = experts
+        d_v, d_k = experts_memory(module).shape
+        _require_editable(f"{path}.{inner_path}", module)
+        return Site(layer, path, f"{path}.{inner_path}", d_k, d_v)
+    if down is None:
+        _refuse_other_experts(path, block)
+        down = _last_named([x for x in maps if x.in_mixer and x.d_out == hidden], OUTPUT_NAMES)
+    if down is None:
+        listed = ", ".join(f"{x.path} ({x.d_in} → {x.d_out})" for x in outside) or "none"
+        reason = f"{path} ({type(block).__name__}) has no MLP; linear maps outside attention: {listed}"
+        expected = f"an up projection from the hidden size {hidden} and a down projection back to it"
+        raise _cannot_edit(reason, expected, "mlp_not_found")
+    _require_editable(down.path, down.module)
+    return Site(layer, path, down.path, down.d_in, down.d_out)
 
 
 def module_at(model: nn.Module, name: str) -> nn.Module:
@@ -79,43 +100,52 @@ def module_at(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name)
 
 
+def stored_weight(module: nn.Module) -> nn.Parameter:
+    """Return the parameter that holds the memory of a linear map, or of routed experts."""
+    weight: nn.Parameter = module.down_proj if is_experts(module) else module.weight  # type: ignore[assignment]
+    return weight
+
+
 def memory_of(module: nn.Module) -> Tensor:
-    """Return the weight of a linear map as a memory [d_v, d_k]: a view of the same storage, outside autograd."""
-    weight: Tensor = module.weight.detach()  # type: ignore[operator]
+    """Return the weight of a site as a memory [d_v, d_k], outside autograd: a view, or a copy for routed experts."""
+    if is_experts(module):
+        return experts_memory(module)
+    weight = stored_weight(module).detach()
     # GPT-2's Conv1D stores the transpose. The type decides, since the shape of a square weight does not tell.
     return weight.mT if isinstance(module, Conv1D) else weight
 
 
 @torch.no_grad()
 def write_memory(module: nn.Module, memory: Tensor) -> None:
-    """Copy a memory [d_v, d_k] into the weight of a linear map, cast to its dtype.
+    """Copy a memory [d_v, d_k] into the weight of a site, cast to its dtype.
 
     The copy is in place: whatever else holds this weight (a tied tensor, an optimizer) sees the new numbers.
     """
-    weight = memory_of(module)
-    if memory.shape != weight.shape:
-        raise ShapeError(f"The memory is {list(memory.shape)}", expected=f"{list(weight.shape)}", code="memory_shape")
-    weight.copy_(memory)
+    shape = memory_of(module).shape
+    if memory.shape != shape:
+        raise ShapeError(f"The memory is {list(memory.shape)}", expected=f"{list(shape)}", code="memory_shape")
+    if is_experts(module):
+        stored_weight(module).copy_(as_down_projections(module, memory))
+    else:
+        memory_of(module).copy_(memory)
 
 
 def _cannot_edit(reason: str, expected: str, code: str, advice: str = "Choose a model of another family") -> InputError:
     return InputError(reason, expected=expected, advice=advice, code=code)
 
 
-def _require_causal_attention(model: Any) -> None:
-    """Raise for recurrent layers too: target search shares prefixes, so their states must not change in place."""
+def _require_causal(model: Any) -> None:
     kind = type(model).__name__
     config, can_generate = getattr(model, "config", None), getattr(model, "can_generate", None)
     if config is None or can_generate is None or not can_generate() or config.is_encoder_decoder:
         raise _cannot_edit(f"{kind} has no next-token head", "a causal (decoder-only) language model", "not_causal")
-    if model._supports_default_dynamic_cache():
-        layers = DynamicCache(config=config).layers
-        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
-            raise _cannot_edit(f"{kind} has recurrent layers", "attention in all layers", "recurrent_layers")
 
 
 def _find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """Return the path of the decoder's blocks, and the blocks. A list of experts may be longer: the outermost wins."""
+    """Return the path of the decoder's blocks, and the blocks; empty if there are two such lists.
+
+    A list of experts may be longer: the outermost wins.
+    """
     decoder = model.get_decoder()
     if not any(isinstance(module, nn.ModuleList) for module in decoder.modules()):
         decoder = model  # ModernBERT calls its output head "decoder"
@@ -125,37 +155,29 @@ def _find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and module in inside
-        and len({type(block) for block in module}) == 1
-        and any(_widths(inner) is not None for inner in module[0].modules())
+        and any(_widths(inner) is not None for block in module for inner in block.modules())
     }
     outermost = {path: blocks for path, blocks in lists.items() if not any(path.startswith(f"{up}.") for up in lists)}
-    return max(outermost.items(), key=lambda item: len(item[1]), default=("", nn.ModuleList()))
+    longest = max(outermost.items(), key=lambda item: len(item[1]), default=("", nn.ModuleList()))
+    kind = [type(block) for block in longest[1]]
+    alike = [path for path, blocks in outermost.items() if [type(block) for block in blocks] == kind]
+    return longest if len(alike) == 1 else ("", nn.ModuleList())
 
 
-def _refuse_experts(path: str, block: nn.Module) -> None:
-    """Raise for a mixture of experts: which one runs depends on the token, so one key does not address one matrix."""
-    for name, _ in block.named_modules():
-        if EXPERT_NAME.search(name.rpartition(".")[2]):
-            reason = f"{path}.{name} belongs to a mixture of experts"
-            raise _cannot_edit(reason, "one MLP per layer", "mixture_of_experts", "Choose a dense model")
-
-
-def _down_projection(path: str, block: nn.Module, hidden: int) -> _Linear:
+def _down_projection(path: str, maps: Sequence[_Linear], hidden: int) -> _Linear | None:
+    """Return the down projection of the MLP that these maps form; of several MLPs, the last."""
     groups: dict[str, list[_Linear]] = {}
-    for linear in _linears(path, block):
+    for linear in maps:
         groups.setdefault(linear.path.rpartition(".")[0], []).append(linear)
     downs = {parent: down for parent, group in groups.items() if (down := _down_of_group(group, hidden))}
-    if len(downs) > 1:  # for example the per-layer gates of Gemma 3n, beside its MLP
-        downs = {parent: down for parent, down in downs.items() if MLP_NAME.search(parent.removeprefix(path))}
-    if len(downs) != 1:
-        maps = ", ".join(f"{x.path} ({x.d_in} → {x.d_out})" for group in groups.values() for x in group) or "none"
-        reason = f"{path} ({type(block).__name__}) has {len(downs)} MLPs; linear maps outside attention: {maps}"
-        expected = f"one, with an up projection from the hidden size {hidden} and a down projection back to it"
-        raise _cannot_edit(reason, expected, "mlp_not_found")
-    return next(iter(downs.values()))
+    if not downs:  # each map may be in a module of its own
+        return _down_of_group(maps, hidden)
+    # There may be others, for example the per-layer gates of Gemma 3n beside its MLP.
+    named = [down for parent, down in downs.items() if MLP_NAME.search(parent.removeprefix(path))]
+    return next(reversed(named or list(downs.values())), None)
 
 
-def _down_of_group(group: list[_Linear], hidden: int) -> _Linear | None:
+def _down_of_group(group: Sequence[_Linear], hidden: int) -> _Linear | None:
     """Return the last map from an inner width, made by another map of the group, back to the hidden size.
 
     A fused gate and up projection (Phi-3) makes twice the inner width.
@@ -166,20 +188,34 @@ def _down_of_group(group: list[_Linear], hidden: int) -> _Linear | None:
         if x.d_out == hidden
         and any(up is not x and up.d_in == hidden and up.d_out in (x.d_in, 2 * x.d_in) for up in group)
     ]
-    named = [x for x in downs if x.path.rpartition(".")[2] in DOWN_NAMES]
-    return next(reversed(named or downs), None)
+    return _last_named(downs, DOWN_NAMES)
 
 
-def _linears(path: str, module: nn.Module) -> Iterator[_Linear]:
-    """Yield the linear maps in a module in the order of definition, without those of token mixers."""
+def _last_named(maps: Sequence[_Linear], names: Collection[str]) -> _Linear | None:
+    """Return the last map with one of the names, or the last of all."""
+    named = [x for x in maps if x.path.rpartition(".")[2] in names]
+    return next(reversed(named or maps), None)
+
+
+def _refuse_other_experts(path: str, block: nn.Module) -> None:
+    for name, module in block.named_modules():
+        if EXPERTS_CLASS.search(type(module).__name__):
+            reason = f"{path}.{name} ({type(module).__name__}) holds experts in a layout of its own"
+            raise _cannot_edit(reason, "fused experts with a down_proj, as in Mixtral", "unknown_experts")
+
+
+def _linears(path: str, module: nn.Module, in_mixer: bool = False) -> Iterator[_Linear]:
+    """Yield the linear maps in a module, except those of routed experts, in the order of definition."""
     for name, child in module.named_children():
-        child_path = f"{path}.{name}"
-        if MIXER_NAME.search(name) or MIXER_CLASS.search(type(child).__name__):
+        if "norm" in name:  # a gated norm looks like an MLP
             continue
+        kind = type(child).__name__
+        mixes = MIXER_NAME.search(name) or MIXER_CLASS.search(kind)
+        inside = in_mixer or bool(mixes and not MLP_CLASS.search(kind))
         if (widths := _widths(child)) is not None:
-            yield _Linear(child_path, child, *widths)
-        else:
-            yield from _linears(child_path, child)
+            yield _Linear(f"{path}.{name}", child, *widths, inside)
+        elif not (isinstance(child, nn.ModuleList) and name == "experts"):
+            yield from _linears(f"{path}.{name}", child, inside)
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | None:
@@ -190,13 +226,12 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
     return (d_in, d_out) if isinstance(d_in, int) and isinstance(d_out, int) else None
 
 
-def _require_editable(linear: _Linear) -> None:
-    """Raise unless the weight can be read and written as the matrix that the map multiplies by."""
-    module, weight = linear.module, getattr(linear.module, "weight", None)
-    kind = type(module)
+def _require_editable(path: str, module: nn.Module) -> None:
+    """Raise unless the weight can be read and written as the matrix that the module multiplies by."""
+    kind, weight = type(module), getattr(module, "down_proj" if is_experts(module) else "weight", None)
     # A subclass with a forward of its own may quantize on the fly; those of transformers do not (FalconLinear).
-    is_plain = isinstance(module, (nn.Linear, Conv1D)) and (
-        kind.forward in (nn.Linear.forward, Conv1D.forward) or kind.__module__.startswith("transformers.models.")
+    is_plain = kind.__module__.startswith("transformers.models.") or (
+        isinstance(module, (nn.Linear, Conv1D)) and kind.forward in (nn.Linear.forward, Conv1D.forward)
     )
     if is_plain and type(weight) is nn.Parameter and weight.dtype in EDITABLE_DTYPES:
         return
@@ -206,5 +241,5 @@ def _require_editable(linear: _Linear) -> None:
         code = "quantized_weights"
         advice = "Edit the model without quantization, and export the edit as an adapter for the quantized one"
     dtype = f" with {weight.dtype} weights" if isinstance(weight, Tensor) else ""
-    reason = f"{linear.path} is a {kind.__module__}.{kind.__name__}{dtype}"
-    raise _cannot_edit(reason, "nn.Linear or Conv1D in float64, float32, bfloat16 or float16", code, advice)
+    reason = f"{path} is a {kind.__module__}.{kind.__name__}{dtype}"
+    raise _cannot_edit(reason, "a plain weight in float64, float32, bfloat16 or float16", code, advice)

@@ -6,8 +6,14 @@ before. `Trunk` runs any Hugging Face causal model block by block without knowin
 
 - it *stops early* by raising an exception in a hook, so nothing above is computed;
 - it *resumes* above a block: the blocks below pass their input through, and the last of them returns known states;
-- it *shares prefixes* through the key/value cache of the model;
+- it *shares prefixes* through the cache of the model;
 - it runs the output head at chosen positions only.
+
+Padding must not reach recurrent states, and not every model can continue from a cache. Where a model cannot, which a
+short run tells, whole rows run instead: the prefix and the rest of each row together, with all padding behind them.
+
+Some families have several residual streams per token (Gemma 3n, DeepSeek V4). Here their mean stands for them, and a
+changed state changes all of them by the same amount.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,11 +30,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from rebind.errors import InputError
+from rebind.models.experts import RoutedKeys, is_experts, routed_keys
 
 Hidden = Tensor  # [rows, tokens, width]
 Resume = tuple[int, Hidden]  # a layer and the output that its block is taken to have: the run begins above it
+ATTENTION_CACHES = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)  # keys and values only
 
 
 class _Stop(Exception):  # noqa: N818 - a signal, not an error
@@ -97,12 +111,63 @@ class Trunk:
         length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return length if isinstance(length, int) else None
 
+    def probe(self) -> None:
+        """Find out by short runs how the model can be run, which happens otherwise when it first matters.
+
+        Hooks that are on the model then would see these runs.
+        """
+        _ = self.shares_prefixes, self._handover
+
     @cached_property
-    def _returns_tuple(self) -> bool:
-        """Whether blocks return a tuple with the hidden states first, as a short run shows."""
-        with torch.no_grad(), self._stopping_after(0) as outputs:
-            self._run_base(Tokens.left_padded([(0,)], self.device))
-        return isinstance(outputs[0], tuple)
+    def _handover(self) -> tuple[int | None, bool]:
+        """How many outputs a block returns (None: hidden states alone), and whether known states replace only a part.
+
+        The rest, other streams or what a block passes on to the next one, must then be computed.
+        """
+        outputs: list[Any] = []
+        passed_on: list[Any] = []
+
+        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            passed_on.extend([*args, *kwargs.values()])
+            raise _Stop
+
+        with (
+            torch.no_grad(),
+            self.blocks[0].register_forward_hook(lambda _, __, out: outputs.append(out)),
+            self.blocks[min(1, len(self.blocks) - 1)].register_forward_pre_hook(record, with_kwargs=True),
+        ):
+            self._run_base(Tokens.left_padded([(0, 1)], self.device))
+        (output,) = outputs
+        has_streams = self._streams(_states_in(output), torch.Size((1, 2))).shape[-2] > 1
+        if not isinstance(output, (tuple, list)):
+            return None, has_streams
+        others = [out for out in output[1:] if isinstance(out, Tensor)]
+        return len(output), has_streams or any(out is argument for out in others for argument in passed_on)
+
+    @cached_property
+    def shares_prefixes(self) -> bool:
+        """Whether rows can continue from a cache of left-padded prefixes: attention can, recurrent layers are tried."""
+        if "past_key_values" not in self._accepts:
+            return False
+        if self.model._supports_default_dynamic_cache() and not self.model._is_stateful:
+            layers = DynamicCache(config=self.model.config).layers
+            others = [layer for layer in layers if type(layer) not in ATTENTION_CACHES]
+            if not all(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others):
+                return False  # it has states that `borrow_cache` does not know
+            if not others:
+                return True
+        past = Tokens.left_padded([(1,), (1, 2, 3, 4, 5, 6)], self.device)
+        tokens, last = Tokens.following(past, [(7, 8, 9), (7,)]), len(self.blocks) - 1
+        order = torch.tensor([1, 0], device=self.device)
+        with torch.no_grad():
+            whole = self._after_whole(last, tokens, Prefixes(past), None)
+            try:
+                cache = select_cache(self._run_base(past, use_cache=True).past_key_values, order)
+                cached = self._after(last, tokens.select(order), cache, None)[order]
+            except Exception:  # each model fails in its own way
+                return False
+        tolerance = max(1e-3, 16 * torch.finfo(whole.dtype).eps)
+        return bool((cached - whole)[:, 0].norm() <= tolerance * whole[:, 0].norm())
 
     def narrowed(self, dtype: torch.dtype) -> Trunk:
         """Return a copy of the model as it is now in a narrower dtype."""
@@ -112,11 +177,13 @@ class Trunk:
 
     @torch.no_grad()
     def cache(self, tokens: Tokens, *, last_layer: int | None = None) -> Any:
-        """Return the keys and values of these tokens at every block, or up to one of them; None for no tokens."""
+        """Return what runs that follow these tokens need, at every block or up to one of them; None for no tokens."""
         if tokens.ids.shape[-1] == 0:
             return None
+        if not self.shares_prefixes:
+            return Prefixes(tokens)
         if last_layer is None or not self.model._supports_default_dynamic_cache():  # or it has its own kind of cache
-            return cache_of(self._run_base(tokens, use_cache=True))
+            return self._run_base(tokens, use_cache=True).past_key_values
         cache = DynamicCache(config=self.model.config)
         with self._stopping_after(last_layer):
             self._run_base(tokens, cache)
@@ -125,33 +192,68 @@ class Trunk:
     @torch.no_grad()
     def after(self, layer: int, tokens: Tokens, *, cache: Any = None, resume: Resume | None = None) -> Hidden:
         """Return the output of block `layer`; nothing above it is computed."""
+        run = self._after if self.shares_prefixes else self._after_whole
+        return run(layer, tokens, cache, resume)
+
+    def _after(self, layer: int, tokens: Tokens, cache: Any, resume: Resume | None) -> Hidden:
         with self._stopping_after(layer) as outputs, self._resuming(resume):
             self._run_base(tokens, borrow_cache(cache))
-        return _states_in(outputs[0])
+        return self._streams(_states_in(outputs[0]), tokens.ids.shape).mean(-2)
+
+    def _streams(self, states: Tensor, shape: torch.Size) -> Tensor:
+        """Return the states of a block as [rows, tokens, streams, width]; nearly all families have one stream."""
+        width: int = self.model.config.get_text_config().hidden_size
+        if states.ndim == 4 and states.shape[:2] != shape:  # [streams, rows, tokens, width]
+            states = states.movedim(0, 2)
+        if states.numel() % (shape.numel() * width) or (states.ndim == 3 and states.shape[:2] != shape):
+            problem = f"Blocks have states of shape {list(states.shape)} for tokens of shape {list(shape)}"
+            expected = f"{width} numbers per token"
+            raise InputError(problem, expected=expected, advice="Use another family", code="other_tokens")
+        return states.reshape(*shape, -1, width)
+
+    def _after_whole(self, layer: int, tokens: Tokens, cache: Prefixes | None, resume: Resume | None) -> Hidden:
+        whole = self._whole_rows(tokens, cache, resume)
+        return whole.restore(self._after(layer, whole.tokens, None, whole.resume))
 
     @torch.no_grad()
     def inputs(
         self, modules: Sequence[nn.Module], tokens: Tokens, *, cache: Any = None, resume: Resume | None = None
-    ) -> list[Tensor]:
-        """Return the input of each of the modules; the run ends at the last one."""
-        inputs: dict[int, Tensor] = {}
+    ) -> list[Any]:
+        """Return the input of each of the modules, [rows, tokens, width]; the run ends at the last one.
 
-        def record(index: int, _: nn.Module, args: tuple[Any, ...]) -> None:
-            inputs[index] = args[0].reshape(*tokens.ids.shape, -1)  # some families flatten rows and tokens
+        For a block these are hidden states, and for routed experts they are `RoutedKeys`.
+        """
+        whole = None if self.shares_prefixes else self._whole_rows(tokens, cache, resume)
+        if whole is not None:
+            tokens, cache, resume = whole.tokens, None, whole.resume
+        inputs: dict[int, Any] = {}
+
+        def record(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            shape = tokens.ids.shape
+            if is_experts(module):
+                keys = routed_keys(module, args, kwargs)
+                inputs[index] = RoutedKeys(keys.parts.unflatten(0, shape), keys.experts.unflatten(0, shape), keys.count)
+            elif module in self.blocks:
+                inputs[index] = self._streams(_first_argument(args, kwargs), shape).mean(-2)
+            else:
+                inputs[index] = _first_argument(args, kwargs).reshape(*shape, -1)  # some families flatten rows
             if len(inputs) == len(modules):
                 raise _Stop
 
         with ExitStack() as hooks, self._resuming(resume):
             for index, module in enumerate(modules):
-                hooks.enter_context(module.register_forward_pre_hook(partial(record, index)))
+                hooks.enter_context(module.register_forward_pre_hook(partial(record, index), with_kwargs=True))
             self._run_base(tokens, borrow_cache(cache))
-        return [inputs[index] for index in range(len(modules))]
+        return [inputs[index] if whole is None else whole.restore(inputs[index]) for index in range(len(modules))]
 
     def logits(self, tokens: Tokens, where: Tensor, *, cache: Any = None, resume: Resume | None = None) -> Tensor:
         """Return the next-token logits [m, vocabulary] at `where` [m, 2] (row, token), in float32 or better.
 
         Gradients flow into the states of `resume`.
         """
+        if not self.shares_prefixes:
+            whole = self._whole_rows(tokens, cache, resume)
+            tokens, cache, resume, where = whole.tokens, None, whole.resume, whole.translate(where)
 
         def choose(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             states = args[0]
@@ -159,14 +261,33 @@ class Trunk:
 
         with self.model.get_output_embeddings().register_forward_pre_hook(choose), self._resuming(resume):
             arguments = self._arguments(tokens, borrow_cache(cache), self._head_accepts)
-            logits: Tensor = self.model(**arguments, use_cache=cache is not None).logits[0]
+            if "use_cache" in self._head_accepts:
+                arguments["use_cache"] = cache is not None
+            logits: Tensor = self.model(**arguments).logits[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _whole_rows(self, tokens: Tokens, cache: Prefixes | None, resume: Resume | None) -> _WholeRows:
+        past = tokens.ids[:, :0] if cache is None else cache.tokens.ids
+        order = tokens.mask.argsort(dim=-1, descending=True, stable=True)
+        mask = tokens.mask.gather(1, order)
+        rows = Tokens(torch.cat([past, tokens.ids], dim=-1).gather(1, order), mask, (mask.cumsum(-1) - 1).clamp_min(0))
+        whole = _WholeRows(rows, order, past.shape[1])
+        if resume is None:
+            return whole
+        layer, states = resume
+        if cache is not None:
+            if layer not in cache.states:
+                cache.states[layer] = self.after(layer, cache.tokens)
+            states = torch.cat([cache.states[layer].to(states), states], dim=1)
+        return replace(whole, resume=(layer, _take(states, order)))
 
     def _run_base(self, tokens: Tokens, cache: Any = None, *, use_cache: bool = False) -> Any:
         """Return the output of the model without its head, or None where a hook stopped the run."""
         arguments = self._arguments(tokens, cache, self._accepts)
+        if "use_cache" in self._accepts:
+            arguments["use_cache"] = use_cache or cache is not None
         with self._finite_padding(tokens), suppress(_Stop):
-            return self.model.base_model(**arguments, use_cache=use_cache or cache is not None)
+            return self.model.base_model(**arguments)
         return None
 
     def _arguments(self, tokens: Tokens, cache: Any, accepts: set[str]) -> dict[str, Any]:
@@ -188,8 +309,9 @@ class Trunk:
 
         def clean(_: nn.Module, __: Any, out: Any) -> Any:
             states = _states_in(out)
-            finite = torch.where(is_token.to(states.device).unsqueeze(-1), states, 0.0)
-            return (finite, *out[1:]) if isinstance(out, tuple) else finite
+            streams = self._streams(states, tokens.ids.shape)
+            finite = _in_layout(torch.where(is_token.to(states.device)[..., None, None], streams, 0.0), states)
+            return (finite, *out[1:]) if isinstance(out, (tuple, list)) else finite
 
         with ExitStack() as hooks:
             if not is_token[:, 0].all():
@@ -216,33 +338,36 @@ class Trunk:
             yield
             return
         layer, known = resume
-        self._require_own_keys_above(layer)
-        returns_tuple = self._returns_tuple  # found out now: the blocks are about to be replaced
+        outputs, needs_rest = self._handover  # found out now: the blocks are about to be replaced
+
+        def replace_states(_: nn.Module, __: Any, out: Any) -> Any:
+            states = _states_in(out)
+            streams = self._streams(states, known.shape[:2])
+            change = known.to(states.device) - streams.mean(-2)
+            states = _in_layout(streams + change.unsqueeze(-2), states)
+            return states if outputs is None else (states, *out[1:])
 
         def forward(output: Hidden | None, *args: Any, **kwargs: Any) -> Any:
-            states = args[0] if args else kwargs["hidden_states"]
+            states = _first_argument(args, kwargs)
             states = states if output is None else output.to(states.device)
-            return (states,) if returns_tuple else states
+            return states if outputs is None else (states, *([None] * (outputs - 1)))
 
         with ExitStack() as replaced:
-            for block in self.blocks[:layer]:
-                replaced.enter_context(_replaced_forward(block, partial(forward, None)))
-            replaced.enter_context(_replaced_forward(self.blocks[layer], partial(forward, known)))
+            if needs_rest or self._keys_are_needed_above(layer):
+                replaced.enter_context(self.blocks[layer].register_forward_hook(replace_states))
+            else:
+                for block in self.blocks[:layer]:
+                    replaced.enter_context(_replaced_forward(block, partial(forward, None)))
+                replaced.enter_context(_replaced_forward(self.blocks[layer], partial(forward, known)))
             yield
 
-    def _require_own_keys_above(self, layer: int) -> None:
-        """Raise if blocks above use keys and values that a skipped block would compute (as in Gemma 3n)."""
+    def _keys_are_needed_above(self, layer: int) -> bool:
+        """Return whether blocks above use keys and values that a skipped block would compute (as in Gemma 3n)."""
         config = self.model.config.get_text_config()
         own = len(self.blocks) - (getattr(config, "num_kv_shared_layers", 0) or 0)
         kinds = (getattr(config, "layer_types", None) or [""] * len(self.blocks))[:own]
         lowest = min((own - 1 - kinds[::-1].index(kind) for kind in set(kinds)), default=own)
-        if own < len(self.blocks) and layer >= lowest:
-            raise InputError(
-                f"Blocks from {own} on use the keys of block {lowest}, which no run above block {layer} computes",
-                advice=f"Choose {{layers}} below {lowest}",
-                settings={"layers": None},
-                code="shared_keys",
-            )
+        return own < len(self.blocks) and layer >= lowest
 
 
 @contextmanager
@@ -258,30 +383,106 @@ def _replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator
             block.forward = own
 
 
-def _states_in(block_output: Any) -> Hidden:
-    states: Hidden = block_output[0] if isinstance(block_output, tuple) else block_output
+def _states_in(block_output: Any) -> Tensor:
+    states: Tensor = block_output[0] if isinstance(block_output, (tuple, list)) else block_output
     return states
 
 
-def cache_of(out: Any) -> Any:
-    """Return the cache in the output of a model."""
-    if getattr(out, "past_key_values", None) is None:
-        raise InputError("The model returns no cache of keys and values", advice="Use another family", code="no_cache")
-    return out.past_key_values
+def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    states: Tensor = args[0] if args else kwargs["hidden_states"]
+    return states
+
+
+def _in_layout(streams: Tensor, like: Tensor) -> Tensor:
+    """Return streams [rows, tokens, streams, width] in the layout of a block."""
+    if like.ndim == 4 and like.shape != streams.shape:
+        return streams.movedim(2, 0)
+    return streams.reshape(like.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Prefixes:
+    """What stands for a cache where a model has none to continue from: the tokens, and their states once needed."""
+
+    tokens: Tokens
+    states: dict[int, Hidden] = field(default_factory=dict)  # after a block
+
+    def select(self, rows: Tensor) -> Prefixes:
+        states = {layer: states[rows.to(states.device)] for layer, states in self.states.items()}
+        return Prefixes(self.tokens.select(rows), states)
+
+
+@dataclass(frozen=True, eq=False)
+class _WholeRows:
+    """Rows with their prefixes, in which all padding is behind the tokens."""
+
+    tokens: Tokens
+    order: Tensor  # [rows, past + tokens]: where each token was
+    past: int
+    resume: Resume | None = None
+
+    def restore(self, values: Any) -> Any:
+        """Return values at every token [rows, past + tokens, width] in the old order, without those of the past."""
+        places = self.order.argsort(dim=-1)[:, self.past :]
+        if isinstance(values, RoutedKeys):
+            return RoutedKeys(_take(values.parts, places), _take(values.experts, places), values.count)
+        return _take(values, places)
+
+    def translate(self, where: Tensor) -> Tensor:
+        """Return the places of (row, token) pairs."""
+        rows, places = where.to(self.order.device).unbind(-1)
+        return torch.stack([rows, self.order.argsort(dim=-1)[rows, places + self.past]], dim=-1)
+
+
+def _take(values: Tensor, places: Tensor) -> Tensor:
+    """Return the values at some places [rows, n] of each row."""
+    rows = torch.arange(len(places), device=values.device).unsqueeze(-1)
+    return values[rows, places.to(values.device)]
 
 
 def select_cache(cache: Any, rows: Tensor) -> Any:
     """Return the cache of some of its rows."""
+    if cache is None or isinstance(cache, Prefixes):
+        return cache and cache.select(rows)
     selected = borrow_cache(cache)
-    if selected is not None:
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in selected.layers):
+        selected.reorder_cache(rows)  # the only one that knows recurrent states
+    else:
         selected.batch_select_indices(rows)  # indexing creates new tensors: the original keeps its own
     return selected
 
 
 def borrow_cache(cache: Any) -> Any:
-    """Return a cache that shares the stored tensors but grows on its own: a run does not change the original."""
-    if cache is None:
-        return None
-    borrowed = copy.copy(cache)
-    borrowed.layers = [copy.copy(layer) for layer in cache.layers]
+    """Return a cache that shares the stored tensors but changes on its own: a run does not change the original."""
+    if cache is None or isinstance(cache, Prefixes):
+        return cache
+    borrowed = _copy_with_containers(cache)
+    borrowed.layers = [_copy_with_containers(layer) for layer in cache.layers]
+    for layer in borrowed.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            vars(layer)["update_recurrent_state"] = partial(_replace_recurrent_state, layer)
+            vars(layer)["update_conv_state"] = partial(_replace_conv_state, layer)
     return borrowed
+
+
+def _copy_with_containers(original: Any) -> Any:
+    """Return a copy of an object with lists and dictionaries of its own, of the same tensors."""
+    copied = copy.copy(original)
+    for name, value in list(vars(copied).items()):
+        if isinstance(value, (list, dict)):
+            setattr(copied, name, copy.copy(value))
+    return copied
+
+
+def _replace_recurrent_state(layer: Any, state: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+    """Store a new state instead of writing into the old one, which others share and gradients need."""
+    layer.recurrent_states[state_idx] = state
+    layer.is_recurrent_states_initialized[state_idx] = True
+    return state
+
+
+def _replace_conv_state(layer: Any, state: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
+    if layer.is_conv_states_initialized[state_idx]:
+        layer.conv_states[state_idx] = layer.conv_states[state_idx].clone()
+    full: Tensor = type(layer).update_conv_state(layer, state, state_idx, **options)
+    return full
