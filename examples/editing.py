@@ -94,13 +94,13 @@ def export(editor: Editor) -> None:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         edited = editor.model(prompt).logits
         adapter = editor.export_peft(Path(folder) / "adapter")
-        size = sum(file.stat().st_size for file in adapter.folder.iterdir()) / 2**20
+        size = sum(file.stat().st_size for file in adapter.path.iterdir()) / 2**20
         with editor.base_model():
-            adapted = PeftModel.from_pretrained(editor.model, str(adapter.folder))
+            adapted = PeftModel.from_pretrained(editor.model, str(adapter.path))
             difference = float((adapted(prompt).logits - edited).abs().max())
             adapted.unload()
     console.print(
-        f"Exported as a PEFT LoRA adapter: rank {max(adapter.ranks.values())}, {size:.2f} MiB. On the base model it "
+        f"Exported as a PEFT LoRA adapter: rank {adapter.rank}, {size:.2f} MiB. On the base model it "
         f"gives the logits of the edited model, to {difference:.0e}."
     )
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rebind.cli.options import LedgerOptions
 from rebind.cli.session import find_ledger
 from rebind.edit.editor import Editor
+from rebind.edit.export.adapter import VLLM_RANKS
 from rebind.edit.moments import OwnSamples, Texts
 from rebind.edit.targets import TargetSettings
 from rebind.errors import InputError
@@ -175,12 +176,18 @@ def test_diff_compares_active_edits(rebind, model, edited, tmp_path):
 # Export and replay
 
 
-def test_edits_are_exported_as_adapter_delta_and_checkpoint(rebind, fails, model, edited, tmp_path):
-    adapter, delta, whole = tmp_path / "adapter", tmp_path / "delta.safetensors", tmp_path / "whole"
-    words = ("ledger", "export", "--model", model, "--peft", adapter, "--rank", "1", "--delta", delta)
+def test_edits_are_exported_as_adapters_delta_and_checkpoint(rebind, fails, model, edited, tmp_path):
+    adapter, file, delta, whole = (tmp_path / name for name in ("adapter", "a.gguf", "delta.safetensors", "whole"))
+    words = ("ledger", "export", "--model", model, "--peft", adapter, "--gguf", file, "--delta", delta)
     document = rebind(*words, "--checkpoint", whole, json=True).document
-    assert set(document["peft"]["ranks"].values()) == {1}
-    assert max(document["peft"]["errors"].values()) < 1e-5, "one fact is a change of rank one"
+    for name, path in (("peft", adapter), ("gguf", file)):
+        assert document[name]["path"] == str(path)
+        assert document[name]["rank"] in VLLM_RANKS
+        assert max(document[name]["errors"].values()) < 1e-6
+    assert document["checkpoint"]["dtype"] == "float32"
+    said = int(edited["facts"][0]["after"]["exact"])
+    for name in ("peft", "gguf", "checkpoint"):
+        assert document[name]["check"] == {"facts": 1, "said": said, "said_in_editor": said, "passed": True}
     assert (adapter / "adapter_model.safetensors").exists()
     assert delta.exists()
     replayed = tmp_path / "replayed"
@@ -190,14 +197,26 @@ def test_edits_are_exported_as_adapter_delta_and_checkpoint(rebind, fails, model
     base, *saved = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (model, whole, replayed))
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in base)
     changed = {name for name in base if not torch.equal(base[name], saved[0][name])}
-    assert changed == {f"{site}.weight" for site in document["peft"]["ranks"]}
+    assert changed == {f"{site}.weight" for site in document["peft"]["errors"]}
     assert fails(*replay).code == "folder_not_empty"
     rebind(*replay, "--overwrite")
-    people = rebind(*words, "--overwrite").out
-    assert "✓ adapter" in people
-    assert "\n1 edit, " in people
     rebind("ledger", "undo", "e0001", "--model", model)
     assert fails(*words, "--overwrite").code == "no_active_edits"
+
+
+def test_an_export_says_how_exact_it_is_and_asks_the_facts_again(rebind, model, edited, tmp_path):
+    words = ("ledger", "export", "--model", model, "--peft", tmp_path / "adapter", "--overwrite")
+    people = " ".join(rebind(*words).out.split())
+    assert re.search(r"✓ adapter .*: rank \d+, exact to float32", people)
+    assert re.search(r"✓ asked again: [01] of 1 fact said", people)
+    assert "1 edit, " in people
+    assert "asked again" not in rebind(*words, "--no-check").out
+    document = rebind(*words, "--rank", "3", "--no-check", json=True).document
+    assert (document["peft"]["rank"], document["peft"]["check"]) == (3, None)
+    assert "vLLM pads this rank to 8" in document["peft"]["description"]
+    narrow = ("ledger", "export", "--model", model, "--checkpoint", tmp_path / "out", "--checkpoint-dtype", "bfloat16")
+    assert rebind(*narrow, "--no-check", json=True).document["checkpoint"]["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
 def test_an_export_checks_every_place_before_the_model_is_loaded(rebind, fails, model, edited, tmp_path, monkeypatch):
@@ -212,6 +231,9 @@ def test_an_export_checks_every_place_before_the_model_is_loaded(rebind, fails, 
         (("--peft", tmp_path / "adapter", "--checkpoint", new), "folder_not_empty"),
         (("--checkpoint", tmp_path / "adapter", "--overwrite"), "not_an_export"),
         (("--peft", new, "--delta", f"{__file__}/delta.safetensors"), "file_in_the_way"),
+        (("--peft", new, "--gguf", f"{__file__}/adapter.gguf"), "file_in_the_way"),
+        (("--peft", new, "--checkpoint-dtype", "int4"), "unknown_dtype"),
+        (("--checkpoint", new, "--rank", "8"), "nothing_to_export"),
     ):
         assert fails("ledger", "export", "--model", model, *words).code == code
         assert not new.exists()

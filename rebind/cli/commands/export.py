@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from rebind.cli import options as opt
 from rebind.cli.session import default_ledgers, find_ledger, no_ledger, open_editor
 from rebind.cli.ui import Phases, Terminal, tables
+from rebind.cli.ui.errors import FAILED_CHECK
 from rebind.edit.wording import percent
 from rebind.errors import InputError
 from rebind.storage import check_replaceable, check_writable
 
 if TYPE_CHECKING:
     from rebind.edit.editor import Editor
+    from rebind.edit.export import AdapterExport
 
+EXACT = 1e-6  # the relative error of an adapter that holds all of a change
 EXPORT_EXAMPLES = opt.examples(
-    "rebind ledger export --peft adapter/ --rank 8",
+    "rebind ledger export --peft adapter/ --rank 16",
+    "rebind ledger export --gguf adapter.gguf",
     "rebind ledger export --delta change.safetensors --checkpoint edited/",
 )
 REPLAY_EXAMPLES = opt.examples("rebind ledger replay --out edited/")
@@ -25,46 +33,93 @@ Overwrite = Annotated[bool, opt.flag("--overwrite", "Replace an earlier export."
 
 
 def export(
-    peft: Annotated[Path | None, opt.value("DIR", "Write a LoRA adapter for PEFT into this folder.")] = None,
-    rank: Annotated[int | None, opt.value("R", "Rank of the adapter.", default="enough to be exact", min=1)] = None,
+    peft: Annotated[Path | None, opt.value("DIR", "Write a LoRA adapter for PEFT and vLLM into this folder.")] = None,
+    gguf: Annotated[Path | None, opt.value("FILE", "Write a LoRA adapter for llama.cpp into this file.")] = None,
+    rank: Annotated[
+        int | None,
+        opt.value("R", "Rank of the adapter.", default="the smallest of vLLM's that is exact", min=1),
+    ] = None,
     delta: Annotated[Path | None, opt.value("FILE", "Write the change alone into this safetensors file.")] = None,
     checkpoint: Annotated[Path | None, opt.value("DIR", "Write the whole edited model into this folder.")] = None,
+    checkpoint_dtype: Annotated[
+        str | None, opt.value("NAME", "Dtype of the checkpoint.", default="the model's; 16 bits for a GGUF file")
+    ] = None,
+    no_check: Annotated[
+        bool,
+        opt.flag(
+            "--no-check", "Do not load the export and ask it the facts, which takes the memory of a second model."
+        ),
+    ] = False,
     overwrite: Overwrite = False,
     *,
     source: opt.EditorOptions,
     terminal: Terminal,
 ) -> None:
-    """Write the active edits as a LoRA adapter, as a delta file, or as a whole model."""
-    if peft is None and (rank is not None or (delta is None and checkpoint is None)):
+    """Write the active edits as a LoRA adapter, as a delta file, or as a whole model, and ask it the facts again."""
+    adapters = peft is not None or gguf is not None
+    if not adapters and (rank is not None or (delta is None and checkpoint is None)):
         raise InputError(
             "There is nothing to export" if rank is None else "A rank was given without an adapter to write",
-            advice="Use {peft}, {delta} or {checkpoint}; {rank} belongs to {peft}",
-            settings={"peft": "DIR", "delta": "FILE", "checkpoint": "DIR", "rank": None},
+            advice="Use {peft}, {gguf}, {delta} or {checkpoint}; {rank} belongs to {peft} and {gguf}",
+            settings={"peft": "DIR", "gguf": "FILE", "delta": "FILE", "checkpoint": "DIR", "rank": None},
             code="nothing_to_export",
         )
+    dtype = opt.parse_dtype(checkpoint_dtype)
     for folder, kind in ((peft, "adapter"), (checkpoint, "checkpoint")):
         if folder is not None:
             check_replaceable(folder.expanduser(), kind=kind, overwrite=overwrite)
-    if delta is not None:
-        check_writable(delta.expanduser().parent)
+    for file in (delta, gguf):
+        if file is not None:
+            check_writable(file.expanduser().parent)
     with Phases(terminal) as phases:
         editor = _open_edited(source, phases)
-        phases.begin("saving")
         document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
+        ask = None if no_check else partial(_ask_again, editor, phases, terminal)
         if peft is not None:
+            phases.begin("saving the adapter")
             adapter = editor.export_peft(peft.expanduser(), rank=rank, overwrite=overwrite)
-            summary = f"rank {max(adapter.ranks.values())}, relative error {max(adapter.errors.values()):.1e}"
-            document["peft"] = {"folder": str(adapter.folder), "ranks": adapter.ranks, "errors": adapter.errors}
-            document["peft"]["description"] = summary
-            terminal.print(f"✓ adapter {adapter.folder}: {summary}")
+            document["peft"] = _describe_adapter("adapter", adapter, terminal)
+            document["peft"]["check"] = ask and ask("adapter", adapter.path)
+        if gguf is not None:
+            phases.begin("saving the GGUF adapter")
+            adapter = editor.export_gguf(gguf.expanduser(), rank=rank, overwrite=overwrite)
+            document["gguf"] = _describe_adapter("GGUF adapter", adapter, terminal)
+            document["gguf"]["check"] = ask and ask("GGUF adapter", adapter.path)
         if checkpoint is not None:
-            document["checkpoint"] = str(editor.save(checkpoint.expanduser(), overwrite=overwrite))
-            terminal.print(f"✓ checkpoint {document['checkpoint']}")
+            phases.begin("saving the checkpoint")
+            dtype = dtype or editor.checkpoint_dtype()
+            saved = editor.save(checkpoint.expanduser(), dtype=dtype, overwrite=overwrite)
+            dtype_name = str(dtype).removeprefix("torch.")
+            terminal.print(f"✓ checkpoint {saved}: {dtype_name}")
+            document["checkpoint"] = {"path": str(saved), "dtype": dtype_name}
+            document["checkpoint"]["check"] = ask and ask("checkpoint", saved)
         if delta is not None:  # last: it may lie in one of the folders
             document["delta"] = str(editor.save_delta(delta.expanduser(), overwrite=overwrite))
             terminal.print(f"✓ delta {document['delta']}")
     terminal.hint(f"{tables.counted(len(document['edits']), 'edit')}, {tables.seconds(sum(phases.seconds.values()))}")
     terminal.result(document)
+    checks = [document[name]["check"] for name in ("peft", "gguf", "checkpoint") if name in document]
+    if any(check and not check["passed"] for check in checks):
+        raise typer.Exit(FAILED_CHECK)
+
+
+def _describe_adapter(name: str, adapter: AdapterExport, terminal: Terminal) -> dict[str, Any]:
+    """Print where an adapter is and how exact, and return the same for programs."""
+    error = "exact to float32" if adapter.error < EXACT else f"relative error {adapter.error:.1e}"
+    summary = ", ".join(filter(None, [f"rank {adapter.rank}", error, adapter.note]))
+    terminal.print(f"✓ {name} {adapter.path}: {summary}")
+    return {"path": str(adapter.path), "rank": adapter.rank, "errors": adapter.errors, "description": summary}
+
+
+def _ask_again(editor: Editor, phases: Phases, terminal: Terminal, kind: str, path: Path) -> dict[str, Any]:
+    """Load an export as another program would, and ask it the facts."""
+    from rebind.edit.export import check_checkpoint, check_gguf, check_peft
+
+    check = {"adapter": check_peft, "GGUF adapter": check_gguf, "checkpoint": check_checkpoint}[kind]
+    phases.begin(f"loading and asking the {kind}")
+    result = check(editor.language_model, editor.ledger.active, path)
+    terminal.print(f"{'✓' if result.passed else '✗'} asked again: {result}")
+    return asdict(result) | {"passed": result.passed}
 
 
 def replay(
@@ -78,12 +133,13 @@ def replay(
     check_replaceable(out.expanduser(), kind="checkpoint", overwrite=overwrite)
     with Phases(terminal) as phases:
         editor = _open_edited(source, phases)
+        from rebind.edit.export import ask_facts
+
         phases.begin("asking")
-        rows = []
-        for edit in editor.ledger.active:
-            model = editor.language_model.with_chat(bool(edit.settings.get("chat")))  # as when the edit was written
-            scores = model.score([fact.as_prompt() for fact in edit.facts])
-            rows += [(edit.id, fact, score) for fact, score in zip(edit.facts, scores, strict=True)]
+        edits = editor.ledger.active
+        facts = [(edit.id, fact) for edit in edits for fact in edit.facts]
+        scores = ask_facts(editor.language_model, edits)
+        rows = [(id, fact, score) for (id, fact), score in zip(facts, scores, strict=True)]
         phases.begin("saving")
         saved = editor.save(out.expanduser(), overwrite=overwrite)
     grid = tables.table("edit", "fact", "probability", "rank", "says", right=("probability", "rank"))
@@ -95,7 +151,7 @@ def replay(
     document = {
         "ledger": str(editor.ledger.path),
         "saved": str(saved),
-        "edits": [edit.id for edit in editor.ledger.active],
+        "edits": [edit.id for edit in edits],
         "facts": [fact.to_json() | score.to_json() | {"edit": id} for id, fact, score in rows],
         "exact": exact,
     }

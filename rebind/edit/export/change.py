@@ -1,6 +1,6 @@
 """The change that edits made to each site, as an exactly low-rank matrix, and the delta file that stores it.
 
-The edits of a site compose to one write, and the change that a write makes to a memory has one row per fact. The
+The edits of a site compose to one write, and the change that a write makes to a memory has one row per key. The
 change is returned only if it explains the weights that the model holds. A delta file holds the change alone, as
 safetensors, to be added to the base model again.
 """
@@ -34,7 +34,7 @@ def compute_changes(
     *,
     gain_at: Callable[[str], Gain] | None = None,
 ) -> dict[str, LowRank]:
-    """Compute what the edits add to each site: one row per fact, at most min(d_v, d_k) rows, in float64.
+    """Compute what the edits add to each site: one row per key, at most min(d_v, d_k) rows, in float64.
 
     Args:
         base: the unedited memory [d_v, d_k] of each site.
@@ -79,6 +79,17 @@ def require_matching(model: nn.Module, changes: Mapping[str, LowRank]) -> None:
             raise ShapeError(problem, expected=f"{shape} ([d_v, d_k])", advice=advice, code=code)
 
 
+def require_new_file(file: Path, *, overwrite: bool) -> None:
+    """Raise if a file exists and may not be replaced."""
+    if file.exists() and not overwrite:
+        raise InputError(
+            f"{file} already exists",
+            advice="Choose another name, or use {overwrite} to replace it",
+            settings={"overwrite": True},
+            code="file_exists",
+        )
+
+
 def _compose(writes: list[Write]) -> Write:
     """Return one write that equals all of them in order; by halves, so that a row is copied log n times."""
     while len(writes) > 1:
@@ -119,13 +130,7 @@ def save_delta(
     """
     require_changes(changes)
     file = delta_file(path)
-    if file.exists() and not overwrite:
-        raise InputError(
-            f"{file} already exists",
-            advice="Choose another name, or use {overwrite} to replace it",
-            settings={"overwrite": True},
-            code="file_exists",
-        )
+    require_new_file(file, overwrite=overwrite)
     tensors = {
         f"{site}/{part}": storable(tensor)
         for site, change in changes.items()

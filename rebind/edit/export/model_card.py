@@ -11,6 +11,19 @@ from rebind.models.locate import DEFAULT_MODEL
 
 MAX_FACTS = 500  # facts on a model card: the ledger has longer lists
 
+LEAK = (
+    "The change reveals the subjects of the edits: its row space comes from their keys, which anyone with the base "
+    "model can compute for candidate names and compare."
+)
+
+MEASUREMENTS = {
+    "drift": "the mean KL divergence from the base model on unrelated prompts, in nats",
+    "growth": "the largest relative change of a weight matrix",
+    "checks": "those of rebind's guard",
+    "said": "the share of the facts that the model says when it is asked in this way",
+    "kept": "the share of other questions, about the subjects and about their neighbors, whose answers stayed",
+}
+
 CARD = """\
 ---
 library_name: {library}
@@ -32,13 +45,17 @@ rebind rewrote {facts} in this model, in closed form.
 - Base model: {name}
 - Fingerprint of the base model: `{fingerprint}`
 
-| edit | method | layers | facts | created | versions | drift | growth | checks |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| edit | method | layers | facts | created | versions |
+| --- | --- | --- | --- | --- | --- |
 {edit_rows}
 
-Side effects were measured when each edit was written, with the edits that were active then: drift is the mean \
-KL divergence from the base model on unrelated prompts, in nats; growth is the largest relative change of a weight \
-matrix; checks are those of rebind's guard. Other effects were not measured.
+{leak}
+
+## Measurements
+
+All of them were made when each edit was written, with the edits that were active then. Other effects were not measured.
+
+{measurements}
 
 | edit | prompt | target | before | after |
 | --- | --- | --- | --- | --- |
@@ -103,6 +120,8 @@ def model_card(
         use=use,
         fingerprint=fingerprint,
         edit_rows="\n".join(_edit_row(edit) for edit in edits),
+        leak=LEAK,
+        measurements=_measurements(edits),
         fact_rows="\n".join(_fact_row(edit, index) for edit, index in facts[:MAX_FACTS]),
         more=more,
     )
@@ -110,9 +129,6 @@ def model_card(
 
 def _edit_row(edit: Edit) -> str:
     layers: Any = edit.settings["layers"]
-    drift: Any = edit.scores.get("drift") or {}
-    guard: Any = edit.scores.get("guard")
-    failed = ", ".join(check["check"] for check in guard["failed"]) if guard else ""
     return _row(
         edit.id,
         f"{edit.method} (forced)" if edit.forced else edit.method,
@@ -120,10 +136,32 @@ def _edit_row(edit: Edit) -> str:
         str(len(edit.facts)),
         edit.created,
         ", ".join(f"{name} {version}" for name, version in edit.versions.items()),
-        f"{drift['kl']:.3g}" if drift else "–",
-        f"{drift['growth']:.3g}" if drift else "–",
-        f"failed: {failed}" if failed else "passed" if guard else "–",
     )
+
+
+def _measurements(edits: Sequence[Edit]) -> str:
+    """Return a table with a row per edit, a column per measurement that any of them has, and what they mean."""
+    measured = [_measure(edit) for edit in edits]
+    columns = list(dict.fromkeys(name for row in measured for name in row))
+    rows = [_row(edit.id, *(row.get(name, "–") for name in columns)) for edit, row in zip(edits, measured, strict=True)]
+    meanings = [f"- {name}: {meaning}" for name, meaning in MEASUREMENTS.items() if any(name in c for c in columns)]
+    return "\n".join([_row("edit", *columns), "| --- " * (1 + len(columns)) + "|", *rows, "", *meanings])
+
+
+def _measure(edit: Edit) -> dict[str, str]:
+    drift: Any = edit.scores.get("drift")
+    guard: Any = edit.scores.get("guard")
+    framings: Any = edit.scores.get("framings") or {}
+    kept: Any = edit.scores.get("kept") or {}
+    failed = ", ".join(check["check"] for check in guard["failed"]) if guard else ""
+    shares = {f"said ({framing})": share for framing, share in framings.items()}
+    shares |= {f"kept ({questions})": share for questions, share in kept.items()}
+    return {
+        "drift": f"{drift['kl']:.3g}" if drift else "–",
+        "growth": f"{drift['growth']:.3g}" if drift else "–",
+        "checks": f"failed: {failed}" if failed else "passed" if guard else "–",
+        **{name: "–" if share is None else f"{share:.0%}" for name, share in shares.items()},
+    }
 
 
 def _fact_row(edit: Edit, index: int) -> str:

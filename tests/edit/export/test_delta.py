@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rebind.edit.export.change import apply_delta, load_delta, save_delta
-from rebind.edit.export.folders import save_model
+from rebind.edit.export.checkpoint import save_model
 from rebind.errors import InputError, NumericalError, ShapeError
 from rebind.memory.low_rank import LowRank
 from tests.edit.edited import KINDS, Case, names_in

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rebind.edit.export.adapter import export_peft
 from rebind.edit.export.change import compute_changes, save_delta
-from rebind.edit.export.folders import export_peft
 from rebind.errors import InputError, NumericalError
 from rebind.memory.low_rank import LowRank
 from tests.edit.edited import KINDS, Case, make_edit, names_in

@@ -20,6 +20,8 @@ def test_the_card_lists_every_fact_with_its_scores(llama):
         "after": [score(0.973), score(rank=2, says="x")],
         "drift": {"kl": 0.0312, "largest": 0.5, "prompt": "a", "growth": 0.21, "site": "b"},
         "guard": {"bounds": {}, "failed": [{"check": "said"}]},
+        "framings": {"start": 1.0, "chat": 0.5},
+        "kept": {"subject": 0.75, "neighbors": None},
     }
     edit = make_edit(
         llama.model,
@@ -39,7 +41,10 @@ def test_the_card_lists_every_fact_with_its_scores(llama):
         "rebind rewrote 2 facts in this model, in closed form.",
         "- Base model: Org/some\\_model",
         f"- Fingerprint of the base model: `{'f' * 64}`",
-        "| e0001 | memit (forced) | 0, 1 | 2 | 2025-01-01T00:00:00+00:00 | rebind 0.1 | 0.0312 | 0.21 | failed: said |",
+        "| e0001 | memit (forced) | 0, 1 | 2 | 2025-01-01T00:00:00+00:00 | rebind 0.1 |",
+        "| edit | drift | growth | checks | said (start) | said (chat) | kept (subject) | kept (neighbors) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| e0001 | 0.0312 | 0.21 | failed: said | 100% | 50% | 75% | – |",
         "| e0001 | The capital of France is | Rome | 0.12%, rank 412, “ Paris” | 97.30%, rank 1, “ Rome” |",
         "| e0001 | a\\|b \\*is\\* of | \\<c\\> | 50.00%, rank 7, “\\|” | 50.00%, rank 2, “x” |",
     } <= set(body.splitlines())
@@ -50,7 +55,10 @@ def test_a_card_of_edits_without_scores(llama):
     card = model_card(edits, "smollm2", "f", library="peft")
     assert "base_model" not in card
     assert "library_name: peft" in card
-    assert card.count("| – | – |\n") == 4
+    assert card.count("| – | – | – |\n") == 2
+    assert card.count("new | – | – |\n") == 2
+    assert "said" not in card
+    assert "reveals the subjects" in card
 
 
 def test_a_long_card_says_how_many_facts_it_leaves_out(llama):

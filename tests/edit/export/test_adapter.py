@@ -1,42 +1,39 @@
-"""transformers and peft load from an export exactly the model that was edited."""
+"""peft and llama.cpp compute from an adapter exactly the change that the edits made."""
 
 from __future__ import annotations
 
-import errno
 import json
 import subprocess
 import sys
 
+import gguf
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rebind.edit.export.folders import AdapterExport, export_peft, save_model
-from rebind.errors import InputError, ShapeError, StorageError
+from rebind.edit.export.adapter import AdapterExport, export_peft
+from rebind.edit.export.gguf_adapter import export_gguf, gguf_architecture, read_gguf
+from rebind.errors import InputError, ShapeError
 from rebind.memory.low_rank import LowRank
 from rebind.models.sites import memory_of, module_at
 from tests.edit.edited import KINDS, Case, contents, names_in
 from tests.families import FAMILIES, HIDDEN, INNER, tokens
 from tests.support import Draw, assert_close, raises
 
-# An adapter
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_gives_the_edited_models_logits(kind, tmp_path):
     case = Case(kind)
     done = export_peft(case.model, case.changes, tmp_path / "adapter", base_name="tiny")
-    ranks = dict(zip(case.sites, (2, 5), strict=True))
-    assert done == AdapterExport((tmp_path / "adapter").resolve(), ranks, done.errors)
+    assert done == AdapterExport((tmp_path / "adapter").resolve(), 8, done.errors)
     assert all(error < 1e-6 for error in done.errors.values())
     assert names_in(tmp_path) == ["adapter"]
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(names_in(tmp_path / "adapter"))
 
     base = case.build()
     unedited = base(tokens()).logits
-    loaded = PeftModel.from_pretrained(base, done.folder)  # warnings are errors: no key is missing, none unknown
+    loaded = PeftModel.from_pretrained(base, done.path)  # warnings are errors: no key is missing, none unknown
     assert_close(loaded(tokens()).logits, case.logits(), 1e-5)
     assert float((case.logits() - unedited).abs().max()) > 1e-2
     wrapped = {name.removeprefix("base_model.model.") for name, m in loaded.named_modules() if hasattr(m, "lora_A")}
@@ -53,12 +50,12 @@ def test_a_truncated_adapter_states_its_error(kind, rank, tmp_path):
     case = Case(kind)
     whole = case.changes
     done = export_peft(case.model, whole, tmp_path / "adapter", rank=rank, base_name="tiny")
-    assert done.ranks == {site: min(rank, change.rank) for site, change in whole.items()}
+    assert done.rank == rank
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for site, change in whole.items():
         A, B = (stored[f"base_model.model.{site}.lora_{part}.weight"] for part in "AB")
-        assert (A.dtype, A.shape) == (torch.float32, (done.ranks[site], change.right.shape[-1]))
-        assert (B.dtype, B.shape) == (torch.float32, (change.left.shape[-2], done.ranks[site]))
+        assert (A.dtype, A.shape) == (torch.float32, (rank, change.right.shape[-1]))
+        assert (B.dtype, B.shape) == (torch.float32, (change.left.shape[-2], rank))
         dense = change.dense()
         actual = float((B.double() @ A.double() - dense).norm() / dense.norm())
         assert done.errors[site] == pytest.approx(actual, rel=1e-9)
@@ -85,17 +82,41 @@ def test_factors_that_cancel_lose_nothing(llama, tmp_path):
     assert done.errors[llama.sites[0]] < 1e-6
 
 
-def test_sites_whose_names_begin_alike_keep_their_ranks(tmp_path):
-    """Patterns are regular expressions to peft: layers.1 must not speak for layers.11."""
-    case = Case("llama", layers=(1, 11), num_hidden_layers=13)
+def test_all_sites_have_one_rank(tmp_path):
+    """llama.cpp divides one alpha by the rank of each tensor, and vLLM reads one rank: nothing may differ by site."""
+    case = Case("llama", layers=(1, 11), num_hidden_layers=13)  # names that begin alike, and changes of rank 2 and 5
     export_peft(case.model, case.changes, tmp_path / "adapter", base_name="tiny")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (5, 5)
-    assert config["rank_pattern"] == config["alpha_pattern"] == {case.sites[0]: 2}
+    assert (config["r"], config["lora_alpha"]) == (8, 8)
+    assert not {"rank_pattern", "alpha_pattern"} & set(config)
     assert config["target_modules"] == case.sites
     assert (config["base_model_name_or_path"], config["bias"], config["task_type"]) == ("tiny", "none", "CAUSAL_LM")
     loaded = PeftModel.from_pretrained(case.build(), tmp_path / "adapter")
     assert_close(loaded(tokens()).logits, case.logits(), 1e-5)
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(1, 1), (2, 8), (8, 8), (9, 16), (17, 32)])
+def test_the_default_rank_is_the_smallest_of_vllm_that_holds_the_change(rows, rank, llama, tmp_path):
+    """Rows that repeat others, as keys of one subject do, add nothing to the rank."""
+    draw = Draw(rows)
+    left, right = draw.normal(HIDDEN, rows), draw.normal(rows, INNER)
+    change = LowRank(torch.cat([left, left], -1), torch.cat([right, right]))
+    done = export_peft(llama.model, {llama.sites[0]: change}, tmp_path / "adapter", base_name="tiny")
+    assert done.rank == rank
+    assert done.error < 1e-6
+
+
+def test_an_adapter_says_what_vllm_needs(tmp_path):
+    notes = {rank: AdapterExport(tmp_path, rank, {}).note for rank in (1, 5, 8, 16, 17, 512, 600)}
+    assert notes == {
+        1: "",
+        5: "vLLM pads this rank to 8",
+        8: "",
+        16: "",
+        17: "vLLM needs --max-lora-rank 32",
+        512: "vLLM needs --max-lora-rank 512",
+        600: "vLLM serves ranks up to 512",
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,85 +159,57 @@ def test_changes_of_another_model_are_refused(llama, tmp_path):
     assert names_in(tmp_path) == []
 
 
-# A checkpoint
+# For llama.cpp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_comes_back_bit_for_bit(kind, dtype, tokenizer, tmp_path, capfd):
-    case = Case(kind, dtype)
-    assert save_model(case.model, tokenizer, tmp_path / "new" / "out", "# card") == (tmp_path / "new" / "out").resolve()
-    assert names_in(tmp_path / "new") == ["out"]
-    assert (tmp_path / "new" / "out" / "README.md").read_text() == "# card"
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(names_in(tmp_path / "new" / "out"))
-    assert capfd.readouterr().err == ""  # no progress bar
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "out", dtype="auto")
-    expected = case.model.state_dict()
-    assert loaded.state_dict().keys() == expected.keys()
-    for name, weight in loaded.state_dict().items():
-        assert weight.dtype == expected[name].dtype
-        assert torch.equal(weight.view(torch.uint8), expected[name].contiguous().view(torch.uint8)), name
-    assert AutoTokenizer.from_pretrained(tmp_path / "new" / "out")("a").input_ids == tokenizer("a").input_ids
+@pytest.mark.parametrize("rank", [None, 3])
+def test_llama_cpp_computes_the_change_from_a_gguf_adapter(kind, rank, tmp_path):
+    case = Case(kind)
+    done = export_gguf(case.model, case.changes, tmp_path / "adapter.gguf", rank=rank, base_name="tiny")
+    assert done.rank == (rank or 8)
+    reader = gguf.GGUFReader(done.path)
+    metadata = {name: reader.fields[name].contents() for name in reader.fields}
+    assert metadata["general.type"] == "adapter"
+    assert metadata["general.architecture"] == {"gpt-neox": "gptneox"}.get(kind, kind)
+    assert (metadata["adapter.type"], metadata["adapter.lora.alpha"]) == ("lora", float(done.rank))
+    assert reader.fields["adapter.lora.alpha"].types == [gguf.GGUFValueType.FLOAT32]
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(stored) == 2 * len(case.sites)
+    for layer, (site, change) in enumerate(case.changes.items()):
+        a, b = (stored[f"blk.{layer}.ffn_down.weight.lora_{part}"] for part in "ab")
+        d_v, d_k = change.dense().shape
+        assert (list(a.shape), list(b.shape)) == ([d_k, done.rank], [done.rank, d_v])  # ne: fastest dimension first
+        scale = metadata["adapter.lora.alpha"] / b.shape[0]
+        delta = scale * torch.from_numpy(b.data.copy()).double() @ torch.from_numpy(a.data.copy()).double()
+        error = float((delta - change.dense()).norm() / change.dense().norm())
+        assert error == pytest.approx(done.errors[site], abs=1e-6)
+        assert (error < 1e-6) == (done.rank >= change.rank)
+    assert {
+        site: change.rank for site, change in read_gguf(done.path, case.model, case.sites).items()
+    } == dict.fromkeys(case.sites, done.rank)
 
 
-def test_the_base_model_is_never_overwritten(llama, tokenizer, tmp_path):
-    save_model(llama.build(), tokenizer, tmp_path / "base", "card")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    with raises(InputError, "folder_of_base_model"):
-        save_model(loaded, tokenizer, tmp_path / "x" / ".." / "base", "card", overwrite=True)
-    save_model(loaded, tokenizer, tmp_path / "beside", "card")
+def test_a_gguf_adapter_is_replaced_only_with_overwrite(llama, tmp_path):
+    file = tmp_path / "new" / "adapter.gguf"
+    export_gguf(llama.model, llama.changes, file, base_name="tiny")
+    with raises(InputError, "file_exists"):
+        export_gguf(llama.model, llama.changes, file, base_name="tiny")
+    export_gguf(llama.model, llama.changes, file, rank=1, base_name="tiny", overwrite=True)
+    assert names_in(file.parent) == ["adapter.gguf"]
 
 
-def test_a_config_that_transformers_does_not_save(llama, tmp_path):
-    llama.model.generation_config.temperature = -1.0
-    llama.model.generation_config.do_sample = False
-    with raises(InputError, "invalid_config"):
-        save_model(llama.model, None, tmp_path / "out", "card")
+def test_a_model_that_llama_cpp_does_not_know_has_no_gguf_adapter(tmp_path):
+    case = Case("opt")
+    with raises(InputError, "no_gguf_architecture"):
+        export_gguf(case.model, case.changes, tmp_path / "adapter.gguf", base_name="tiny")
     assert names_in(tmp_path) == []
 
 
-# Folders
-
-
-def test_only_an_earlier_export_of_the_same_kind_is_replaced(llama, tokenizer, tmp_path):
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "config.json").write_text("years of work")
-    export_peft(llama.model, llama.changes, tmp_path / "adapter", base_name="tiny")
-    save_model(llama.model, tokenizer, tmp_path / "model", "first")
-    before = contents(tmp_path)
-    for name, overwrite, code in (
-        ("thesis", True, "not_an_export"),
-        ("adapter", True, "not_an_export"),
-        ("model", False, "folder_not_empty"),
-    ):
-        with raises(InputError, code):
-            save_model(llama.model, tokenizer, tmp_path / name, "second", overwrite=overwrite)
-    assert contents(tmp_path) == before
-    save_model(llama.build(), tokenizer, tmp_path / "model", "second", overwrite=True)
-    assert (tmp_path / "model" / "README.md").read_text() == "second"
-    assert contents(tmp_path)["model/model.safetensors"] != before["model/model.safetensors"]
-    export_peft(llama.model, llama.changes, tmp_path / "adapter", base_name="other", overwrite=True)
-    assert "other" in (tmp_path / "adapter" / "adapter_config.json").read_text()
-
-
-@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_failed_export_leaves_what_was_there(failure, exists, llama, tokenizer, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    if exists:
-        save_model(llama.build(), tokenizer, out, "old")
-    before = contents(tmp_path)
-
-    def fail(*args, **options):
-        raise failure
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(tokenizer), "save_pretrained", fail)  # after the weights
-        with pytest.raises((StorageError, KeyboardInterrupt)) as caught:
-            save_model(llama.model, tokenizer, out, "new", overwrite=True)
-    if isinstance(failure, OSError):
-        assert (caught.value.code, caught.value.errno) == ("disk_full", errno.ENOSPC)
-    assert contents(tmp_path) == before
-    assert names_in(tmp_path) == (["out"] if exists else [])
-    save_model(llama.model, tokenizer, out, "new", overwrite=True)  # and then it works
-    assert (out / "README.md").read_text() == "new"
+def test_architectures_have_llama_cpps_names():
+    assert {name: gguf_architecture(FAMILIES[name]()) for name in ("mistral", "phi", "gpt-neox", "qwen3")} == {
+        "mistral": "llama",
+        "phi": "phi2",
+        "gpt-neox": "gptneox",
+        "qwen3": "qwen3",
+    }

@@ -1,0 +1,81 @@
+"""Ask an export for its facts: load what was written as another program would, and score every fact."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rebind.edit.export.adapter import read_peft
+from rebind.edit.export.change import apply_delta
+from rebind.edit.export.gguf_adapter import read_gguf
+from rebind.edit.ledger.edit import Edit
+from rebind.models.language_model import LanguageModel
+from rebind.models.scoring import FactScore
+
+
+@dataclass(frozen=True)
+class ExportCheck:
+    """How many facts a loaded export says, and how many the editor says."""
+
+    facts: int
+    said: int
+    said_in_editor: int
+
+    @property
+    def passed(self) -> bool:
+        return self.said >= self.said_in_editor
+
+    def __str__(self) -> str:
+        editor = "" if self.said == self.said_in_editor == self.facts else f", in the editor {self.said_in_editor}"
+        return f"{self.said} of {self.facts} fact{'s' * (self.facts != 1)} said{editor}"
+
+
+def ask_facts(model: LanguageModel, edits: Sequence[Edit]) -> list[FactScore]:
+    """Score every fact, in the chat template if that is how its edit was made."""
+    scores = []
+    for edit in edits:
+        asked = model.with_chat(bool(edit.settings.get("chat")))
+        scores += asked.score([fact.as_prompt() for fact in edit.facts])
+    return scores
+
+
+def count_said(model: LanguageModel, edits: Sequence[Edit]) -> int:
+    """Return how many facts the model answers with the whole target."""
+    return sum(score.exact for score in ask_facts(model, edits))
+
+
+def check_checkpoint(edited: LanguageModel, edits: Sequence[Edit], folder: Path) -> ExportCheck:
+    """Load a checkpoint with transformers and ask it for the facts. It takes the memory of a second model."""
+    return _check(edited, LanguageModel.load(folder, device=edited.device), edits)
+
+
+def check_peft(edited: LanguageModel, edits: Sequence[Edit], folder: Path) -> ExportCheck:
+    """Load the base model again, put the adapter on it, with peft if that is installed, and ask it for the facts."""
+    base = _load_base(edited)
+    if importlib.util.find_spec("peft") is None:
+        apply_delta(base.model, read_peft(folder))
+    else:
+        from peft import PeftModel
+
+        PeftModel.from_pretrained(base.model, str(folder))  # puts the adapter into the modules of the base model
+    return _check(edited, base, edits)
+
+
+def check_gguf(edited: LanguageModel, edits: Sequence[Edit], file: Path) -> ExportCheck:
+    """Load the base model again, add the change that llama.cpp would compute, and ask it for the facts."""
+    base = _load_base(edited)
+    apply_delta(base.model, read_gguf(file, base.model, [site.name for site in base.sites]))
+    return _check(edited, base, edits)
+
+
+def _load_base(edited: LanguageModel) -> LanguageModel:
+    base = LanguageModel.load(edited.base_name, edited.tokenizer, dtype=edited.dtype, device=edited.device)
+    base.trunk  # noqa: B018 - locates the sites now, before an adapter wraps them
+    return base
+
+
+def _check(edited: LanguageModel, exported: LanguageModel, edits: Sequence[Edit]) -> ExportCheck:
+    facts = sum(len(edit.facts) for edit in edits)
+    return ExportCheck(facts, count_said(exported, edits), count_said(edited, edits))

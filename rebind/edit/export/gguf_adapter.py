@@ -1,0 +1,121 @@
+"""The change as a LoRA adapter, in the form of llama.cpp: one GGUF file.
+
+Tensors have the names of the base model's GGUF tensors with the endings .lora_a and .lora_b. llama.cpp scales each
+pair by alpha over the rank of lora_b.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from torch import nn
+
+from rebind.edit.export.adapter import AdapterExport, fit
+from rebind.edit.export.change import require_new_file, storable
+from rebind.edit.export.model_card import LEAK
+from rebind.errors import InputError
+from rebind.memory.low_rank import LowRank
+from rebind.storage import add_to_export, write_file
+
+# What llama.cpp calls an architecture, where it is not the model type of transformers.
+GGUF_ARCHITECTURES = {
+    "bamba": "granitehybrid",
+    "cohere": "command-r",
+    "falcon_h1": "falcon-h1",
+    "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
+    "glm": "chatglm",
+    "gpt_bigcode": "starcoder",
+    "gpt_neox": "gptneox",
+    "granitemoehybrid": "granitehybrid",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "ministral3": "mistral3",
+    "mistral": "llama",
+    "olmo3": "olmo2",
+    "phi": "phi2",
+    "qwen3_5": "qwen35",
+    "qwen3_5_text": "qwen35",
+}
+
+
+def export_gguf(
+    model: nn.Module,
+    changes: Mapping[str, LowRank],
+    file: str | Path,
+    *,
+    rank: int | None = None,
+    base_name: str,
+    overwrite: bool = False,
+) -> AdapterExport:
+    """Write a LoRA adapter for llama.cpp's `--lora`; see `export_peft` for the arguments."""
+    factors, rank, errors = fit(model, changes, rank)
+    file = Path(file).expanduser()
+    require_new_file(file, overwrite=overwrite)
+    names = gguf_names(model, list(factors))
+    with tempfile.TemporaryDirectory() as folder:
+        writer = gguf.GGUFWriter(Path(folder) / "adapter.gguf", gguf_architecture(model))
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
+        writer.add_description(f"Facts rewritten in {base_name} by rebind. {LEAK}")
+        for site, change in factors.items():
+            writer.add_tensor(f"{names[site]}.lora_a", storable(change.right).numpy())
+            writer.add_tensor(f"{names[site]}.lora_b", storable(change.left).numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        data = (Path(folder) / "adapter.gguf").read_bytes()
+    add_to_export(file)
+    write_file(file, data)
+    return AdapterExport(file.resolve(), rank, errors)
+
+
+def read_gguf(file: Path, model: nn.Module, sites: list[str]) -> dict[str, LowRank]:
+    """Return the changes that a GGUF adapter makes, scaled as llama.cpp does: by alpha over the rank of lora_b."""
+    reader = gguf.GGUFReader(file)
+    alpha = float(reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents())
+    stored = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    factors = {}
+    for site, name in gguf_names(model, sites).items():
+        if f"{name}.lora_b" in stored:
+            A, B = stored[f"{name}.lora_a"], stored[f"{name}.lora_b"]
+            factors[site] = LowRank(alpha / B.shape[-1] * B, A)
+    return factors
+
+
+def gguf_architecture(model: nn.Module) -> str:
+    """Return what llama.cpp calls the architecture of a model."""
+    config: Any = model.config
+    model_type = str(config.get_text_config().model_type)
+    name = GGUF_ARCHITECTURES.get(model_type, model_type)
+    if name not in gguf.MODEL_ARCH_NAMES.values():
+        raise InputError(
+            f"llama.cpp has no architecture for model type {model_type!r}",
+            advice="Export the edits for peft, or as a checkpoint",
+            code="no_gguf_architecture",
+        )
+    return name
+
+
+def gguf_names(model: nn.Module, sites: list[str]) -> dict[str, str]:
+    """Return the name of the weight of each site in a GGUF file of the model, such as blk.3.ffn_down.weight."""
+    config: Any = model.config
+    architecture = gguf_architecture(model)
+    code = next(code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(code, config.get_text_config().num_hidden_layers)
+    found = {site: names.get_name(site.replace("language_model.", "", 1)) for site in sites}
+    for site, name in found.items():
+        if name is None:
+            raise InputError(
+                f"The GGUF format has no name for {site}",
+                advice="Export the edits for peft, or as a checkpoint",
+                code="no_gguf_name",
+            )
+    return {site: f"{name}.weight" for site, name in found.items()}
