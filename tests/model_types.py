@@ -1,7 +1,8 @@
 """A tiny random model of every decoder-only language model in transformers, built from the default config of its type.
 
 `LANGUAGE_MODELS` lists the types: all that `AutoModelForCausalLM` builds, without those in `OTHERS`. `SIZES` shrinks
-every config, and `SPECIAL` has what a config needs beyond that.
+every config, and `SPECIAL` has what a config needs beyond that. `python -m tests.model_types` prints which of them are
+edited.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ gemma4_unified_assistant"""  # or drafts for another model
 ALIASES = """gemma3 gemma3n gemma4 gemma4_unified gpt-sw3 llama4 qwen3_5 qwen3_5_moe qwen4_exp"""
 OTHERS = {*ENCODERS.split(), *DECODERS.split(), *MULTIMODAL.split(), *ALIASES.split()}
 LANGUAGE_MODELS = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in OTHERS]
+REFUSED = {  # with the code of the error
+    "blt": "unknown_architecture",  # bytes in patches of varying length
+    "cpmant": "other_tokens",  # puts 32 tokens of its own before every prompt
+    "dbrx": "unknown_experts",
+    "hrm_text": "several_stacks",  # runs two stacks of blocks several times
+    "jetmoe": "unknown_experts",
+}
+EDITED = [kind for kind in LANGUAGE_MODELS if kind not in REFUSED]
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim_model"), 32),
@@ -46,6 +55,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("mamba_d_state", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
     **dict.fromkeys(("mamba_d_head",), 16),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     "mamba_expand": 2,
     "mamba_d_ssm": 64,
     "mamba_n_groups": 1,
@@ -58,10 +68,16 @@ SIZES: dict[str, Any] = {
 MIXED = {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 380, "num_kv_shared_layers": 0}
+BYTES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 56, "vocab_size": 260}
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": MIXED,
     "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": {
+        **{part: {**BYTES, "num_hidden_layers": 1} for part in ("patcher_config", "encoder_config", "decoder_config")},
+        "global_config": {**BYTES, "num_hidden_layers": LAYERS},
+        "encoder_hash_byte_group_vocab": 8,
+    },
     "cohere_compass_text": {
         **SLIDING,
         "rope_parameters": {
@@ -126,3 +142,13 @@ def randomize(name: str, parameter: torch.Tensor) -> None:
         parameter.add_(0.1 * torch.randn_like(parameter))
     else:
         parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+
+
+def main() -> None:
+    """Print which families are edited, as the documents count them."""
+    print(f"{len(EDITED)} of {len(LANGUAGE_MODELS)} families are edited: {', '.join(EDITED)}")
+    print(f"{len(REFUSED)} are refused: {', '.join(f'{kind} ({code})' for kind, code in REFUSED.items())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -52,6 +52,14 @@ def load_pretrained(
                 code="options_of_loaded_model",
             )
         model, name, folder = spec, spec.config._name_or_path or spec.config.model_type, None
+    elif not isinstance(spec, (str, Path)):
+        is_adapter = hasattr(spec, "merge_and_unload")  # PEFT wraps the model
+        raise InputError(
+            f"Got a {type(spec).__name__} as the model",
+            expected="a causal language model of transformers, a name or a path",
+            advice="Merge the adapter first and pass the result of merge_and_unload()" if is_adapter else "",
+            code="adapter" if is_adapter else "not_a_model",
+        )
     else:
         if device is not None:
             _require_device(device)

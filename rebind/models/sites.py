@@ -142,10 +142,7 @@ def _require_causal(model: Any) -> None:
 
 
 def _find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """Return the path of the decoder's blocks, and the blocks; empty if there are two such lists.
-
-    A list of experts may be longer: the outermost wins.
-    """
+    """Return the path of the decoder's blocks, and the blocks. A list of experts may be longer: the outermost wins."""
     decoder = model.get_decoder()
     if not any(isinstance(module, nn.ModuleList) for module in decoder.modules()):
         decoder = model  # ModernBERT calls its output head "decoder"
@@ -159,9 +156,12 @@ def _find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     }
     outermost = {path: blocks for path, blocks in lists.items() if not any(path.startswith(f"{up}.") for up in lists)}
     longest = max(outermost.items(), key=lambda item: len(item[1]), default=("", nn.ModuleList()))
-    kind = [type(block) for block in longest[1]]
-    alike = [path for path, blocks in outermost.items() if [type(block) for block in blocks] == kind]
-    return longest if len(alike) == 1 else ("", nn.ModuleList())
+    kinds = [type(block) for block in longest[1]]
+    alike = [path for path, blocks in outermost.items() if [type(block) for block in blocks] == kinds]
+    if len(alike) > 1:
+        reason = f"{type(model).__name__} has several stacks of blocks: {', '.join(alike)}"
+        raise _cannot_edit(reason, "one stack, which every token passes once", "several_stacks")
+    return longest
 
 
 def _down_projection(path: str, maps: Sequence[_Linear], hidden: int) -> _Linear | None:

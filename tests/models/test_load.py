@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,10 @@ def test_a_loaded_model(tiny):
     chatting = loaded.with_chat(True)
     assert (loaded.chat, chatting.chat) == (False, True)
     assert chatting.model is tiny
+
+
+def test_a_model_with_an_adapter_around_it_is_refused(tiny):
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(copy.deepcopy(tiny), peft.LoraConfig(target_modules=["q_proj"]))
+    assert "merge_and_unload()" in refused("adapter", wrapped, letter_tokenizer()).advice
+    refused("not_a_model", torch.nn.Linear(2, 2), letter_tokenizer())

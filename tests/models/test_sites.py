@@ -246,5 +246,5 @@ def test_a_weight_that_several_blocks_own_is_no_site():
 def test_two_stacks_of_blocks_and_unknown_experts_are_refused():
     model = FAMILIES["llama"]()
     model.model.other_layers = copy.deepcopy(model.model.layers)
-    refused(model, "unknown_architecture")
+    refused(model, "several_stacks")
     refused(build("jetmoe"), "unknown_experts")
