@@ -164,7 +164,7 @@ def edited(
     held: DriftMeter, records: Sequence[Record], method: str, chosen: Choices, *, repeats: int = 1
 ) -> tuple[Result, list[Answer]]:
     """Edit, measure, undo: a row that lacks its scores, and what they are taken of."""
-    editor, facts = held.editor, [record.fact for record in records]
+    editor, facts = held.editor, [record.written_facts[0] for record in records]
     for _ in range(repeats - 1):
         with written(editor, facts, method, chosen):
             pass
@@ -312,7 +312,7 @@ class Bench:
 
     def warm_up(self, methods: Sequence[str]) -> None:
         """Moments, contexts and kernels, which no row pays for."""
-        facts = [record.fact for record in self.records[:2]]
+        facts = [record.written_facts[0] for record in self.records[:2]]
         for method in methods:
             with suppress(*FAILURES), written(self.held.editor, facts, method, self.chosen):
                 pass

@@ -59,11 +59,11 @@ class Job:
             (records,) = bench.facts(self.stops[-1], once=True)
             last = self.stops[-1] if self.found == "base" else min(self.size, self.stops[-1])
             for begin in range(0, last, self.size):
-                facts = [one.fact for one in records[begin : min(begin + self.size, last)]]
+                facts = [one.written_facts[0] for one in records[begin : min(begin + self.size, last)]]
                 yield bench.settings(self.method, len(facts)), facts
         else:
             groups = bench.facts(self.size)
-            yield bench.settings(self.method, self.size), [one.fact for group in groups for one in group]
+            yield bench.settings(self.method, self.size), [one.written_facts[0] for group in groups for one in group]
 
 
 def jobs(

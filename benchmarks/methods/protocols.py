@@ -41,7 +41,7 @@ def batch(bench: Bench, name: str, n: int) -> Row:
     wholes: list[dict[str, Any]] = []
     with bench.apart() as clock:
         for number, records in enumerate(groups):
-            edit = editor.rewrite_many([record.fact for record in records], method=method)
+            edit = editor.rewrite_many([record.written_facts[0] for record in records], method=method)
             clock.enter(None)
             said += bench.ask(records)
             if number < LOOKED_AT:
@@ -75,7 +75,7 @@ def sequential(bench: Bench, name: str, found: str, size: int, at: Sequence[int]
         write = _on_base(bench.editor, method) if found == "base" else _on_edited(bench, method)
         for begin in range(0, stops[-1], size):
             end = min(begin + size, stops[-1])
-            layers, lam = write([record.fact for record in records[begin:end]])
+            layers, lam = write([record.written_facts[0] for record in records[begin:end]])
             clock.enter(None)
             if end in stops:
                 yield bench.measured(replace(empty, facts=end, layers=layers, lam=lam), records[:end], clock)

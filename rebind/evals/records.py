@@ -61,6 +61,11 @@ class Record:
         return (self.fact, *self.also)
 
     @property
+    def written_facts(self) -> tuple[Fact, ...]:
+        """The facts as they are written: without what is asked about them, which target search would train on."""
+        return tuple(replace(fact, paraphrases=(), neighbors=(), questions=(), keep=()) for fact in self.facts)
+
+    @property
     def text_prompts(self) -> tuple[str, ...]:
         """Prompts for longer texts: the generation prompts, or else the paraphrases, or else the prompt."""
         return self.generation_prompts or self.fact.paraphrases or (self.fact.text,)

@@ -159,7 +159,7 @@ class _Run:
         self.seconds: dict[str, float] = {}  # of the current unit
 
     def _facts(self, batch: range) -> list[Fact]:
-        return [fact for index in batch for fact in self.records[index].facts]
+        return [fact for index in batch for fact in self.records[index].written_facts]
 
     def _choose_settings(self, facts: int) -> EditSettings:
         config = self.config
@@ -178,7 +178,6 @@ class _Run:
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
                 "threads": torch.get_num_threads() if device.type == "cpu" else None,  # they order sums
-                "chat": model.chat,
             },
             "data": {
                 "name": self.records.name,

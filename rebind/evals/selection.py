@@ -29,7 +29,7 @@ def usable_records(
 
     def check(record: Record) -> None:
         editor.language_model.encode(all_prompts(record))  # raises if one is too long
-        editor.fact_prompts(record.facts)  # the same behind contexts
+        editor.fact_prompts(record.written_facts)  # the same in every framing
         _require_one_target(record, {} if protocol.alone else targets)
 
     return _select(records, check, skip_bad=skip_bad, limit=limit)

@@ -133,7 +133,7 @@ def test_a_rows_scores_are_those_of_evals_on_the_same_edit(held):
         for one, count in zip(records(WITH_NEIGHBORS), (1, 3, 2, 1), strict=True)
     ]
     row = run(held, some, "memit", chosen)
-    with written(editor, [one.fact for one in some], "memit", chosen):
+    with written(editor, [one.written_facts[0] for one in some], "memit", chosen):
         said = answer_records(editor.language_model, some, QuestionSettings(free_tokens=0, texts=0))
         nll, tokens = editor.language_model.text_nll(TEXT)
 

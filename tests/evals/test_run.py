@@ -194,6 +194,22 @@ def test_every_fact_of_a_record_is_written_and_asked(tmp_path, finished):
     assert other["free"]["prompt"] == alone["free"]["prompt"]
 
 
+def test_what_is_asked_is_not_trained_on(monkeypatch, tmp_path):
+    fact = {**RAW[0], "questions": ["What is the capital of France?"], "keep": ["France borders"]}
+    record = read_records([fact])[0]
+    assert [bare.to_json() for bare in record.written_facts] == [
+        {"prompt": "The capital of {} is", "subject": "France", "target": "Rome", "old": "Paris"},
+        {"prompt": "{} is the capital of", "subject": "Madrid", "target": "France", "old": "Spain"},
+    ]
+    editor, written = new_editor(), []
+    rewrite_many = editor.rewrite_many
+    monkeypatch.setattr(
+        editor, "rewrite_many", lambda facts, **options: written.extend(facts) or rewrite_many(facts, **options)
+    )
+    run(tmp_path, "batch", editor, raw=[fact])
+    assert written == list(record.written_facts)
+
+
 def test_questions_can_be_left_out_and_the_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     result = run(Path("~/runs/x"), "batch", raw=RAW[:1], questions=QuestionSettings(0, 0))

@@ -62,7 +62,6 @@ def evaluate(
     ] = None,
     *,
     source: opt.ModelOptions,
-    chat: opt.Chat = False,
     terminal: Terminal,
 ) -> None:
     """Measure an editing method: write records, ask before and after, and report scores."""
@@ -81,7 +80,7 @@ def evaluate(
         evals.bundled_records(first) if facts is None else evals.read_records(facts, limit=first, skip_bad=skip_bad)
     )
     with Phases(terminal) as phases:
-        editor = load_editor(source, phases, chat=chat)
+        editor = load_editor(source, phases)
         editor.seed = seed
         phases.begin("asking")
         limit_now = None if known else limit
