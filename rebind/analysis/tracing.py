@@ -210,7 +210,7 @@ class Tracer:
         """Yield tokens that are restored in one pass: more of them where few tokens come after."""
         draws, device = len(noise), self.trunk.device
         while chosen:
-            begin = chosen[0]
+            begin = chosen[0] if self.trunk.shares_prefixes else 0
             count = max(1, min(len(chosen), self.batch_tokens // ((len(prompt.ids) - begin) * draws)))
             group, chosen = chosen[:count], chosen[count:]
             before = Tokens.left_padded([prompt.ids[:begin]] * draws, device)

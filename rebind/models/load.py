@@ -52,15 +52,8 @@ def load_pretrained(
                 code="options_of_loaded_model",
             )
         model, name, folder = spec, spec.config._name_or_path or spec.config.model_type, None
-    elif not isinstance(spec, (str, Path)):
-        is_adapter = hasattr(spec, "merge_and_unload")  # PEFT wraps the model
-        raise InputError(
-            f"Got a {type(spec).__name__} as the model",
-            expected="a causal language model of transformers, a name or a path",
-            advice="Merge the adapter first and pass the result of merge_and_unload()" if is_adapter else "",
-            code="adapter" if is_adapter else "not_a_model",
-        )
     else:
+        _require_name(spec)
         if device is not None:
             _require_device(device)
         name, path = locate(spec)
@@ -187,6 +180,18 @@ def quiet() -> Iterator[None]:
         logs.set_verbosity(verbosity)
         if bars:
             logs.enable_progress_bar()
+
+
+def _require_name(spec: object) -> None:
+    if isinstance(spec, (str, Path)):
+        return
+    is_adapter = hasattr(spec, "merge_and_unload")  # PEFT wraps the model
+    raise InputError(
+        f"Got a {type(spec).__name__} as the model",
+        expected="a causal language model of transformers, a name or a path",
+        advice="Merge the adapter first and pass the result of merge_and_unload()" if is_adapter else "",
+        code="adapter" if is_adapter else "not_a_model",
+    )
 
 
 def _require_device(device: torch.device | str) -> None:

@@ -168,8 +168,10 @@ def _find_output_map(trunk: Trunk, layer: int, projection: nn.Module) -> OutputM
 
     def scales(pair: Tensor) -> list[float] | None:
         """Return the scale from a pair [2, tokens, width] to the output of the block, per token, if there is one."""
-        steps = zip(pair.unbind(1), output.unbind(1), strict=True)
-        ratios = [_ratio(*(_difference(rows, moderate) for rows in step), tolerance) for step in steps]
+        ratios = [
+            _ratio(_difference(entered, moderate), _difference(left, moderate), tolerance)
+            for entered, left in zip(pair.unbind(1), output.unbind(1), strict=True)
+        ]
         found = [ratio for ratio in ratios if ratio is not None]
         return found if len(found) == len(ratios) else None
 

@@ -107,7 +107,7 @@ def stored_weight(module: nn.Module) -> nn.Parameter:
 
 
 def memory_of(module: nn.Module) -> Tensor:
-    """Return the weight of a site as a memory [d_v, d_k], outside autograd: a view, or a copy for routed experts."""
+    """Return the weight of a site as a memory [d_v, d_k], outside autograd: a view; of routed experts maybe a copy."""
     if is_experts(module):
         return experts_memory(module)
     weight = stored_weight(module).detach()

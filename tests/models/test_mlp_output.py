@@ -9,15 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rebind.edit.methods import Method
-from rebind.edit.moments import OldKeys
-from rebind.edit.solve import SubjectStates, solve_writes, weights_restored
-from rebind.edit.targets import FactPrompts
 from rebind.errors import NumericalWarning
 from rebind.memory import Write
 from rebind.memory.closed_form import equality
 from rebind.models.mlp_output import Measured, Norm, Normalized, Scaled, output_map
-from rebind.models.prompts import EncodedPrompt
 from rebind.models.sites import find_sites, memory_of, module_at, write_memory
 from rebind.models.trunk import Tokens
 from tests import tiny
@@ -28,12 +23,12 @@ NORMED = ["gemma2", "gemma3", "olmo2", "olmo3", "glm4", "exaone4", "opt-post-nor
 SCALED = {"granite": 0.22}
 
 
-def fact_prompts(seed: int, length: int, at: int) -> FactPrompts:
-    ids = torch.randint(3, VOCAB - 6, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return FactPrompts((EncodedPrompt(tuple(ids), at, (5,)),))
+def random_row(seed: int, length: int) -> list[int]:
+    return torch.randint(3, VOCAB - 6, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-BARE = [fact_prompts(0, 6, 3), fact_prompts(1, 9, 8), fact_prompts(2, 8, 4)]
+ROWS = [random_row(0, 4), random_row(1, 9), random_row(2, 5)]  # up to the last token of a subject
+TOKENS = Tokens.left_padded(ROWS, torch.device("cpu"))
 
 
 class Setup:
@@ -47,37 +42,31 @@ class Setup:
         self.map = output_map(self.trunk, layer, self.module)
 
     def states(self) -> Tensor:
-        return SubjectStates(self.trunk, BARE).states_after(self.layer)
+        return self.trunk.after(self.layer, TOKENS)[:, -1]
 
     def read(self, module: nn.Module) -> Tensor:
-        return SubjectStates(self.trunk, BARE).inputs(self.layer, module)
+        return self.trunk.inputs([module], TOKENS)[0][:, -1]
 
-    def spread(self, wanted: Tensor) -> Tensor:
-        """The states after `solve_writes` has found what should make them `wanted`, exactly at its keys."""
-        moment = Draw(1).moment(memory_of(self.module).shape[-1])
-        exact = Method("exact", "", lambda keys, old, lam, earlier: equality(keys, old.moment).value)
-        subjects, old_keys = SubjectStates(self.trunk, BARE), {self.site.name: OldKeys(moment)}
-        written = solve_writes(subjects, [self.site], wanted, exact, old_keys, 1.0)[self.site.name]
-        with weights_restored([self.module]):
-            wide = Write(*(tensor.double() for tensor in written.tensors()))
-            write_memory(self.module, wide.apply(memory_of(self.module)))
+    def with_write(self, change: Tensor) -> Tensor:
+        """Return the states with a change written into the projection, exactly at the keys of the subjects."""
+        memory, keys = memory_of(self.module).clone(), self.read(self.module)
+        gain = equality(keys, Draw(1).moment(memory.shape[-1])).value
+        write_memory(self.module, Write(keys, keys @ memory.mT + change, gain).apply(memory))
+        try:
             return self.states()
+        finally:
+            write_memory(self.module, memory)
 
     def with_output(self, change: Tensor) -> Tensor:
         """Return the states with a change added to the output of the projection at the subjects, by a hook."""
-        rows = []
-        for index, request in enumerate(BARE):
-            ids, at = request.prompts[0].ids, request.prompts[0].subject_last
 
-            def add(_: nn.Module, __: Any, out: Tensor, at: int = at, index: int = index) -> Tensor:
-                flat = out.clone().reshape(-1, out.shape[-1])
-                flat[at] += change[index]
-                return flat.reshape(out.shape)
+        def add(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+            rows = out.clone().reshape(*TOKENS.ids.shape, -1)
+            rows[:, -1] += change
+            return rows.reshape(out.shape)
 
-            with self.module.register_forward_hook(add):
-                tokens = Tokens.left_padded([ids], torch.device("cpu"))
-                rows.append(self.trunk.after(self.layer, tokens)[0, at])
-        return torch.stack(rows)
+        with self.module.register_forward_hook(add):
+            return self.states()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -95,7 +84,7 @@ def test_the_output_map_is_found(name, dtype):
             assert isinstance(added, Scaled)
             scale = SCALED.get(name, 1.0)
             assert added.scale == (1.0 if scale == 1.0 else pytest.approx(scale, rel=4 * torch.finfo(dtype).eps))
-            missing = Draw(2).normal(len(BARE), 32)
+            missing = Draw(2).normal(len(ROWS), 32)
             change = added.change(missing, lambda module: pytest.fail("no inputs are needed"))
             assert (change is missing) == (scale == 1.0), "the same bytes as without the map"
 
@@ -127,7 +116,7 @@ def test_a_change_within_reach_is_reached(name):
         target = before + Draw(3).normal(*before.shape)
     change = setup.map.change(target - before, setup.read)
     assert_close(setup.with_output(change), target, 1e-4)  # some norms compute in float32 whatever the dtype
-    got = setup.spread(target)
+    got = setup.with_write(change)
     assert float((got - target).abs().max()) < 1e-4 * float((target - before).abs().max())
     plain = setup.with_output(target - before)
     assert float((plain - target).abs().max()) > 0.1 * float((target - before).abs().max()), "the test can fail"
@@ -184,7 +173,7 @@ def test_small_gains_are_given_up_first():
 def test_a_change_out_of_reach_and_an_unknown_map_warn():
     setup = Setup("gemma2")
     with pytest.warns(NumericalWarning, match="within reach"):
-        setup.map.change(100.0 * Draw(7).normal(len(BARE), 32), setup.read)
+        setup.map.change(100.0 * Draw(7).normal(len(ROWS), 32), setup.read)
     model = tiny.llama(dtype=torch.float64)
     trunk = tiny.trunk(model)
     model.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out.tanh())
