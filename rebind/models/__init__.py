@@ -4,7 +4,8 @@
 - `prompts`: prompts as text and as tokens, with start tokens, chat template and context
 - `scoring`, `generation`: how strongly the model believes a target; how it continues a prompt
 - `locate`, `load`: from a name, a folder or a file to weights and a tokenizer
-- `sites`, `mlp_output`: the matrices that can be edited, and what a block does with their output
+- `sites`, `experts`: the memories that can be edited, those of routed experts among them
+- `mlp_output`: what a block does with their output
 - `trunk`, `batching`: running the model in pieces, in batches that fit in memory
 """
 

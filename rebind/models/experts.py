@@ -56,6 +56,12 @@ def is_experts(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 3 and not getattr(module, "has_post_expert_norm", True)
 
 
+def experts_shape(module: Any) -> tuple[int, int]:
+    """Return [d_v, d_k] of the memory."""
+    count, rows, columns = module.down_proj.shape
+    return (columns, count * rows) if module.is_transposed else (rows, count * columns)
+
+
 def experts_memory(module: Any) -> Tensor:
     """Return the down projections as a memory [d_v, E·inner]."""
     weight: Tensor = module.down_proj.detach()

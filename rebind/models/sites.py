@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rebind.errors import InputError, ShapeError
-from rebind.models.experts import as_down_projections, experts_memory, find_experts, is_experts
+from rebind.models.experts import as_down_projections, experts_memory, experts_shape, find_experts, is_experts
 
 # Modules that pass information between tokens. Shapes cannot tell them from an MLP (with square matrices both look the
 # same), so here names decide. Of a class name only the end counts: the beginning is the family (MambaMLP).
@@ -80,7 +80,7 @@ def _find_site(layer: int, path: str, block: nn.Module, hidden: int, owners: Cou
     down = _down_projection(path, outside, hidden)
     if down is None and (experts := find_experts(block)) is not None:
         inner_path, module = experts
-        d_v, d_k = experts_memory(module).shape
+        d_v, d_k = experts_shape(module)
         _require_editable(f"{path}.{inner_path}", module)
         return Site(layer, path, f"{path}.{inner_path}", d_k, d_v)
     if down is None:
@@ -121,10 +121,11 @@ def write_memory(module: nn.Module, memory: Tensor) -> None:
 
     The copy is in place: whatever else holds this weight (a tied tensor, an optimizer) sees the new numbers.
     """
-    shape = memory_of(module).shape
-    if memory.shape != shape:
-        raise ShapeError(f"The memory is {list(memory.shape)}", expected=f"{list(shape)}", code="memory_shape")
-    if is_experts(module):
+    routed = is_experts(module)
+    shape = list(experts_shape(module) if routed else memory_of(module).shape)
+    if list(memory.shape) != shape:
+        raise ShapeError(f"The memory is {list(memory.shape)}", expected=f"{shape}", code="memory_shape")
+    if routed:
         stored_weight(module).copy_(as_down_projections(module, memory))
     else:
         memory_of(module).copy_(memory)

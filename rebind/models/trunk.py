@@ -198,7 +198,7 @@ class Trunk:
     def _after(self, layer: int, tokens: Tokens, cache: Any, resume: Resume | None) -> Hidden:
         with self._stopping_after(layer) as outputs, self._resuming(resume):
             self._run_base(tokens, borrow_cache(cache))
-        return self._streams(_states_in(outputs[0]), tokens.ids.shape).mean(-2)
+        return _mean_of(self._streams(_states_in(outputs[0]), tokens.ids.shape))
 
     def _streams(self, states: Tensor, shape: torch.Size) -> Tensor:
         """Return the states of a block as [rows, tokens, streams, width]; nearly all families have one stream."""
@@ -234,7 +234,7 @@ class Trunk:
                 keys = routed_keys(module, args, kwargs)
                 inputs[index] = RoutedKeys(keys.parts.unflatten(0, shape), keys.experts.unflatten(0, shape), keys.count)
             elif module in self.blocks:
-                inputs[index] = self._streams(_first_argument(args, kwargs), shape).mean(-2)
+                inputs[index] = _mean_of(self._streams(_first_argument(args, kwargs), shape))
             else:
                 inputs[index] = _first_argument(args, kwargs).reshape(*shape, -1)  # some families flatten rows
             if len(inputs) == len(modules):
@@ -343,7 +343,7 @@ class Trunk:
         def replace_states(_: nn.Module, __: Any, out: Any) -> Any:
             states = _states_in(out)
             streams = self._streams(states, known.shape[:2])
-            change = known.to(states.device) - streams.mean(-2)
+            change = known.to(states.device) - _mean_of(streams)
             states = _in_layout(streams + change.unsqueeze(-2), states)
             return states if outputs is None else (states, *out[1:])
 
@@ -352,8 +352,17 @@ class Trunk:
             states = states if output is None else output.to(states.device)
             return states if outputs is None else (states, *([None] * (outputs - 1)))
 
+        own, lowest = self._own_keys
+        if known.requires_grad and own - 1 <= layer < len(self.blocks) - 1:
+            reach = f"Choose {{layers}} below {own - 1}" if own > 1 else "Use another family"
+            raise InputError(
+                f"Blocks from {own} on use the keys of earlier blocks, so no later token sees a change after {layer}",
+                advice=reach,
+                settings={"layers": None},
+                code="shared_keys",
+            )
         with ExitStack() as replaced:
-            if needs_rest or self._keys_are_needed_above(layer):
+            if needs_rest or (own < len(self.blocks) and layer >= lowest):
                 replaced.enter_context(self.blocks[layer].register_forward_hook(replace_states))
             else:
                 for block in self.blocks[:layer]:
@@ -361,13 +370,16 @@ class Trunk:
                 replaced.enter_context(_replaced_forward(self.blocks[layer], partial(forward, known)))
             yield
 
-    def _keys_are_needed_above(self, layer: int) -> bool:
-        """Return whether blocks above use keys and values that a skipped block would compute (as in Gemma 3n)."""
+    @cached_property
+    def _own_keys(self) -> tuple[int, int]:
+        """How many blocks compute keys of their own, and the lowest block from which the others take theirs.
+
+        In Gemma 3n and 4 upper blocks use the keys and values of the last block of their kind below.
+        """
         config = self.model.config.get_text_config()
         own = len(self.blocks) - (getattr(config, "num_kv_shared_layers", 0) or 0)
         kinds = (getattr(config, "layer_types", None) or [""] * len(self.blocks))[:own]
-        lowest = min((own - 1 - kinds[::-1].index(kind) for kind in set(kinds)), default=own)
-        return own < len(self.blocks) and layer >= lowest
+        return own, min((own - 1 - kinds[::-1].index(kind) for kind in set(kinds)), default=own)
 
 
 @contextmanager
@@ -391,6 +403,10 @@ def _states_in(block_output: Any) -> Tensor:
 def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     states: Tensor = args[0] if args else kwargs["hidden_states"]
     return states
+
+
+def _mean_of(streams: Tensor) -> Hidden:
+    return streams.squeeze(-2) if streams.shape[-2] == 1 else streams.mean(-2)
 
 
 def _in_layout(streams: Tensor, like: Tensor) -> Tensor:

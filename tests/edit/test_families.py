@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from rebind.errors import InputError
 from rebind.models.trunk import Tokens, Trunk
 from tests import tiny
 from tests.edit.editors import FACTS, open_editor, rewrite
 from tests.families import WIDE_HEADS, Family, build
+from tests.support import raises
 
 
 def family(config: str, **options: Any) -> Any:
@@ -27,6 +30,11 @@ def test_blocks_are_not_skipped_if_others_use_their_keys():
     for layer in range(len(trunk.blocks) - 1):
         resumed = trunk.logits(tokens, where, resume=(layer, trunk.after(layer, tokens)))[0]
         assert torch.allclose(resumed, model(tokens.ids).logits[0, 3].to(resumed), atol=1e-4)
+    for layer in (2, 3):  # block 3 is the last with keys of its own, and sees a change after block 2
+        states = trunk.after(layer, tokens).requires_grad_()
+        with raises(InputError, "shared_keys") if layer == 3 else nullcontext():
+            (gradient,) = torch.autograd.grad(trunk.logits(tokens, where, resume=(layer, states)).sum(), states)
+    assert float(gradient[0, 0].abs().max()) > 0
 
 
 def test_windows_of_a_corpus_fit_a_short_context():

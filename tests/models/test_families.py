@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.families import tokens as random_ids
 from tests.model_types import EDITED, LANGUAGE_MODELS, REFUSED, build
 from tests.support import Draw, assert_close, raises
 
+ROOT = Path(__file__).parents[2]
 NOT_LINEAR = {"gemma3n_text", "gemma4_text", "inkling_text", "rwkv"}  # behind their MLPs: followed to first order
 NARROW = {"xglm"}  # fails in float64
 ROWS = [(5, 9, 7, 3), (4, 8, 6, 7, 12, 30, 2), (11, 3)]
@@ -91,9 +93,12 @@ def test_a_family_that_cannot_be_edited_says_why(kind):
         LanguageModel(build(kind), tiny.tokenizer()).trunk  # noqa: B018
 
 
-def test_at_most_five_families_are_refused():
+def test_at_most_five_families_are_refused_and_the_documents_count_them():
     assert len(REFUSED) <= 5
     assert set(REFUSED) <= set(LANGUAGE_MODELS)
+    for name in ("README.md", "docs/editing.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert f"{len(EDITED)} of the {len(LANGUAGE_MODELS)} families" in text
 
 
 @families
