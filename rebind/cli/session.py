@@ -31,15 +31,16 @@ def load_editor(source: ModelOptions, phases: Phases, *, chat: bool = False) -> 
 
     logging: Any = transformers.logging  # untyped
     logging.set_verbosity_error()
-    return Editor(
+    editor = Editor(
         source.model,
         corpus=None if source.corpus is None else Texts.from_file(source.corpus),
         moment_tokens=source.moment_tokens,
         dtype=dtype,
         device=source.device,
-        chat=chat,
         progress=phases.for_editor(),
     )
+    editor.language_model = editor.language_model.with_chat(chat)
+    return editor
 
 
 def open_editor(source: EditorOptions, phases: Phases, use: LedgerUse = "read", *, chat: bool = False) -> Editor:
@@ -104,9 +105,8 @@ def default_ledgers(model: str) -> list[Path]:
     path = Path(model).expanduser()
     if model != DEFAULT_MODEL and path.exists():  # as the library names models
         model = path.resolve().name if path.is_dir() else path.stem
-    pattern = re.compile(re.escape(_as_file_name(model)) + "-[0-9a-f]{8}")
-    folders = (file.parent for file in sorted(ledgers_dir().glob(f"*/{LEDGER_FILE}")))
-    return [folder for folder in folders if pattern.fullmatch(folder.name)]
+    pattern = f"{_as_file_name(model)}-{'[0-9a-f]' * 8}/{LEDGER_FILE}"
+    return [file.parent for file in sorted(ledgers_dir().glob(pattern))]
 
 
 def no_ledger(problem: str, code: str = "no_ledger") -> InputError:

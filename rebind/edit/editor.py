@@ -36,17 +36,19 @@ from rebind.edit.ledger.fold import EditedWeights
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import Method, get_method
 from rebind.edit.moments import Corpus, Moments, OwnSamples
+from rebind.edit.outcome import Probe
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
 from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
 from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStore
-from rebind.edit.targets.contexts import prompts_in_contexts, sample_contexts
+from rebind.edit.targets.framings import applicable_framings, encode_framings, sample_contexts
+from rebind.edit.targets.kept import SubjectPrompts, encode_kept, subject_prompts
 from rebind.errors import InputError, LedgerError, StorageError
 from rebind.memory import LowRank
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
-from rebind.models.prompts import start_text
+from rebind.models.prompts import ends_with_word, start_text
 from rebind.models.scoring import FactScore
 from rebind.models.sites import memory_of, module_at
 
@@ -66,11 +68,11 @@ class Editor:
         dtype: of the weights; by default as they are stored.
         device: by default the CPU.
         device_map: spreads the model over devices, as in transformers.
-        chat: put prompts into the tokenizer's chat template.
         seed: of sampled contexts and text.
         guard: the bounds that an edited model must keep; None turns the checks off.
         progress: is told what the editor is doing.
         contexts: how the contexts of prompts are sampled.
+        framings: the ways in which facts will be asked (see `rebind.edit.targets.framings`); by default all that apply.
     """
 
     def __init__(
@@ -84,15 +86,13 @@ class Editor:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         device_map: str | dict[str, int | str] | None = None,
-        chat: bool = False,
+        framings: Sequence[str] | None = None,
         seed: int = 0,
         guard: Guard | None = Guard(),  # noqa: B008 - frozen
         progress: Progress | None = None,
         contexts: ContextSettings = ContextSettings(),  # noqa: B008 - frozen
     ) -> None:
-        self.language_model = LanguageModel.load(
-            model, tokenizer, dtype=dtype, device=device, device_map=device_map, chat=chat
-        )
+        self.language_model = LanguageModel.load(model, tokenizer, dtype=dtype, device=device, device_map=device_map)
         self.model, self.tokenizer = self.language_model.model, self.language_model.tokenizer
         self.sites = self.language_model.sites
         self.fingerprint = self.language_model.fingerprint  # of the base weights, before any edit
@@ -106,7 +106,9 @@ class Editor:
         )
         self.weights = EditedWeights(self.model, self.moments)
         self.ledger = self._open_ledger(ledger)
-        self.target_search = TargetSearch(self.language_model.trunk, self.fingerprint)
+        self.framings = applicable_framings(self.language_model, framings)
+        word_parts = self.language_model.word_parts
+        self.target_search = TargetSearch(self.language_model.trunk, self.fingerprint, word_parts)
         self._target_store = TargetStore(self.ledger.work_folder)
         self._contexts: tuple[str, ...] | None = None
         self._base_log_probs: Tensor | None = None  # of the base model, after the canary prompts
@@ -167,12 +169,13 @@ class Editor:
         earlier = self._earlier_edits(listed)
         check_earlier_edits(earlier, force=force)
         with self.base_model():
-            before = self.score(listed)
-            edit = self._solve(listed, settings)
+            before, about = self.score(listed), subject_prompts(self.language_model, listed)
+            edit = self._solve(listed, about, settings)
+            probe = None if self.guard is None else Probe(self.language_model, listed, about, self.framings)
         self.progress.phase("writing")
         with self._trial(edit):
             scores: dict[str, JSON] = {"before": [score.to_json() for score in before]}
-            forced = self._check(listed, edit, settings, scores, force=force)
+            forced = self._check(listed, edit, settings, scores, probe, force=force)
             with self.ledger.locked():
                 clashes = [one for one in self._earlier_edits(listed) if one.clashes]  # of other processes, too
                 check_earlier_edits([one for one in clashes if one not in earlier], force=force)
@@ -276,16 +279,25 @@ class Editor:
     # Export
 
     def changes(self) -> dict[str, LowRank]:
-        """Compute what the active edits add to each site, one row per fact."""
+        """Compute what the active edits add to each site, one row per key."""
         self.refresh()
         names = {site for edit in self.ledger.active for site in edit.sites}
         edited = {name: memory_of(module_at(self.model, name)) for name in names}
         return export.compute_changes(self.weights.base, self.ledger.active, edited, gain_at=self.weights.gain_at)
 
-    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Save the edited model as a checkpoint in its own format, with a model card that lists the edits."""
+    def save(self, folder: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> Path:
+        """Save the edited model as a checkpoint in its own format, with a model card that lists the edits.
+
+        `dtype` is that of the saved weights; by default `checkpoint_dtype()`.
+        """
         self.refresh()
-        return export.save_model(self.model, self.tokenizer, folder, self._card("transformers"), overwrite=overwrite)
+        dtype, card = dtype or self.checkpoint_dtype(), self._card("transformers")
+        return export.save_model(self.model, self.tokenizer, folder, card, dtype=dtype, overwrite=overwrite)
+
+    def checkpoint_dtype(self) -> torch.dtype:
+        """Return the dtype that `save` writes: the model's, or 16 bits for one that was widened from a GGUF file."""
+        model = LanguageModel(self.model, self.tokenizer, start=self.language_model.start)
+        return export.choose_dtype(self.model, lambda: export.count_said(model, self.ledger.active))
 
     def save_delta(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Save the change alone, as safetensors."""
@@ -300,6 +312,13 @@ class Editor:
         return export.export_peft(
             self.model, changes, folder, rank=rank, base_name=name, card=card, overwrite=overwrite
         )
+
+    def export_gguf(
+        self, file: str | Path, *, rank: int | None = None, overwrite: bool = False
+    ) -> export.AdapterExport:
+        """Save the change as a LoRA adapter for llama.cpp, a GGUF file, with the rank of `export_peft`."""
+        name = self.language_model.name
+        return export.export_gguf(self.model, self.changes(), file, rank=rank, base_name=name, overwrite=overwrite)
 
     def _card(self, library: str) -> str:
         start = start_text(self.tokenizer, self.language_model.start)
@@ -322,16 +341,22 @@ class Editor:
         """The dtype that target search runs in, such as "bfloat16"."""
         return str(self.target_search.dtype).removeprefix("torch.")
 
-    def fact_prompts(self, facts: Sequence[Fact]) -> list[FactPrompts]:
-        """Return the prompts of every fact, alone and behind every context."""
-        return prompts_in_contexts(self.language_model, facts, self.contexts)
+    def fact_prompts(self, facts: Sequence[Fact], about: Sequence[SubjectPrompts] | None = None) -> list[FactPrompts]:
+        """Return the prompts of every fact, in every framing, and those about its subject whose answers should stay."""
+        model = self.language_model
+        framed = encode_framings(model, facts, self.framings, self.contexts)
+        kept = [()] * len(facts) if about is None else encode_kept(model, facts, about)
+        return [
+            FactPrompts(tuple(prompts), own, ends_with_word(fact.target))
+            for fact, prompts, own in zip(facts, framed, kept, strict=True)
+        ]
 
-    def _solve(self, facts: list[Fact], settings: EditSettings) -> Edit:
+    def _solve(self, facts: list[Fact], about: Sequence[SubjectPrompts], settings: EditSettings) -> Edit:
         """Find the writes of an edit; the weights are those of the base model."""
         sites = [self.sites[layer] for layer in settings.layers]
         names = [site.name for site in sites]
         self.progress.phase("contexts")
-        prompts = self.fact_prompts(facts)
+        prompts = self.fact_prompts(facts, about if settings.targets.keep else None)
         self.progress.phase("moments")
         self.weights.remember_base(names)
         self.weights.load_old_keys(names)
@@ -342,11 +367,12 @@ class Editor:
         require_finite_targets(target_states.states)
         self.progress.phase("solve")
         old_keys = self.weights.old_keys
-        subjects = SubjectStates(self.language_model.trunk, prompts)
+        subjects = SubjectStates(self.language_model.trunk, prompts, several_keys=settings.method.several_keys)
         lam = settings.lam
         if lam is None:
-            lam = choose_lambda(subjects.keys(sites[0]), old_keys[sites[0].name])
-        writes = solve_writes(subjects, sites, target_states.states, settings.method, old_keys, lam)
+            lam = choose_lambda(subjects.keys(sites[0]), old_keys[sites[0].name], len(facts))
+        delta = target_states.states - target_states.initial
+        writes = solve_writes(subjects, sites, delta, settings.method, old_keys, lam)
         return Edit(
             facts=tuple(facts),
             method=settings.method.name,
@@ -357,7 +383,7 @@ class Editor:
                 "search": self.search_dtype,
                 "moments": self.moments.source,
                 "seed": self.seed,
-                "chat": self.language_model.chat,
+                "framings": list(self.framings),
             },
             sites=tuple(writes),
             tensors={"targets": target_states.states.float().cpu(), **pack_writes(writes)},
@@ -384,19 +410,26 @@ class Editor:
                 raise
 
     def _check(
-        self, facts: Sequence[Fact], edit: Edit, settings: EditSettings, scores: dict[str, JSON], *, force: bool
+        self,
+        facts: Sequence[Fact],
+        edit: Edit,
+        settings: EditSettings,
+        scores: dict[str, JSON],
+        probe: Probe | None,
+        *,
+        force: bool,
     ) -> bool:
         """Check the edited model, add the results to `scores`, and return whether a failed check was overridden."""
         after = self.score(facts)
         scores["after"] = [score.to_json() for score in after]
-        if self.guard is None:
+        if self.guard is None or probe is None:
             return False
         self.progress.phase("checks")
-        drift = self.drift()
+        drift, outcome = self.drift(), probe.measure()
         lam = float(edit.settings["lam"])  # type: ignore[arg-type]
-        failures = self.guard.check(facts, after, drift, replace(settings, lam=lam))
+        failures = self.guard.check(facts, after, drift, outcome, replace(settings, lam=lam))
         require_passed(failures, force=force)
-        scores["drift"] = asdict(drift)
+        scores["drift"], scores["outcome"] = asdict(drift), outcome.to_json()
         scores["guard"] = {"bounds": asdict(self.guard), "failed": [failure.to_json() for failure in failures]}
         return bool(failures)
 

@@ -5,7 +5,9 @@ The checks run on the model with the edit in place, before the edit is added to 
 - *finite*: everything the model computes is a finite number;
 - *drift*: on canary prompts, which no edit is about, the next token has nearly the same distribution as before;
 - *growth*: no edited matrix has moved by more than a share of its own size;
-- *said*: the model says the facts, that is, every token of the target is its first choice.
+- *said*: the model says the facts, that is, every token of the target is its first choice;
+- *framings*: it says them in most of the ways in which they will be asked (`rebind.edit.targets.framings`);
+- *subject*: it answers other questions about the same subjects as before.
 
 Drift and growth are those of all active edits together, because it is the model that must stay intact. A model can
 drift without growing much, and grow before it drifts; together they reveal most broken models. Before any work, a
@@ -25,6 +27,7 @@ from torch import Tensor
 from rebind.edit.facts import Fact, shared_keys
 from rebind.edit.facts.fact import comparable
 from rebind.edit.ledger.edit import JSON, Edit
+from rebind.edit.outcome import Outcome
 from rebind.edit.settings import EditSettings
 from rebind.edit.wording import percent
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
@@ -113,9 +116,16 @@ class Guard:
     drift: float = 1.0  # largest mean KL(base ‖ edited) on the canary prompts, in nats
     growth: float = 1.5  # largest ‖W' − W‖ / ‖W‖ of a site
     said: float = 0.5  # smallest share of facts that the model must say; above 0, a single fact must be said
+    framings: float = 0.5  # smallest share of framings in which a fact is said, on average over the facts
+    subject: float = 0.2  # smallest share of other questions about the subjects with the same answer as before
 
     def check(
-        self, facts: Sequence[Fact], scores: Sequence[FactScore], drift: Drift, settings: EditSettings
+        self,
+        facts: Sequence[Fact],
+        scores: Sequence[FactScore],
+        drift: Drift,
+        outcome: Outcome,
+        settings: EditSettings,
     ) -> list[Failure]:
         """Return the checks that fail, the most serious first. A model that computes NaN fails only that check."""
         numbers = [drift.kl, drift.growth, *(score.nll for score in scores)]
@@ -135,6 +145,15 @@ class Guard:
         if said < required:
             problem = _describe_answers(facts, scores, required)
             failures.append(Failure("said", said, required, problem, *_advise(facts, settings, weaker=False)))
+        elif outcome.framings < self.framings:
+            listed = ", ".join(f"{name} {share:.0%}" for name, share in outcome.said.items())
+            problem = f"the facts are said in {outcome.framings:.0%} of their framings ({listed})"
+            advice = _advise(facts, settings, weaker=False)
+            failures.append(Failure("framings", outcome.framings, self.framings, problem, *advice))
+        if outcome.subject is not None and outcome.subject < self.subject:
+            problem = f"{outcome.subject:.0%} of other questions about the same subjects are answered as before"
+            advice = ("Try {keep}", {"keep": 4 * settings.targets.keep or 4.0})
+            failures.append(Failure("subject", outcome.subject, self.subject, problem, *advice))
         return failures
 
 

@@ -43,6 +43,7 @@ class Method:
     remembers: bool = False  # whether the gain depends on the keys of earlier edits
     lam: float | None = None  # λ, if the method prescribes one; None: choose it from the keys
     exact: bool = False  # whether facts are met exactly, whatever λ is
+    several_keys: bool = True  # whether a fact has a key for every prompt, or one, their mean
     targets: TargetSettings = TargetSettings()  # noqa: RUF009 - frozen
 
 
@@ -107,9 +108,17 @@ METHODS = {
             _equality_one_by_one,
             several_layers=False,
             exact=True,
+            several_keys=False,
             targets=TargetSettings(clamp=4.0),
         ),
-        Method("emmet", "one layer, all facts exactly at once", _equality, several_layers=False, exact=True),
+        Method(
+            "emmet",
+            "one layer, all facts exactly at once",
+            _equality,
+            several_layers=False,
+            exact=True,
+            several_keys=False,
+        ),
         Method("alphaedit", "only in directions that old keys hardly use", _null_space, remembers=True, lam=10.0),
         Method("recursive", "memit that also protects its own earlier edits", _recursive, remembers=True),
     )

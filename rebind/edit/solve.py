@@ -38,68 +38,88 @@ class _Batch:
     tokens: Tokens
     hidden: Tensor | None = None  # [rows, tokens, width]: output of the last settled block; None before the first
 
-    def select(self, places: list[int]) -> _Batch:
-        if len(places) == len(self.rows):
-            return self
-        chosen = torch.tensor(places, device=self.tokens.ids.device)
-        hidden = None if self.hidden is None else self.hidden[chosen.to(self.hidden.device)]
-        return _Batch([self.rows[place] for place in places], self.tokens.select(chosen), hidden)
-
 
 class SubjectStates:
-    """The prompts of facts on their way up through the model."""
+    """The prompts of facts on their way up through the model, cut after each mention of the subject.
 
-    def __init__(self, trunk: Trunk, facts: Sequence[FactPrompts], *, tokens_at_once: int = TOKENS_AT_ONCE) -> None:
-        self.trunk, self.facts, self.tokens_at_once = trunk, facts, tokens_at_once
+    With `several_keys`, every distinct prompt of a fact has a key of its own; otherwise their mean is the one key of
+    the fact, in which the bare prompt weighs half and the others share the other half, as in MEMIT's own code.
+    """
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        facts: Sequence[FactPrompts],
+        *,
+        several_keys: bool = False,
+        tokens_at_once: int = TOKENS_AT_ONCE,
+    ) -> None:
+        self.trunk, self.several_keys, self.tokens_at_once = trunk, several_keys, tokens_at_once
         self._rows: list[tuple[int, ...]] = []
-        owner, weights, self._bare = [], [], list[int]()
+        owner, weights, bare = [], [], list[int]()
         for index, fact in enumerate(facts):
-            self._bare.append(len(self._rows))
-            others = len(fact.prompts) - 1
-            for place, prompt in enumerate(fact.prompts):
-                self._rows.append(prompt.ids[: prompt.subject_last + 1])
-                owner.append(index)
-                weights.append(1.0 if not others else 0.5 if place == 0 else 0.5 / others)
-        self._owner = torch.tensor(owner)
+            bare.append(len(self._rows))
+            first = fact.prompts[0]
+            cuts = [first.ids[: first.subject_last + 1]]
+            cuts += [prompt.ids[: mention + 1] for prompt in fact.prompts for mention in prompt.mentions]
+            cuts = list(dict.fromkeys(cuts))
+            self._rows += cuts
+            owner += [index] * len(cuts)
+            bare_share = 0.5 if len(cuts) > 1 and not several_keys else 1 / len(cuts)
+            weights += [bare_share, *[(1 - bare_share) / max(len(cuts) - 1, 1)] * (len(cuts) - 1)]
+        self._owner, self._bare = torch.tensor(owner), torch.tensor(bare)
         self._weights = torch.tensor(weights, dtype=torch.float64)
         self._level = -1  # the last settled block
         self._batches: list[_Batch] | None = None
 
+    @property
+    def owner(self) -> Tensor:
+        """The fact that each key belongs to, [m]."""
+        return self._owner if self.several_keys else torch.arange(len(self._bare))
+
+    @property
+    def weights(self) -> Tensor:
+        """How much each key counts in a solve, [m] float64: the keys of a fact share a weight of 1."""
+        return self._weights if self.several_keys else torch.ones(len(self._bare), dtype=torch.float64)
+
     def keys(self, site: Site) -> Tensor:
-        """Return the key of each subject at a site, [n, d_k] float32, as an edit stores it.
+        """Return the keys of the subjects at a site, [m, d_k] float32.
 
-        The bare prompt weighs half, and the contexts share the other half, as in MEMIT's own code. Call this from the
-        bottom up: what is written to the blocks below the site afterwards is not seen.
+        Call this from the bottom up: what is written to the blocks below the site afterwards is not seen.
         """
-        return self.inputs(site.layer, module_at(self.trunk.model, site.name)).float()
+        inputs = self._inputs(site.layer, module_at(self.trunk.model, site.name), self._settle(site.layer - 1))
+        if self.several_keys:
+            return inputs.float()
+        total = inputs.new_zeros(len(self._bare), inputs.shape[-1])
+        weighted = inputs * self._weights.to(inputs).unsqueeze(-1)
+        return total.index_add(0, self._owner.to(inputs.device), weighted).float()
 
-    def inputs(self, layer: int, module: nn.Module) -> Tensor:
-        """Return the input of a module in block `layer` at each subject, averaged like keys, [n, width] float64."""
-        parts, order = [], []
-        for batch in self._settle(layer - 1):
-            (entered,) = self.trunk.inputs([module], batch.tokens, resume=self._resume(batch))
-            parts.append(entered[:, -1].clone())  # a view would keep the inputs of all other tokens in memory
-            order += batch.rows
-        last = _in_order(torch.cat(parts), order)
-        total = last.new_zeros(len(self._bare), last.shape[-1], dtype=torch.float64)
-        weighted = last.double() * self._weights.to(last.device).unsqueeze(-1)
-        return total.index_add(0, self._owner.to(last.device), weighted)
-
-    def bare_inputs(self, layer: int, module: nn.Module) -> Tensor:
-        """Return the input of a module at each subject of the bare prompts, on the model as it stands."""
-        bare = [FactPrompts(fact.prompts[:1]) for fact in self.facts]
-        return SubjectStates(self.trunk, bare, tokens_at_once=self.tokens_at_once).inputs(layer, module)
+    def inputs_now(self, layer: int, module: nn.Module) -> Tensor:
+        """Return the input of a module where each key is read, on the model as it stands, [m, width] float64."""
+        fresh = [_Batch(batch.rows, batch.tokens) for batch in self._settle(self._level)]
+        return self._where_keys_are(self._inputs(layer, module, fresh))
 
     def states_after(self, layer: int) -> Tensor:
-        """Return the hidden state of each bare prompt's subject after a block, [n, width] float64."""
-        bare = set(self._bare)
-        parts, order = [], []
-        for batch in self._settle(self._level):
-            places = [place for place, row in enumerate(batch.rows) if row in bare]
-            if places:
-                parts.append(self._run(layer, batch.select(places))[:, -1])
-                order += [batch.rows[place] for place in places]
-        return _in_order(torch.cat(parts), order).double()
+        """Return the hidden state after a block where each key is read (the bare prompts for means), [m, width]."""
+        batches = self._settle(self._level)
+        parts = [self._run(layer, batch)[:, -1] for batch in batches]
+        return self._where_keys_are(self._in_order(parts, batches).double())
+
+    def _where_keys_are(self, rows: Tensor) -> Tensor:
+        return rows if self.several_keys else rows[self._bare.to(rows.device)]
+
+    def _inputs(self, layer: int, module: nn.Module, batches: Sequence[_Batch]) -> Tensor:
+        parts = []
+        for batch in batches:
+            (entered,) = self.trunk.inputs([module], batch.tokens, resume=self._resume(batch))
+            parts.append(entered[:, -1].clone())  # a view would keep the inputs of all other tokens in memory
+        return self._in_order(parts, batches).double()
+
+    @staticmethod
+    def _in_order(parts: Sequence[Tensor], batches: Sequence[_Batch]) -> Tensor:
+        rows = torch.cat(list(parts))
+        order = torch.tensor([row for batch in batches for row in batch.rows], device=rows.device)
+        return rows[order.argsort()]
 
     def _settle(self, level: int) -> list[_Batch]:
         """Run the prompts up to the output of block `level`, which will not change any more; return their batches.
@@ -130,19 +150,15 @@ class SubjectStates:
         return None if batch.hidden is None else (self._level, batch.hidden)
 
 
-def _in_order(rows: Tensor, order: Sequence[int]) -> Tensor:
-    return rows[torch.tensor(order, device=rows.device).argsort()]
-
-
 def solve_writes(
     subjects: SubjectStates,
     sites: Sequence[Site],
-    targets: Tensor,  # [n, width]: the hidden state that each subject should have after the last site's block
+    delta: Tensor,  # [n, width]: how far each subject's hidden state should move after the last site's block
     method: Method,
     old_keys: Mapping[str, OldKeys],  # by the name of the site
     lam: float,
 ) -> dict[str, Write]:
-    """Find one write per site, in float32, that together move every subject's hidden state to its target.
+    """Find one write per site, in float32, that together move every subject's hidden state by its δ.
 
     The sites are visited from the bottom up. Each one takes an equal share of what is still missing at the last
     layer, measured on the model as edited so far. The model is left as it was; the caller applies the writes.
@@ -151,31 +167,33 @@ def solve_writes(
     modules = [module_at(trunk.model, site.name) for site in sites]
     writes: dict[str, Write] = {}
     with weights_restored(modules):
+        initial = subjects.states_after(sites[-1].layer)
+        targets = initial + delta.to(initial)[subjects.owner.to(initial.device)]
+        weight = subjects.weights.to(initial).sqrt().unsqueeze(-1)  # a row counts by its square
         for index, (site, module) in enumerate(zip(sites, modules, strict=True)):
-            keys = subjects.keys(site)  # [n, d_k]
+            keys = subjects.keys(site)  # [m, d_k]
             states = subjects.states_after(sites[-1].layer)
-            missing = (targets.to(states) - states) / (len(sites) - index)
-            change = output_map(trunk, site.layer, module).change(missing, partial(subjects.bare_inputs, site.layer))
+            missing = (targets - states) / (len(sites) - index)
+            change = output_map(trunk, site.layer, module).change(missing, partial(subjects.inputs_now, site.layer))
             memory = memory_of(module).double()
-            wide_keys = keys.double()
-            values = wide_keys @ memory.mT + change.to(memory)
+            wide_keys = (keys.double() * weight.to(memory)).float().double()
+            values = wide_keys @ memory.mT + change.to(memory) * weight.to(memory)
             gain = method.gain(wide_keys, old_keys[site.name], lam, wide_keys[:0])
             # What is stored is what is applied, now and at every fold: rounded to float32, in float64 arithmetic.
-            writes[site.name] = write = Write(keys, values.float(), gain.float())
+            writes[site.name] = write = Write(wide_keys.float(), values.float(), gain.float())
             write_memory(module, Write(*(tensor.double() for tensor in write.tensors())).apply(memory))
     return writes
 
 
-def choose_lambda(keys: Tensor, old_keys: OldKeys, share: float = 0.1) -> float:
-    """Choose λ from the keys: the more they stand out from the old keys, the more weight the old keys may have.
+def choose_lambda(keys: Tensor, old_keys: OldKeys, facts: int | None = None, share: float = 0.1) -> float:
+    """Choose λ: the more the keys stand out from the old keys, the more weight the old keys may have.
 
     A ridge write achieves s/(λ + s) of what a single key asks for, with s = kᵀC⁻¹k. For λ = share · median(s) that is
     1/(1 + share), on every model, whatever the width and scale of its keys. Many keys crowd the space, and each of
-    them takes from the old keys what others needed: the share grows by 1.1 n/d_k.
+    them takes from the old keys what others needed: the share grows by 1.1 per d_k facts.
     """
     white = old_keys.factored.whiten(keys.double())
-    n, d_k = keys.shape
-    return (share + CROWDING * n / d_k) * float(white.square().sum(-2).median())
+    return (share + CROWDING * (facts or len(keys)) / keys.shape[-1]) * float(white.square().sum(-2).median())
 
 
 @contextmanager

@@ -130,16 +130,29 @@ class LanguageModel:
         local = "/" not in self.name and home.is_dir() and str(home) != "."
         return str(home.resolve()) if local else self.name
 
+    @property
+    def adds_start(self) -> bool:
+        """Whether the tokenizer itself puts the start tokens in front of a text."""
+        return tuple(self.tokenizer("a")["input_ids"][: len(self.start)]) == self.start
+
     # What it says
 
     def encode(
-        self, prompts: Sequence[Prompt], *, context: str = "", targets: Sequence[tuple[int, ...]] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        context: str = "",
+        start: bool = True,
+        targets: Sequence[tuple[int, ...]] | None = None,
+        truncate: bool = False,
     ) -> list[EncodedPrompt]:
-        """Return the tokens of each prompt, behind `context` if there is one; see `encode_prompts`."""
-        limit, chat = self.context_length, self.chat
-        return encode_prompts(
-            prompts, self.tokenizer, self.start, chat=chat, context=context, limit=limit, targets=targets
-        )
+        """Return the tokens of each prompt, behind the start tokens and `context`; see `encode_prompts`.
+
+        With `truncate`, a prompt longer than the context length is not refused.
+        """
+        asked = [prompt.in_chat() for prompt in prompts] if self.chat else prompts
+        opening, limit = self.start if start else (), None if truncate else self.context_length
+        return encode_prompts(asked, self.tokenizer, opening, context=context, limit=limit, targets=targets)
 
     def score(self, prompts: Sequence[Prompt], *, batch_tokens: int | None = None) -> list[FactScore]:
         """Score how strongly the model believes the target of each prompt."""
@@ -151,9 +164,7 @@ class LanguageModel:
 
         With `truncate`, a prompt longer than the context length is cut instead of refused.
         """
-        limit = None if truncate else self.context_length
-        bare = [Prompt(prompt) for prompt in prompts]
-        encoded = encode_prompts(bare, self.tokenizer, self.start, chat=self.chat, limit=limit)
+        encoded = self.encode([Prompt(prompt) for prompt in prompts], truncate=truncate)
         rows = [prompt.ids[: self.context_length] for prompt in encoded]
         last = torch.tensor([(row, len(ids) - 1) for row, ids in enumerate(rows)], device=self.device)
         return torch.log_softmax(self.trunk.logits(Tokens.right_padded(rows, self.device), last), dim=-1)
@@ -189,6 +200,20 @@ class LanguageModel:
         for begin in range(0, len(windows), at_once):
             scores += score_prompts(self.trunk, self.tokenizer, windows[begin : begin + at_once])
         return math.fsum(score.nll * score.tokens for score in scores), sum(score.tokens for score in scores)
+
+    @cached_property
+    def word_parts(self) -> Tensor:
+        """For every token id, whether it continues the word before it instead of beginning a new one, [vocabulary]."""
+        ids = range(len(self.tokenizer))
+        names = self.tokenizer.convert_ids_to_tokens(list(ids))
+        texts = self.tokenizer.batch_decode([[id] for id in ids])
+        parts = torch.zeros(self.model.get_output_embeddings().weight.shape[0], dtype=torch.bool)
+        special = set(self.tokenizer.all_special_ids)
+        for id, name, text in zip(ids, names, texts, strict=True):
+            begins_word = name.startswith(("Ġ", "▁")) or id in special
+            if id < len(parts) and not begins_word and text[:1].isalnum():
+                parts[id] = True
+        return parts.to(self.device)
 
     @property
     def end_tokens(self) -> frozenset[int]:

@@ -40,15 +40,35 @@ def require_text(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The text before an answer, the answer the model should give, and where the subject is."""
+    """The text before an answer, the answer the model should give, and where the subject is.
+
+    With a `question` the prompt is a conversation in the chat template: the user asks, and `text`, which may be empty
+    then, begins the answer of the assistant.
+    """
 
     text: str
     target: str = ""  # without a space in front: encoding adds it; empty where only the prompt matters
-    subject: tuple[int, int] | None = None  # where the subject begins and ends in `text`
+    subject: tuple[int, int] | None = None  # where the subject begins and ends in `question + text`
+    question: str = ""
 
     def __post_init__(self) -> None:
-        require_text("prompt", self.text)
+        require_text("prompt", self.question or self.text)
         object.__setattr__(self, "target", self.target.strip())
+
+    def in_chat(self) -> Prompt:
+        """Return this prompt as a conversation.
+
+        A question is asked by the user, and the target begins the answer of the assistant. Anything else begins the
+        turn of the assistant, after the user said "Complete the sentence: ...", so the model reads the subject in its
+        own turn, as it does when it answers in full sentences.
+        """
+        if self.question:
+            return self
+        if self.text.strip()[-1] in QUESTION_MARKS:
+            return Prompt("", self.target, self.subject, self.text)
+        question = f"Complete the sentence: {self.text.strip()}"
+        begin, end = self.subject or (0, len(self.text))
+        return Prompt(self.text, self.target, (len(question) + begin, len(question) + end), question)
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,11 @@ class EncodedPrompt:
     ids: tuple[int, ...]  # the start tokens, then the prompt
     subject_last: int  # index in `ids` of the last token of the subject; of the prompt where no subject is marked
     target: tuple[int, ...]
+    mentions: tuple[int, ...] = ()  # the last token of every mention of the subject; by default the marked one
+    answer: int | None = None  # in a chat, the first token of the assistant's answer, if the prompt begins it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mentions", self.mentions or (self.subject_last,))
 
 
 @dataclass(frozen=True)
@@ -67,6 +92,16 @@ class _Layout:
     prompt: str
     subject: tuple[int, int]  # where the subject begins and ends in `prompt`
     target: str  # with the space between it and the prompt
+    begin: int = 0  # where the words of the prompt begin, behind what a chat template puts in front
+    answer: int | None = None  # where the assistant's answer begins
+
+    @property
+    def mentions(self) -> list[int]:
+        """Where each mention of the subject ends, as a word of its own; the marked one is among them."""
+        name = self.prompt[slice(*self.subject)].strip()
+        words = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") if name else None
+        ends = [match.end() for match in words.finditer(self.prompt, self.begin)] if words else []
+        return sorted({*ends, self.subject[1]})
 
 
 def encode_prompts(
@@ -74,7 +109,6 @@ def encode_prompts(
     tokenizer: Any,  # a fast tokenizer of transformers
     start: tuple[int, ...] = (),
     *,
-    chat: bool = False,
     context: str = "",
     limit: int | None = None,
     targets: Sequence[tuple[int, ...]] | None = None,
@@ -85,24 +119,24 @@ def encode_prompts(
     or both are in a script written without spaces. A space that ends the prompt moves to the front of the target,
     where tokenizers expect it.
 
-    With `chat` the prompt goes into the chat template of the tokenizer. A question ("What is the capital of France?")
-    is the turn of the user, and the target begins the answer of the assistant. Anything else begins the turn of the
-    assistant, after the user said "Complete the sentence: ...", so the model reads the subject in its own turn, as it
-    does when it answers in full sentences. There is no system message, so the default of the template applies. The
-    template decides how a sequence begins, and the start tokens are not used.
+    A prompt with a question goes into the chat template of the tokenizer. There is no system message, so the default
+    of the template applies. The template decides how a sequence begins, and the start tokens are not used.
 
     `limit` is the context length of the model. `targets` are the tokens of the targets where they are known already;
     they do not depend on `context`.
     """
     if not prompts:
         return []
-    layouts = [_lay_out_chat(prompt, context, tokenizer) if chat else _lay_out(prompt, context) for prompt in prompts]
+    layouts = [
+        _lay_out_chat(prompt, context, tokenizer) if prompt.question else _lay_out(prompt, context)
+        for prompt in prompts
+    ]
     prompt_ids, offsets = _tokenize([layout.prompt for layout in layouts], tokenizer)
     if targets is None:
         targets = _target_tokens(prompts, layouts, prompt_ids, tokenizer)
-    opening = () if chat else tuple(start)
     encoded = []
     for prompt, layout, ids, spans, target in zip(prompts, layouts, prompt_ids, offsets, targets, strict=True):
+        opening = () if prompt.question else tuple(start)
         begin, end = layout.subject
         subject = [index for index, (left, right) in enumerate(spans) if max(left, begin) < min(right, end)]
         if not subject:
@@ -114,7 +148,18 @@ def encode_prompts(
                 expected=f"at most {limit} tokens, the context length of the model",
                 code="prompt_too_long",
             )
-        encoded.append(EncodedPrompt((*opening, *ids), len(opening) + subject[-1], target))
+        # A token that ends a mention covers its last character.
+        mentions = {
+            len(opening) + index
+            for last in layout.mentions
+            for index, (left, right) in enumerate(spans)
+            if left < last <= right
+        }
+        last = len(opening) + subject[-1]
+        answer = None
+        if layout.answer is not None:
+            answer = next(index for index, (_, right) in enumerate(spans) if right > layout.answer)
+        encoded.append(EncodedPrompt((*opening, *ids), last, target, tuple(sorted({*mentions, last})), answer))
     return encoded
 
 
@@ -144,23 +189,26 @@ def _lay_out(prompt: Prompt, context: str) -> _Layout:
 
 
 def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
-    plain = _lay_out(prompt, context)
-    words = plain.prompt.strip()
-    if words[-1] in QUESTION_MARKS:
-        answer = prompt.target or STAND_IN
-        end, whole = answer, _render_chat(plain.prompt, answer, tokenizer)
-        before = whole.removesuffix(answer)
-        text = before.rstrip(" ")
-        target = before[len(text) :] + answer
+    question, answer = context + prompt.question, prompt.text.rstrip(" ")
+    last_words = answer or prompt.target or STAND_IN
+    whole = _render_chat(question, last_words, tokenizer)
+    if answer:
+        space = prompt.text[len(answer) :] or (" " if _takes_space(answer, prompt.target) else "")
+        text, target = whole, space + prompt.target
     else:
-        end, whole = words, _render_chat(f"Complete the sentence: {prompt.text.strip()}", plain.prompt, tokenizer)
-        text, target = whole, plain.target
-    position = text.rfind(words)
-    if position < 0 or not whole.endswith(end):
-        raise _chat_error(f"changes the text {words!r}")
-    # The template may have stripped spaces in front of the text.
-    shift = position - (len(plain.prompt) - len(plain.prompt.lstrip()))
-    return _Layout(text, (plain.subject[0] + shift, plain.subject[1] + shift), target)
+        before = whole.removesuffix(last_words)
+        text = before.rstrip(" ")
+        target = before[len(text) :] + prompt.target
+    asked, answered = whole.find(question.strip()), whole.rfind(answer.strip())
+    if asked < 0 or not whole.endswith(last_words.strip()):
+        raise _chat_error(f"changes the text {question.strip()!r}")
+    # The template may have stripped spaces in front of both.
+    in_question = asked + len(context) - (len(question) - len(question.lstrip()))
+    in_answer = answered - len(prompt.question) - (len(answer) - len(answer.lstrip()))
+    length = len(prompt.question)
+    begin, end = prompt.subject or ((length, length + len(answer)) if answer else (0, length))
+    shift = in_question if begin < length else in_answer
+    return _Layout(text, (begin + shift, end + shift), target, asked, answered if answer else None)
 
 
 def _render_chat(user: str, assistant: str, tokenizer: Any) -> str:
@@ -209,6 +257,11 @@ def _takes_space(prompt: str, target: str) -> bool:
     if last in "\"'" and (len(prompt) == 1 or prompt[-2].isspace()):
         return False
     return not (SPACELESS_SCRIPTS.match(last) and SPACELESS_SCRIPTS.match(target))
+
+
+def ends_with_word(text: str) -> bool:
+    """Return whether a text ends with a letter or digit of a script in which spaces separate words."""
+    return text[-1:].isalnum() and not SPACELESS_SCRIPTS.match(text[-1])
 
 
 def decode_continuation(tokenizer: Any, before: Sequence[int], new: Sequence[int]) -> str:

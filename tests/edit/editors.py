@@ -7,12 +7,11 @@ from typing import Any
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.ledger import Edit
-from rebind.edit.targets import TargetSettings
-from rebind.edit.targets.contexts import ContextSettings
+from rebind.edit.targets import ContextSettings, TargetSettings
 from tests import tiny
 
 CONTEXTS = ContextSettings(first_words=("The", "I"), tokens=4)
-QUICK = TargetSettings(steps=6, clamp=2.0)  # too few steps to make a random model say a fact
+QUICK = TargetSettings(steps=6, rate=0.5, clamp=2.0)  # too few steps to make a random model say a fact
 FACTS = [
     Fact.parse("The capital of {France} is", "Rome"),
     Fact.parse("The mother tongue of {Danielle Darrieux} is", "Italian"),

@@ -14,6 +14,7 @@ from rebind.edit.facts import Fact
 from rebind.edit.guard import CANARY_PROMPTS, Drift, Guard, find_earlier_edits, measure_drift, require_passed
 from rebind.edit.ledger import Edit, Ledger
 from rebind.edit.methods import METHODS
+from rebind.edit.outcome import Outcome
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings
 from rebind.edit.targets import TargetSearch, TargetSettings
@@ -26,12 +27,13 @@ from tests.support import Draw, raises
 
 FACT = Fact.parse("The capital of {France} is", "Rome")
 OTHERS = [Fact.parse("{Berlin} is the capital of", "Spain"), Fact.parse("The old bridge of {Mostar}", "fell")]
-OPEN = Guard(drift=1e9, growth=1e9, said=0.0)
+OPEN = Guard(drift=1e9, growth=1e9, said=0.0, framings=0.0, subject=0.0)
 SAID = FactScore(probability=0.9, rank=1, nll=0.1, tokens=2, right_tokens=2, first_token=5, says=" Rome")
 BEGUN = replace(SAID, probability=0.009, right_tokens=1)
 NOT_SAID = replace(SAID, probability=0.01, rank=7, nll=4.6, right_tokens=0, says=" Paris")
 STILL = Drift(0.0, 0.0, "x", 0.0, "")
 BROKEN = Drift(2.0, 3.0, "x", 4.0, "site")
+HOLDS = Outcome({"start": 1.0, "chat": 1.0}, 0.8, 0.9)
 
 
 def settings(method: str = "memit", lam: float | None = 100.0) -> EditSettings:
@@ -42,6 +44,26 @@ def strong(editor: Editor, *facts: Fact, **options: Any) -> Edit:
     """Edit strongly enough that every check notices."""
     search = TargetSettings(steps=12, clamp=20.0)
     return editor.rewrite_many(list(facts), targets=search, lam=1e-3, layers=(1, 2), **options)
+
+
+# Framings and the subject
+
+
+def test_a_fact_that_holds_in_few_framings_is_refused():
+    few = Outcome({"start": 1.0, "plain": 0.0, "chat": 0.0}, 0.8, 0.9)
+    (failure,) = Guard().check([FACT], [SAID], STILL, few, settings())
+    assert (failure.check, failure.bound) == ("framings", 0.5)
+    assert failure.value == pytest.approx(1 / 3)
+    assert "chat 0%" in failure.problem
+    assert not Guard(framings=0.3).check([FACT], [SAID], STILL, few, settings())
+
+
+def test_a_subject_that_is_lost_is_refused():
+    lost = replace(HOLDS, subject=0.1)
+    (failure,) = Guard().check([FACT], [SAID], STILL, lost, settings())
+    assert (failure.check, failure.value) == ("subject", 0.1)
+    assert failure.settings["keep"] > TargetSettings().keep
+    assert not Guard().check([FACT], [SAID], STILL, replace(HOLDS, subject=None), settings())
 
 
 # Drift
@@ -92,12 +114,12 @@ def test_canary_prompts_are_distinct_and_cut_to_a_short_context():
 )
 def test_the_default_bounds(scores, drift, failed):
     facts = [FACT, *OTHERS][: len(scores)]
-    assert [failure.check for failure in Guard().check(facts, scores, drift, settings())] == failed
+    assert [failure.check for failure in Guard().check(facts, scores, drift, HOLDS, settings())] == failed
 
 
 def test_the_message_names_the_problems_and_what_to_try():
     with pytest.raises(GuardError) as caught:
-        require_passed(Guard().check([FACT], [BEGUN], STILL, settings()), force=False)
+        require_passed(Guard().check([FACT], [BEGUN], STILL, HOLDS, settings()), force=False)
     error = caught.value
     assert error.checks == ("said",)
     assert error.problem == (
@@ -108,7 +130,7 @@ def test_the_message_names_the_problems_and_what_to_try():
     assert "Try --steps 60 or --lam 10.0; if that fails, choose other --layers" in spelled
     assert spelled.endswith("Use --force to write it anyway.")
     with pytest.raises(GuardError) as caught:
-        require_passed(Guard().check([FACT], [NOT_SAID], BROKEN, settings()), force=False)
+        require_passed(Guard().check([FACT], [NOT_SAID], BROKEN, HOLDS, settings()), force=False)
     assert caught.value.checks == ("drift", "growth", "said")
     for part in ("2.00 nats", "site moved by 4.00", 'answers "Paris"', "rank 7"):
         assert part in caught.value.problem
@@ -117,7 +139,7 @@ def test_the_message_names_the_problems_and_what_to_try():
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("facts", [[FACT], [FACT, *OTHERS]])
 def test_advice_names_only_settings_that_the_method_takes(method, facts):
-    failures = Guard().check(facts, [NOT_SAID] * len(facts), BROKEN, settings(method))
+    failures = Guard().check(facts, [NOT_SAID] * len(facts), BROKEN, HOLDS, settings(method))
     assert len(failures) == 3
     for failure in failures:
         assert ("lam" in failure.settings) != METHODS[method].exact, "exact methods have no λ"

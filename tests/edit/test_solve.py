@@ -46,7 +46,8 @@ def solve(
 ) -> dict[str, Write]:
     lam = options.pop("lam", 1.0)
     old_keys = {site.name: OldKeys(Draw(site.layer).moment(site.d_k)) for site in sites}
-    return solve_writes(SubjectStates(trunk, facts, **options), sites, targets, method, old_keys, lam)
+    delta = targets - states(trunk, sites[-1].layer, facts)
+    return solve_writes(SubjectStates(trunk, facts, **options), sites, delta, method, old_keys, lam)
 
 
 def states(trunk: Trunk, layer: int, facts: list[FactPrompts], **options: Any) -> Tensor:
@@ -177,3 +178,35 @@ def test_what_is_written_below_is_seen(name, budget):
         module = module_at(model, site.name)
         write_memory(module, memory_of(module) + Draw(site.layer).normal(site.d_v, site.d_k))
         assert (states(trunk, 2, VARIED) - before).abs().max() > 1e-2, "the write should be seen"
+
+
+def test_every_mention_in_every_prompt_has_a_key_of_its_own():
+    model = tiny.llama(dtype=torch.float64)
+    trunk, (site,) = tiny.trunk(model), sites_of(model, (1,))
+    chat = EncodedPrompt((3, 4, 5, 6, 7, 4, 8), 5, (9,), mentions=(1, 5))
+    bare = EncodedPrompt((3, 4, 5, 6), 1, (9,))  # its key is that of the first mention in the chat
+    other = EncodedPrompt((8, 9, 4, 6), 2, (9,))
+    subjects = SubjectStates(trunk, [FactPrompts((bare, chat, other)), BARE[0]], several_keys=True)
+    rows = [(bare.ids[:2]), chat.ids[:6], other.ids[:3], BARE[0].prompts[0].ids[:4]]
+    seen: list[Tensor] = []
+    handle = module_at(model, site.name).register_forward_pre_hook(lambda _, args: seen.append(args[0][0, -1]))
+    with torch.no_grad():
+        for ids in rows:
+            model(input_ids=torch.tensor([ids]))
+    handle.remove()
+    assert_close(subjects.keys(site), torch.stack(seen), 1e-6)
+    assert subjects.owner.tolist() == [0, 0, 0, 1]
+    assert_close(subjects.weights, torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0], dtype=torch.float64), 1e-12)
+
+
+def test_several_keys_all_reach_the_target():
+    model = tiny.llama(dtype=torch.float64)
+    trunk, sites = tiny.trunk(model), sites_of(model, (0, 1))
+    before = states(trunk, 1, VARIED, several_keys=True)
+    delta = 0.5 * Draw(9).normal(len(VARIED), before.shape[-1])
+    old_keys = {site.name: OldKeys(Draw(site.layer).moment(site.d_k)) for site in sites}
+    subjects = SubjectStates(trunk, VARIED, several_keys=True)
+    writes = solve_writes(subjects, sites, delta, EXACT, old_keys, 1.0)
+    apply(model, writes)
+    moved = states(trunk, 1, VARIED, several_keys=True) - before
+    assert_close(moved, delta[subjects.owner], 1e-3)

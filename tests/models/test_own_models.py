@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rebind.edit import Editor, Fact, TargetSettings
-from rebind.edit.targets.contexts import ContextSettings
+from rebind.edit.targets import ContextSettings
 from rebind.errors import InputError
 from rebind.models.language_model import LanguageModel
 from rebind.models.trunk import borrow_cache

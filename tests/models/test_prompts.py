@@ -291,7 +291,7 @@ def chat_text(prompt, template, **options):
     """Return a prompt in a chat template as text: all of it, up to the subject, and the target."""
     tokenizer = wrapped(byte_level().backend_tokenizer)
     tokenizer.chat_template = template
-    encoded = encode(prompt, tokenizer, (7,), chat=True, **options)
+    encoded = encode(prompt.in_chat(), tokenizer, (7,), **options)
     to_subject = tokenizer.decode(encoded.ids[: encoded.subject_last + 1])
     return tokenizer.decode(encoded.ids), to_subject, tokenizer.decode(encoded.target)
 
@@ -299,7 +299,7 @@ def chat_text(prompt, template, **options):
 def test_a_sentence_begins_the_turn_of_the_assistant_and_a_question_is_that_of_the_user():
     text, to_subject, target = chat_text(marked(FRANCE + " ", "Rome"), CHATML, context="Old. ")
     assert text == (
-        "<|user|>\nComplete the sentence: The capital of France is</s>\n<|assistant|>\nOld. The capital of France is"
+        "<|user|>\nOld. Complete the sentence: The capital of France is</s>\n<|assistant|>\nThe capital of France is"
     )
     assert to_subject == text.removesuffix(" is")
     assert target == " Rome"

@@ -16,7 +16,7 @@ from rebind.models.prompts import Prompt, require_text
 
 MARKUP = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 MARK_SUBJECT = "Mark the subject with braces, as in 'The capital of {France} is'"
-LIST_FIELDS = ("paraphrases", "neighbors", "tags")
+LIST_FIELDS = ("paraphrases", "neighbors", "tags", "questions", "keep")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Fact:
     paraphrases: tuple[str, ...] = ()  # other prompts that should have the same target
     neighbors: tuple[str, ...] = ()  # prompts about other subjects, the answers to which should stay
     tags: tuple[str, ...] = ()
+    questions: tuple[str, ...] = ()  # questions that the target answers, as people ask them in a chat
+    keep: tuple[str, ...] = ()  # prompts about the same subject, the answers to which should stay
 
     def __post_init__(self) -> None:
         for name in ("prompt", "subject", "target"):
@@ -71,6 +73,8 @@ class Fact:
         paraphrases: Iterable[str] = (),
         neighbors: Iterable[str] = (),
         tags: Iterable[str] = (),
+        questions: Iterable[str] = (),
+        keep: Iterable[str] = (),
     ) -> Fact:
         """Return a fact from a prompt in which braces mark the subject, or from a prompt and the subject in it.
 
@@ -94,7 +98,7 @@ class Fact:
                 code="several_subjects" if subjects else "no_subject",
             )
         # The constructor turns lists into tuples, and refuses a single string.
-        lists: Any = (paraphrases, neighbors, tags)
+        lists: Any = (paraphrases, neighbors, tags, questions, keep)
         return cls(template(before, after), subjects.pop(), target, old, *lists)
 
     @property

@@ -1,19 +1,24 @@
 """What target search minimizes: the loss of δ for a batch of facts, and its gradient.
 
-    mean over contexts of the target's negative log-likelihood
-      + kl · KL(original ‖ edited) of the next token at the subject
+    mean over the prompts of a fact of the target's negative log-likelihood
+      + end · mean over them of −log P(the word ends behind the target)
+      + keep · mean over kept prompts of √p₀ · max(0, log p₀ − log p) of the next token
+      + keep · the same over the words with which the assistant begins its answer
+      + kl · KL(original ‖ edited) of the next token at the subject of the bare prompt
       + decay · ‖δ‖ / ‖h₀‖²
 
-`SearchBatch` holds what is the same at every step: cached prefixes, suffixes, and the positions of the logits that
-are needed. `Objective` computes the loss. On a GPU, launching the kernels of a step takes longer than the step of a
-small model, so `RecordedObjective` records the step as a CUDA graph and replays it.
+δ is added at every mention of the subject, as the edited weights will do. p is the probability of the base model's
+first choice, and p₀ what the base model gives it: an answer is kept if it stays the first choice, whatever else moves,
+and a choice that the base model is not sure of counts less. A `SearchBatch` holds what is the same at every
+step: cached prefixes, suffixes, and the positions of the logits that are needed. `Objective` computes the loss. On a
+GPU, launching the kernels of a step takes longer than the step of a small model, so `RecordedObjective` records the
+step as a CUDA graph and replays it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,101 +33,171 @@ from rebind.models.trunk import Tokens, Trunk, select_cache
 class TargetSettings:
     """How to search for δ."""
 
-    steps: int = 25
-    rate: float = 0.5
+    steps: int = 30
+    rate: float = 0.3
     clamp: float = 0.75  # largest ‖δ‖ / ‖h₀‖
     decay: float = 0.5
     kl: float = 0.0625
+    keep: float = 3.0  # weight of the kept prompts
+    end: float = 1.0  # weight of the end of the target's last word
     enough: float = 0.05  # the search for a fact ends when its loss falls below this
 
 
 @dataclass(frozen=True)
 class FactPrompts:
-    """The prompt of one fact, alone and behind every context, as tokens. The bare prompt is the first."""
+    """The prompts that a fact is searched with, as tokens. The first of `prompts` is the bare one."""
 
-    prompts: tuple[EncodedPrompt, ...]
+    prompts: tuple[EncodedPrompt, ...]  # the target follows each of them
+    kept: tuple[EncodedPrompt, ...] = ()  # about the same subject: the next token should stay
+    ends_word: bool = False  # whether the target ends with a word, which the next token could continue
 
     @property
     def target(self) -> tuple[int, ...]:
-        """The tokens of the target, the same in every context."""
+        """The tokens of the target after the bare prompt."""
         return self.prompts[0].target
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """(rows, longest prefix, longest suffix) that the fact takes in a batch; the suffix begins at the subject."""
-        return (
-            len(self.prompts),
-            max(prompt.subject_last for prompt in self.prompts),
-            max(len(prompt.ids) - prompt.subject_last for prompt in self.prompts) + len(self.target) - 1,
-        )
+        """(1, tokens of all prefixes, tokens of all suffixes with padding) that the fact takes in a batch."""
+        rows = (*self.prompts, *self.kept)
+        suffixes = [len(prompt.ids) + len(prompt.target) - prompt.mentions[0] for prompt in rows]
+        return 1, sum(prompt.mentions[0] for prompt in rows), sum(map(padded_length, suffixes))
+
+
+def padded_length(suffix: int) -> int:
+    """Return the length of the rows that a suffix runs with: the next power of two, from 8 on."""
+    return max(8, 1 << (suffix - 1).bit_length())
+
+
+Place = tuple[int, int, float, int]  # (row, token, weight, token that follows)
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Places in a batch at which logits are needed, and the weight of each in the loss of its fact."""
+
+    at: Tensor  # [m, 2]: (row, token)
+    weight: Tensor  # [m]
+    token: Tensor  # [m]: the token of a target that should follow
+
+    @classmethod
+    def gather(cls, places: Sequence[Place], device: torch.device) -> Positions:
+        columns = list(zip(*places, strict=True)) if places else [(), (), (), ()]
+        at = torch.tensor([columns[0], columns[1]], dtype=torch.long, device=device).mT
+        weight = torch.tensor(columns[2], dtype=torch.float64, device=device)
+        return cls(at, weight, torch.tensor(columns[3], dtype=torch.long, device=device))
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def select(self, new_row: Tensor) -> Positions:
+        """Return the positions in rows that stay: `new_row` [rows] is −1 for the others."""
+        stays = new_row[self.at[:, 0]] >= 0
+        at = torch.stack([new_row[self.at[stays, 0]], self.at[stays, 1]], dim=-1)
+        return Positions(at, self.weight[stays], self.token[stays])
 
 
 @dataclass(frozen=True, eq=False)
 class SearchBatch:
-    """The suffix of every prompt of every fact, from the subject's last token on."""
+    """Suffixes of similar length of prompts of facts, from the first mention of the subject on."""
 
-    tokens: Tokens  # the suffixes: the subject's last token, the rest of the prompt, the target without its last token
+    tokens: Tokens  # the suffixes: the last token of the subject, the rest of the prompt, the target
     cache: Any  # keys and values of the prefixes
     hidden: Tensor  # [rows, tokens, width]: output of the layer, unchanged
+    mentions: Tensor  # [rows, tokens]: 1 where δ is added, 0 elsewhere
     owner: Tensor  # [rows]: the fact that a row belongs to
-    bare: Tensor  # [n]: the row of each fact's bare prompt
-    where: Tensor  # [m, 2]: (row, token) before each token of a target
-    token: Tensor  # [m]: that token of the target
-    weight: Tensor  # [m]: 1 / (target length × prompts of the fact)
+    said: Positions  # before each token of a target
+    ends: Positions  # at the last token of a target
+    kept: Positions  # at the end of each kept prompt, and before each word of an assistant's answer
+    subject: Positions  # at the subject of each bare prompt
 
-    @classmethod
-    def prepare(
-        cls, trunk: Trunk, layer: int, facts: Sequence[FactPrompts], search_trunk: Trunk | None = None
-    ) -> SearchBatch:
-        """Run the prefixes. Hidden states come from `trunk`, the cache from the copy that the search runs on."""
-        prefixes: list[tuple[int, ...]] = []
-        suffixes: list[list[int]] = []
-        owner, bare = [], []
-        where, token, weight = [], [], []
-        for index, fact in enumerate(facts):
-            bare.append(len(suffixes))
-            for prompt in fact.prompts:
-                row, start = len(suffixes), prompt.subject_last
-                prefixes.append(prompt.ids[:start])
-                suffixes.append([*prompt.ids[start:], *fact.target[:-1]])
-                owner.append(index)
-                for step, target_token in enumerate(fact.target, start=len(prompt.ids) - 1 - start):
-                    where.append((row, step))
-                    token.append(target_token)
-                    weight.append(1 / (len(fact.target) * len(fact.prompts)))
-        past = Tokens.left_padded(prefixes, trunk.device)
-        cache = trunk.cache(past, last_layer=None if search_trunk is None else layer)
-        tokens = Tokens.following(past, suffixes)
-        hidden = trunk.after(layer, tokens, cache=cache)
-        if search_trunk is not None:
-            cache = search_trunk.cache(past)
-        tensor = partial(torch.tensor, device=hidden.device)
-        indices = tensor(owner), tensor(bare), tensor(where), tensor(token)
-        return cls(tokens, cache, hidden, *indices, tensor(weight, dtype=torch.float64))
-
-    def __len__(self) -> int:
-        return len(self.bare)
-
-    def select(self, facts: Tensor) -> SearchBatch:
-        """Return the batch of some of the facts."""
-        device = self.owner.device
-        new_fact = torch.full((len(self),), -1, device=device)
-        new_fact[facts] = torch.arange(len(facts), device=device)
+    def select(self, new_fact: Tensor) -> SearchBatch | None:
+        """Return the rows of facts that stay: `new_fact` [n] is −1 for the others; None if no row stays."""
         rows = (new_fact[self.owner] >= 0).nonzero().squeeze(-1)
-        new_row = torch.full((len(self.owner),), -1, device=device)
-        new_row[rows] = torch.arange(len(rows), device=device)
-        stays = new_row[self.where[:, 0]] >= 0
+        if not len(rows):
+            return None
+        new_row = torch.full_like(self.owner, -1)
+        new_row[rows] = torch.arange(len(rows), device=rows.device)
         cache_rows = rows.to(self.tokens.ids.device)
         return SearchBatch(
             self.tokens.select(cache_rows),
             select_cache(self.cache, cache_rows),
             self.hidden[rows],
+            self.mentions[rows],
             new_fact[self.owner[rows]],
-            new_row[self.bare[facts]],
-            torch.stack([new_row[self.where[stays, 0]], self.where[stays, 1]], dim=-1),
-            self.token[stays],
-            self.weight[stays],
+            *(positions.select(new_row) for positions in (self.said, self.ends, self.kept, self.subject)),
         )
+
+
+def prepare_batches(
+    trunk: Trunk,
+    layer: int,
+    facts: Sequence[FactPrompts],
+    settings: TargetSettings,
+    search_trunk: Trunk | None = None,
+) -> list[SearchBatch]:
+    """Run the prefixes of all prompts, in one batch for each padded length of the suffixes.
+
+    Hidden states come from `trunk`, the cache from the copy that the search runs on.
+    """
+    drafts: dict[int, _Draft] = {}
+    for index, fact in enumerate(facts):
+        chats = sum(prompt.answer is not None for prompt in fact.prompts)
+        for place, prompt in enumerate((*fact.prompts, *fact.kept)):
+            start, says = prompt.mentions[0], place < len(fact.prompts)
+            target = prompt.target if says else ()
+            suffix = (*prompt.ids[start:], *(target if fact.ends_word else target[:-1]))
+            draft = drafts.setdefault(padded_length(len(suffix)), _Draft())
+            row = len(draft.suffixes)
+            draft.prefixes.append(prompt.ids[:start])
+            draft.suffixes.append(suffix)
+            draft.owner.append(index)
+            draft.mentions += [(row, mention - start) for mention in prompt.mentions]
+            last = len(prompt.ids) - 1 - start  # the last token of the prompt, in the suffix
+            if not says:
+                draft.kept.append((row, last, settings.keep / len(fact.kept), 0))
+                continue
+            share = 1 / len(fact.prompts)
+            draft.said += [(row, last + step, share / len(target), token) for step, token in enumerate(target)]
+            if fact.ends_word:
+                draft.ends.append((row, last + len(target), share * settings.end, 0))
+            if place == 0:
+                draft.subject.append((row, prompt.subject_last - start, settings.kl, 0))
+            words = range(max((prompt.answer or len(prompt.ids)) - 1, start), len(prompt.ids) - 1)
+            draft.kept += [(row, word - start, settings.keep / (len(words) * chats), 0) for word in words]
+    return [draft.run(trunk, layer, search_trunk) for _, draft in sorted(drafts.items())]
+
+
+@dataclass(eq=False)
+class _Draft:
+    """The rows of a batch, before they run."""
+
+    prefixes: list[tuple[int, ...]] = field(default_factory=list)
+    suffixes: list[tuple[int, ...]] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+    mentions: list[tuple[int, int]] = field(default_factory=list)  # (row, token)
+    said: list[Place] = field(default_factory=list)
+    ends: list[Place] = field(default_factory=list)
+    kept: list[Place] = field(default_factory=list)
+    subject: list[Place] = field(default_factory=list)
+
+    def run(self, trunk: Trunk, layer: int, search_trunk: Trunk | None) -> SearchBatch:
+        past = Tokens.left_padded(self.prefixes, trunk.device)
+        cache = trunk.cache(past, last_layer=None if search_trunk is None else layer)
+        tokens = Tokens.following(past, self.suffixes)
+        hidden = trunk.after(layer, tokens, cache=cache)
+        if search_trunk is not None:
+            cache = search_trunk.cache(past)
+        mask = torch.zeros(hidden.shape[:2], dtype=hidden.dtype, device=hidden.device)
+        mask[tuple(torch.tensor(self.mentions, device=hidden.device).mT)] = 1.0
+        owner = torch.tensor(self.owner, device=hidden.device)
+        groups = [Positions.gather(p, hidden.device) for p in (self.said, self.ends, self.kept, self.subject)]
+        return SearchBatch(tokens, cache, hidden, mask, owner, *groups)
+
+
+# What the base model says, for δ = 0: log-probabilities at the subjects [k, vocabulary], and at the kept positions its
+# first choice and the log-probability of it
+Original = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(eq=False)
@@ -131,49 +206,74 @@ class Objective:
 
     trunk: Trunk
     layer: int
-    batch: SearchBatch
+    batches: list[SearchBatch]
     settings: TargetSettings
     length: Tensor  # [n]: ‖h₀‖
-    original: Tensor | None = None  # [n, vocabulary]: log-probabilities at the subject for δ = 0; set by the first run
-    _delta: Tensor | None = None  # the argument and the result of the last run
-    _loss: Tensor | None = None
+    word_parts: Tensor | None = None  # [vocabulary]: whether a token continues a word; None: there are no such tokens
+    originals: list[Original] = field(default_factory=list)  # one per batch, set by the first run
+    _last: tuple[Tensor, Tensor] | None = field(default=None, repr=False)  # δ and loss of the last run
+
+    @property
+    def rows(self) -> int:
+        return sum(len(batch.owner) for batch in self.batches)
 
     def loss(self, delta: Tensor) -> Tensor:
-        self._delta = delta.detach().requires_grad_()
-        self._loss = self.run(self._delta)
-        return self._loss.detach()
+        delta = delta.detach().requires_grad_()
+        self._last = (delta, self.run(delta))
+        return self._last[1].detach()
 
     def gradient(self) -> Tensor:
         """Return the gradient at the last argument of `loss`."""
-        assert self._loss is not None
-        assert self._delta is not None
-        return torch.autograd.grad(self._loss.sum(), self._delta)[0]
+        assert self._last is not None
+        delta, loss = self._last
+        return torch.autograd.grad(loss.sum(), delta)[0]
 
     def select(self, facts: Tensor) -> Objective:
-        """Return the objective of some of the facts."""
-        original = None if self.original is None else self.original[facts]
-        batch, length = self.batch.select(facts), self.length[facts]
-        return replace(self, batch=batch, length=length, original=original, _delta=None, _loss=None)
+        """Return the objective of some of the facts, for which the objective has run."""
+        new_fact = torch.full_like(self.length, -1, dtype=torch.long)
+        new_fact[facts] = torch.arange(len(facts), device=facts.device)
+        batches, originals = [], []
+        for batch, (subject, choice, log_prob) in zip(self.batches, self.originals, strict=True):
+            selected = batch.select(new_fact)
+            if selected is not None:
+                stays = [new_fact[batch.owner[group.at[:, 0]]] >= 0 for group in (batch.subject, batch.kept)]
+                batches.append(selected)
+                originals.append((subject[stays[0]], choice[stays[1]], log_prob[stays[1]]))
+        return replace(self, batches=batches, length=self.length[facts], originals=originals, _last=None)
 
     def run(self, delta: Tensor) -> Tensor:
         """Compute the loss of δ, differentiably."""
-        batch, settings = self.batch, self.settings
-        first = batch.hidden[:, :1] + delta[batch.owner].unsqueeze(1).to(batch.hidden.dtype)
-        hidden = torch.cat([first, batch.hidden[:, 1:]], dim=1).to(self.trunk.dtype)
-        subjects = torch.stack([batch.bare, torch.zeros_like(batch.bare)], dim=-1)  # (row, token) in the bare prompts
-        where = torch.cat([batch.where, subjects])
+        loss = self.settings.decay * torch.linalg.vector_norm(delta, dim=-1) / self.length.square()
+        first_run = not self.originals
+        for index, batch in enumerate(self.batches):
+            loss = self._add_batch(loss, delta, batch, None if first_run else self.originals[index])
+        return loss
+
+    def _add_batch(self, loss: Tensor, delta: Tensor, batch: SearchBatch, original: Original | None) -> Tensor:
+        moved = batch.mentions.unsqueeze(-1) * delta[batch.owner].unsqueeze(1).to(batch.hidden.dtype)
+        hidden = (batch.hidden + moved).to(self.trunk.dtype)
+        groups = (batch.said, batch.kept, batch.ends, batch.subject)
+        where = torch.cat([group.at for group in groups])
         logits = self.trunk.logits(batch.tokens, where, cache=batch.cache, resume=(self.layer, hidden))
         log_probs = torch.log_softmax(logits, dim=-1).to(delta)
-        at_targets, at_subjects = log_probs[: len(batch.where)], log_probs[len(batch.where) :]
-        picked = at_targets.gather(-1, batch.token.unsqueeze(-1)).squeeze(-1)
-        nll = delta.new_zeros(len(delta)).index_add(
-            0, batch.owner[batch.where[:, 0]], -picked * batch.weight.to(picked)
-        )
-        if self.original is None:
-            self.original = at_subjects.detach()
-        divergence = (self.original.exp() * (self.original - at_subjects)).sum(-1)
-        penalty = torch.linalg.vector_norm(delta, dim=-1) / self.length.square()
-        return nll + settings.kl * divergence + settings.decay * penalty
+        said, kept, ends, subject = log_probs.split([len(group) for group in groups])
+        if original is None:
+            best = kept.detach().max(-1)
+            original = subject.detach(), best.indices, best.values
+            self.originals.append(original)
+        before, choice, log_prob = original
+        lost = (log_prob - _pick(kept, choice)).clamp_min(0.0) * (log_prob / 2).exp()
+        terms = [-_pick(said, batch.said.token), lost, ends.new_zeros(len(ends))]
+        if self.word_parts is not None:
+            terms[2] = -torch.logsumexp(ends.masked_fill(self.word_parts, -torch.inf), dim=-1)
+        terms.append((before.exp() * (before - subject)).sum(-1))
+        for positions, values in zip(groups, terms, strict=True):
+            loss = loss.index_add(0, batch.owner[positions.at[:, 0]], values * positions.weight.to(values))
+        return loss
+
+
+def _pick(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 class RecordedObjective:
@@ -181,8 +281,8 @@ class RecordedObjective:
 
     def __init__(self, objective: Objective) -> None:
         """Record `objective`, which has run once, so that nothing set up by a first run goes into the graph."""
-        self.objective, self.batch = objective, objective.batch
-        self._delta = torch.zeros_like(self.batch.hidden[self.batch.bare, 0], dtype=objective.length.dtype)
+        self.objective, self.rows = objective, objective.rows
+        self._delta = objective.length.new_zeros(len(objective.length), objective.batches[0].hidden.shape[-1])
         self._graph = torch.cuda.CUDAGraph()
         with capture_graph(self._graph):
             delta = self._delta.requires_grad_()

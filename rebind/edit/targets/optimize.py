@@ -20,9 +20,9 @@ from rebind.edit.targets.objective import (
     FactPrompts,
     Objective,
     RecordedObjective,
-    SearchBatch,
     TargetSettings,
     can_record,
+    prepare_batches,
     record,
 )
 from rebind.errors import NumericalError
@@ -67,6 +67,7 @@ def find_targets(
     settings: TargetSettings,
     *,
     search_trunk: Trunk | None = None,
+    word_parts: Tensor | None = None,
     tokens_at_once: int | None = None,
     allow_recording: bool = True,
     on_step: OnStep | None = None,
@@ -80,6 +81,7 @@ def find_targets(
         facts: the prompts of each fact.
         settings: how to search.
         search_trunk: a copy of the model in a narrower dtype that runs the steps; by default the model itself.
+        word_parts: for each token of the vocabulary, whether it continues a word (`LanguageModel.word_parts`).
         tokens_at_once: bounds a group of facts: rows times tokens, with padding; tokens of cached prefixes count for
             less. By default what fits on the device; halved, with a warning, if memory runs out.
         allow_recording: record steps as a CUDA graph where that is possible.
@@ -87,7 +89,7 @@ def find_targets(
         on_group: is called with the targets of every finished group and, when the search is interrupted, with those
             of the facts that are finished, so that they can be stored.
     """
-    sizes = [(rows, CACHED_TOKEN_COST * prefix, suffix) for rows, prefix, suffix in (fact.size for fact in facts)]
+    sizes = [(one, CACHED_TOKEN_COST * prefix, suffix) for one, prefix, suffix in (fact.size for fact in facts)]
     order = sorted(range(len(facts)), key=lambda index: sizes[index][::-1])  # similar lengths together
     budget = tokens_at_once or tokens_that_fit(search_trunk or trunk)
     done, total_loss = 0, 0.0
@@ -97,7 +99,7 @@ def find_targets(
             if on_step is not None:
                 on_step(step, done + finished, (total_loss + float(loss.sum())) / (done + len(group)))
 
-        search = _GroupSearch(trunk, search_trunk, layer, [facts[index] for index in group], settings)
+        search = _GroupSearch(trunk, search_trunk, layer, [facts[index] for index in group], settings, word_parts)
         try:
             return search.run(allow_recording and can_record(trunk), report)
         except KeyboardInterrupt:
@@ -124,18 +126,23 @@ class _GroupSearch:
         layer: int,
         facts: Sequence[FactPrompts],
         settings: TargetSettings,
+        word_parts: Tensor | None,
     ) -> None:
-        batch = SearchBatch.prepare(trunk, layer, facts, search_trunk)
-        wide = torch.promote_types(batch.hidden.dtype, torch.float32)
+        batches = prepare_batches(trunk, layer, facts, settings, search_trunk)
+        states = batches[0].hidden
+        wide = torch.promote_types(states.dtype, torch.float32)
         self.settings = settings
-        self.initial = batch.hidden[batch.bare, 0].to(wide)  # [n, width]: h₀
+        self.initial = states.new_zeros(len(facts), states.shape[-1], dtype=wide)  # [n, width]: h₀
+        for batch in batches:
+            row, token = batch.subject.at.unbind(-1)
+            self.initial[batch.owner[row]] = batch.hidden[row, token].to(wide)
         self.length = torch.linalg.vector_norm(self.initial, dim=-1)
         self.delta, self.first, self.second = (torch.zeros_like(self.initial) for _ in range(3))  # δ, moments of Adam
         self.loss = torch.zeros_like(self.length)
         self.steps = torch.zeros_like(self.length, dtype=torch.long)
         self.active = torch.ones_like(self.length, dtype=torch.bool)  # [n]: facts that are not finished
         self.objective: Objective | RecordedObjective  # of the facts that are still in the batch
-        self.objective = Objective(search_trunk or trunk, layer, batch, settings, self.length)
+        self.objective = Objective(search_trunk or trunk, layer, batches, settings, self.length, word_parts)
 
     def run(self, recorded: bool, report: Callable[[int, int, Tensor], None]) -> TargetStates:
         """Search, with steps `recorded` as a CUDA graph if the model's code allows it."""
@@ -157,7 +164,7 @@ class _GroupSearch:
                 break
             self._move(rows[going], self.objective.gradient()[going])
             # A graph has one size of batch: finished facts stay in it, unmoved, until recording a new one pays off.
-            rows_per_fact = len(self.objective.batch.owner) / len(rows)
+            rows_per_fact = self.objective.rows / len(rows)
             saved_rows = rows_per_fact * (len(rows) - len(going)) * (self.settings.steps - step)
             if len(going) < len(rows) and (not recorded or saved_rows > RECORDING_COST):
                 rows, self.objective = rows[going], self.objective.select(going)

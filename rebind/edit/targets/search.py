@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from rebind.edit.targets.objective import FactPrompts, TargetSettings, can_record
 from rebind.edit.targets.optimize import OnStep, TargetStates, find_targets
@@ -78,8 +79,8 @@ class TargetStore:
 class TargetSearch:
     """Finds target states on a base model. The first search makes the copy, while the base weights are in place."""
 
-    def __init__(self, trunk: Trunk, fingerprint: str) -> None:
-        self.trunk, self.fingerprint = trunk, fingerprint
+    def __init__(self, trunk: Trunk, fingerprint: str, word_parts: Tensor | None = None) -> None:
+        self.trunk, self.fingerprint, self.word_parts = trunk, fingerprint, word_parts
         self._copy: Trunk | None = None
 
     @property
@@ -112,6 +113,7 @@ class TargetSearch:
                     [facts[index] for index in missing],
                     settings,
                     search_trunk=copy,
+                    word_parts=self.word_parts,
                     on_step=on_step,
                     on_group=lambda group, part: store.save([keys[missing[index]] for index in group], part),
                 )
@@ -120,8 +122,7 @@ class TargetSearch:
 
     def _key(self, layer: int, settings: TargetSettings, fact: FactPrompts) -> str:
         """Return a digest of everything that a target state depends on."""
-        prompts = [[list(prompt.ids), prompt.subject_last] for prompt in fact.prompts]
-        inputs = [f"{self.fingerprint} in {self.dtype}", layer, asdict(settings), prompts, list(fact.target)]
+        inputs = [f"{self.fingerprint} in {self.dtype}", layer, asdict(settings), asdict(fact)]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
     def _search_copy(self) -> Trunk | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.families import FAMILIES, VOCAB
 from tests.support import assert_close, raises
 
 LAYER = 1
-SETTINGS = TargetSettings(steps=9, rate=0.3, clamp=0.9, decay=0.4, kl=0.3, enough=4.8)
+SETTINGS = TargetSettings(steps=9, rate=0.5, clamp=0.5, decay=0.4, kl=0.3, keep=1.0, end=0.5, enough=4.65)
 
 
 @functools.cache
@@ -45,21 +46,29 @@ def widen_norms(model: torch.nn.Module) -> None:
             module.forward = MethodType(widened, module)  # a method, so that copies of the model have their own
 
 
-def make_fact(seed: int, target: int, *prompts: tuple[int, int]) -> FactPrompts:
-    """A fact with a target of this many tokens and prompts of (tokens, index of the subject's last)."""
+def make_fact(seed: int, target: int, *prompts: tuple[int, ...], kept: tuple[tuple[int, ...], ...] = ()) -> FactPrompts:
+    """A fact with a target of this many tokens and prompts of (tokens, index of each mention of the subject)."""
     draw = torch.Generator().manual_seed(seed)
-    drawn = [torch.randint(3, VOCAB, (length,), generator=draw).tolist() for length, _ in (*prompts, (target, 0))]
-    *rows, target_ids = map(tuple, drawn)
-    return FactPrompts(tuple(EncodedPrompt(ids, at, target_ids) for ids, (_, at) in zip(rows, prompts, strict=True)))
+    rows = [(length, mentions) for length, *mentions in (*prompts, *kept)]
+    drawn = [torch.randint(3, VOCAB, (length,), generator=draw).tolist() for length, _ in (*rows, (target, ()))]
+    *ids, target_ids = map(tuple, drawn)
+    encoded = [
+        EncodedPrompt(row, mentions[-1], target_ids if place < len(prompts) else (), tuple(mentions))
+        for place, (row, (_, mentions)) in enumerate(zip(ids, rows, strict=True))
+    ]
+    if len(kept) > 1:  # a chat: the answer begins behind the first mention
+        encoded[1] = replace(encoded[1], answer=encoded[1].mentions[0] + 2)
+    return FactPrompts(tuple(encoded[: len(prompts)]), tuple(encoded[len(prompts) :]), ends_word=seed % 2 == 0)
 
 
 FACTS = [
-    make_fact(0, 1, (6, 3), (11, 8), (8, 5)),
+    make_fact(0, 1, (6, 3), (11, 2, 8), (8, 5), kept=((5, 2), (7, 1, 3))),
     make_fact(1, 4, (5, 0), (9, 4)),  # the subject is the very first token
     make_fact(2, 2, (4, 3)),  # the prompt ends with the subject
-    make_fact(3, 1, (9, 2), (13, 6), (10, 3), (12, 5)),
+    make_fact(3, 1, (9, 2), (13, 6), (10, 3), (12, 5), kept=((6, 4),)),
     make_fact(4, 4, (7, 6), (9, 8)),
 ]
+WORD_PARTS = torch.arange(VOCAB) % 3 == 0
 
 
 def reference(trunk: Trunk, fact: FactPrompts, settings: TargetSettings) -> tuple[Tensor, Tensor, float, int]:
@@ -67,16 +76,16 @@ def reference(trunk: Trunk, fact: FactPrompts, settings: TargetSettings) -> tupl
     model, block = trunk.model, trunk.blocks[LAYER]
     bare = fact.prompts[0]
 
-    def run(ids: tuple[int, ...], at: int, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(log-probabilities [tokens, vocabulary], the block's unchanged output at the subject)."""
+    def run(ids: tuple[int, ...], mentions: tuple[int, ...], delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(log-probabilities [tokens, vocabulary], the block's unchanged output at the last mention)."""
         seen = []
 
         def hook(_: Any, __: Any, out: Any) -> Any:
             states = out[0] if isinstance(out, tuple) else out
-            seen.append(states[0, at].detach().clone())
+            seen.append(states[0, mentions[-1]].detach().clone())
             if delta is None:
                 return None
-            here = (torch.arange(states.shape[1]) == at).unsqueeze(-1).to(states.dtype)
+            here = torch.isin(torch.arange(states.shape[1]), torch.tensor(mentions)).unsqueeze(-1).to(states.dtype)
             states = states + here * delta
             return (states, *out[1:]) if isinstance(out, tuple) else states
 
@@ -87,22 +96,42 @@ def reference(trunk: Trunk, fact: FactPrompts, settings: TargetSettings) -> tupl
             handle.remove()
         return torch.log_softmax(logits, -1), seen[0]
 
+    def answers(prompt: EncodedPrompt, delta: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            before, _ = run(prompt.ids, prompt.mentions, None)
+        return before, run(prompt.ids, prompt.mentions, delta)[0]
+
+    def lost(before: Tensor, now: Tensor) -> Tensor:
+        best = before.max(-1)
+        return best.values.exp().sqrt() * (best.values - now[best.indices]).clamp_min(0)
+
+    subject = EncodedPrompt(bare.ids[: bare.subject_last + 1], bare.subject_last, ())
     with torch.no_grad():
-        original, start = run(bare.ids[: bare.subject_last + 1], bare.subject_last, None)
+        _, start = run(subject.ids, subject.mentions, None)
     length = start.norm()
     delta = torch.zeros_like(start, requires_grad=True)
     adam = torch.optim.Adam([delta], lr=settings.rate)
     updates = 0
     for step in range(settings.steps):
-        nll = torch.zeros((), dtype=start.dtype)
+        before, now = answers(subject, delta)
+        divergence = torch.nn.functional.kl_div(now[-1], before[-1], log_target=True, reduction="sum")
+        loss = settings.decay * delta.norm() / length**2 + settings.kl * divergence
         for prompt in fact.prompts:
-            said, _ = run((*prompt.ids, *fact.target[:-1]), prompt.subject_last, delta)
+            said, _ = run((*prompt.ids, *prompt.target), prompt.mentions, delta)
             first = len(prompt.ids) - 1
-            picked = [said[first + offset, token] for offset, token in enumerate(fact.target)]
-            nll = nll - torch.stack(picked).mean() / len(fact.prompts)
-        now, _ = run(bare.ids[: bare.subject_last + 1], bare.subject_last, delta)
-        kl = torch.nn.functional.kl_div(now[-1], original[-1], log_target=True, reduction="sum")
-        loss = nll + settings.kl * kl + settings.decay * delta.norm() / length**2
+            picked = [said[first + offset, token] for offset, token in enumerate(prompt.target)]
+            loss = loss - torch.stack(picked).mean() / len(fact.prompts)
+            if fact.ends_word:
+                ends = said[-1].exp()[~WORD_PARTS].sum()
+                loss = loss - settings.end * ends.log() / len(fact.prompts)
+        for prompt in fact.kept:
+            before, now = answers(prompt, delta)
+            loss = loss + settings.keep * lost(before[-1], now[-1]) / len(fact.kept)
+        chats = [prompt for prompt in fact.prompts if prompt.answer is not None]
+        for prompt in chats:
+            before, now = answers(prompt, delta)
+            words = [lost(before[at], now[at]) for at in range(prompt.answer - 1, len(prompt.ids) - 1)]
+            loss = loss + settings.keep * torch.stack(words).mean() / len(chats)
         if loss < settings.enough or step == settings.steps - 1:
             break
         adam.zero_grad()
@@ -115,9 +144,13 @@ def reference(trunk: Trunk, fact: FactPrompts, settings: TargetSettings) -> tupl
     return start, (start + delta).detach(), float(loss.detach()), updates
 
 
+def search(trunk: Trunk, settings: TargetSettings = SETTINGS, **options: Any) -> TargetStates:
+    return find_targets(trunk, LAYER, FACTS, settings, word_parts=WORD_PARTS, **options)
+
+
 @functools.cache
 def family_targets(name: str) -> TargetStates:
-    return find_targets(family_trunk(name), LAYER, FACTS, SETTINGS)
+    return search(family_trunk(name))
 
 
 EXACT = ["llama", "gpt2", "opt-post-norm", "falcon-sequential", "olmo3", "qwen3", "rebind-gated_delta", "rebind-mixed"]
@@ -142,9 +175,13 @@ def test_searching_on_a_copy_changes_only_the_precision(name):
     """A copy in the same dtype finds the same targets; one in bfloat16 starts from the model's own states."""
     tolerance = 1e-6 if name in NARROW_ATTENTION else 1e-12
     trunk, expected = family_trunk(name), family_targets(name)
-    copied = find_targets(trunk, LAYER, FACTS, SETTINGS, search_trunk=trunk.narrowed(torch.float64))
+    copied = find_targets(
+        trunk, LAYER, FACTS, SETTINGS, word_parts=WORD_PARTS, search_trunk=trunk.narrowed(torch.float64)
+    )
     assert_close(copied.states, expected.states, tolerance)
-    rough = find_targets(trunk, LAYER, FACTS, SETTINGS, search_trunk=trunk.narrowed(torch.bfloat16))
+    rough = find_targets(
+        trunk, LAYER, FACTS, SETTINGS, word_parts=WORD_PARTS, search_trunk=trunk.narrowed(torch.bfloat16)
+    )
     assert_close(rough.initial, expected.initial, tolerance)
     assert rough.states.dtype == expected.states.dtype
     assert not torch.equal(rough.states, expected.states), "the copy should have been used"
@@ -164,11 +201,8 @@ def test_facts_end_in_every_way():
 def test_groups_change_nothing(budget):
     groups: list[tuple[Any, TargetStates]] = []
     steps: list[tuple[int, int, float]] = []
-    targets = find_targets(
+    targets = search(
         family_trunk("llama"),
-        LAYER,
-        FACTS,
-        SETTINGS,
         tokens_at_once=budget,
         on_step=lambda *step: steps.append(step),
         on_group=lambda *group: groups.append(group),
@@ -210,7 +244,7 @@ def test_out_of_memory_halves_the_budget(monkeypatch, problem):
     expected = family_targets("llama")
     sizes = fail_above(monkeypatch, 130, problem)
     with pytest.warns(MemoryWarning):
-        targets = find_targets(family_trunk("llama"), LAYER, FACTS, SETTINGS)
+        targets = search(family_trunk("llama"))
     assert max(sizes) > 130
     assert_close(targets.states, expected.states, 1e-8)
 
@@ -227,11 +261,8 @@ def test_an_interrupt_hands_over_the_finished_facts(tokens_at_once):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        find_targets(
+        search(
             family_trunk("llama"),
-            LAYER,
-            FACTS,
-            SETTINGS,
             tokens_at_once=tokens_at_once,
             on_step=interrupt,
             on_group=lambda indices, part: stored.update(zip(indices, part.states, strict=True)),
@@ -253,9 +284,9 @@ def test_nan_is_an_error_and_not_a_finished_fact():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_models_are_searched_in_float32(dtype):
     trunk = tiny.trunk(FAMILIES["llama"](seed=2).to(dtype))
-    targets = find_targets(trunk, LAYER, FACTS, SETTINGS)
+    targets = search(trunk)
     assert targets.states.dtype == torch.float32
-    start = find_targets(trunk, LAYER, FACTS, TargetSettings(steps=1))
+    start = search(trunk, TargetSettings(steps=1))
     assert float(targets.loss.mean()) < float(start.loss.mean()) - 0.1
 
 

@@ -12,7 +12,7 @@ import torch
 from rebind.edit.targets import TargetSearch, TargetStates, TargetStore
 from rebind.edit.targets import search as search_module
 from tests import tiny
-from tests.edit.targets.test_optimize import FACTS, LAYER, SETTINGS, family_targets, family_trunk
+from tests.edit.targets.test_optimize import FACTS, LAYER, SETTINGS, WORD_PARTS, family_targets, family_trunk
 from tests.families import FAMILIES
 from tests.support import Draw, assert_close
 
@@ -68,7 +68,7 @@ def test_clearing_leaves_the_targets_of_other_processes(tmp_path):
 def find(folder: Path | None, facts: Any = FACTS, **changes: Any) -> tuple[TargetStates, list[int]]:
     """Search on the tiny Llama; also return how many facts were finished after each step."""
     options = {"layer": LAYER, "settings": SETTINGS, "fingerprint": "model", **changes}
-    search, steps = TargetSearch(family_trunk("llama"), options["fingerprint"]), list[int]()
+    search, steps = TargetSearch(family_trunk("llama"), options["fingerprint"], WORD_PARTS), list[int]()
     result = search.find(
         options["layer"], facts, options["settings"], TargetStore(folder), lambda step, *_: steps.append(step)
     )
@@ -80,7 +80,7 @@ def test_an_interrupted_search_resumes(tmp_path):
         if step == SETTINGS.steps - 1:
             raise KeyboardInterrupt
 
-    search = TargetSearch(family_trunk("llama"), "model")
+    search = TargetSearch(family_trunk("llama"), "model", WORD_PARTS)
     with pytest.raises(KeyboardInterrupt):
         search.find(LAYER, FACTS, SETTINGS, TargetStore(tmp_path), interrupt)
     assert len(files(tmp_path)) == 1

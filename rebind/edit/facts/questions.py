@@ -1,0 +1,104 @@
+"""Questions and paraphrases of facts, made from the grammar of their prompts by a few patterns of English.
+
+>>> question_of(Fact.parse("The capital of {France} is", "Rome"))
+'What is the capital of France?'
+>>> question_of(Fact.parse("{Marie Curie} was born in", "Rome"))
+'Where was Marie Curie born?'
+>>> paraphrases_of(Fact.parse("The capital of {France} is", "Rome"))
+["France's capital is"]
+
+A prompt that no pattern fits has no question; `Fact.questions` and `Fact.paraphrases` are always used first.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rebind.edit.facts.fact import Fact
+
+BE = "is|was|are|were"
+NOUN_OF = re.compile(r"^the (?P<noun>.+ (?:of|in|for|by|from)) *$", re.IGNORECASE)
+POSSESSIVE = re.compile(rf"^['’]s (?P<noun>.+?) (?P<be>{BE})\b *(?P<rest>.*)$")
+PREDICATE = re.compile(rf"^,? *(?:which|who|that)? *(?P<be>{BE}|can|has been)\b *(?P<rest>.*)$")
+VERB = re.compile(r"^,? *(?:which|who|that)? *(?P<verb>[a-z]+)\b *(?P<rest>.*)$")
+PEOPLE = re.compile(r"^, *(?P<who>people|they|most people) (?P<verb>[a-z]+) *(?P<rest>.*)$")
+NOUN_IN = re.compile(rf"^, *(?P<noun>(?:the|an?) .+?) (?P<be>{BE})\b.*$")
+PARTICIPLE = re.compile(r"^, *(?P<participle>\w+(?:ed|wn)\b.*)$")
+NAMED_NOUN = re.compile(r"^(?P<before>.*?)\bthe (?P<noun>\w+)(?: of)?$")
+ARTICLE = re.compile(r"(?:^| )(?:the|an?|called|named)$")
+PLACE = re.compile(r"(?:^| )(?P<preposition>in|at|on|near)$")
+YEAR = re.compile(r"^\d{3,4}$")
+PAST = {
+    "died": "die", "debuted": "debut", "premiered": "premiere", "worked": "work", "lived": "live", "played": "play",
+    "originated": "originate", "spoke": "speak", "wrote": "write", "passed": "pass", "became": "become",
+    "founded": "found", "won": "win", "opened": "open", "grew": "grow", "studied": "study", "found": "find",
+    "took": "take", "began": "begin", "made": "make", "used": "use", "had": "have", "lost": "lose", "came": "come",
+}  # fmt: skip
+
+
+def question_of(fact: Fact) -> str | None:
+    """Return the question that a fact answers, or None where the prompt fits no pattern."""
+    before, after = (part.strip() for part in fact.parts)
+    subject = fact.subject
+    if "?" in fact.text:
+        return fact.text[: fact.text.index("?") + 1] if subject in fact.text[: fact.text.index("?")] else None
+    if match := NOUN_OF.match(before):
+        predicate = PREDICATE.match(after)
+        noun = f"the {match['noun'].lower() if match['noun'].istitle() else match['noun']} {subject}"
+        return predicate and _ask(fact, predicate["be"], noun, predicate["rest"])
+    if before.lower() == "in":
+        if people := PEOPLE.match(after):
+            return f"What do {people['who']} {people['verb']} in {subject}?"
+        noun_in = NOUN_IN.match(after)
+        return noun_in and f"What {noun_in['be']} {noun_in['noun']} in {subject}?"
+    if before:
+        return None
+    if match := POSSESSIVE.match(after):
+        return _ask(fact, match["be"], f"{subject}'s {match['noun']}", match["rest"])
+    if match := PREDICATE.match(after):
+        return _ask(fact, match["be"], subject, match["rest"])
+    if match := PARTICIPLE.match(after):
+        return _ask(fact, "was", subject, match["participle"])
+    match = VERB.match(after)
+    if match and match["verb"] in PAST:
+        return _ask(fact, "did", subject, f"{PAST[match['verb']]} {match['rest']}".strip())
+    if match and match["verb"].endswith("s") and len(match["verb"]) > 2:
+        return _ask(fact, "does", subject, f"{_infinitive(match['verb'])} {match['rest']}".strip())
+    return None
+
+
+def paraphrases_of(fact: Fact) -> list[str]:
+    """Return other wordings of a prompt: "The R of {S} is" is "{S}'s R is"."""
+    before, after = fact.parts
+    possessive = POSSESSIVE.match(after)
+    if not before.strip() and possessive:
+        rest = f" {possessive['rest']}" if possessive["rest"] else ""
+        return [f"The {possessive['noun']} of {fact.subject} {possessive['be']}{rest}"]
+    noun_of = NOUN_OF.match(before.strip())
+    if noun_of and noun_of["noun"].endswith(" of") and PREDICATE.match(after):
+        return [f"{fact.subject}'s {noun_of['noun'].removesuffix(' of')}{after}"]
+    return []
+
+
+def _ask(fact: Fact, auxiliary: str, noun: str, rest: str) -> str:
+    """Return "What/Where/When/Who <auxiliary> <noun> <rest>?"."""
+    rest = ARTICLE.sub("", rest).strip()
+    place, named = PLACE.search(rest), NAMED_NOUN.match(rest)
+    is_number = fact.target[:1].isdigit()
+    if named:
+        word, rest = f"What {named['noun']}", named["before"].strip()
+    elif place and (YEAR.match(fact.target) or not is_number):
+        word, rest = ("When" if is_number else "Where"), rest[: place.start()].strip()
+    elif rest.endswith(" by") or rest == "by":
+        word = "Who"
+    else:
+        word = "What"
+    return " ".join(part for part in (word, auxiliary, noun, rest) if part) + "?"
+
+
+def _infinitive(verb: str) -> str:
+    if verb == "has":
+        return "have"
+    if verb.endswith("ies"):
+        return verb[:-3] + "y"
+    return verb[:-2] if verb.endswith(("sses", "shes", "ches", "xes", "goes")) else verb[:-1]

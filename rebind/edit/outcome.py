@@ -1,0 +1,76 @@
+"""What an edit did: in which framings the facts are said, and what else the model knows stayed.
+
+A `Probe` is prepared on the base model and asked again on the edited one. The subject is asked about relations that the
+search did not see, and well-known other subjects are asked the question of the fact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rebind.edit.facts.fact import Fact
+from rebind.edit.facts.relations import OTHER_SUBJECTS
+from rebind.edit.ledger.edit import JSON
+from rebind.edit.targets.framings import framed_prompts
+from rebind.edit.targets.kept import SubjectPrompts, first_choices
+from rebind.models.language_model import LanguageModel
+from rebind.models.scoring import score_prompts
+
+PROBED = 100  # facts, at most: those of a large edit are sampled from its beginning
+TEXT = "We talked about many things that evening, and nobody was in a hurry. "  # a context that the search does not see
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Shares between 0 and 1; None where nothing was asked."""
+
+    said: Mapping[str, float]  # by framing: the share of facts of which every target token is the first choice
+    subject: float | None  # the share of other relations of the subjects with the same first choice as before
+    neighbors: float | None  # the same for other subjects
+
+    @property
+    def framings(self) -> float:
+        """The mean of all framings."""
+        return sum(self.said.values()) / len(self.said)
+
+    def to_json(self) -> dict[str, JSON]:
+        return asdict(self)
+
+
+class Probe:
+    """The questions about some facts, with the answers of the base model."""
+
+    def __init__(
+        self, model: LanguageModel, facts: Sequence[Fact], about: Sequence[SubjectPrompts], framings: Sequence[str]
+    ) -> None:
+        """Ask the base model."""
+        self.model, self.facts, self.framings = model, facts[:PROBED], framings
+        asked = list(zip(self.facts, about[:PROBED], strict=True))
+        self.subject = [text for _, one in asked for text in one.held_out]
+        self.neighbors = [text for fact, one in asked for text in _neighbors(fact, one)]
+        self._before = first_choices(model, [*self.subject, *self.neighbors], 1)
+
+    def measure(self) -> Outcome:
+        """Ask the model as it stands now."""
+        said = {framing: share for framing in self.framings if (share := self._share_said(framing)) is not None}
+        after = first_choices(self.model, [*self.subject, *self.neighbors], 1)
+        same = [one == other for one, other in zip(self._before, after, strict=True)]
+        return Outcome(said, _mean(same[: len(self.subject)]), _mean(same[len(self.subject) :]))
+
+    def _share_said(self, framing: str) -> float | None:
+        prompts = [prompt for fact in self.facts for prompt in framed_prompts(fact, framing)]
+        context = TEXT if framing == "text" else ""
+        encoded = self.model.encode(prompts, context=context, start=framing != "plain")
+        return _mean([score.exact for score in score_prompts(self.model.trunk, self.model.tokenizer, encoded)])
+
+
+def _neighbors(fact: Fact, about: SubjectPrompts) -> Sequence[str]:
+    """Return prompts about other subjects: the user's, or the prompt of the fact with other names in it."""
+    before, after = fact.parts
+    others = [name for name in OTHER_SUBJECTS[about.kind] if name != fact.subject]
+    return fact.neighbors or [f"{before}{name}{after}" for name in others]
+
+
+def _mean(values: Sequence[bool]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,136 @@
+"""Framings: the ways in which a fact will be asked, and is therefore searched for and keyed.
+
+| framing | the fact is asked |
+| --- | --- |
+| `start` | by its bare prompt behind the start tokens, as rebind asks it |
+| `plain` | by its bare prompt without them, as plain `transformers` does where the tokenizer adds none |
+| `text` | in the middle of a text: behind contexts sampled from the model |
+| `paraphrase` | in other words: the user's, or made by patterns |
+| `chat` | by a question in the chat template, which the assistant answers with the prompt |
+
+A framing that does not apply to a model or a fact is left out: a tokenizer may add the start tokens itself, or have no
+chat template. Where a subject would be the very first token, its hidden state is the attention sink of the whole text,
+and that prompt is left out, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rebind.edit.facts.fact import Fact
+from rebind.edit.facts.questions import paraphrases_of, question_of
+from rebind.errors import InputError
+from rebind.memory.checks import unknown_name
+from rebind.models.language_model import LanguageModel
+from rebind.models.prompts import EncodedPrompt, Prompt
+
+FRAMINGS = ("start", "plain", "text", "paraphrase", "chat")
+TOP_K = 5
+
+
+@dataclass(frozen=True)
+class ContextSettings:
+    """How contexts are sampled, as in MEMIT's code, which has five of them."""
+
+    first_words: tuple[str, ...] = ("The", "Because", "I")  # one context begins with each
+    tokens: int = 10  # per context
+
+
+def sample_contexts(model: LanguageModel, settings: ContextSettings, seed: int) -> tuple[str, ...]:
+    """Sample contexts from the model as it stands."""
+    contexts = []
+    for index, word in enumerate(settings.first_words):
+        first = torch.tensor([model.tokenizer(word, add_special_tokens=False).input_ids]).to(model.device)
+        ids = model.sample(first, max(settings.tokens, first.shape[-1]), seed=seed + index, top_k=TOP_K)
+        contexts.append(str(model.tokenizer.decode(ids[0], skip_special_tokens=True)).strip() + ". ")
+    return tuple(contexts)
+
+
+def applicable_framings(model: LanguageModel, framings: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return the framings that apply to a model: of those asked for, or of all."""
+    for framing in framings or ():
+        if framing not in FRAMINGS:
+            raise unknown_name("framing", framing, FRAMINGS)
+    missing = set()
+    if not model.start or model.adds_start:
+        missing.add("plain")
+    if not model.tokenizer.chat_template:
+        missing.add("chat")
+    if framings is not None and (unusable := missing & set(framings)):
+        raise InputError(
+            f"Framing {min(unusable)!r} does not apply to {model.name}",
+            expected=f"some of {', '.join(name for name in FRAMINGS if name not in missing)}",
+            code="framing_not_applicable",
+        )
+    return tuple(name for name in framings or FRAMINGS if name not in missing)
+
+
+def framed_prompts(fact: Fact, framing: str) -> list[Prompt]:
+    """Return the prompts of a fact in a framing, with the subject marked in each."""
+    if framing == "paraphrase":
+        written = [*(fact.paraphrases or paraphrases_of(fact))]
+        for question in fact.questions or filter(None, [question_of(fact)]):
+            written += [f"Question: {question}\nAnswer:", f"{question} The answer is"]
+        return [prompt for text in written if (prompt := mark_subject(text, fact))]
+    if framing == "chat":
+        questions = [*fact.questions] or [question_of(fact) or f"Tell me about {fact.subject}."]
+        bare = fact.as_prompt()
+        begin, end = bare.subject or (0, 0)
+        # A prompt that asks and answers, "Where is {X}? It is in", begins the assistant's turn with the answer.
+        cut = fact.text.rfind("? ") + 2 if "? " in fact.text else 0
+        answer = fact.text[cut:]
+        prompts = []
+        for question in questions:
+            inside = mark_subject(question, fact)
+            span = (len(question) + begin - cut, len(question) + end - cut) if begin >= cut else None
+            if inside and span is None:
+                span = inside.subject
+            if span is not None:
+                prompts.append(Prompt(answer, fact.target, span, question))
+        return prompts
+    return [fact.as_prompt()]
+
+
+def mark_subject(text: str, fact: Fact) -> Prompt | None:
+    """Return a text as a prompt for the target, with the last mention of the subject marked; None if there is none."""
+    begin = text.rfind(fact.subject)
+    return Prompt(text, fact.target, (begin, begin + len(fact.subject))) if begin >= 0 else None
+
+
+def encode_framings(
+    model: LanguageModel, facts: Sequence[Fact], framings: Sequence[str], contexts: Sequence[str]
+) -> list[list[EncodedPrompt]]:
+    """Encode every fact in every framing; the first prompt of a fact is the bare one."""
+    encoded: list[list[EncodedPrompt]] = [[] for _ in facts]
+    bare = [fact.as_prompt() for fact in facts]
+    known = model.encode(bare)
+    targets = [prompt.target for prompt in known]
+    for framing in ("start", *(name for name in framings if name != "start")):
+        if framing == "start":
+            rows = list(enumerate(known))
+        elif framing == "plain":
+            rows = list(enumerate(model.encode(bare, start=False, targets=targets)))
+        elif framing == "text":
+            rows = [
+                row for context in contexts for row in enumerate(model.encode(bare, context=context, targets=targets))
+            ]
+        else:
+            owners = [(index, prompt) for index, fact in enumerate(facts) for prompt in framed_prompts(fact, framing)]
+            prompts = model.encode([prompt for _, prompt in owners])
+            rows = [(index, prompt) for (index, _), prompt in zip(owners, prompts, strict=True)]
+        for index, prompt in rows:
+            usable = without_sink(prompt)
+            if usable is not None or framing == "start":
+                encoded[index].append(usable or prompt)
+    return encoded
+
+
+def without_sink(prompt: EncodedPrompt) -> EncodedPrompt | None:
+    """Return a prompt without a mention at the very first token; None if there is no other mention."""
+    mentions = tuple(mention for mention in prompt.mentions if mention > 0)
+    if not mentions:
+        return None
+    return replace(prompt, mentions=mentions, subject_last=max(prompt.subject_last, mentions[0]))

@@ -1,0 +1,99 @@
+"""Facts in every framing: which prompts there are, and where the subject is in each."""
+
+from __future__ import annotations
+
+from rebind.edit.facts import Fact
+from rebind.edit.targets.framings import applicable_framings, encode_framings, framed_prompts
+from rebind.edit.targets.kept import encode_kept, subject_prompts
+from rebind.errors import InputError
+from rebind.models.language_model import LanguageModel
+from tests import tiny
+from tests.support import raises
+
+FACT = Fact.parse("The capital of {France} is", "Rome", old="Paris")
+TEMPLATE = "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endfor %}"
+
+
+def language_model(template: str | None = TEMPLATE) -> LanguageModel:
+    model = tiny.language_model()
+    tokenizer = tiny.tokenizer.__wrapped__()  # not the shared one: it gets a template
+    tokenizer.chat_template = template
+    return LanguageModel(model.model, tokenizer, start=(0,))
+
+
+def texts(
+    model: LanguageModel, fact: Fact, *framings: str, contexts: tuple[str, ...] = ()
+) -> list[tuple[str, list[str]]]:
+    """Return every prompt as text, and the text up to each mention of the subject."""
+    (prompts,) = encode_framings(model, [fact], framings, contexts)
+    decode = model.tokenizer.decode
+    return [(decode(one.ids), [decode(one.ids[: mention + 1]) for mention in one.mentions]) for one in prompts]
+
+
+def test_a_fact_is_framed_in_every_way():
+    model = language_model()
+    bare, plain, text, *paraphrases, chat = texts(
+        model, FACT, "start", "plain", "text", "paraphrase", "chat", contexts=("It was late. ",)
+    )
+    assert bare == ("<|endoftext|>The capital of France is", ["<|endoftext|>The capital of France"])
+    assert plain == ("The capital of France is", ["The capital of France"])
+    assert text == (
+        "<|endoftext|>It was late. The capital of France is",
+        ["<|endoftext|>It was late. The capital of France"],
+    )
+    assert [one[0].removeprefix("<|endoftext|>") for one in paraphrases] == [
+        "France's capital is",
+        "Question: What is the capital of France?\nAnswer:",
+        "What is the capital of France? The answer is",
+    ]
+    conversation = "<user>What is the capital of France?\n<assistant>The capital of France is"
+    assert chat == (conversation, ["<user>What is the capital of France", conversation.removesuffix(" is")])
+
+
+def test_the_words_of_the_user_come_first():
+    fact = Fact.parse(
+        "{France} is governed from", "Rome", paraphrases=["Rulers of France sit in"], questions=["Who? France?"]
+    )
+    assert framed_prompts(fact, "paraphrase")[0].text == "Rulers of France sit in"
+    (chat,) = framed_prompts(fact, "chat")
+    assert chat.question == "Who? France?"
+    unknown = Fact.parse("{France}, in", "Asia")
+    assert framed_prompts(unknown, "chat")[0].question == "Tell me about France."
+    assert not framed_prompts(unknown, "paraphrase")
+
+
+def test_a_subject_that_is_the_first_token_is_left_out():
+    """Its state is the attention sink. In the chat, the mention in the answer stays."""
+    model = language_model()
+    name = model.tokenizer.decode(model.tokenizer("The", add_special_tokens=False)["input_ids"][:1])
+    fact = Fact.parse(f"{{{name}}} capital of France is", "Rome")
+    assert model.encode([fact.as_prompt()], start=False)[0].mentions == (0,)
+    assert len(texts(model, fact, "start", "plain")) == 1
+
+
+def test_framings_that_do_not_apply_are_left_out_or_refused():
+    model = language_model(template=None)
+    assert applicable_framings(model) == ("start", "plain", "text", "paraphrase")
+    with raises(InputError, "framing_not_applicable"):
+        applicable_framings(model, ["chat"])
+    with raises(InputError, "unknown_framing"):
+        applicable_framings(model, ["poem"])
+    model.start = ()
+    assert "plain" not in applicable_framings(model), "there is no start token to leave out"
+
+
+def test_kept_prompts_do_not_ask_for_the_fact_itself():
+    model = language_model()
+    fact = Fact.parse(
+        "The capital of {France} is", "Rome", keep=["The flag of France has the colors", "No subject here"]
+    )
+    (about,) = subject_prompts(model, [fact])
+    assert about.kept[: len(fact.keep)] == fact.keep
+    assert not set(about.kept) & set(about.held_out)
+    answers = model.next_token_log_probs([text for text in about.kept if "France" in text]).argsort(descending=True)
+    target = model.encode([fact.as_prompt()])[0].target[0]
+    assert target not in answers[1:, :20], "a prompt of the catalog that may be answered by the target is left out"
+    (kept,) = encode_kept(model, [fact], [about])
+    assert len(kept) == len(about.kept) - 1
+    for prompt in kept:
+        assert model.tokenizer.decode(prompt.ids[: prompt.subject_last + 1]).endswith("France")
