@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rebind.cli.options import LedgerOptions
 from rebind.cli.session import find_ledger
+from rebind.edit import export
 from rebind.edit.editor import Editor
 from rebind.edit.export.adapter import VLLM_RANKS
 from rebind.edit.moments import OwnSamples, Texts
@@ -187,7 +188,7 @@ def test_edits_are_exported_as_adapters_delta_and_checkpoint(rebind, fails, mode
     assert document["checkpoint"]["dtype"] == "float32"
     said = int(edited["facts"][0]["after"]["exact"])
     for name in ("peft", "gguf", "checkpoint"):
-        assert document[name]["check"] == {"facts": 1, "said": said, "said_in_editor": said, "passed": True}
+        assert document[name]["check"] == {"facts": 1, "said": said, "said_in_editor": said}
     assert (adapter / "adapter_model.safetensors").exists()
     assert delta.exists()
     replayed = tmp_path / "replayed"
@@ -208,15 +209,23 @@ def test_an_export_says_how_exact_it_is_and_asks_the_facts_again(rebind, model, 
     words = ("ledger", "export", "--model", model, "--peft", tmp_path / "adapter", "--overwrite")
     people = " ".join(rebind(*words).out.split())
     assert re.search(r"✓ adapter .*: rank \d+, exact to float32", people)
-    assert re.search(r"✓ asked again: [01] of 1 fact said", people)
+    assert re.search(r"✓ asked again: [01] of 1 facts said", people)
     assert "1 edit, " in people
     assert "asked again" not in rebind(*words, "--no-check").out
     document = rebind(*words, "--rank", "3", "--no-check", json=True).document
     assert (document["peft"]["rank"], document["peft"]["check"]) == (3, None)
-    assert "vLLM pads this rank to 8" in document["peft"]["description"]
+    assert "not a rank of vLLM" in document["peft"]["description"]
     narrow = ("ledger", "export", "--model", model, "--checkpoint", tmp_path / "out", "--checkpoint-dtype", "bfloat16")
     assert rebind(*narrow, "--no-check", json=True).document["checkpoint"]["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+def test_an_export_that_lost_facts_fails(rebind, model, edited, tmp_path, monkeypatch):
+    counts = iter([0, 1])  # in the export, in the editor
+    monkeypatch.setattr(export, "count_said", lambda *_: next(counts))
+    shown = rebind("ledger", "export", "--model", model, "--peft", tmp_path / "adapter", code=1).out
+    assert "✗ asked again: 0 of 1 facts said, in the editor 1" in shown
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
 def test_an_export_checks_every_place_before_the_model_is_loaded(rebind, fails, model, edited, tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,16 +46,14 @@ def export(
     ] = None,
     no_check: Annotated[
         bool,
-        opt.flag(
-            "--no-check", "Do not load the export and ask it the facts, which takes the memory of a second model."
-        ),
+        opt.flag("--no-check", "Do not ask the export for the facts, which takes the memory of a second model."),
     ] = False,
     overwrite: Overwrite = False,
     *,
     source: opt.EditorOptions,
     terminal: Terminal,
 ) -> None:
-    """Write the active edits as a LoRA adapter, as a delta file, or as a whole model, and ask it the facts again."""
+    """Write the active edits as a LoRA adapter, as a delta file, or as a whole model, and ask it for the facts."""
     adapters = peft is not None or gguf is not None
     if not adapters and (rank is not None or (delta is None and checkpoint is None)):
         raise InputError(
@@ -74,17 +72,17 @@ def export(
     with Phases(terminal) as phases:
         editor = _open_edited(source, phases)
         document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
-        ask = None if no_check else partial(_ask_again, editor, phases, terminal)
+        checks = None if no_check else _Checks(editor, phases, terminal)
         if peft is not None:
             phases.begin("saving the adapter")
             adapter = editor.export_peft(peft.expanduser(), rank=rank, overwrite=overwrite)
             document["peft"] = _describe_adapter("adapter", adapter, terminal)
-            document["peft"]["check"] = ask and ask("adapter", adapter.path)
+            document["peft"]["check"] = checks and checks.ask("adapter", adapter.path)
         if gguf is not None:
             phases.begin("saving the GGUF adapter")
             adapter = editor.export_gguf(gguf.expanduser(), rank=rank, overwrite=overwrite)
             document["gguf"] = _describe_adapter("GGUF adapter", adapter, terminal)
-            document["gguf"]["check"] = ask and ask("GGUF adapter", adapter.path)
+            document["gguf"]["check"] = checks and checks.ask("GGUF adapter", adapter.path)
         if checkpoint is not None:
             phases.begin("saving the checkpoint")
             dtype = dtype or editor.checkpoint_dtype()
@@ -92,14 +90,13 @@ def export(
             dtype_name = str(dtype).removeprefix("torch.")
             terminal.print(f"✓ checkpoint {saved}: {dtype_name}")
             document["checkpoint"] = {"path": str(saved), "dtype": dtype_name}
-            document["checkpoint"]["check"] = ask and ask("checkpoint", saved)
+            document["checkpoint"]["check"] = checks and checks.ask("checkpoint", saved)
         if delta is not None:  # last: it may lie in one of the folders
             document["delta"] = str(editor.save_delta(delta.expanduser(), overwrite=overwrite))
             terminal.print(f"✓ delta {document['delta']}")
     terminal.hint(f"{tables.counted(len(document['edits']), 'edit')}, {tables.seconds(sum(phases.seconds.values()))}")
     terminal.result(document)
-    checks = [document[name]["check"] for name in ("peft", "gguf", "checkpoint") if name in document]
-    if any(check and not check["passed"] for check in checks):
+    if checks and checks.failed:
         raise typer.Exit(FAILED_CHECK)
 
 
@@ -111,15 +108,37 @@ def _describe_adapter(name: str, adapter: AdapterExport, terminal: Terminal) -> 
     return {"path": str(adapter.path), "rank": adapter.rank, "errors": adapter.errors, "description": summary}
 
 
-def _ask_again(editor: Editor, phases: Phases, terminal: Terminal, kind: str, path: Path) -> dict[str, Any]:
-    """Load an export as another program would, and ask it the facts."""
-    from rebind.edit.export import check_checkpoint, check_gguf, check_peft
+class _Checks:
+    """Loads each export as another program would, and asks it for the facts."""
 
-    check = {"adapter": check_peft, "GGUF adapter": check_gguf, "checkpoint": check_checkpoint}[kind]
-    phases.begin(f"loading and asking the {kind}")
-    result = check(editor.language_model, editor.ledger.active, path)
-    terminal.print(f"{'✓' if result.passed else '✗'} asked again: {result}")
-    return asdict(result) | {"passed": result.passed}
+    def __init__(self, editor: Editor, phases: Phases, terminal: Terminal) -> None:
+        self.editor, self.phases, self.terminal = editor, phases, terminal
+        self.failed = False
+
+    @cached_property
+    def said_in_editor(self) -> int:
+        from rebind.edit.export import count_said
+
+        return count_said(self.editor.language_model, self.editor.ledger.active)
+
+    def ask(self, kind: str, path: Path) -> dict[str, int]:
+        """Print and return how many facts the export at a path says."""
+        from rebind.edit import export as exports
+
+        edits = self.editor.ledger.active
+        loaders = {
+            "adapter": exports.load_with_peft,
+            "GGUF adapter": exports.load_with_gguf,
+            "checkpoint": exports.load_checkpoint,
+        }
+        self.phases.begin(f"loading the {kind}")
+        exported = loaders[kind](self.editor.language_model, path)
+        self.phases.begin(f"asking the {kind}")
+        said = exports.count_said(exported, edits)
+        result = exports.ExportCheck(sum(len(edit.facts) for edit in edits), said, self.said_in_editor)
+        self.terminal.print(f"{'✓' if result.passed else '✗'} asked again: {result}")
+        self.failed |= not result.passed
+        return asdict(result)
 
 
 def replay(

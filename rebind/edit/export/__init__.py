@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from rebind.edit.export.adapter import AdapterExport, export_peft
 from rebind.edit.export.change import apply_delta, compute_changes, load_delta, save_delta
-from rebind.edit.export.check import ExportCheck, ask_facts, check_checkpoint, check_gguf, check_peft, count_said
+from rebind.edit.export.check import ExportCheck, ask_facts, count_said, load_checkpoint, load_with_gguf, load_with_peft
 from rebind.edit.export.checkpoint import choose_dtype, save_model
 from rebind.edit.export.gguf_adapter import export_gguf
 from rebind.edit.export.model_card import model_card
@@ -24,15 +24,15 @@ __all__ = [
     "ExportCheck",
     "apply_delta",
     "ask_facts",
-    "check_checkpoint",
-    "check_gguf",
-    "check_peft",
     "choose_dtype",
     "compute_changes",
     "count_said",
     "export_gguf",
     "export_peft",
+    "load_checkpoint",
     "load_delta",
+    "load_with_gguf",
+    "load_with_peft",
     "model_card",
     "save_delta",
     "save_model",

@@ -47,10 +47,10 @@ class AdapterExport:
         """What vLLM needs to serve this rank; empty where its defaults do."""
         served = _served_rank(self.rank)
         if served is None:
-            return f"vLLM serves ranks up to {VLLM_RANKS[-1]}"
+            return f"vLLM serves ranks up to {VLLM_RANKS[-1]}: ask for that one"
         if served > VLLM_DEFAULT_RANK:
             return f"vLLM needs --max-lora-rank {served}"
-        return "" if served == self.rank else f"vLLM pads this rank to {served}"
+        return "" if served == self.rank else "not a rank of vLLM, which pads it"
 
 
 def export_peft(

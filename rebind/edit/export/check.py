@@ -29,7 +29,7 @@ class ExportCheck:
 
     def __str__(self) -> str:
         editor = "" if self.said == self.said_in_editor == self.facts else f", in the editor {self.said_in_editor}"
-        return f"{self.said} of {self.facts} fact{'s' * (self.facts != 1)} said{editor}"
+        return f"{self.said} of {self.facts} facts said{editor}"
 
 
 def ask_facts(model: LanguageModel, edits: Sequence[Edit]) -> list[FactScore]:
@@ -46,13 +46,13 @@ def count_said(model: LanguageModel, edits: Sequence[Edit]) -> int:
     return sum(score.exact for score in ask_facts(model, edits))
 
 
-def check_checkpoint(edited: LanguageModel, edits: Sequence[Edit], folder: Path) -> ExportCheck:
-    """Load a checkpoint with transformers and ask it for the facts. It takes the memory of a second model."""
-    return _check(edited, LanguageModel.load(folder, device=edited.device), edits)
+def load_checkpoint(edited: LanguageModel, folder: Path) -> LanguageModel:
+    """Load a checkpoint with transformers, beside the edited model: it takes the memory of a second one."""
+    return LanguageModel.load(folder, device=edited.device)
 
 
-def check_peft(edited: LanguageModel, edits: Sequence[Edit], folder: Path) -> ExportCheck:
-    """Load the base model again, put the adapter on it, with peft if that is installed, and ask it for the facts."""
+def load_with_peft(edited: LanguageModel, folder: Path) -> LanguageModel:
+    """Load the base model again and put an adapter on it: with peft, or by adding B A where peft is not installed."""
     base = _load_base(edited)
     if importlib.util.find_spec("peft") is None:
         apply_delta(base.model, read_peft(folder))
@@ -60,22 +60,17 @@ def check_peft(edited: LanguageModel, edits: Sequence[Edit], folder: Path) -> Ex
         from peft import PeftModel
 
         PeftModel.from_pretrained(base.model, str(folder))  # puts the adapter into the modules of the base model
-    return _check(edited, base, edits)
+    return base
 
 
-def check_gguf(edited: LanguageModel, edits: Sequence[Edit], file: Path) -> ExportCheck:
-    """Load the base model again, add the change that llama.cpp would compute, and ask it for the facts."""
+def load_with_gguf(edited: LanguageModel, file: Path) -> LanguageModel:
+    """Load the base model again and add the change that llama.cpp would compute from a GGUF adapter."""
     base = _load_base(edited)
     apply_delta(base.model, read_gguf(file, base.model, [site.name for site in base.sites]))
-    return _check(edited, base, edits)
+    return base
 
 
 def _load_base(edited: LanguageModel) -> LanguageModel:
     base = LanguageModel.load(edited.base_name, edited.tokenizer, dtype=edited.dtype, device=edited.device)
     base.trunk  # noqa: B018 - locates the sites now, before an adapter wraps them
     return base
-
-
-def _check(edited: LanguageModel, exported: LanguageModel, edits: Sequence[Edit]) -> ExportCheck:
-    facts = sum(len(edit.facts) for edit in edits)
-    return ExportCheck(facts, count_said(exported, edits), count_said(edited, edits))

@@ -11,14 +11,15 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from rebind.edit.export.adapter import AdapterExport, export_peft
-from rebind.edit.export.gguf_adapter import export_gguf, gguf_architecture, read_gguf
+from rebind.edit.export.gguf_adapter import export_gguf, gguf_architecture, gguf_names, read_gguf
 from rebind.errors import InputError, ShapeError
 from rebind.memory.low_rank import LowRank
-from rebind.models.sites import memory_of, module_at
+from rebind.models.sites import find_sites, memory_of, module_at
 from tests.edit.edited import KINDS, Case, contents, names_in
-from tests.families import FAMILIES, HIDDEN, INNER, tokens
+from tests.families import FAMILIES, HIDDEN, INNER, LLAMA_LIKE, tokens
 from tests.support import Draw, assert_close, raises
 
 
@@ -110,12 +111,12 @@ def test_an_adapter_says_what_vllm_needs(tmp_path):
     notes = {rank: AdapterExport(tmp_path, rank, {}).note for rank in (1, 5, 8, 16, 17, 512, 600)}
     assert notes == {
         1: "",
-        5: "vLLM pads this rank to 8",
+        5: "not a rank of vLLM, which pads it",
         8: "",
         16: "",
         17: "vLLM needs --max-lora-rank 32",
         512: "vLLM needs --max-lora-rank 512",
-        600: "vLLM serves ranks up to 512",
+        600: "vLLM serves ranks up to 512: ask for that one",
     }
 
 
@@ -206,10 +207,22 @@ def test_a_model_that_llama_cpp_does_not_know_has_no_gguf_adapter(tmp_path):
     assert names_in(tmp_path) == []
 
 
-def test_architectures_have_llama_cpps_names():
-    assert {name: gguf_architecture(FAMILIES[name]()) for name in ("mistral", "phi", "gpt-neox", "qwen3")} == {
-        "mistral": "llama",
-        "phi": "phi2",
-        "gpt-neox": "gptneox",
-        "qwen3": "qwen3",
-    }
+@pytest.mark.parametrize("name", ["mistral", "phi", "gpt-neox", "gpt-bigcode", "gemma3", "olmo3", "cohere", "qwen3"])
+def test_sites_have_the_names_of_the_base_models_tensors(name):
+    model = FAMILIES[name]()
+    sites = [site.name for site in find_sites(model)]
+    assert list(gguf_names(model, sites).values()) == [f"blk.{layer}.ffn_down.weight" for layer in range(len(sites))]
+    renamed = {"mistral": "llama", "phi": "phi2", "gpt-neox": "gptneox", "gpt-bigcode": "starcoder"}
+    renamed |= {"olmo3": "olmo2", "cohere": "command-r"}
+    assert gguf_architecture(model) == renamed.get(name, name)
+
+
+def test_routed_experts_have_no_adapter(tmp_path):
+    """A LoRA adapter is one product per module, and routed experts are many matrices in one module."""
+    model = MixtralForCausalLM(MixtralConfig(**LLAMA_LIKE, num_local_experts=4))
+    site = find_sites(model)[0]
+    change = LowRank(torch.ones(site.d_v, 1), torch.ones(1, site.d_k))
+    for export, name in ((export_peft, "adapter"), (export_gguf, "adapter.gguf")):
+        with raises(InputError, "no_adapter_for_experts"):
+            export(model, {site.name: change}, tmp_path / name, base_name="tiny")
+    assert names_in(tmp_path) == []
