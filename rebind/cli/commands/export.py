@@ -53,7 +53,7 @@ def export(
     source: opt.EditorOptions,
     terminal: Terminal,
 ) -> None:
-    """Write the active edits as a LoRA adapter, as a delta file, or as a whole model, and ask it for the facts."""
+    """Write the active edits as a LoRA adapter, as a delta file, or as a whole model."""
     adapters = peft is not None or gguf is not None
     if not adapters and (rank is not None or (delta is None and checkpoint is None)):
         raise InputError(
