@@ -151,11 +151,10 @@ def _measurements(edits: Sequence[Edit]) -> str:
 def _measure(edit: Edit) -> dict[str, str]:
     drift: Any = edit.scores.get("drift")
     guard: Any = edit.scores.get("guard")
-    framings: Any = edit.scores.get("framings") or {}
-    kept: Any = edit.scores.get("kept") or {}
+    outcome: Any = edit.scores.get("outcome") or {}
     failed = ", ".join(check["check"] for check in guard["failed"]) if guard else ""
-    shares = {f"said ({framing})": share for framing, share in framings.items()}
-    shares |= {f"kept ({questions})": share for questions, share in kept.items()}
+    shares = {f"said ({framing})": share for framing, share in outcome.get("said", {}).items()}
+    shares |= {f"kept ({about})": outcome[about] for about in ("subject", "neighbors") if about in outcome}
     return {
         "drift": f"{drift['kl']:.3g}" if drift else "–",
         "growth": f"{drift['growth']:.3g}" if drift else "–",

@@ -20,8 +20,7 @@ def test_the_card_lists_every_fact_with_its_scores(llama):
         "after": [score(0.973), score(rank=2, says="x")],
         "drift": {"kl": 0.0312, "largest": 0.5, "prompt": "a", "growth": 0.21, "site": "b"},
         "guard": {"bounds": {}, "failed": [{"check": "said"}]},
-        "framings": {"start": 1.0, "chat": 0.5},
-        "kept": {"subject": 0.75, "neighbors": None},
+        "outcome": {"said": {"start": 1.0, "chat": 0.5}, "subject": 0.75, "neighbors": None},
     }
     edit = make_edit(
         llama.model,
