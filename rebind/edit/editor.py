@@ -41,7 +41,7 @@ from rebind.edit.plan import Plan, estimate
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
 from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
-from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStore
+from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStates, TargetStore
 from rebind.edit.targets.framings import applicable_framings, encode_framings, sample_contexts
 from rebind.edit.targets.kept import SubjectPrompts, encode_kept, subject_prompts
 from rebind.errors import InputError, LedgerError, StorageError
@@ -51,6 +51,8 @@ from rebind.models.load import OWN_MODEL_TYPES
 from rebind.models.prompts import ends_with_word, start_text
 from rebind.models.scoring import FactScore
 from rebind.models.sites import memory_of, module_at
+
+KEPT = 9  # prompts about a subject that are kept, on average
 
 # Facts, dictionaries or (prompt, target) pairs; or the path of a JSONL, JSON or CSV file (see `read_facts`)
 FactSource: TypeAlias = str | Path | Fact | Mapping[str, object] | Iterable[Fact | Mapping[str, object] | Sequence[str]]
@@ -170,12 +172,12 @@ class Editor:
         check_earlier_edits(earlier, force=force)
         with self.base_model():
             before, about = self.score(listed), subject_prompts(self.language_model, listed)
-            edit = self._solve(listed, about, settings)
+            edit, search = self._solve(listed, about, settings)
             probe = None if self.guard is None else Probe(self.language_model, listed, about, self.framings)
         self.progress.phase("writing")
         with self._trial(edit):
             scores: dict[str, JSON] = {"before": [score.to_json() for score in before]}
-            forced = self._check(listed, edit, settings, scores, probe, force=force)
+            forced = self._check(listed, edit, settings, search, scores, probe, force=force)
             with self.ledger.locked():
                 clashes = [one for one in self._earlier_edits(listed) if one.clashes]  # of other processes, too
                 check_earlier_edits([one for one in clashes if one not in earlier], force=force)
@@ -271,10 +273,12 @@ class Editor:
         listed = list(read_facts(facts))
         warn_of_shared_keys(listed)
         settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
-        model, contexts, moments = self.language_model, self.context_settings, self.moments
+        model, moments = self.language_model, self.moments
+        kept = KEPT if settings.targets.keep else 0
+        rows = len(self.framings) + len(self.context_settings.first_words) + kept
         prompts = model.encode([fact.as_prompt() for fact in listed])
         earlier = find_earlier_edits(listed, self.ledger.active)
-        return estimate(model, prompts, settings, contexts, moments, conflicts(listed), earlier)
+        return estimate(model, prompts, settings, rows, moments, conflicts(listed), earlier)
 
     # Export
 
@@ -351,8 +355,10 @@ class Editor:
             for fact, prompts, own in zip(facts, framed, kept, strict=True)
         ]
 
-    def _solve(self, facts: list[Fact], about: Sequence[SubjectPrompts], settings: EditSettings) -> Edit:
-        """Find the writes of an edit; the weights are those of the base model."""
+    def _solve(
+        self, facts: list[Fact], about: Sequence[SubjectPrompts], settings: EditSettings
+    ) -> tuple[Edit, TargetStates]:
+        """Find the target states and the writes of an edit; the weights are those of the base model."""
         sites = [self.sites[layer] for layer in settings.layers]
         names = [site.name for site in sites]
         self.progress.phase("contexts")
@@ -373,7 +379,7 @@ class Editor:
             lam = choose_lambda(subjects.keys(sites[0]), old_keys[sites[0].name], len(facts))
         delta = target_states.states - target_states.initial
         writes = solve_writes(subjects, sites, delta, settings.method, old_keys, lam)
-        return Edit(
+        edit = Edit(
             facts=tuple(facts),
             method=settings.method.name,
             settings={
@@ -389,6 +395,7 @@ class Editor:
             tensors={"targets": target_states.states.float().cpu(), **pack_writes(writes)},
             versions=library_versions(),
         )
+        return edit, target_states
 
     @contextmanager
     def _trial(self, edit: Edit) -> Iterator[None]:
@@ -414,6 +421,7 @@ class Editor:
         facts: Sequence[Fact],
         edit: Edit,
         settings: EditSettings,
+        search: TargetStates,
         scores: dict[str, JSON],
         probe: Probe | None,
         *,
@@ -427,7 +435,7 @@ class Editor:
         self.progress.phase("checks")
         drift, outcome = self.drift(), probe.measure()
         lam = float(edit.settings["lam"])  # type: ignore[arg-type]
-        failures = self.guard.check(facts, after, drift, outcome, replace(settings, lam=lam))
+        failures = self.guard.check(facts, after, drift, outcome, replace(settings, lam=lam), search)
         require_passed(failures, force=force)
         scores["drift"], scores["outcome"] = asdict(drift), outcome.to_json()
         scores["guard"] = {"bounds": asdict(self.guard), "failed": [failure.to_json() for failure in failures]}

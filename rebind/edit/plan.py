@@ -9,12 +9,13 @@ from rebind.edit.facts import Conflict
 from rebind.edit.guard import EarlierEdit
 from rebind.edit.moments import Moments
 from rebind.edit.settings import EditSettings
-from rebind.edit.targets import ContextSettings, TargetSettings
+from rebind.edit.targets import TargetSettings
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt
 
 CPU_RATE = 6e10  # multiply-adds per second: low guesses, for an estimate that is right within a small factor
 GPU_RATE = 5e13
+CONTEXT_TOKENS = 10  # before a prompt: contexts and chat templates, on average
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def estimate(
     model: LanguageModel,
     prompts: Sequence[EncodedPrompt],
     settings: EditSettings,
-    contexts: ContextSettings,
+    rows: int,  # prompts per fact
     moments: Moments,
     conflicts: Sequence[Conflict],
     earlier: Sequence[EarlierEdit],
@@ -50,12 +51,12 @@ def estimate(
     """Estimate tokens, bytes and seconds from the lengths of the prompts and the size of the model."""
     sites = [model.sites[layer] for layer in settings.layers]
     moments_cached = all(moments.path(site.name).exists() for site in sites)
-    rows = 1 + len(contexts.first_words)
-    tokens = rows * sum(len(prompt.ids) + len(prompt.target) + contexts.tokens for prompt in prompts)
+    tokens = rows * sum(len(prompt.ids) + len(prompt.target) + CONTEXT_TOKENS for prompt in prompts)
     suffix = rows * sum(len(prompt.ids) - prompt.subject_last + len(prompt.target) for prompt in prompts)
     parameters = sum(parameter.numel() for parameter in model.model.parameters())
     work = 2 * parameters * (3 * tokens + 2 * settings.targets.steps * suffix)
     work += 0 if moments_cached else 2.6 * parameters * moments.tokens
+    keys = rows if settings.method.several_keys else 1
     widest, width = max(site.d_k for site in sites), sites[0].d_v
     return Plan(
         method=settings.method.name,
@@ -65,7 +66,7 @@ def estimate(
         prompt_tokens=tokens,
         moments_cached=moments_cached,
         moment_tokens=moments.tokens,
-        bytes_on_disk=4 * len(prompts) * sum(2 * site.d_k + site.d_v for site in sites),
+        bytes_on_disk=4 * len(prompts) * keys * sum(2 * site.d_k + site.d_v for site in sites),
         bytes_in_memory=8 * 4 * widest * widest + 4 * suffix * len(model.sites) * width * 12,
         seconds=work / (CPU_RATE if model.device.type == "cpu" else GPU_RATE),
         conflicts=tuple(conflicts),
