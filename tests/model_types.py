@@ -34,16 +34,16 @@ REFUSED = {  # with the code of the error
 }
 EDITED = [kind for kind in LANGUAGE_MODELS if kind not in REFUSED]
 
-SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {  # wide MLPs: in narrow ones random keys overlap, and an edit moves other tokens too
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim_model"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dim_ff", "dff"), 56),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dim_ff", "dff"), 224),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 24),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 20),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 96),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 96),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "head_dim", "v_head_dim", "o_lora_rank"), 8),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
     **dict.fromkeys(("n_group", "topk_group"), 1),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rebind.edit import TargetSettings
+from rebind.edit.targets import ContextSettings, TargetSettings
 from rebind.errors import InputError, NumericalWarning
 from rebind.models.language_model import LanguageModel
 from rebind.models.mlp_output import Measured, Scaled, output_map
@@ -30,6 +30,7 @@ NARROW = {"xglm"}  # fails in float64
 ROWS = [(5, 9, 7, 3), (4, 8, 6, 7, 12, 30, 2), (11, 3)]
 PREFIXES, SUFFIXES = (0, 3, 1, 19), (5, 2, 4, 1)  # lengths; one prefix is longer than the sliding windows
 CHECKED = [0, 3]
+SEARCH = TargetSettings(steps=6, rate=0.3, clamp=1.0, decay=0.0, kl=0.0, keep=0.0, end=0.0)
 
 families = pytest.mark.parametrize("kind", EDITED)
 
@@ -161,20 +162,20 @@ def test_prefixes_and_padding_change_nothing(trunk, kind, tolerance):
 
 @pytest.mark.filterwarnings("ignore::rebind.errors.NumericalWarning")
 @families
-def test_an_edit_is_replayed_and_undone_exactly(kind, tmp_path):
+def test_an_edit_is_believed_replayed_and_undone_exactly(kind):
     model = build(kind)
     twin = copy.deepcopy(model)
     base = tiny.weights(model)
-    editor = open_editor(model, tmp_path / "ledger", moment_tokens=200)
-    before = editor.language_model.next_token_log_probs([FACTS[0].text])
-    edit = rewrite(editor, FACTS[0], layers=[1], targets=TargetSettings(steps=2, clamp=4.0))
+    alone = {"moment_tokens": 500, "framings": ["start"], "contexts": ContextSettings(first_words=())}
+    editor = open_editor(model, **alone)
+    edit = rewrite(editor, FACTS[0], method="rome", layers=[1], targets=SEARCH)
+    before, after = (edit.scores[moment][0]["nll"] for moment in ("before", "after"))
+    assert after < before
     edited = tiny.weights(model)
-    weight = stored_weight(module_at(model, editor.sites[1].name))
     changed = [parameter for name, parameter in model.named_parameters() if base[name] != edited[name]]
     assert len(changed) == 1
-    assert changed[0] is weight
-    assert (editor.language_model.next_token_log_probs([FACTS[0].text]) - before).abs().max() > 1e-3
-    open_editor(twin, tmp_path / "ledger", moment_tokens=200)
+    assert changed[0] is stored_weight(module_at(model, editor.sites[1].name))
+    open_editor(twin, editor.ledger, **alone)
     assert tiny.weights(twin) == edited
     editor.undo(edit.id)
     assert tiny.weights(model) == base
