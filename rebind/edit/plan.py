@@ -57,7 +57,7 @@ def estimate(
     work = 2 * parameters * (3 * tokens + 2 * settings.targets.steps * suffix)
     work += 0 if moments_cached else 2.6 * parameters * moments.tokens
     keys = rows if settings.method.several_keys else 1
-    widest, width = max(site.d_k for site in sites), sites[0].d_v
+    moment, width = max(site.d_k**2 // site.experts for site in sites), sites[0].d_v
     return Plan(
         method=settings.method.name,
         layers=settings.layers,
@@ -67,7 +67,7 @@ def estimate(
         moments_cached=moments_cached,
         moment_tokens=moments.tokens,
         bytes_on_disk=4 * len(prompts) * keys * sum(2 * site.d_k + site.d_v for site in sites),
-        bytes_in_memory=8 * 4 * widest * widest + 4 * suffix * len(model.sites) * width * 12,
+        bytes_in_memory=8 * 4 * moment + 4 * suffix * len(model.sites) * width * 12,
         seconds=work / (CPU_RATE if model.device.type == "cpu" else GPU_RATE),
         conflicts=tuple(conflicts),
         targets=settings.targets,

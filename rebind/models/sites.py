@@ -41,13 +41,14 @@ EDITABLE_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 @dataclass(frozen=True)
 class Site:
-    """A matrix that can be edited; `name` is its linear map and `block` its block, as in `named_modules()`."""
+    """A memory that can be edited; `name` is its module and `block` its block, as in `named_modules()`."""
 
     layer: int
     block: str
     name: str
     d_k: int
     d_v: int
+    experts: int = 1  # that share the memory; its second moment has a block for each
 
 
 class _Linear(NamedTuple):
@@ -82,7 +83,7 @@ def _find_site(layer: int, path: str, block: nn.Module, hidden: int, owners: Cou
         inner_path, module = experts
         d_v, d_k = experts_shape(module)
         _require_editable(f"{path}.{inner_path}", module)
-        return Site(layer, path, f"{path}.{inner_path}", d_k, d_v)
+        return Site(layer, path, f"{path}.{inner_path}", d_k, d_v, len(stored_weight(module)))
     if down is None:
         _refuse_other_experts(path, block)
         down = _last_named([x for x in maps if x.in_mixer and x.d_out == hidden], OUTPUT_NAMES)

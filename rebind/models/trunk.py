@@ -166,8 +166,9 @@ class Trunk:
                 cached = self._after(last, tokens.select(order), cache, None)[order]
             except Exception:  # each model fails in its own way
                 return False
+        is_token = tokens.mask[:, past.ids.shape[1] :].bool().to(whole.device)
         tolerance = max(1e-3, 16 * torch.finfo(whole.dtype).eps)
-        return bool((cached - whole)[:, 0].norm() <= tolerance * whole[:, 0].norm())
+        return bool((cached - whole)[is_token].norm() <= tolerance * whole[is_token].norm())
 
     def narrowed(self, dtype: torch.dtype) -> Trunk:
         """Return a copy of the model as it is now in a narrower dtype."""
