@@ -26,14 +26,19 @@ from torch import Tensor
 
 from rebind.edit.facts import Fact, shared_keys
 from rebind.edit.facts.fact import comparable
+from rebind.edit.facts.questions import question_of
 from rebind.edit.ledger.edit import JSON, Edit
 from rebind.edit.outcome import Outcome
 from rebind.edit.settings import EditSettings
+from rebind.edit.targets.optimize import TargetStates
 from rebind.edit.wording import percent
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
 from rebind.models.scoring import FactScore
 
 IN_FLOAT32 = "Load the model in float32, or write fewer facts at once"
+UNFINISHED = 1.0  # the loss of a search that did not get to its targets, in nats
+MANY = 400  # facts: from here on alphaedit says more of them than memit
+LITTLE = 0.5  # a share of facts
 
 # Many topics and kinds of continuation: a certain word, an open end, a number, code, other languages.
 CANARY_PROMPTS = (
@@ -126,14 +131,18 @@ class Guard:
         drift: Drift,
         outcome: Outcome,
         settings: EditSettings,
+        search: TargetStates | None = None,
     ) -> list[Failure]:
-        """Return the checks that fail, the most serious first. A model that computes NaN fails only that check."""
+        """Return the checks that fail, the most serious first. A model that computes NaN fails only that check.
+
+        `settings` and `search` tell how the edit was made; the advice depends on them.
+        """
         numbers = [drift.kl, drift.growth, *(score.nll for score in scores)]
         if broken := sum(not math.isfinite(number) for number in numbers):
             problem = f"{broken} of {len(numbers)} measurements of the edited model are NaN or infinite"
             return [Failure("finite", float(broken), 0.0, problem, IN_FLOAT32)]
         failures = []
-        advice = _advise(facts, settings, weaker=True)
+        advice = _advise_weaker(facts, settings)
         if drift.kl > self.drift:
             moved = f"the next token on unrelated prompts moved by {drift.kl:.2f} nats, and {self.drift:g} are allowed"
             failures.append(Failure("drift", drift.kl, self.drift, moved, *advice))
@@ -144,15 +153,15 @@ class Guard:
         required = 1.0 if len(scores) == 1 and self.said > 0 else self.said
         if said < required:
             problem = _describe_answers(facts, scores, required)
-            failures.append(Failure("said", said, required, problem, *_advise(facts, settings, weaker=False)))
+            failures.append(Failure("said", said, required, problem, *_advise_stronger(facts, settings, search)))
         elif outcome.framings < self.framings:
             listed = ", ".join(f"{name} {share:.0%}" for name, share in outcome.said.items())
             problem = f"the facts are said in {outcome.framings:.0%} of their framings ({listed})"
-            advice = _advise(facts, settings, weaker=False)
+            advice = _advise_framings(facts, settings, search, outcome)
             failures.append(Failure("framings", outcome.framings, self.framings, problem, *advice))
         if outcome.subject is not None and outcome.subject < self.subject:
             problem = f"{outcome.subject:.0%} of other questions about the same subjects are answered as before"
-            advice = ("Try {keep}", {"keep": 4 * settings.targets.keep or 4.0})
+            advice = "Try {keep}", {"keep": 4 * settings.targets.keep or 4.0}
             failures.append(Failure("subject", outcome.subject, self.subject, problem, *advice))
         return failures
 
@@ -168,21 +177,55 @@ def _describe_answers(facts: Sequence[Fact], scores: Sequence[FactScore], requir
     return f'the model answers "{answer}" ({rest} and rank {score.rank})'
 
 
-def _advise(facts: Sequence[Fact], settings: EditSettings, *, weaker: bool) -> tuple[str, dict[str, object]]:
-    """Return advice, and the settings that it names, for an edit that should be weaker or stronger."""
-    method, search = settings.method, settings.targets
-    named: dict[str, object] = {"clamp": search.clamp / 2} if weaker else {"steps": max(60, 2 * search.steps)}
-    if method.exact:
-        named["method"] = "memit"
-    else:
-        named["lam"] = settings.lam and float(f"{settings.lam * (10 if weaker else 0.1):.3g}")
-        if len(facts) > 1 and not weaker and method.name != "alphaedit":
-            named["method"] = "alphaedit"
-    options = " or ".join(f"{{{name}}}" for name in named)
+Advice = tuple[str, dict[str, object]]  # one next step, and the setting that it names
+
+
+def _advise_weaker(facts: Sequence[Fact], settings: EditSettings) -> Advice:
+    """Return the setting that is most likely to make an edit disturb the model less."""
+    if not settings.method.exact:
+        return "Try {lam}", {"lam": _scaled(settings.lam, 10)}
     if len(facts) > 1:
-        return f"Write fewer facts at once, or try {options}", named
-    rest = "choose other {layers}" if weaker else "choose other {layers}, or rephrase the prompt"
-    return f"Try {options}; if that fails, {rest}", named | {"layers": None}
+        return "Try {method}", {"method": "memit"}  # exact facts cost whatever they cost
+    return "Try {clamp}", {"clamp": _scaled(settings.targets.clamp, 0.5)}
+
+
+def _advise_stronger(facts: Sequence[Fact], settings: EditSettings, search: TargetStates | None) -> Advice:
+    """Return the setting that is most likely to make the model say the facts.
+
+    Where the search did not get to its targets, it is held back by its bound or by its number of steps. Where it did,
+    the write realizes too little of them.
+    """
+    targets = settings.targets
+    if search is None or float(search.loss.median()) > UNFINISHED:
+        if search is not None and _is_at_bound(search, targets.clamp):
+            return "Try {clamp}", {"clamp": _scaled(targets.clamp, 2)}
+        return "Try {steps}", {"steps": max(60, 2 * targets.steps)}
+    if settings.method.exact:
+        return "Try {method}", {"method": "memit"}  # which has a key for every framing
+    if len(facts) >= MANY and settings.method.name != "alphaedit":
+        return "Try {method}", {"method": "alphaedit"}
+    return "Try {lam}", {"lam": _scaled(settings.lam, 0.1)}
+
+
+def _advise_framings(
+    facts: Sequence[Fact], settings: EditSettings, search: TargetStates | None, outcome: Outcome
+) -> Advice:
+    """Return the next step for facts that are said after their prompts but not in other framings."""
+    without = [fact for fact in facts if not fact.questions and question_of(fact) is None]
+    if outcome.said.get("chat", 1.0) < LITTLE and 2 * len(without) > len(facts):
+        return "Say how people ask for it, with {questions}", {"questions": None}
+    return _advise_stronger(facts, settings, search)
+
+
+def _is_at_bound(search: TargetStates, clamp: float) -> bool:
+    """Return whether most target states are as far from where they began as the clamp allows."""
+    moved = torch.linalg.vector_norm(search.states - search.initial, dim=-1)
+    allowed = clamp * torch.linalg.vector_norm(search.initial, dim=-1)
+    return bool((moved / allowed).median() > 0.99)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return value and float(f"{value * factor:.3g}")
 
 
 def require_passed(failures: Sequence[Failure], *, force: bool) -> None:

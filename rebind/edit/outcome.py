@@ -7,7 +7,7 @@ search did not see, and well-known other subjects are asked the question of the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from rebind.edit.facts.fact import Fact
 from rebind.edit.facts.relations import OTHER_SUBJECTS
@@ -22,12 +22,24 @@ TEXT = "We talked about many things that evening, and nobody was in a hurry. "  
 
 
 @dataclass(frozen=True)
+class ChangedAnswer:
+    """A prompt that no fact is about, and to which the model now gives another first token."""
+
+    about: str  # "subject": another relation of a subject; "neighbors": another subject
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Shares between 0 and 1; None where nothing was asked."""
 
     said: Mapping[str, float]  # by framing: the share of facts of which every target token is the first choice
     subject: float | None  # the share of other relations of the subjects with the same first choice as before
     neighbors: float | None  # the same for other subjects
+    asked: Mapping[str, int] = field(default_factory=dict)  # "subject", "neighbors" → number of prompts
+    changed: tuple[ChangedAnswer, ...] = ()  # those among them that are answered differently
 
     @property
     def framings(self) -> float:
@@ -56,7 +68,17 @@ class Probe:
         said = {framing: share for framing in self.framings if (share := self._share_said(framing)) is not None}
         after = first_choices(self.model, [*self.subject, *self.neighbors], 1)
         same = [one == other for one, other in zip(self._before, after, strict=True)]
-        return Outcome(said, _mean(same[: len(self.subject)]), _mean(same[len(self.subject) :]))
+        kept = {"subject": same[: len(self.subject)], "neighbors": same[len(self.subject) :]}
+        about = ["subject"] * len(self.subject) + ["neighbors"] * len(self.neighbors)
+        answers = zip(about, [*self.subject, *self.neighbors], self._before, after, strict=True)
+        decode = self.model.tokenizer.decode
+        changed = [
+            ChangedAnswer(kind, prompt, str(decode(before)), str(decode(now)))
+            for kind, prompt, before, now in answers
+            if before != now
+        ]
+        asked = {name: len(values) for name, values in kept.items()}
+        return Outcome(said, _mean(kept["subject"]), _mean(kept["neighbors"]), asked, tuple(changed))
 
     def _share_said(self, framing: str) -> float | None:
         prompts = [prompt for fact in self.facts for prompt in framed_prompts(fact, framing)]

@@ -3,6 +3,7 @@
 - `language_model`: load, encode, score, generate, and a digest of the weights
 - `prompts`: prompts as text and as tokens, with start tokens, chat template and context
 - `scoring`, `generation`: how strongly the model believes a target; how it continues a prompt
+- `judging`: whether a text that it continues says a target
 - `locate`, `load`: from a name, a folder or a file to weights and a tokenizer
 - `sites`, `experts`: the memories that can be edited, those of routed experts among them
 - `mlp_output`: what a block does with their output

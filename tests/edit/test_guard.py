@@ -17,7 +17,7 @@ from rebind.edit.methods import METHODS
 from rebind.edit.outcome import Outcome
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings
-from rebind.edit.targets import TargetSearch, TargetSettings
+from rebind.edit.targets import TargetSearch, TargetSettings, TargetStates
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
 from rebind.models.language_model import LanguageModel
 from rebind.models.scoring import FactScore
@@ -38,6 +38,12 @@ HOLDS = Outcome({"start": 1.0, "chat": 1.0}, 0.8, 0.9)
 
 def settings(method: str = "memit", lam: float | None = 100.0) -> EditSettings:
     return EditSettings(METHODS[method], (1,), lam, TargetSettings())
+
+
+def searched(loss: float, moved: float) -> TargetStates:
+    """Return the end of a search that came this far."""
+    initial = torch.ones(1, 4)
+    return TargetStates((1 + moved) * initial, initial, torch.tensor([loss]), torch.tensor([29]))
 
 
 def strong(editor: Editor, *facts: Fact, **options: Any) -> Edit:
@@ -125,10 +131,9 @@ def test_the_message_names_the_problems_and_what_to_try():
     assert error.problem == (
         'Edit not written: the model begins the answer ("Rome") but does not finish it ("Rome" has probability 0.9%)'
     )
-    assert error.settings == {"steps": 60, "lam": 10.0, "layers": None, "force": True}
+    assert error.settings == {"steps": 60, "force": True}
     spelled = error.message(lambda name, value: f"--{name}" if value in (None, True) else f"--{name} {value}")
-    assert "Try --steps 60 or --lam 10.0; if that fails, choose other --layers" in spelled
-    assert spelled.endswith("Use --force to write it anyway.")
+    assert spelled.endswith("Try --steps 60. Use --force to write it anyway.")
     with pytest.raises(GuardError) as caught:
         require_passed(Guard().check([FACT], [NOT_SAID], BROKEN, HOLDS, settings()), force=False)
     assert caught.value.checks == ("drift", "growth", "said")
@@ -138,14 +143,60 @@ def test_the_message_names_the_problems_and_what_to_try():
 
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("facts", [[FACT], [FACT, *OTHERS]])
-def test_advice_names_only_settings_that_the_method_takes(method, facts):
-    failures = Guard().check(facts, [NOT_SAID] * len(facts), BROKEN, HOLDS, settings(method))
-    assert len(failures) == 3
-    for failure in failures:
-        assert ("lam" in failure.settings) != METHODS[method].exact, "exact methods have no λ"
-        assert failure.settings.get("method") != method, "the method that failed is not the solution"
-        assert ("fewer facts" in failure.advice) == (len(facts) > 1)
-        assert all(f"{{{name}}}" in failure.advice for name in failure.settings)
+def test_advice_is_one_setting_that_the_method_takes(method, facts):
+    for search in (None, searched(loss=0.1, moved=0.5), searched(loss=5.0, moved=0.75)):
+        failures = Guard().check(facts, [NOT_SAID] * len(facts), BROKEN, HOLDS, settings(method), search)
+        assert len(failures) == 3
+        for failure in failures:
+            assert failure.advice in [f"Try {{{name}}}" for name in failure.settings]
+            assert not (METHODS[method].exact and "lam" in failure.settings), "exact methods have no λ"
+            assert failure.settings.get("method") != method, "the method that failed is not the solution"
+
+
+@pytest.mark.parametrize(
+    ("loss", "moved", "facts", "advice"),
+    [
+        (5.0, 0.3, 1, {"steps": 60}),
+        (5.0, 0.75, 1, {"clamp": 1.5}),
+        (0.1, 0.75, 1, {"lam": 10.0}),
+        (0.1, 0.75, 500, {"method": "alphaedit"}),
+    ],
+    ids=["too few steps", "at the bound", "a weak write", "a full memory"],
+)
+def test_advice_follows_from_how_far_the_search_came(loss, moved, facts, advice):
+    failures = Guard().check([FACT] * facts, [NOT_SAID] * facts, STILL, HOLDS, settings(), searched(loss, moved))
+    assert [failure.settings for failure in failures] == [advice]
+
+
+def test_facts_without_a_question_are_advised_to_have_one():
+    odd = Fact.parse("Behold {France}, oh", "Rome")
+    silent = Outcome({"start": 1.0, "plain": 0.0, "chat": 0.0}, 0.8, 0.9)
+    (failure,) = Guard().check([odd], [SAID], STILL, silent, settings())
+    assert "{questions}" in failure.advice
+    (failure,) = Guard().check([replace(odd, questions=("What is France?",))], [SAID], STILL, silent, settings())
+    assert failure.settings == {"steps": 60}
+
+
+@pytest.mark.parametrize(
+    ("guard", "lam", "search"),
+    [
+        (replace(OPEN, said=0.1), 0.1, TargetSettings(steps=4, clamp=20.0)),
+        (replace(OPEN, said=0.1), 0.1, TargetSettings(steps=30, clamp=0.3)),
+        (replace(OPEN, said=0.1), 100.0, TargetSettings(steps=60, clamp=20.0)),
+        (replace(OPEN, drift=0.8), 0.1, TargetSettings(steps=60, clamp=20.0)),
+    ],
+    ids=["too few steps", "at the bound", "a weak write", "too strong"],
+)
+def test_an_edit_that_follows_the_advice_passes(guard, lam, search):
+    model = tiny.llama()
+    model.lm_head.weight.data.mul_(8.0)  # it is sure of what it says
+    editor, fact = open_editor(model, guard=guard), Fact.parse("The answer is {France}", "the")
+    with pytest.raises(GuardError) as caught:
+        editor.rewrite_many([fact], layers=(1, 2), lam=lam, targets=search)
+    advice = {name: value for name, value in caught.value.settings.items() if name != "force"}
+    assert len(advice) == 1
+    lam = advice.pop("lam", lam)
+    editor.rewrite_many([fact], layers=(1, 2), lam=lam, targets=replace(search, **advice))
 
 
 # Edits that fail

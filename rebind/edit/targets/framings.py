@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 import torch
 
@@ -29,14 +30,20 @@ from rebind.models.prompts import EncodedPrompt, Prompt
 
 FRAMINGS = ("start", "plain", "text", "paraphrase", "chat")
 TOP_K = 5
+FIRST_WORDS = ("The", "Because", "I", "You", "In", "When", "They", "It", "We", "A")
 
 
 @dataclass(frozen=True)
 class ContextSettings:
     """How contexts are sampled, as in MEMIT's code, which has five of them."""
 
-    first_words: tuple[str, ...] = ("The", "Because", "I")  # one context begins with each
+    first_words: tuple[str, ...] = FIRST_WORDS[:3]  # one context begins with each
     tokens: int = 10  # per context
+
+    @classmethod
+    def of(cls, count: int) -> ContextSettings:
+        """Return the settings for this many contexts; they differ even where they begin with the same word."""
+        return cls(tuple(islice(cycle(FIRST_WORDS), count)))
 
 
 def sample_contexts(model: LanguageModel, settings: ContextSettings, seed: int) -> tuple[str, ...]:
@@ -51,9 +58,7 @@ def sample_contexts(model: LanguageModel, settings: ContextSettings, seed: int) 
 
 def applicable_framings(model: LanguageModel, framings: Sequence[str] | None = None) -> tuple[str, ...]:
     """Return the framings that apply to a model: of those asked for, or of all."""
-    for framing in framings or ():
-        if framing not in FRAMINGS:
-            raise unknown_name("framing", framing, FRAMINGS)
+    require_framings(framings or ())
     missing = set()
     if not model.start or model.adds_start:
         missing.add("plain")
@@ -66,6 +71,13 @@ def applicable_framings(model: LanguageModel, framings: Sequence[str] | None = N
             code="framing_not_applicable",
         )
     return tuple(name for name in framings or FRAMINGS if name not in missing)
+
+
+def require_framings(names: Sequence[str]) -> None:
+    """Raise if one of the names is no framing."""
+    for name in names:
+        if name not in FRAMINGS:
+            raise unknown_name("framing", name, FRAMINGS)
 
 
 def framed_prompts(fact: Fact, framing: str) -> list[Prompt]:

@@ -17,6 +17,7 @@ step as a CUDA graph and replays it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rebind.cuda_graphs import capture_graph, record_or_warn
+from rebind.errors import InputError
 from rebind.models.prompts import EncodedPrompt
 from rebind.models.trunk import Tokens, Trunk, select_cache
 
@@ -41,6 +43,16 @@ class TargetSettings:
     keep: float = 3.0  # weight of the kept prompts
     end: float = 1.0  # weight of the end of the target's last word
     enough: float = 0.05  # the search for a fact ends when its loss falls below this
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rate", "clamp"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                problem = f"The setting {name!r} of the target search is {value}"
+                raise InputError(problem, expected="a finite number above 0", code="not_positive")
+        for name in ("decay", "kl", "keep", "end", "enough"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                problem = f"The setting {name!r} of the target search is {value}"
+                raise InputError(problem, expected="a finite number, 0 or more", code="negative_setting")
 
 
 @dataclass(frozen=True)
