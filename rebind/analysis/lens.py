@@ -63,7 +63,7 @@ def logit_lens(model: LanguageModel, prompt: str, target: str | None = None, *, 
     tokens = Tokens.left_padded([read.ids], trunk.device)
     everywhere = torch.stack([torch.zeros(count), torch.arange(count)], dim=-1).long().to(trunk.device)
     hidden: list[Hidden] = []
-    with hooked([(block, record_in(hidden, tokens)) for block in trunk.blocks]):
+    with hooked([(block, record_in(hidden, trunk, tokens)) for block in trunk.blocks]):
         logits = trunk.logits(tokens, everywhere[-1:])
     wanted = answer_id if target_id is None else target_id
     answer = int(logits[0].argmax()) if wanted is None else wanted

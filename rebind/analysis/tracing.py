@@ -41,7 +41,7 @@ from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError, NumericalError
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import MIXER_CLASS, MIXER_NAME, Site, module_at
-from rebind.models.trunk import Hidden, Tokens, select_cache
+from rebind.models.trunk import Hidden, Tokens, Trunk, select_cache
 
 CPU_TOKENS, GPU_TOKENS = 96, 16_384  # per pass: on a CPU just enough for efficient matrix products
 EMBEDDINGS_AT_ONCE = 4096  # rows of the embedding table
@@ -181,7 +181,9 @@ class Tracer:
         tokens = Tokens.left_padded([prompt.ids] * (1 if noise is None else len(noise)), self.trunk.device)
         kinds = self._modules if noise is None else ("hidden",)
         states: States = {kind: [] for kind in kinds}
-        hooks = [(module, record_in(states[kind], tokens)) for kind in kinds for module in self._modules[kind]]
+        hooks = [
+            (module, record_in(states[kind], self.trunk, tokens)) for kind in kinds for module in self._modules[kind]
+        ]
         if noise is not None:
             hooks.append((self._embeddings, _add(noise)))
         with hooked(hooks):
@@ -283,14 +285,9 @@ def hooked(hooks: Sequence[tuple[nn.Module, Hook]]) -> Iterator[None]:
         yield
 
 
-def record_in(outputs: list[Hidden], tokens: Tokens) -> Hook:
-    """Return a hook that appends the output of a module, [rows, tokens, width]."""
-
-    def record(_: nn.Module, __: Any, out: Any) -> None:
-        states = out[0] if isinstance(out, tuple) else out
-        outputs.append(states.reshape(*tokens.ids.shape, -1))
-
-    return record
+def record_in(outputs: list[Hidden], trunk: Trunk, tokens: Tokens) -> Hook:
+    """Return a hook that appends the output of a block, or of a map into the stream, [rows, tokens, width]."""
+    return lambda _, __, out: outputs.append(trunk.states_in(out, tokens))
 
 
 def _add(noise: Tensor) -> Hook:

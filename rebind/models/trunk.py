@@ -199,7 +199,11 @@ class Trunk:
     def _after(self, layer: int, tokens: Tokens, cache: Any, resume: Resume | None) -> Hidden:
         with self._stopping_after(layer) as outputs, self._resuming(resume):
             self._run_base(tokens, borrow_cache(cache))
-        return _mean_of(self._streams(_states_in(outputs[0]), tokens.ids.shape))
+        return self.states_in(outputs[0], tokens)
+
+    def states_in(self, block_output: Any, tokens: Tokens) -> Hidden:
+        """Return the hidden states in the output of a block."""
+        return _mean_of(self._streams(_states_in(block_output), tokens.ids.shape))
 
     def _streams(self, states: Tensor, shape: torch.Size) -> Tensor:
         """Return the states of a block as [rows, tokens, streams, width]; nearly all families have one stream."""
