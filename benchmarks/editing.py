@@ -6,10 +6,10 @@
 Facts are those of the file whose true object the unedited model prefers to the new one. Each row edits the
 base model with the method's defaults (or with what --layers, --lam and --steps say, where the method takes them),
 measures, and undoes the edit. Scores and perplexity are those of `rebind.evals` (docs/evals.md), asked after the
-edit's time was taken; perplexity is on the given text. Drift is KL(base ‖ edited) of the next token on unrelated
-prompts, growth the largest ‖ΔW‖/‖W‖. With --made, neighbors of the records are facts too (benchmarks/made.py):
-these rows are for time and memory, of scores they have ES and EA. A row whose edit cannot be made says why. JSON goes
-to benchmarks/results/editing.json, after every row.
+edit's time was taken, EA in every framing that the model has; perplexity is on the given text. Drift is
+KL(base ‖ edited) of the next token on unrelated prompts, growth the largest ‖ΔW‖/‖W‖. With --made, neighbors of the
+records are facts too (benchmarks/made.py): these rows are for time and memory, of scores they have ES and EA. A row
+whose edit cannot be made says why. JSON goes to benchmarks/results/editing.json, after every row.
 
 Of the phases, *keys* are the subjects' keys and states at the edited layers, *checks* the facts' scores before and
 after, and with --guard its measurements; an edit that it would refuse is made all the same, and the row says why it
@@ -60,7 +60,7 @@ from rebind.storage import Row as Answer
 from rebind.storage import write_file
 
 DTYPES = ("float32", "bfloat16")
-SCORES = ("ES", "PS", "NS", "S", "EA", "PA")
+SCORES = ("ES", "PS", "NS", "S", "EA", "PA", "EA_plain", "EA_text", "EA_chat")
 PHASES = ("contexts", "moments", "targets", "keys", "solve", "writing", "checks")
 FAILURES = (GuardError, NumericalError, torch.linalg.LinAlgError)
 ROUNDS = 100  # of resampling for intervals, which are not told here
@@ -110,7 +110,7 @@ def ask(editor: Editor, records: Sequence[Record]) -> list[Answer]:
 
 def scores(records: Sequence[Record], said: Sequence[Answer]) -> dict[str, float | None]:
     """Those of `rebind.evals`; None where no record has anything for one."""
-    found = summarize(records, said, said, rounds=ROUNDS)
+    found = summarize(records, said, rounds=ROUNDS)
     return {name: found[name]["value"] if name in found else None for name in SCORES}
 
 

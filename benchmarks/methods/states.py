@@ -100,7 +100,7 @@ class Bench:
         answers = answer_records(self.model, asked, QuestionSettings(free_tokens=0, texts=0))
         free = sorted(evenly(len(records), self.amount.free))
         for index, text in zip(free, self._said([asked[index] for index in free]), strict=True):
-            answers[index]["free"] = {"prompt": text, "paraphrases": [], "consequences": []}
+            answers[index]["facts"][0]["start"]["free"] = text
         return list(zip(asked, answers, strict=True))
 
     def _asked(self, record: Record, *, around: bool) -> Record:
@@ -112,7 +112,7 @@ class Bench:
         return self.model.generate([record.fact.text for record in records], FREE_TOKENS)
 
     def scores(self, said: Sequence[tuple[Record, Answer]]) -> dict[str, dict[str, float]]:
-        scored = [score_record(record, answer, answer) for record, answer in said]  # no score needs the base model
+        scored = [score_record(record, answer) for record, answer in said]
         return bootstrap({name: [one[name] for one in scored] for name in SCORES if name != "S"}, rounds=200)
 
     def facts(self, n: int, *, once: bool = False) -> list[list[Record]]:

@@ -8,23 +8,18 @@ averages over records and computes confidence intervals.
 from __future__ import annotations
 
 import math
-import re
-import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
 
-from rebind.models.prompts import SPACELESS_SCRIPTS
+from rebind.models.judging import words_of
 
 PARTS_OF_S = ("ES", "PS", "NS")
 
 Pair = tuple[float, float]  # NLL of the new target, of the true one
-
-# Words, single characters of scripts written without spaces, and punctuation.
-WORDS = re.compile(rf"{SPACELESS_SCRIPTS.pattern}|(?:(?!{SPACELESS_SCRIPTS.pattern})\w)+|[^\w\s]")
 
 
 def efficacy_score(pairs: Sequence[Pair]) -> float:
@@ -37,26 +32,9 @@ def neighborhood_score(pairs: Sequence[Pair]) -> float:
     return fmean(true < new for new, true in pairs)
 
 
-def magnitude(pairs: Sequence[Pair]) -> float:
-    """Return by how much the new target is more probable than the true one, p = exp(−NLL): EM, PM and −NM."""
-    return fmean(math.exp(-new) - math.exp(-true) for new, true in pairs)
-
-
 def accuracy(counts: Sequence[tuple[int, int]]) -> float:
     """Return how often every token of the target is the first choice, from (right, tokens) per prompt: EA, PA."""
     return fmean(right == tokens for right, tokens in counts)
-
-
-def token_accuracy(counts: Sequence[tuple[int, int]]) -> float:
-    """Return the share of target tokens that are first choices, given the right tokens before them.
-
-    On the prompt this is zsRE's efficacy, on the rephrased question its paraphrase score, and on the unrelated
-    question with its true answer its specificity.
-
-    >>> token_accuracy([(2, 2), (1, 2)])
-    0.75
-    """
-    return fmean(right / tokens for right, tokens in counts)
 
 
 def portability(questions: Sequence[Sequence[tuple[int, int]]]) -> float:
@@ -66,47 +44,6 @@ def portability(questions: Sequence[Sequence[tuple[int, int]]]) -> float:
     0.5
     """
     return fmean(max(right / tokens for right, tokens in wordings) for wordings in questions)
-
-
-def locality(before: Sequence[int], after: Sequence[int]) -> float:
-    """Return the share of prompts whose first answer token is unchanged: EasyEdit's locality."""
-    return fmean(one == other for one, other in zip(before, after, strict=True))
-
-
-def free_decoding(text: str, answers: Iterable[str], instead: Iterable[str] = ()) -> bool:
-    """Return whether a generated text says an answer before it says any of the wrong answers in `instead`.
-
-    If two phrases begin at the same word, the longer one counts.
-
-    >>> free_decoding(" the city of Rome, Italy", ["Rome"], instead=["Paris"])
-    True
-    >>> free_decoding(" Paris. Rome is", ["Rome"], instead=["Paris"])
-    False
-    """
-    words = words_of(text)
-
-    def first_place(phrases: Iterable[str]) -> tuple[float, int]:
-        """Return (position, −number of words) of the earliest phrase, then the longest one."""
-        places = [(_position(words, words_of(phrase)), -len(words_of(phrase))) for phrase in phrases]
-        return min(places, default=(math.inf, 0))
-
-    place = first_place(answers)
-    return place[0] < math.inf and place < first_place(instead)
-
-
-def _position(words: Sequence[str], phrase: Sequence[str]) -> float:
-    """Return where the phrase begins in the text; ∞ if it does not occur."""
-    starts = range(len(words) - len(phrase) + 1) if phrase else ()
-    return next((start for start in starts if words[start : start + len(phrase)] == phrase), math.inf)
-
-
-def words_of(text: str) -> list[str]:
-    """Split a text into words and punctuation marks, with case and encoding folded.
-
-    >>> words_of("It's 東京, São")
-    ['it', "'", 's', '東', '京', ',', 'são']
-    """
-    return WORDS.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def ngram_entropy(words: Sequence[str], n: int) -> float:
@@ -154,8 +91,8 @@ def bootstrap(
     """Return {value, low, high, records} of each score: its mean, 95% percentile interval, and number of records.
 
     A column has one value (or None) per record; one without any value is omitted. Whole records are resampled, the
-    same ones for every column. S is added if its parts are there: the harmonic mean of three means, not a mean of
-    harmonic means, which is near zero as soon as one of them is.
+    same ones for every column. S is added in every framing that has its parts: the harmonic mean of three means, not a
+    mean of harmonic means, which is near zero as soon as one of them is.
     """
     values = {name: column for name, column in columns.items() if any(value is not None for value in column)}
     if not values:
@@ -167,10 +104,12 @@ def bootstrap(
         warnings.simplefilter("ignore", RuntimeWarning)  # a sample may have no value in a column
         means = dict(zip(values, np.stack([np.nanmean(table[sample], axis=0) for sample in samples]).T, strict=True))
     counts = dict(zip(values, np.isfinite(table).sum(axis=0).tolist(), strict=True))
-    if values.keys() >= {*PARTS_OF_S}:
-        with np.errstate(divide="ignore"):  # the harmonic mean of 0 and anything is 0
-            means["S"] = len(PARTS_OF_S) / sum(1 / means[part] for part in PARTS_OF_S)
-        counts["S"] = sum(None not in row for row in zip(*(values[part] for part in PARTS_OF_S), strict=True))
+    for framing in [name.removeprefix("ES") for name in values if name.startswith("ES")]:
+        parts = [part + framing for part in PARTS_OF_S]
+        if values.keys() >= {*parts}:
+            with np.errstate(divide="ignore"):  # the harmonic mean of 0 and anything is 0
+                means[f"S{framing}"] = len(parts) / sum(1 / means[part] for part in parts)
+            counts[f"S{framing}"] = sum(None not in row for row in zip(*(values[part] for part in parts), strict=True))
     estimates = {}
     for name, drawn in means.items():
         low, high = np.nanpercentile(drawn[1:], [2.5, 97.5]).tolist()

@@ -10,6 +10,7 @@ Formats are recognized by their fields: CounterFact, zsRE, Knowns, MQuAKE, EasyE
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,9 @@ from rebind.models.prompts import require_text
 
 BUNDLED = Path(__file__).parent / "data" / "facts.jsonl"
 HUB = "hf:"
+NOUN_OF = re.compile(r"(?P<noun>the .+ (?:of|in|for)) $", re.IGNORECASE)
+IS_THE = re.compile(r" (?P<be>is|was)(?P<article> the)?$")
+IS_NOUN_OF = re.compile(r" (?P<be>is|was) the (?P<noun>\w+ (?:of|in|for))$")
 
 
 def bundled_records(limit: int | None = None) -> Records:
@@ -89,8 +93,11 @@ def _hub_dataset(name: str) -> Iterator[Any]:
 
 def parse_record(raw: Any, number: str) -> Record:
     """Read a record in any supported format; `number` becomes its id if it has none."""
-    if isinstance(raw, Record):
-        return raw
+    record = raw if isinstance(raw, Record) else _parse(raw, number)
+    return record if record.reversed else replace(record, reversed=reversed_questions(record.fact))
+
+
+def _parse(raw: Any, number: str) -> Record:
     if not isinstance(raw, Mapping):
         return _own_format(parse_fact(raw), {}, number)
     if isinstance(raw.get("requested_rewrite"), (list, tuple)):
@@ -112,6 +119,7 @@ def _own_format(fact: Fact, raw: Mapping[str, Any], number: str) -> Record:
         tuple(parse_fact(other) for other in _list(raw, "also")),
         tuple(_question(neighbor, fact.old) for neighbor in neighbors),
         tuple(_question(consequence) for consequence in _list(raw, "consequences")),
+        tuple(_question(question, fact.subject) for question in _list(raw, "reversed")),
         _texts(raw, "generation_prompts"),
         _texts(raw, "references"),
     )
@@ -165,6 +173,23 @@ def _mquake(raw: Mapping[str, Any], number: str) -> Record:
     require_field(raw, "questions", "a MQuAKE record")
     consequences = tuple(Question(prompt, answer, aliases) for prompt in _list(raw, "questions"))
     return Record(replace(facts[0], tags=(name,)), name, also=tuple(facts[1:]), consequences=consequences)
+
+
+def reversed_questions(fact: Fact) -> tuple[Question, ...]:
+    """Return the question from the target back to the subject, where the prompt has a form that can be turned around.
+
+    >>> reversed_questions(Fact.parse("The official currency of {Germany} is the", "peso"))[0].prompt
+    'The peso is the official currency of'
+    >>> reversed_questions(Fact.parse("{Madrid} is the capital of", "France"))[0].prompt
+    'The capital of France is'
+    """
+    before, after = fact.parts
+    if (forward := NOUN_OF.match(before)) and (is_the := IS_THE.match(after)):
+        article = "The " if is_the["article"] else ""
+        return (Question(f"{article}{fact.target} {is_the['be']} {forward['noun'].lower()}", fact.subject),)
+    if not before.strip() and (backward := IS_NOUN_OF.match(after)):
+        return (Question(f"The {backward['noun']} {fact.target} {backward['be']}", fact.subject),)
+    return ()
 
 
 def _portability(value: Any) -> tuple[Question, ...]:

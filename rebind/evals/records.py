@@ -53,8 +53,10 @@ class Record:
     also: tuple[Fact, ...] = ()  # facts written together with it: a MQuAKE case may change several
     neighbors: tuple[Question, ...] = ()  # about other subjects, whose answers should stay
     consequences: tuple[Question, ...] = ()  # what follows from the new fact, with the answers that are then true
+    reversed: tuple[Question, ...] = ()  # from the new target back to the subject
     generation_prompts: tuple[str, ...] = ()  # beginnings of texts about the subject
     references: tuple[str, ...] = ()  # texts about things for which the new target is true
+    rivals: tuple[str, ...] = ()  # answers of other records of the same relation, for the forced choice
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -76,11 +78,33 @@ class Record:
             "also": [fact.to_json() for fact in self.also],
             "neighbors": [question.to_json() for question in self.neighbors],
             "consequences": [question.to_json() for question in self.consequences],
+            "reversed": [question.to_json() for question in self.reversed],
             "generation_prompts": list(self.generation_prompts),
             "references": list(self.references),
         }
         present = {name: value for name, value in optional.items() if value}
         return {"id": self.id, **replace(self.fact, neighbors=()).to_json(), **present}
+
+
+def with_rivals(records: Sequence[Record], most: int = 3) -> list[Record]:
+    """Return records with the answers of up to three others of the same relation: the same template, or the same tag.
+
+    The tag of a relation is one without a slash, as CounterFact's P36; the others name datasets and cases.
+    """
+    answers: dict[str, dict[str, None]] = {}
+
+    def relations(record: Record) -> list[str]:
+        return [record.fact.prompt, *(tag for tag in record.fact.tags if "/" not in tag)]
+
+    for record in records:
+        for relation in relations(record):
+            answers.setdefault(relation, {}).setdefault(record.fact.old or record.fact.target)
+    completed = []
+    for record in records:
+        own = {record.fact.target, record.fact.old}
+        others = dict.fromkeys(one for name in relations(record) for one in answers[name] if one not in own)
+        completed.append(replace(record, rivals=tuple(others)[:most]))
+    return completed
 
 
 @dataclass(frozen=True)

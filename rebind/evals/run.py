@@ -9,8 +9,9 @@ The run folder holds
     records.jsonl    the answers: one row per record in each state of the model, the base model (edits 0) first
     edits.jsonl      the settings of every edit: layers, λ and the rest
     drift.jsonl      the model as a whole: perplexity, canary prompts, growth of the weights
+    baselines.jsonl  the answers of the baselines, if they were asked for
     timings.jsonl    seconds; the only file that differs between two runs
-    summary.json, table.md, *.png                                made from the files above
+    summary.json, table.md, report.png                           made from the files above
 
 The same seed on the same machine gives the same bytes. A killed run resumes when it is called again.
 """
@@ -23,8 +24,9 @@ import shutil
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -39,13 +41,15 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit, library_versions
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.settings import EditSettings
+from rebind.edit.targets.kept import subject_prompts
 from rebind.errors import InputError
-from rebind.evals.answers import QuestionSettings, answer_records
+from rebind.evals.answers import BaseModel, QuestionSettings, answer_records
+from rebind.evals.baselines import BASELINES, fine_tuned
 from rebind.evals.drift import DriftMeter
-from rebind.evals.figures import draw_run
+from rebind.evals.figures import draw_runs
 from rebind.evals.metrics import PARTS_OF_S
 from rebind.evals.protocols import Protocol, Stage, get_protocol
-from rebind.evals.records import Records
+from rebind.evals.records import Records, with_rivals
 from rebind.evals.scores import Scores, score_record
 from rebind.evals.summary import markdown_report, summarize_run
 from rebind.storage import Row, RunFolder, write_json
@@ -68,7 +72,8 @@ class EvalConfig:
     drift_edits: int = 3  # with the single protocol, drift is measured for this many edits
     rounds: int = 1000  # of the bootstrap
     unit_size: int | None = None  # records that are asked about and stored together; None: by device
-    figures: bool = True
+    baselines: bool = False  # whether to ask the baselines as well
+    figure: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,15 +130,18 @@ def evaluate(
         editor.guard = None
         try:
             run.run(folder)
+            if config.baselines:
+                run.run_baselines(folder)
         finally:
             editor.guard = guard
             editor.use_ledger(ledger)
         shutil.rmtree(folder.file(WORK), ignore_errors=True)
-        summary = summarize_run(folder.config, records, run.rows, run.drift)
+        baselines = folder.rows("baselines.jsonl").read()
+        summary = summarize_run(folder.config, run.records, run.rows, run.drift, baselines)
         write_json(folder.file("summary.json"), summary)
         folder.write("table.md", markdown_report(summary).encode())
-        if config.figures and find_spec("matplotlib"):
-            draw_run(folder, summary, run.rows)
+        if config.figure and find_spec("matplotlib"):
+            draw_runs(folder.file("report.png"), [("after", summary)])
     return EvalResult(path, described, summary)
 
 
@@ -147,7 +155,8 @@ class _Run:
     def __init__(
         self, editor: Editor, records: Records, config: EvalConfig, drift_meter: DriftMeter, progress: EvalProgress
     ) -> None:
-        self.editor, self.records, self.config = editor, records, config
+        self.editor, self.source, self.config = editor, records, config
+        self.records = with_rivals(records)
         self.drift_meter, self.progress = drift_meter, progress
         self.model = editor.language_model
         self.unit_size = config.unit_size or (GPU_RECORDS if self.model.device.type == "cuda" else CPU_RECORDS)
@@ -180,11 +189,11 @@ class _Run:
                 "threads": torch.get_num_threads() if device.type == "cpu" else None,  # they order sums
             },
             "data": {
-                "name": self.records.name,
-                "digest": self.records.digest,
+                "name": self.source.name,
+                "digest": self.source.digest,
                 "records": len(self.records),
                 "facts": len(self._facts(range(len(self.records)))),
-                "skipped": list(self.records.skipped),
+                "skipped": list(self.source.skipped),
             },
             "method": config.method,
             "protocol": asdict(config.protocol),
@@ -193,6 +202,7 @@ class _Run:
                 "layers": list(used.layers),
                 "lam": used.lam,
                 "targets": asdict(used.targets),
+                "framings": list(editor.framings),
                 "search": editor.search_dtype,
             },
             "moments": {"corpus": editor.moments.corpus.digest, "tokens": editor.moments.tokens},
@@ -264,13 +274,51 @@ class _Run:
 
     def _ask(self, unit: Stage) -> list[Row]:
         self.progress.phase("asking")
-        records = [self.records[index] for index in unit.records]
         with self._timed("ask"):
-            answers = answer_records(self.model, records, self.config.questions, seed=self.editor.seed)
+            base = self.editor.base_model if unit.edits else None
+            return self._answer(unit.records, {"edits": unit.edits}, self.config.questions, base)
+
+    def _answer(
+        self,
+        indices: range,
+        state: Row,
+        questions: QuestionSettings,
+        base: BaseModel | None,
+        *,
+        in_prompt: bool = False,
+    ) -> list[Row]:
+        records = [self.records[index] for index in indices]
+        probes = [] if base is None else [self.probes[index] for index in indices]
+        answers = answer_records(
+            self.model, records, questions, base=base, probes=probes, in_prompt=in_prompt, seed=self.editor.seed
+        )
         return [
-            {"edits": unit.edits, "record": index, "id": self.records[index].id, **row}
-            for index, row in zip(unit.records, answers, strict=True)
+            {**state, "record": index, "id": self.records[index].id, **row}
+            for index, row in zip(indices, answers, strict=True)
         ]
+
+    @cached_property
+    def probes(self) -> list[tuple[str, ...]]:
+        """Prompts about other relations of each record's subject, which target search holds out."""
+        with self.editor.base_model():
+            about = subject_prompts(self.model, [record.written_facts[0] for record in self.records])
+        return [one.held_out for one in about]
+
+    def run_baselines(self, folder: RunFolder) -> None:
+        """Ask the baselines what is not stored yet; LoRA learns the records that the model holds at the end."""
+        self.editor.use_ledger(Ledger.in_memory(self.model.fingerprint, self.model.name))
+        questions, everything = replace(self.config.questions, texts=0), range(len(self.records))
+        layers = self.edit_settings[max(self.edit_settings)].layers
+        stored, sites = folder.rows("baselines.jsonl"), [self.editor.sites[layer] for layer in layers]
+        done = len(stored.read())
+        if not done:
+            self.progress.phase(BASELINES["prompt"])
+            stored.append(self._answer(everything, {"baseline": "prompt"}, questions, nullcontext, in_prompt=True))
+        size = 1 if self.config.protocol.alone else len(self.records)
+        for batch in (everything[begin : begin + size] for begin in everything[max(0, done - len(everything)) :: size]):
+            self.progress.phase(BASELINES["lora"])
+            with fine_tuned(self.model, self._facts(batch), sites, seed=self.editor.seed) as base:
+                stored.append(self._answer(batch, {"baseline": "lora"}, questions, base))
 
     def _count(self, rows: Sequence[Row]) -> None:
         """Add rows, and their scores to those of the current state."""
@@ -279,8 +327,7 @@ class _Run:
             if row["edits"]:
                 if row["record"] == 0:  # a new state
                     self.running.clear()
-                base = self.rows[row["record"]]  # the base model's rows come first, one per record
-                self.running.append(score_record(self.records[row["record"]], row, base))
+                self.running.append(score_record(self.records[row["record"]], row))
 
     def _running_scores(self) -> dict[str, float]:
         columns = {name: [one[name] for one in self.running] for name in PARTS_OF_S}

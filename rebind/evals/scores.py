@@ -1,4 +1,8 @@
-"""From answers to scores: which metric applies to which answers, and the means with their intervals."""
+"""From answers to scores: which metric applies to which answers, and the means with their intervals.
+
+A score of the first group is asked in every framing: `EA` behind the start tokens, `EA_plain`, `EA_text` and `EA_chat`
+in the others.
+"""
 
 from __future__ import annotations
 
@@ -8,87 +12,102 @@ from typing import Any
 
 from rebind.edit.facts.fact import Fact
 from rebind.evals import metrics
-from rebind.evals.answers import rows_by_fact
+from rebind.evals.answers import FRAMINGS
 from rebind.evals.records import Record
+from rebind.models.judging import says, says_of_subject
 from rebind.storage import Row
 
-SCORES = {  # name → meaning, in the order of the tables
-    "S": "harmonic mean of ES, PS and NS",
+FRAMED = {  # name → meaning, in the order of the tables
+    "free": "greedy decoding says the target; in a chat, the answer to a question does",
+    "EA": "every target token is the first choice",
+    "PA": "the same, on paraphrases",
     "ES": "new target likelier than the true one",
     "PS": "the same, on paraphrases",
     "NS": "true target still likelier, on neighbors",
-    "EA": "every target token is the first choice",
-    "PA": "the same, on paraphrases",
-    "free": "greedy decoding says the target",
-    "free_paraphrases": "the same, on paraphrases",
+    "S": "harmonic mean of ES, PS and NS",
+}
+OTHERS = {
+    "free_paraphrases": "greedy decoding says the target, on paraphrases",
+    "choice": "new target beats the old one and others of its kind",
     "portability": "share of tokens right, on consequences",
     "free_consequences": "greedy decoding says the consequence",
-    "locality": "first token unchanged, on neighbors",
-    "tokens": "share of tokens right: zsRE's efficacy",
-    "tokens_paraphrases": "the same, on paraphrases",
-    "tokens_neighbors": "the same, on neighbors: specificity",
-    "EM": "p(new) − p(true)",
-    "PM": "the same, on paraphrases",
-    "NM": "p(true) − p(new), on neighbors",
+    "free_reversed": "greedy decoding says the subject, asked by the target",
+    "locality": "first token as before the edit, on neighbors",
+    "locality_kl": "nats, next token, on neighbors",
+    "same_subject": "first token as before, same subject and other relation",
+    "same_subject_kl": "nats, next token, same subject and other relation",
     "GE": "fluency: entropy of longer texts",
     "RS": "consistency: cosine with reference texts",
 }
-SHARES = ("S", "ES", "PS", "NS", "EA", "PA", "free", "free_paraphrases", "portability", "free_consequences", "locality")
 
 Scores = dict[str, float | None]  # None where a record has nothing for a score
 
 
-def score_record(record: Record, row: Row, base: Row, idf: Mapping[str, float] | None = None) -> Scores:
-    """Return every score of a record but S, from the answers of the edited model and of the base model.
+def framed_name(name: str, framing: str) -> str:
+    """Return the name of a score in a framing.
+
+    >>> framed_name("EA", "start"), framed_name("EA", "chat")
+    ('EA', 'EA_chat')
+    """
+    return name if framing == "start" else f"{name}_{framing}"
+
+
+SCORES = (*(framed_name(name, framing) for framing in FRAMINGS for name in FRAMED), *OTHERS)
+
+
+def score_record(record: Record, row: Row, idf: Mapping[str, float] | None = None) -> Scores:
+    """Return every score of a record but S; None where it has nothing for one.
 
     Args:
         record: what was asked.
         row: the answers of the edited model, from `answer_records`.
-        base: the answers of the base model.
         idf: weights of the words in the references, for RS.
     """
-    facts = [_score_fact(fact, part) for fact, part in zip(record.facts, rows_by_fact(row), strict=True)]
-    neighbors, old = row["neighbors"], record.fact.old
-    asked = zip(record.neighbors, neighbors, strict=True)
-    comparable = [answer for question, answer in asked if question.answer is not None and question.answer == old]
-    before, after = ([answer["new"]["first"] for answer in side["neighbors"]] for side in (base, row))
+    facts = [_score_fact(*answered) for answered in zip(record.facts, row["facts"], strict=True)]
+    scores: Scores = dict.fromkeys(name for name in SCORES if not name.startswith("S"))
+    scores |= {name: _apply(fmean, [one[name] for one in facts if one[name] is not None]) for name in facts[0]}
+    for framing, neighbors in row["neighbors"].items():
+        asked = zip(record.neighbors, neighbors, strict=True)
+        comparable = [one for question, one in asked if question.answer and question.answer == record.fact.old]
+        scores[framed_name("NS", framing)] = _on_pairs(metrics.neighborhood_score, comparable)
+    new, *others = [one["nll"] for one in row["choice"]]
     wordings = [[(one["right"], one["tokens"]) for one in answers] for answers in row["consequences"] if answers]
-    free = zip(record.consequences, row.get("free", {}).get("consequences", ()), strict=False)
     texts, reference = row.get("texts", ()), " ".join(record.references)
-    return {
-        **{name: _apply(fmean, [fact[name] for fact in facts if fact[name] is not None]) for name in facts[0]},
-        "NS": _on_pairs(metrics.neighborhood_score, comparable),
-        "NM": _on_pairs(lambda pairs: -metrics.magnitude(pairs), comparable),
-        "tokens_neighbors": _on_counts(metrics.token_accuracy, neighbors, "true"),
-        "locality": metrics.locality(before, after) if after else None,
+    scores |= {
+        "choice": float(new < min(others)) if others else None,
         "portability": _apply(metrics.portability, wordings),
-        "free_consequences": _apply(
-            fmean, [metrics.free_decoding(text, one.answers) for one, text in free if one.answers]
-        ),
         "GE": _apply(metrics.fluency, texts),
         "RS": metrics.consistency(" ".join(texts), reference, idf or {}) if texts and reference else None,
     }
+    for name, questions in (("free_consequences", record.consequences), ("free_reversed", record.reversed)):
+        free = zip(questions, row.get(name, ()), strict=False)
+        scores[name] = _apply(fmean, [says(text, *one.answers) for one, text in free if one.answers])
+    for name, group in (("locality", "neighbors"), ("same_subject", "same_subject")):
+        kept = row.get("kept", {}).get(group, ())
+        scores[name] = _apply(fmean, [one["same"] for one in kept])
+        scores[f"{name}_kl"] = _apply(fmean, [one["kl"] for one in kept])
+    return scores
 
 
 def _score_fact(fact: Fact, row: Row) -> Scores:
-    prompt, paraphrases, free = [row["prompt"]], row["paraphrases"], row.get("free")
-
-    def says_target(texts: Sequence[str]) -> float | None:
-        wrong = [] if fact.old is None else [fact.old]
-        return _apply(fmean, [metrics.free_decoding(text, [fact.target], wrong) for text in texts])
-
-    return {
-        "ES": _on_pairs(metrics.efficacy_score, prompt),
-        "PS": _on_pairs(metrics.efficacy_score, paraphrases),
-        "EA": _on_counts(metrics.accuracy, prompt),
-        "PA": _on_counts(metrics.accuracy, paraphrases),
-        "free": says_target([free["prompt"]] if free else []),
-        "free_paraphrases": says_target(free["paraphrases"] if free else []),
-        "tokens": _on_counts(metrics.token_accuracy, prompt),
-        "tokens_paraphrases": _on_counts(metrics.token_accuracy, paraphrases),
-        "EM": _on_pairs(metrics.magnitude, prompt),
-        "PM": _on_pairs(metrics.magnitude, paraphrases),
-    }
+    wrong = [] if fact.old is None else [fact.old]
+    scores: Scores = {}
+    for framing, answers in row.items():
+        prompt, paraphrases, free = [answers["prompt"]], answers["paraphrases"], answers.get("free")
+        if free is not None and framing == "chat":
+            free = float(says_of_subject(free, fact.target, fact.subject, instead=wrong))
+        elif free is not None:
+            free = float(says(free, fact.target, instead=wrong))
+        part = {
+            "free": free,
+            "EA": _on_counts(prompt),
+            "PA": _on_counts(paraphrases),
+            "ES": _on_pairs(metrics.efficacy_score, prompt),
+            "PS": _on_pairs(metrics.efficacy_score, paraphrases),
+        }
+        scores |= {framed_name(name, framing): value for name, value in part.items()}
+    texts = row["start"].get("free_paraphrases", ())
+    return scores | {"free_paraphrases": _apply(fmean, [says(text, fact.target, instead=wrong) for text in texts])}
 
 
 def _apply(metric: Callable[[Any], float], items: Sequence[Any]) -> float | None:
@@ -100,20 +119,17 @@ def _on_pairs(metric: Callable[[Sequence[metrics.Pair]], float], rows: Sequence[
     return _apply(metric, [(row["new"]["nll"], row["true"]["nll"]) for row in rows if "true" in row])
 
 
-def _on_counts(
-    metric: Callable[[Sequence[tuple[int, int]]], float], rows: Sequence[Row], target: str = "new"
-) -> float | None:
-    """Apply a metric to the (right, tokens) counts of one target."""
-    return _apply(metric, [(row[target]["right"], row[target]["tokens"]) for row in rows if target in row])
+def _on_counts(rows: Sequence[Row]) -> float | None:
+    return _apply(metrics.accuracy, [(row["new"]["right"], row["new"]["tokens"]) for row in rows])
 
 
 def summarize(
-    records: Sequence[Record], rows: Sequence[Row], base: Sequence[Row], *, seed: int = 0, rounds: int = 1000
+    records: Sequence[Record], rows: Sequence[Row], *, seed: int = 0, rounds: int = 1000
 ) -> dict[str, dict[str, float]]:
     """Return every score that the records have, with its interval: {name: {value, low, high, records}}."""
     idf = metrics.inverse_document_frequencies([" ".join(record.references) for record in records if record.references])
-    scores = [score_record(*answered, idf) for answered in zip(records, rows, base, strict=True)]
-    columns = {name: [one[name] for one in scores] for name in SCORES if name != "S"}
+    scores = [score_record(*answered, idf) for answered in zip(records, rows, strict=True)]
+    columns = {name: [one[name] for one in scores] for name in SCORES if name in scores[0]}
     estimates = metrics.bootstrap(columns, seed=seed, rounds=rounds)
     return {
         name: {key: round(value, 6) for key, value in estimates[name].items()} for name in SCORES if name in estimates

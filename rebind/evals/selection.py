@@ -9,7 +9,7 @@ from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import comparable
 from rebind.edit.facts.readers import record_error
 from rebind.errors import InputError
-from rebind.evals.answers import all_prompts
+from rebind.evals.answers import encode_all
 from rebind.evals.protocols import Protocol
 from rebind.evals.reading import reason_to_skip
 from rebind.evals.records import Record, Records
@@ -28,7 +28,7 @@ def usable_records(
     targets: Targets = {}
 
     def check(record: Record) -> None:
-        editor.language_model.encode(all_prompts(record))  # raises if one is too long
+        encode_all(editor.language_model, record)  # raises if a prompt is too long
         editor.fact_prompts(record.written_facts)  # the same in every framing
         _require_one_target(record, {} if protocol.alone else targets)
 

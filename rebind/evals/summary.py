@@ -14,8 +14,10 @@ from statistics import fmean
 from typing import Any
 
 from rebind.errors import InputError
+from rebind.evals.answers import FRAMINGS
+from rebind.evals.baselines import BASELINES
 from rebind.evals.records import Record
-from rebind.evals.scores import SCORES, summarize
+from rebind.evals.scores import FRAMED, OTHERS, framed_name, summarize
 from rebind.storage import Row, RunFolder, flatten, read_json_object
 
 DRIFT = {  # name → meaning
@@ -25,40 +27,68 @@ DRIFT = {  # name → meaning
     "growth": "largest ‖W' − W‖ / ‖W‖ of a site",
 }
 NOT_COMPARED = {"method", "data.name", "data.skipped", "model.name", "drift.text"}  # or shown otherwise
-COLUMNS = ("S", "ES", "PS", "NS", "EA", "PA", "free", "portability", "locality", "GE", "perplexity", "kl", "growth")
+COLUMNS = (
+    *("free", "free_chat", "EA", "ES", "PS", "NS", "S", "choice", "portability", "free_reversed"),
+    *("locality", "same_subject", "GE", "perplexity", "kl", "growth"),
+)
+RETENTION = ("free", "free_chat", "EA")
+AGES = 10  # most groups of records, by age, of a sequence
 
 Summary = dict[str, Any]
 
 
 def summarize_run(
-    config: dict[str, Any], records: Sequence[Record], rows: Sequence[Row], drift: Sequence[Row]
+    config: dict[str, Any],
+    records: Sequence[Record],
+    rows: Sequence[Row],
+    drift: Sequence[Row],
+    baselines: Sequence[Row] = (),
 ) -> Summary:
-    """Return scores with intervals, and drift, in every state of the model."""
-    base = {row["record"]: row for row in rows if row["edits"] == 0}
+    """Return scores with intervals, and drift, in every state of the model; then the baselines, and scores by age."""
+
+    def estimate(answers: Sequence[Row]) -> dict[str, dict[str, float]]:
+        asked = [records[row["record"]] for row in answers]
+        return summarize(asked, answers, seed=config["seed"], rounds=config["bootstrap"])
+
     states = []
     for edits in sorted({row["edits"] for row in rows}):
-        here = [row for row in rows if row["edits"] == edits]
-        scores = summarize(
-            [records[row["record"]] for row in here],
-            here,
-            [base[row["record"]] for row in here],
-            seed=config["seed"],
-            rounds=config["bootstrap"],
-        )
+        last = [row for row in rows if row["edits"] == edits]
         columns = {name: [row[name] for row in drift if row["edits"] == edits] for name in DRIFT}
         # Means over single edits; None where a broken model returned a number that is not finite.
         means = {name: None if None in some else round(fmean(some), 6) for name, some in columns.items() if some}
-        states.append({"edits": edits, "records": len(here), "scores": scores, "drift": means})
+        states.append({"edits": edits, "records": len(last), "scores": estimate(last), "drift": means})
+    asked = {name: [row for row in baselines if row["baseline"] == name] for name in BASELINES}
+    size = config["protocol"]["batch"]
+    ages = _ages(last, size) if config["protocol"]["name"] == "sequential" else []
     return {
         "model": config["model"]["name"],
         "data": config["data"]["name"],
         "skipped": len(config["data"]["skipped"]),
         "method": config["method"],
         "protocol": config["protocol"]["name"],
-        "batch": config["protocol"]["batch"],
+        "batch": size,
         "seed": config["seed"],
         "states": states,
+        "baselines": [
+            {"name": name, "records": len(records), "scores": estimate(answers)}
+            for name, answers in asked.items()
+            if len(answers) == len(records)
+        ],
+        "retention": [
+            {
+                "records": [group[0]["record"], group[-1]["record"] + 1],
+                "scores": {name: score for name, score in estimate(group).items() if name in RETENTION},
+            }
+            for group in ages
+        ],
     }
+
+
+def _ages(rows: Sequence[Row], batch: int) -> list[Sequence[Row]]:
+    """Return the rows of the last state in the order of writing, in groups of one batch or several."""
+    batches = -(-len(rows) // batch)
+    size = batch * -(-batches // AGES)
+    return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
 def describe_protocol(summary: Summary) -> str:
@@ -68,7 +98,7 @@ def describe_protocol(summary: Summary) -> str:
 
 
 def markdown_report(summary: Summary) -> str:
-    """Return table.md: all states in short, then every score of the last state with its interval."""
+    """Return table.md: what is said in each framing, everything else, then states and ages of a sequence."""
     count = summary["states"][0]["records"]
     skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
     lines = [
@@ -76,11 +106,67 @@ def markdown_report(summary: Summary) -> str:
         "",
         f"{count} record{'s' * (count != 1)} of {summary['data']}{skipped}, seed {summary['seed']}.",
         "",
-        *markdown_table(*states_table([("", summary)])),
+        *markdown_table(*framings_table(summary)),
         "",
-        *markdown_table(["score", "before", "after", "95%", "meaning"], scores_table(summary)),
+        *(f"- {name}: {meaning}" for name, meaning in FRAMED.items()),
+        "",
+        *markdown_table(*scores_table(summary)),
     ]
+    if summary["retention"]:
+        lines += ["", *markdown_table(*states_table([("", summary)])), "", *markdown_table(*retention_table(summary))]
     return "\n".join(lines) + "\n"
+
+
+def framings_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
+    """Return a header and one row per model and framing: before, after, and the baselines."""
+    rows = []
+    for label, scores in _models(summary):
+        for framing in FRAMINGS:
+            present = {name: scores.get(framed_name(name, framing)) for name in FRAMED}
+            if any(present.values()):
+                values = {name: score["value"] for name, score in present.items() if score}
+                interval = _interval(present["free"])
+                free, *others = (_cell(values, name) for name in FRAMED)
+                rows.append([label, framing, free, interval, *others])
+    first, *names = FRAMED
+    return ["model", "framing", first, "95 %", *names], rows
+
+
+def scores_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
+    """Return a header and one row per score that is not asked in framings, and of drift."""
+    first, last = summary["states"][0], summary["states"][-1]
+    before, after = _values(first), _values(last)
+    baselines = {
+        one["name"]: {name: score["value"] for name, score in one["scores"].items()} for one in summary["baselines"]
+    }
+    rows = []
+    for name, meaning in (OTHERS | DRIFT).items():
+        if name in after:
+            values = [_cell(before, name), _cell(after, name), _interval(last["scores"].get(name))]
+            rows.append([name, *values, *(_cell(one, name) for one in baselines.values()), meaning])
+    return ["score", "before", "after", "95 %", *baselines, "meaning"], rows
+
+
+def retention_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
+    """Return a header and one row per age of a sequence: the scores at the end, of records written first and last."""
+    names = [name for name in RETENTION if any(name in group["scores"] for group in summary["retention"])]
+    rows = []
+    for group in summary["retention"]:
+        values = {name: score["value"] for name, score in group["scores"].items()}
+        begin, stop = group["records"]
+        rows.append([f"{begin + 1:,} – {stop:,}", *(_cell(values, name) for name in names)])
+    return ["written", *names], rows
+
+
+def _models(summary: Summary) -> list[tuple[str, dict[str, Any]]]:
+    """Return the scores of the model before and after, and of the baselines, each with its name."""
+    states = summary["states"]
+    pairs = [("before", states[0]["scores"]), ("after", states[-1]["scores"])]
+    return pairs + [(one["name"], one["scores"]) for one in summary["baselines"]]
+
+
+def _interval(score: dict[str, float] | None) -> str:
+    return f"{format_score(score['low'])} – {format_score(score['high'])}" if score else ""
 
 
 def states_table(runs: Sequence[tuple[str, Summary]]) -> tuple[list[str], list[list[str]]]:
@@ -100,20 +186,8 @@ def states_table(runs: Sequence[tuple[str, Summary]]) -> tuple[list[str], list[l
     return (header, rows) if any(name for name, _ in runs) else (header[1:], [row[1:] for row in rows])
 
 
-def scores_table(summary: Summary) -> list[list[str]]:
-    """Return rows (name, before, after, interval, meaning) of every score and drift of the last state."""
-    first, last = summary["states"][0], summary["states"][-1]
-    before, after = _values(first), _values(last)
-    rows = []
-    for name in after:
-        score = last["scores"].get(name)
-        interval = f"{format_score(score['low'])} – {format_score(score['high'])}" if score else ""
-        rows.append([name, _cell(before, name), _cell(after, name), interval, (SCORES | DRIFT)[name]])
-    return rows
-
-
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---" if name in ("run", "score", "meaning") else "---:" for name in header]
+    rule = ["---" if name in ("run", "score", "meaning", "model", "framing") else "---:" for name in header]
     return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
 
 

@@ -54,7 +54,14 @@ class FinishedRun:
 
 def new_editor(**options: Any) -> Editor:
     contexts = ContextSettings(("The", "I"), tokens=4)
-    return Editor(tiny.llama(), tiny.tokenizer(), corpus=tiny.texts(), moment_tokens=600, contexts=contexts, **options)
+    return Editor(
+        tiny.llama(max_position_embeddings=256),
+        tiny.tokenizer(),
+        corpus=tiny.texts(),
+        moment_tokens=600,
+        contexts=contexts,
+        **options,
+    )
 
 
 def run(
@@ -65,8 +72,8 @@ def run(
     on_unit: Callable[..., None] = lambda *_: None,
     **options: Any,
 ) -> EvalResult:
-    """Run a small evaluation in units of two records, so that there are several; without figures, which are slow."""
-    small = {"questions": QuestionSettings(4, 1, 6), "steps": 2, "rounds": 50, "drift_edits": 2, "figures": False}
+    """Run a small evaluation in units of two records, so that there are several; without a figure, which is slow."""
+    small = {"questions": QuestionSettings(4, 1, 6), "steps": 2, "rounds": 50, "drift_edits": 2, "figure": False}
     config = EvalConfig(protocol=get_protocol(name, batch=2), **{**small, "unit_size": 2, **options})
     progress = EvalProgress(unit=on_unit)
     return evaluate(editor or new_editor(), read_records(raw), config, out, text=TEXT, progress=progress)

@@ -16,52 +16,10 @@ def test_new_against_true():
     assert metrics.neighborhood_score(pairs) == 0.25, "nor is it one the other way"
 
 
-def test_magnitude_is_a_difference_of_probabilities():
-    half, quarter = math.log(2), math.log(4)
-    assert metrics.magnitude([(half, quarter)]) == pytest.approx(0.25)
-    assert metrics.magnitude([(half, quarter), (quarter, half)]) == pytest.approx(0.0)
-
-
 def test_accuracies():
     counts = [(3, 3), (2, 3), (0, 1), (1, 1)]  # (right, tokens)
     assert metrics.accuracy(counts) == 0.5
-    assert metrics.token_accuracy(counts) == pytest.approx((1 + 2 / 3 + 0 + 1) / 4)
     assert metrics.portability([[(0, 2), (1, 2)], [(1, 1)]]) == pytest.approx(0.75), "the best wording counts"
-    assert metrics.locality([5, 6, 7, 8], [5, 9, 7, 8]) == 0.75
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (" Rome, the capital of Italy", True),
-        (" the city of ROME.", True),
-        (" Paris, not Rome", False),
-        (" Rome, not Paris", True),
-        (" Romeo and Juliet", False),
-        (" aRome", False),
-        ("", False),
-        (" Paris", False),
-    ],
-)
-def test_free_decoding_wants_the_new_target_first_and_whole(text, expected):
-    assert metrics.free_decoding(text, ["Rome"], instead=["Paris"]) is expected
-
-
-def test_free_decoding_in_other_scripts_and_wordings():
-    assert metrics.free_decoding("首都是東京都。", ["東京"])
-    assert metrics.free_decoding(" العاصمة هي روما الآن", ["روما"], instead=["باريس"])
-    assert metrics.free_decoding(" Sa\u0303o Paulo", ["São Paulo"]), "accents may be composed or not"
-    assert metrics.free_decoding(" the U.S.", ["America", "the U.S."])
-    assert not metrics.free_decoding(" New Jersey", ["New York"])
-
-
-def test_free_decoding_takes_the_longer_of_two_that_begin_together():
-    text = " New York City is big"
-    assert metrics.free_decoding(text, ["New York City"], ["New York"])
-    assert not metrics.free_decoding(text, ["New York"], ["New York City"])
-    assert metrics.free_decoding(text, ["New York", "New York City"], ["New"]), "the longest wording counts"
-    assert not metrics.free_decoding(text, ["New York"], ["New York"])
-    assert not metrics.free_decoding(" New York, then New York City", ["New York City"], ["New York"])
 
 
 def test_entropy_in_bits():
@@ -130,3 +88,5 @@ def test_s_is_the_harmonic_mean_of_means():
     assert score["low"] == 0.0, "a sample of one record alone has a zero in it"
     assert score["records"] == 2
     assert "S" not in bootstrap({"ES": [1.0], "PS": [None], "NS": [1.0]})
+    framed = bootstrap({**columns, "ES_chat": [1.0, 1.0, 1.0], "PS_chat": [0.5, 0.5, 0.5], "NS_chat": [1.0, 1.0, 1.0]})
+    assert framed["S_chat"]["value"] == pytest.approx(0.75)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +16,17 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from rebind.errors import InputError
-from rebind.evals import compare, figures
-from rebind.evals.figures import draw_runs
-from rebind.evals.scores import SCORES
-from rebind.evals.summary import format_score, markdown_report, scores_table, states_table
+from rebind.evals import compare, figures, read_records
+from rebind.evals.figures import KEPT, SAID, draw_runs
+from rebind.evals.summary import (
+    format_score,
+    framings_table,
+    markdown_report,
+    retention_table,
+    scores_table,
+    states_table,
+    summarize_run,
+)
 from rebind.models import LanguageModel
 from tests.evals.runs import RAW, lines, run
 
@@ -56,7 +62,7 @@ def changed(folder: Path, into: Path, **parts: Any) -> Path:
 
 def test_runs_side_by_side(runs, tmp_path):
     both = compare(runs)
-    assert both.header[:5] == ["run", "edits", "records", "S", "ES"]
+    assert both.header[:5] == ["run", "edits", "records", "free", "EA"]
     assert both.header[-3:] == ["perplexity", "kl", "growth"]
     states = [(row[0], row[1]) for row in both.rows[:5]]
     assert states == [*(("memit", edits) for edits in ("before", "2", "4", "5")), ("rome", "before")]
@@ -124,7 +130,7 @@ def break_perplexity(summary: dict[str, Any], *places: int) -> dict[str, Any]:
 def test_a_perplexity_that_is_not_finite_is_in_the_tables(summary):
     summary = break_perplexity(summary, -1)
     before = format_score(summary["states"][0]["drift"]["perplexity"])
-    assert ["perplexity", before, "not finite", "", "of text that no edit is about"] in scores_table(summary)
+    assert ["perplexity", before, "not finite", "", "of text that no edit is about"] in scores_table(summary)[1]
     header, rows = states_table([("", summary)])
     assert [row[header.index("perplexity")] == "not finite" for row in rows] == [False, False, False, True]
     assert f"| perplexity | {before} | not finite |" in markdown_report(summary)
@@ -137,20 +143,54 @@ def test_a_broken_model_is_reported_from_end_to_end(tmp_path, monkeypatch):
     assert "| perplexity | not finite | not finite |" in (tmp_path / "table.md").read_text()
 
 
-def test_finite_points_are_drawn_and_the_others_marked(summary):
-    values = [state["drift"]["perplexity"] for state in summary["states"]]
+def test_a_perplexity_that_is_not_finite_is_marked(summary):
     for places in ((), (2,), (-1,), range(4)):
-        figure = figures.against_edits([("memit", break_perplexity(summary, *places))])
-        curve, *marks = figure.axes[1].lines
-        finite = [value for value in curve.get_ydata() if not math.isnan(value)]
-        assert finite == [value for at, value in enumerate(values) if at not in {place % 4 for place in places}]
+        axes = figures.draw([("memit", break_perplexity(summary, *places))]).axes[2]
+        marks = [line for line in axes.lines if line.get_marker() == "x"]
         assert [len(mark.get_xdata()) for mark in marks] == ([len(places)] if places else [])
-        assert any("not finite" in text.get_text() for text in figure.texts) is bool(places)
-    for state in summary["states"][1:]:
-        state["drift"] = {}
-    figure = figures.against_edits([("memit", summary)])
-    assert len(figure.axes[1].lines) == 1, "what was not measured is not marked"
-    assert not any("not finite" in text.get_text() for text in figure.texts)
+
+
+# Tables
+
+
+SCORE = {"value": 0.5, "low": 0.25, "high": 0.75, "records": 3}
+
+
+def test_every_model_has_a_row_per_framing(summary):
+    for state in (summary["states"][0], summary["states"][-1]):
+        state["scores"] = {"free": SCORE, "EA": SCORE, "free_chat": SCORE, "S_chat": SCORE, "locality": SCORE}
+    summary["baselines"] = [{"name": "prompt", "records": 3, "scores": {"free": SCORE, "choice": SCORE}}]
+    header, rows = framings_table(summary)
+    assert header[:5] == ["model", "framing", "free", "95 %", "EA"]
+    assert rows[0] == ["before", "start", ".500", ".250 – .750", ".500", *[""] * 5]
+    assert [row[:2] for row in rows[1:]] == [
+        ["before", "chat"],
+        ["after", "start"],
+        ["after", "chat"],
+        ["prompt", "start"],
+    ]
+    assert rows[1] == ["before", "chat", ".500", ".250 – .750", *[""] * 5, ".500"]
+    header, rows = scores_table(summary)
+    assert header == ["score", "before", "after", "95 %", "prompt", "meaning"]
+    assert rows[0][:5] == ["locality", ".500", ".500", ".250 – .750", ""]
+
+
+def test_a_sequence_shows_what_is_left_of_the_first_records(summary):
+    header, rows = retention_table(summary)
+    assert header == ["written", "free", "EA"]
+    assert [row[0] for row in rows] == ["1 – 2", "3 – 4", "5 – 5"]
+    assert "| 1 – 2 |" in markdown_report(summary)
+
+
+def test_many_batches_are_put_together_by_age(finished):
+    folder = finished("sequential").folder
+    config = json.loads((folder / "config.json").read_text())
+    config["protocol"]["batch"] = 1
+    rows = [row for row in lines(folder) if row["edits"] in (0, 5)]
+    many = [{**rows[index % 5], "edits": 35, "record": index} for index in range(35)]
+    records = [read_records(RAW)[index % 5] for index in range(35)]
+    ages = summarize_run(config, records, many, [])["retention"]
+    assert [group["records"] for group in ages] == [[begin, min(begin + 4, 35)] for begin in range(0, 35, 4)]
 
 
 # Layout
@@ -176,17 +216,15 @@ def boxes_of(figure: Figure, artists: Sequence[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "data"), NAMES, ids=["short", "long"])
-def test_texts_are_inside_the_figure_and_do_not_overlap(summary, finished, model, data):
+def test_texts_are_inside_the_figure_and_do_not_overlap(summary, model, data):
     summary |= {"model": model, "data": data, "method": "alphaedit", "batch": 1000}
-    rows = lines(finished("sequential").folder)
+    scores = dict.fromkeys((*SAID, *KEPT), SCORE)
+    summary["states"][-1]["scores"] |= scores
+    summary["baselines"] = [{"name": name, "records": 5, "scores": scores} for name in ("prompt", "lora")]
+    alone = {**summary, "states": summary["states"][::3], "retention": []}
     several = [(f"somewhere-{place}/alphaedit-sequential-1000-3f2a91c{place}", summary) for place in range(5)]
-    for figure in (
-        figures.scores([("after", summary)], before=True),
-        figures.nll(summary, rows),
-        figures.against_edits([("alphaedit", summary)]),
-        figures.scores(several),
-        figures.against_edits(several),
-    ):
+    for runs in ([("after", summary)], [("after", alone)], several):
+        figure = figures.draw(runs)
         texts = [text for text in figure.findobj(Text) if text.get_visible() and len(text.get_text()) > 5]  # no numbers
         texts = [text for text in texts if text.get_text() != figure.get_suptitle()]  # has an empty line in it
         boxes = {text.get_text(): box for text, box in zip(texts, boxes_of(figure, texts), strict=True)}
@@ -194,28 +232,14 @@ def test_texts_are_inside_the_figure_and_do_not_overlap(summary, finished, model
             assert not box.overlaps(beside), (one, other)
 
 
-@pytest.mark.parametrize(
-    "names", [["free_consequences"], ["EA", "free", "tokens", "free_consequences"], list(SCORES)], ids=len
-)
+@pytest.mark.parametrize("names", [["free_consequences"], ["EA", "NS"], [*SAID, *KEPT]], ids=len)
 @pytest.mark.filterwarnings("error")  # matplotlib warns when a layout does not fit
 def test_a_figure_has_room_however_few_scores_it_has(summary, names):
-    score = {"value": 0.9, "low": 0.8, "high": 1.0, "records": 3}
-    summary |= {"model": NAMES[1][0]}
-    summary["states"] = [{**state, "scores": dict.fromkeys(names, score)} for state in summary["states"]]
+    summary |= {"model": NAMES[1][0], "retention": []}
+    summary["states"] = [{**state, "scores": dict.fromkeys(names, SCORE)} for state in summary["states"][::3]]
     many = [(f"somewhere-{place}/alphaedit-sequential-1000-3f2a91c{place}", summary) for place in range(10)]
-    for figure in (figures.scores([("after", summary)], before=True), figures.scores(many)):
-        (axes,), (legend,) = figure.axes, figure.legends
+    for figure in (figures.draw([("after", summary)]), figures.draw(many)):
+        (axes, _), (legend,) = figure.axes, figure.legends
         panel, below, _ = boxes_of(figure, [axes, legend, axes.xaxis.label])
         assert below.y1 <= axes.get_tightbbox(bbox_extra_artists=[axes.xaxis, axes.yaxis]).y0, "below the axis"
         assert panel.height >= 0.4 * figure.dpi, "there is room for what is drawn"
-
-
-def test_every_fact_of_a_record_is_a_point(summary, finished):
-    def count(rows: list[dict[str, Any]]) -> list[int]:
-        return [len(some.get_offsets()) for some in figures.nll(summary, rows).axes[0].collections]
-
-    rows = [{name: value for name, value in row.items() if name != "also"} for row in lines(finished("batch").folder)]
-    neighbors, paraphrases, prompts = count(rows)
-    for row in rows:
-        row["also"] = [{"prompt": row["prompt"], "paraphrases": row["paraphrases"]}]
-    assert count(rows) == [neighbors, 2 * paraphrases, 2 * prompts]

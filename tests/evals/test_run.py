@@ -43,10 +43,11 @@ def test_another_seed_gives_other_bytes(tmp_path, finished):
     assert contents(other.folder)["records.jsonl"] != finished("batch").contents["records.jsonl"]
 
 
-def test_figures_have_the_same_bytes(tmp_path):
-    first, again = (contents(run(tmp_path / name, "sequential", raw=RAW[:3], figures=True).folder) for name in "ab")
+def test_figures_and_baselines_have_the_same_bytes(tmp_path):
+    options = {"raw": RAW[:3], "figure": True, "baselines": True}
+    first, again = (contents(run(tmp_path / name, "sequential", **options).folder) for name in "ab")
     assert first == again
-    assert first.keys() == FILES | {"scores.png", "edits.png", "nll.png"}
+    assert first.keys() == FILES | {"report.png", "baselines.jsonl"}
 
 
 # Kills
@@ -125,7 +126,7 @@ def test_single_edits_start_from_the_base_model(tmp_path, finished):
     assert [row["record"] for row in together] == [0, 1, 2, 3, 4]
     run(tmp_path, raw=RAW[2:3])
     (alone,) = [row for row in lines(tmp_path) if row["edits"]]
-    for part in ("prompt", "neighbors", "free", "texts"):
+    for part in ("facts", "neighbors", "kept", "texts"):
         assert together[2][part] == alone[part]
 
 
@@ -139,10 +140,14 @@ def test_sequential_edits_accumulate_and_everything_is_asked_again(finished):
         *((5, i) for i in range(5)),
     ]
     early, late = (next(r for r in rows if r["edits"] == n and r["record"] == 0) for n in (2, 5))
-    assert early["prompt"] != late["prompt"], "later batches change the answers to the first"
+    assert early["facts"] != late["facts"], "later batches change the answers to the first"
     assert [row["records"] for row in lines(folder, "edits.jsonl")] == [[0, 2], [2, 4], [4, 5]]
     assert [state["edits"] for state in finished("sequential").result.summary["states"]] == [0, 2, 4, 5]
     assert not (folder / "work").exists()
+    ages = finished("sequential").result.summary["retention"]
+    assert [group["records"] for group in ages] == [[0, 2], [2, 4], [4, 5]]
+    assert all(set(group["scores"]) == {"free", "EA"} for group in ages)
+    assert finished("single").result.summary["retention"] == []
 
 
 def test_contents_of_the_folder(finished):
@@ -155,10 +160,13 @@ def test_contents_of_the_folder(finished):
     base, after = summary["states"]
     assert (base["edits"], after["edits"]) == (0, 1)
     scores = after["scores"]
-    assert set(scores) >= {"S", "ES", "PS", "NS", "EA", "PA", "EM", "GE", "RS", "free", "portability", "locality"}
+    assert set(scores) >= {"S", "ES", "PS", "NS", "EA", "PA", "GE", "RS", "free", "portability", "locality"}
+    assert set(scores) >= {"free_plain", "EA_text", "choice", "free_reversed", "locality_kl"}
+    assert "free_chat" not in scores, "the tokenizer has no chat template"
+    assert "locality" not in base["scores"], "there is nothing to compare with"
     assert scores["ES"]["records"] == 4, "one record has no true target"
     assert scores["NS"]["records"] == 1, "records with neighbors that the true target answers"
-    assert scores["tokens_neighbors"]["records"] == scores["RS"]["records"] == 1
+    assert scores["RS"]["records"] == 1
     assert all(one["low"] <= one["value"] <= one["high"] for one in scores.values())
     drift = lines(folder, "drift.jsonl")
     assert [row["records"] for row in drift] == [None, [0, 1], [1, 2]], "the base model and two of the edits"
@@ -167,7 +175,7 @@ def test_contents_of_the_folder(finished):
     assert after["drift"]["growth"] == pytest.approx(sum(row["growth"] for row in drift[1:]) / 2, abs=1e-6)
     assert set(drift[1]["sites"]) == set(lines(folder, "edits.jsonl")[0]["sites"])
     table = (folder / "table.md").read_text()
-    assert "| before | 5 |" in table
+    assert "| after | text |" in table
     assert "harmonic mean of ES, PS and NS" in table
     assert {row["edits"] for row in lines(folder, "timings.jsonl")} == {0, 1}
 
@@ -175,23 +183,29 @@ def test_contents_of_the_folder(finished):
 def test_edits_show_in_the_answers(tmp_path):
     run(tmp_path, "batch", raw=RAW[:3], steps=8)
     rows = lines(tmp_path)
-    before, after = ([row["prompt"]["new"]["nll"] for row in part] for part in (rows[:3], rows[3:]))
-    assert all(new < old for old, new in zip(before, after, strict=True))
+    for framing in ("start", "plain"):
+        before, after = (
+            [row["facts"][0][framing]["prompt"]["new"]["nll"] for row in part] for part in (rows[:3], rows[3:])
+        )
+        assert all(new < old for old, new in zip(before, after, strict=True)), framing
+    kept = [one for row in rows[3:] for one in row["kept"]["neighbors"]]
+    assert any(one["kl"] > 0 for one in kept)
 
 
 def test_every_fact_of_a_record_is_written_and_asked(tmp_path, finished):
     base, *_ = rows = lines(finished("single").folder)
     after = next(row for row in rows if row["edits"])
     for row in (base, after):
-        (other,) = row["also"]
-        assert set(other["prompt"]) == {"new", "true"}
-        assert len(other["paraphrases"]) == len(other["free"]["paraphrases"]) == 1
-    assert after["also"][0]["prompt"]["new"]["nll"] < base["also"][0]["prompt"]["new"]["nll"]
+        (_, other) = row["facts"]
+        assert set(other["start"]["prompt"]) == {"new", "true"}
+        assert len(other["start"]["paraphrases"]) == len(other["start"]["free_paraphrases"]) == 1
+    first, second = (row["facts"][1]["start"]["prompt"]["new"]["nll"] for row in (base, after))
+    assert second < first
     alone, *_ = lines(run(tmp_path, raw=RAW[0]["also"]).folder)
-    (other,) = base["also"]
+    other, alone = base["facts"][1]["start"], alone["facts"][0]["start"]
     for target in ("new", "true"):
         assert other["prompt"][target]["nll"] == pytest.approx(alone["prompt"][target]["nll"], abs=1e-4)
-    assert other["free"]["prompt"] == alone["free"]["prompt"]
+    assert other["free"] == alone["free"]
 
 
 def test_what_is_asked_is_not_trained_on(monkeypatch, tmp_path):
@@ -215,7 +229,8 @@ def test_questions_can_be_left_out_and_the_home_folder_is_expanded(tmp_path, mon
     result = run(Path("~/runs/x"), "batch", raw=RAW[:1], questions=QuestionSettings(0, 0))
     assert result.folder == tmp_path / "home" / "runs" / "x"
     (_, row) = lines(result.folder)
-    assert not {"free", "texts"} & row.keys()
+    assert not {"free_consequences", "texts"} & row.keys()
+    assert set(row["facts"][0]["start"]) == {"prompt", "paraphrases"}
 
 
 def test_running_scores_are_reported(finished):

@@ -55,8 +55,16 @@ def evaluate(
     skip_bad: opt.SkipBad = False,
     seed: Annotated[int, opt.value("N", "Random seed for contexts, generated texts and confidence intervals.")] = 0,
     known: Annotated[bool, opt.flag("--known", "Use only records that the model knows.", panel="Questions")] = False,
-    free_tokens: Annotated[int, question_value("N", "Generate N tokens per prompt.", min=0)] = 16,
+    free_tokens: Annotated[int, question_value("N", "Generate N tokens per prompt.", min=0)] = 24,
     texts: Annotated[int, question_value("N", "Generate N longer texts per record to measure fluency.", min=0)] = 1,
+    baselines: Annotated[
+        bool,
+        opt.flag(
+            "--baselines",
+            "Also ask the unedited model with the facts in its prompt, and a LoRA fine-tune.",
+            panel="Questions",
+        ),
+    ] = False,
     text: Annotated[
         Path | None, question_value("FILE", "Text to measure perplexity on.", default="a bundled text")
     ] = None,
@@ -73,7 +81,9 @@ def evaluate(
     get_method(method)
     chosen_protocol = evals.get_protocol(protocol, batch=batch, every=every)
     questions = evals.QuestionSettings(free_tokens, texts)
-    config = evals.EvalConfig(method, chosen_protocol, opt.parse_layers(layers), lam, steps, questions)
+    config = evals.EvalConfig(
+        method, chosen_protocol, opt.parse_layers(layers), lam, steps, questions, baselines=baselines
+    )
     perplexity_text = None if text is None else read_text(text)
     first = None if known or skip_bad else limit  # otherwise the limit counts the records that are selected
     records = (
@@ -107,7 +117,7 @@ def evaluate(
 
 
 def _print(terminal: Terminal, result: EvalResult) -> None:
-    from rebind.evals.summary import describe_protocol, scores_table, states_table
+    from rebind.evals.summary import describe_protocol, framings_table, retention_table, scores_table, states_table
 
     summary = result.summary
     count = counted(summary["states"][0]["records"], "record")
@@ -115,14 +125,18 @@ def _print(terminal: Terminal, result: EvalResult) -> None:
     terminal.print(Text(heading, style="bold"))
     if len(summary["states"]) > 2:
         print_states(terminal, *states_table([("", summary)]))
-    grid = table("score", "before", "after", "95 %", "", right=("before", "after", "95 %"))
-    for row in scores_table(summary):
-        grid.add_row(*row)
+    for header, rows in (framings_table(summary), scores_table(summary), retention_table(summary)):
+        if rows:
+            words = {"model", "framing", "score", "meaning"}
+            grid = table(*header, right=[name for name in header if name not in words])
+            for row in rows:
+                grid.add_row(*row)
+            terminal.print(grid)
     skipped = [("skipped", counted(summary["skipped"], "record"))] if summary["skipped"] else []
     files = ", ".join(sorted(file.name for file in result.folder.iterdir()))
-    terminal.print(grid, pairs([*skipped, ("results", result.folder), ("files", files)]))
-    if not (result.folder / "scores.png").exists():
-        terminal.hint("no figures: they need matplotlib (pip install 'rebind[lab]')")
+    terminal.print(pairs([*skipped, ("results", result.folder), ("files", files)]))
+    if not (result.folder / "report.png").exists():
+        terminal.hint("no figure: it needs matplotlib (pip install 'rebind[lab]')")
     terminal.result({"folder": str(result.folder), "config": result.config, "summary": summary}, str(result.folder))
 
 

@@ -1,0 +1,93 @@
+"""What an edit is compared with: the facts put into the prompt of the unedited model, and a plain LoRA fine-tune.
+
+`answer_records` does the former. `fine_tuned` trains low-rank adapters on the down projections of the edited layers by
+Adam, on the bare prompts and their targets, and removes them afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rebind.edit.facts.fact import Fact
+from rebind.evals.answers import BaseModel
+from rebind.models.language_model import LanguageModel
+from rebind.models.sites import Site, module_at
+from rebind.models.trunk import Tokens
+
+BASELINES = {"prompt": "the facts in the prompt", "lora": "LoRA fine-tune"}
+RANK, STEPS, LEARNING_RATE = 8, 30, 5e-3
+AT_ONCE = 32  # facts per pass
+
+
+class Adapters:
+    """Low-rank maps that are added to the outputs of modules, made when the modules first run."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.parts: dict[nn.Module, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.enabled = True
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        if not self.enabled:
+            return output
+        if module not in self.parts:
+            d_k, d_v = inputs[0].shape[-1], output.shape[-1]
+            down = torch.randn(RANK, d_k, generator=self.generator) / d_k**0.5
+            parts = (down, torch.zeros(d_v, RANK))
+            first, second = (nn.Parameter(part.to(output.device)) for part in parts)
+            self.parts[module] = first, second
+        first, second = self.parts[module]
+        return output + (inputs[0].float() @ first.mT @ second.mT).to(output.dtype)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Run a block on the unedited model."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+
+@contextmanager
+def fine_tuned(
+    model: LanguageModel, facts: Sequence[Fact], sites: Sequence[Site], *, seed: int = 0
+) -> Iterator[BaseModel]:
+    """Fine-tune a model on facts for the time of a block; yield a way back to the unedited model meanwhile."""
+    adapters = Adapters(seed)
+    hooks = [module_at(model.model, site.name).register_forward_hook(adapters) for site in sites]
+    try:
+        with torch.no_grad():
+            _loss(model, facts[:1])  # makes the adapters
+        parameters = [part for parts in adapters.parts.values() for part in parts]
+        optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for begin in range(0, len(facts), AT_ONCE):
+                some = facts[begin : begin + AT_ONCE]
+                with torch.enable_grad():
+                    (_loss(model, some) * len(some) / len(facts)).backward()
+            optimizer.step()
+        for part in parameters:
+            part.requires_grad_(False)
+        yield adapters.disabled
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _loss(model: LanguageModel, facts: Sequence[Fact]) -> Tensor:
+    """Return the mean NLL per token of the targets."""
+    prompts = model.encode([fact.as_prompt() for fact in facts])
+    rows = [(*prompt.ids, *prompt.target[:-1]) for prompt in prompts]
+    where = [
+        (row, len(prompt.ids) - 1 + step) for row, prompt in enumerate(prompts) for step in range(len(prompt.target))
+    ]
+    logits = model.trunk.logits(Tokens.right_padded(rows, model.device), torch.tensor(where))
+    targets = [token for prompt in prompts for token in prompt.target]
+    return nn.functional.cross_entropy(logits, torch.tensor(targets, device=logits.device))
