@@ -33,12 +33,8 @@ class ExportCheck:
 
 
 def ask_facts(model: LanguageModel, edits: Sequence[Edit]) -> list[FactScore]:
-    """Score every fact, in the chat template if that is how its edit was made."""
-    scores = []
-    for edit in edits:
-        asked = model.with_chat(bool(edit.settings.get("chat")))
-        scores += asked.score([fact.as_prompt() for fact in edit.facts])
-    return scores
+    """Score every fact, asked by its bare prompt."""
+    return model.score([fact.as_prompt() for edit in edits for fact in edit.facts])
 
 
 def count_said(model: LanguageModel, edits: Sequence[Edit]) -> int:
