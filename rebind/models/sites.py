@@ -201,9 +201,13 @@ def _last_named(maps: Sequence[_Linear], names: Collection[str]) -> _Linear | No
 
 def _refuse_other_experts(path: str, block: nn.Module) -> None:
     for name, module in block.named_modules():
-        if EXPERTS_CLASS.search(type(module).__name__):
-            reason = f"{path}.{name} ({type(module).__name__}) holds experts in a layout of its own"
-            raise _cannot_edit(reason, "fused experts with a down_proj, as in Mixtral", "unknown_experts")
+        kind = type(module)
+        if not EXPERTS_CLASS.search(kind.__name__):
+            continue
+        if not kind.__module__.startswith("transformers.models."):  # such as gpt-oss with the kernels for MXFP4
+            _require_editable(f"{path}.{name}", module)
+        reason = f"{path}.{name} ({kind.__name__}) holds experts in a layout of its own"
+        raise _cannot_edit(reason, "fused experts with a down_proj, as in Mixtral", "unknown_experts")
 
 
 def _linears(path: str, module: nn.Module, in_mixer: bool = False) -> Iterator[_Linear]:
@@ -232,16 +236,15 @@ def _require_editable(path: str, module: nn.Module) -> None:
     """Raise unless the weight can be read and written as the matrix that the module multiplies by."""
     kind, weight = type(module), getattr(module, "down_proj" if is_experts(module) else "weight", None)
     # A subclass with a forward of its own may quantize on the fly; those of transformers do not (FalconLinear).
-    is_plain = kind.__module__.startswith("transformers.models.") or (
-        isinstance(module, (nn.Linear, Conv1D)) and kind.forward in (nn.Linear.forward, Conv1D.forward)
-    )
+    is_plain = isinstance(module, (nn.Linear, Conv1D)) and kind.forward in (nn.Linear.forward, Conv1D.forward)
+    is_plain = is_plain or kind.__module__.startswith("transformers.models.")
     if is_plain and type(weight) is nn.Parameter and weight.dtype in EDITABLE_DTYPES:
         return
     if hasattr(module, "base_layer"):
         code, advice = "adapter", "Merge the adapter into the model first (merge_and_unload()), or edit the base model"
     else:
         code = "quantized_weights"
-        advice = "Edit the model without quantization, and export the edit as an adapter for the quantized one"
+        advice = "Load the model without quantization; edits of linear maps can serve the quantized one as an adapter"
     dtype = f" with {weight.dtype} weights" if isinstance(weight, Tensor) else ""
     reason = f"{path} is a {kind.__module__}.{kind.__name__}{dtype}"
     raise _cannot_edit(reason, "a plain weight in float64, float32, bfloat16 or float16", code, advice)

@@ -243,6 +243,21 @@ def test_a_weight_that_several_blocks_own_is_no_site():
     assert names[2] == LLAMA_DOWN.format(2)
 
 
+class Mxfp4Experts(nn.Module):
+    """The kind of gpt-oss with kernels for MXFP4."""
+
+    def __init__(self):
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.zeros(2, HIDDEN, 3, 16, dtype=torch.uint8), requires_grad=False)
+
+
+def test_quantized_experts_are_refused():
+    model = build("gpt_oss")
+    for block in model.model.layers:
+        block.mlp.experts = Mxfp4Experts()
+    assert "without quantization" in refused(model, "quantized_weights").advice
+
+
 def test_two_stacks_of_blocks_and_unknown_experts_are_refused():
     model = FAMILIES["llama"]()
     model.model.other_layers = copy.deepcopy(model.model.layers)
