@@ -63,7 +63,14 @@ def test_runs_are_shown_and_compared(rebind, fails, model, facts, tmp_path):
         *FAST,
     )
     shown = rebind(*words, "--out", "a")
-    for expected in ("memit on tiny, batches of 1 in sequence: 2 records", "before", "95 %", "perplexity", "edits.png"):
+    for expected in (
+        "memit on tiny, batches of 1 in sequence: 2 records",
+        "before",
+        "95 %",
+        "perplexity",
+        "report.png",
+        "written",
+    ):
         assert expected in shown.out
     assert max(map(len, shown.out.splitlines())) <= 80
     rebind(*words, "--out", "b", "--method", "rome")
