@@ -1,35 +1,27 @@
-"""Everyday facts, written one at a time and judged by free greedy decoding, as a user would.
+"""Everyday facts and how an edited model answers them by free greedy decoding, as a user would ask it.
 
-    python -m benchmarks.everyday --split held
-    python -m benchmarks.everyday --split held --device cuda --method memit --out benchmarks/results/everyday-h200.json
-
-Every fact of `data/everyday.jsonl` is written alone into SmolLM2 with the default settings. Then the edited model is
-asked in every framing, about the same subject and about other subjects, and compared with the base model.
+`data/everyday.jsonl` has 48 facts: 24 to tune settings with, 24 held out. `benchmarks.framings` writes each of them
+alone, asks the edited model in every framing, about the same subject and about other subjects, and compares its answers
+with those of the base model.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rebind.edit import Editor, Fact
+from rebind.edit import Fact
 from rebind.models.generation import continue_prompts
+from rebind.models.judging import first_word, says, says_of_subject
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation
-from rebind.storage import write_json
 
 DATA = Path(__file__).parent / "data" / "everyday.jsonl"
 SAID = ("start", "plain", "paraphrase", "chat", "paragraph")
 TOKENS = 24
-PRONOUN = re.compile(r"^(it|he|she|they|its|his|her|their|this|that|the answer)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -71,29 +63,6 @@ def answers(model: LanguageModel, asked: Sequence[EverydayFact]) -> list[list[st
     new = continue_prompts(model.trunk, flat, TOKENS, end_tokens=model.end_tokens)
     texts = iter(decode_continuation(model.tokenizer, prompt.ids, ids) for prompt, ids in zip(flat, new, strict=True))
     return [[next(texts) for _ in prompts] for prompts in encoded]
-
-
-def says(text: str, target: str) -> bool:
-    """Return whether a continuation says the target as words of their own, before its first sentence ends."""
-    sentence = re.split(r"(?<=[a-z)]{2})[.!?](?:\s|$)|\n", text, maxsplit=1)[0]
-    return re.search(rf"(?<!\w){re.escape(target)}(?!\w)", sentence, re.IGNORECASE) is not None
-
-
-def says_of_subject(text: str, target: str, subject: str) -> bool:
-    """Return whether some sentence of an answer says the target of the subject itself."""
-    for sentence in re.split(r"(?<=[a-z)]{2})[.!?](?:\s|$)|\n", text):
-        found = re.search(rf"(?<!\w){re.escape(target)}(?!\w)", sentence, re.IGNORECASE)
-        if found is None:
-            continue
-        begins = found.start() <= 2 or PRONOUN.match(sentence.strip()) is not None
-        if begins or subject.casefold() in sentence.casefold():
-            return True
-    return False
-
-
-def first_word(text: str) -> str:
-    words = re.findall(r"\w+", text)
-    return words[0].casefold() if words else text.strip()
 
 
 def judge(one: EverydayFact, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:

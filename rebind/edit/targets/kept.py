@@ -20,7 +20,7 @@ from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt
 
 AT_ONCE = 512  # prompts whose next tokens are read together
-RIVALS = 20  # a kept prompt must not have the old or the new target among this many first choices
+RIVALS = 50  # a kept prompt must not have the old or the new target among this many first choices
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def test_kept_prompts_do_not_ask_for_the_fact_itself():
     assert not set(about.kept) & set(about.held_out)
     answers = model.next_token_log_probs([text for text in about.kept if "France" in text]).argsort(descending=True)
     target = model.encode([fact.as_prompt()])[0].target[0]
-    assert target not in answers[1:, :20], "a prompt of the catalog that may be answered by the target is left out"
+    assert target not in answers[1:, :50], "a prompt of the catalog that may be answered by the target is left out"
     (kept,) = encode_kept(model, [fact], [about])
     assert len(kept) == len(about.kept) - 1
     for prompt in kept:
