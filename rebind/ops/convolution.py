@@ -150,8 +150,8 @@ def _gradients_in_torch(d_out: Tensor, x: Tensor, weight: Tensor, window: Tensor
 
 
 def _why_not_triton(x: Tensor, weight: Tensor, window: Tensor, parts: Sequence[int]) -> str | None:
-    dtypes = {tensor.dtype for tensor in (x, weight, window)}
-    if not dtypes <= TOLERANCE.keys():
+    dtypes = [tensor.dtype for tensor in (x, weight, window)]
+    if any(dtype not in TOLERANCE for dtype in dtypes):  # torch.compile does not compare sets
         return f"its kernels compute in float32, and these inputs are {', '.join(map(str, dtypes))}"
     if weight.shape[1] > LARGEST:
         return f"the size is {weight.shape[1]}, and its kernels take up to {LARGEST}"

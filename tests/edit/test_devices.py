@@ -22,7 +22,7 @@ def dispatch(model: Any, **devices: str) -> Any:
     """Put each piece on its device, by default the CPU, all of them behind hooks."""
     places = dict.fromkeys((*PIECES, "lm_head"), "cpu")
     places |= {name.replace("__", "."): device for name, device in devices.items()}
-    return dispatch_model(model, places, force_hooks=True)
+    return dispatch_model(model, places, main_device="cpu", force_hooks=True)
 
 
 @pytest.mark.parametrize("method", ["memit", "rome", "alphaedit"])

@@ -52,6 +52,7 @@ def two_processes(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared["CUDA_VISIBLE_DEVICES"] = ""  # two processes, and perhaps one GPU
     code = "import sys, pathlib; from tests.nn import test_training_processes as tests; "
     code += "tests.train_all(sys.argv[1], pathlib.Path(sys.argv[2]))"
     command = [sys.executable, "-c", code, source, str(folder)]

@@ -8,7 +8,7 @@ import torch
 from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.ops import explain, kernels, scan
 from rebind.ops.inputs import ScanInputs, check_values
-from tests.ops.problems import problem
+from tests.ops.problems import home, problem
 from tests.support import raises
 
 GOOD = problem(10)
@@ -153,4 +153,5 @@ class TestDispatch:
 
     def test_float64_never_goes_to_the_kernels(self):
         pytest.importorskip("triton")
-        assert "float64" in self.explain(torch.float64).others["triton"]
+        there = {name: x.double().to(home("triton")) for name, x in GOOD.tensors.items()}
+        assert "float64" in explain(there["q"], there["k"], there["v"]).others["triton"]
