@@ -35,12 +35,12 @@ from rebind.models.trunk import Tokens, Trunk, select_cache
 class TargetSettings:
     """How to search for δ."""
 
-    steps: int = 30
-    rate: float = 0.3
+    steps: int = 25
+    rate: float = 0.5
     clamp: float = 0.75  # largest ‖δ‖ / ‖h₀‖
     decay: float = 0.5
     kl: float = 0.0625
-    keep: float = 3.0  # weight of the kept prompts
+    keep: float = 2.0  # weight of the kept prompts
     end: float = 1.0  # weight of the end of the target's last word
     enough: float = 0.05  # the search for a fact ends when its loss falls below this
 
