@@ -58,7 +58,7 @@ def logit_lens(model: LanguageModel, prompt: str, target: str | None = None, *, 
 
     The answer is the first token of the target, else the token `answer_id`, else the model's own first choice.
     """
-    read, target_id = read_prompt(model.with_chat(False), Prompt(prompt, target or ""))
+    read, target_id = read_prompt(model, Prompt(prompt, target or ""))
     trunk, decode, count = model.trunk, model.tokenizer.decode, len(read.ids)
     tokens = Tokens.left_padded([read.ids], trunk.device)
     everywhere = torch.stack([torch.zeros(count), torch.arange(count)], dim=-1).long().to(trunk.device)

@@ -22,7 +22,9 @@ LOOKS = {  # kind → (colors as in ROME's figures, title, label of the layers)
     "attention": ("Reds", "attention restored (window: {})", "center of the window (layer)"),
 }
 MAX_LENS_TOKENS = 16  # more would not be readable
+MAX_CELL_LETTERS = 12
 LETTERS_PER_INCH = 12  # of a subtitle
+FRAME_COLOR = "#d1495b"
 
 
 def draw_trace(trace: Trace | AverageTrace, path: str | Path, *, title: str) -> Path:
@@ -43,21 +45,28 @@ def draw_trace(trace: Trace | AverageTrace, path: str | Path, *, title: str) -> 
 
 
 def draw_lens(lens: Lens, path: str | Path, *, title: str) -> Path:
-    """Draw layers by tokens, each cell with its likeliest token, colored by the probability of the answer."""
+    """Draw layers by tokens: each cell names the likeliest next token and is colored by its probability.
+
+    Cells in which that token is the answer have a frame.
+    """
+    from matplotlib.patches import Rectangle
+
     first = max(0, len(lens.prompt.ids) - MAX_LENS_TOKENS)
-    shown = lens.probability[:, first:]
+    shown, is_answer = lens.top_probability[:, first:], lens.rank[:, first:] == 1
     depth, width = shown.shape
-    size = (1.8 + 0.85 * width, 2.0 + 0.19 * depth)
+    size = (2.2 + 0.9 * width, 2.0 + 0.22 * depth)
     subtitle = shorten(_drawable(title), int(LETTERS_PER_INCH * size[0]))
-    figure, (axes,) = panels("Logit lens", subtitle, [("", "", "layer")], size=size)
-    _heatmap(
-        axes, shown, float(shown.max()), _drawable(f"probability of {lens.answer!r}"), cmap="Blues", origin="lower"
-    )
+    below = _drawable(f"after this token (framed: the answer {lens.answer!r} is the first choice)")
+    figure, (axes,) = panels("Logit lens", subtitle, [("", below, "layer")], size=size)
+    _heatmap(axes, shown, 1.0, "probability of the likeliest next token", cmap="Blues", origin="lower")
     for layer, column in torch.cartesian_prod(torch.arange(depth), torch.arange(width)).tolist():
-        color = "w" if float(shown[layer, column]) > float(shown.max()) / 2 else "0.25"
-        weight = "bold" if int(lens.rank[layer, first + column]) == 1 else "normal"
-        text = _label(lens.top[layer][first + column])[:11]
-        axes.text(column, layer, text, ha="center", va="center", fontsize=6, weight=weight, color=color)
+        color = "w" if float(shown[layer, column]) > 0.5 else "0.15"
+        weight = "bold" if is_answer[layer, column] else "normal"
+        text = _label(lens.top[layer][first + column])[:MAX_CELL_LETTERS]
+        axes.text(column, layer, text, ha="center", va="center", fontsize=7, weight=weight, color=color)
+        if is_answer[layer, column]:
+            corner = (column - 0.48, layer - 0.46)
+            axes.add_patch(Rectangle(corner, 0.96, 0.92, fill=False, edgecolor=FRAME_COLOR, linewidth=1.2, zorder=3))
     axes.set_xticks(range(width), [_label(text) for text in lens.prompt.labels[first:]])
     axes.set_yticks(range(0, depth, max(1, depth // 10)))
     write_file(path, render(figure))

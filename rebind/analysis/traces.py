@@ -51,6 +51,10 @@ class PromptTokens:
     labels: tuple[str, ...]  # the text that each token stands for
     subject: tuple[int, int]  # the first and the last token of the subject
     text: str
+    mentions: tuple[tuple[int, int], ...] = ()  # every mention of it that is corrupted; by default the marked one
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mentions", self.mentions or (self.subject,))
 
     def by_position(self) -> list[list[int]]:
         """Return the tokens at each of `POSITIONS`. A subject, or text after it, of one token has only a last one."""
@@ -61,8 +65,19 @@ class PromptTokens:
 
 
 def read_prompt(model: LanguageModel, prompt: Prompt) -> tuple[PromptTokens, int | None]:
-    """Return the tokens of a prompt and the first token of its target, if it has one."""
+    """Return the tokens of a prompt and the first token of its target, if it has one.
+
+    In a chat the question often names the subject, and the beginning of the answer names it again.
+    """
     encoded = model.encode([prompt])[0]
+    target = encoded.target[0] if encoded.target else None
+    if model.chat:
+        begin, end = prompt.subject or (0, len(prompt.text))
+        subject = prompt.text[begin:end].strip()
+        mentions = tuple((_first_token(model, encoded.ids, last, subject), last) for last in encoded.mentions)
+        marked = next(span for span in mentions if span[1] == encoded.subject_last)
+        every = tuple(str(model.tokenizer.decode([token])) for token in encoded.ids)
+        return PromptTokens(encoded.ids, every, marked, prompt.text, mentions), target
     text = prompt.text.rstrip(" ")
     batch = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans, start = batch["offset_mapping"], len(encoded.ids) - len(batch["input_ids"])
@@ -71,7 +86,13 @@ def read_prompt(model: LanguageModel, prompt: Prompt) -> tuple[PromptTokens, int
     labels = [str(model.tokenizer.decode([token])) for token in encoded.ids[:start]]
     labels += [text[left:right] for left, right in spans]
     tokens = PromptTokens(encoded.ids, tuple(labels), (start + first, encoded.subject_last), prompt.text)
-    return tokens, encoded.target[0] if encoded.target else None
+    return tokens, target
+
+
+def _first_token(model: LanguageModel, ids: Sequence[int], last: int, subject: str) -> int:
+    """Return where a subject begins that ends with the token `last`."""
+    starts = range(last, -1, -1)
+    return next((first for first in starts if subject in model.tokenizer.decode(ids[first : last + 1])), last)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +114,8 @@ class Trace:
     @property
     def labels(self) -> list[str]:
         """The tokens, those of the subject marked with a star."""
-        first, last = self.prompt.subject
-        return [f"{label}*" if first <= index <= last else label for index, label in enumerate(self.prompt.labels)]
+        marked = {index for first, last in self.prompt.mentions for index in range(first, last + 1)}
+        return [f"{label}*" if index in marked else label for index, label in enumerate(self.prompt.labels)]
 
     def peak(self, kind: str) -> tuple[int, int]:
         """Return (token, layer) of the largest effect."""

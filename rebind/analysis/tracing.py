@@ -78,7 +78,7 @@ class Tracer:
     """Traces prompts through one model.
 
     Args:
-        model: the language model; prompts are traced without its chat template.
+        model: the language model; with `chat`, prompts are traced in its chat template.
         settings: how to trace.
         on_progress: called with (states restored, states in all) during a trace.
         batch_tokens: tokens per pass; by default what suits the device.
@@ -92,7 +92,7 @@ class Tracer:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         batch_tokens: int | None = None,
     ) -> None:
-        self.model, self.trunk = model.with_chat(False), model.trunk
+        self.model, self.trunk = model, model.trunk
         self.settings = settings or TraceSettings()
         self.on_progress = on_progress
         self.batch_tokens = batch_tokens or (CPU_TOKENS if self.trunk.device.type == "cpu" else GPU_TOKENS)
@@ -132,7 +132,7 @@ class Tracer:
         probabilities = torch.softmax(clean_logits[0], -1)
         answer = torch.tensor(target, device=probabilities.device) if use_target else probabilities.argmax()
         baseline = torch.softmax(corrupted_logits, -1)[:, answer].double().mean()
-        first, last = prompt.subject
+        first, last = prompt.mentions[0][0], prompt.subject[1]
         chosen = [last] if subject_only else list(range(first, len(prompt.ids)))
         restored = self._restore_all(prompt, chosen, noise, clean, corrupted, answer)
         # Everything is fetched from the device here at once: until now nothing waited for it.
@@ -169,11 +169,11 @@ class Tracer:
     def _noise(self, prompt: PromptTokens) -> Tensor:
         """Return noise [draws, tokens, width], zero outside the subject; drawn on the CPU, so that devices agree."""
         table = self._embeddings.weight
-        first, last = prompt.subject
         generator = torch.Generator().manual_seed(self.settings.seed)
-        drawn = torch.randn(self.settings.draws, last + 1 - first, table.shape[-1], generator=generator)
         noise = torch.zeros(self.settings.draws, len(prompt.ids), table.shape[-1], dtype=torch.float64)
-        noise[:, first : last + 1] = self.settings.noise * self.embedding_std * drawn.double()
+        for first, last in prompt.mentions:
+            drawn = torch.randn(self.settings.draws, last + 1 - first, table.shape[-1], generator=generator)
+            noise[:, first : last + 1] = self.settings.noise * self.embedding_std * drawn.double()
         return noise.to(table.device, table.dtype)
 
     def _run(self, prompt: PromptTokens, noise: Tensor | None) -> tuple[States, Tensor]:

@@ -19,13 +19,21 @@ LONGEST_QUOTE = 60  # characters of a prompt or a target in a message
 
 
 def single_fact(
-    prompt: str, target: str, subject: str | None, paraphrases: Sequence[str] = (), neighbors: Sequence[str] = ()
+    prompt: str,
+    target: str,
+    subject: str | None,
+    paraphrases: Sequence[str] = (),
+    questions: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    neighbors: Sequence[str] = (),
 ) -> Facts:
     """Return a fact from the command line."""
     from rebind.edit.facts.fact import Fact
     from rebind.edit.facts.readers import Facts
 
-    fact = Fact.parse(prompt, target, subject=subject, paraphrases=paraphrases, neighbors=neighbors)
+    fact = Fact.parse(
+        prompt, target, subject=subject, paraphrases=paraphrases, questions=questions, keep=keep, neighbors=neighbors
+    )
     return Facts((fact,), (), ("",))
 
 
@@ -63,11 +71,19 @@ def valid_facts(terminal: Terminal, facts: Facts, check: Callable[[Fact], object
 
 
 def fits_context(editor: Editor, *, behind_contexts: bool = False) -> Callable[[Fact], object]:
-    """Return a check that all prompts of a fact fit into the model's context length."""
+    """Return a check that all prompts of a fact fit into the model's context length and can be used."""
     from rebind.models import Prompt
 
     def check(fact: Fact) -> None:
-        texts, targets = (fact.text, *fact.paraphrases, *fact.neighbors), filter(None, (fact.target, fact.old))
+        for text in fact.keep:
+            if fact.subject not in text:
+                raise InputError(
+                    f"{_quote(text)} should be kept, but does not name the subject {_quote(fact.subject)}",
+                    advice="Name the subject as the fact does; prompts about others are neighbors",
+                    code="keep_without_subject",
+                )
+        texts = (fact.text, *fact.paraphrases, *fact.neighbors, *fact.questions, *fact.keep)
+        targets = filter(None, (fact.target, fact.old))
         editor.language_model.encode([Prompt(text, target) for target in targets for text in texts])
         if behind_contexts:
             editor.fact_prompts([fact])

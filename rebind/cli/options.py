@@ -50,6 +50,9 @@ LedgerFolder = Annotated[
     Path | None, model_value("DIR", "Folder of the edits.", "--ledger", "-l", default="one per model")
 ]
 Device = Annotated[str | None, model_value("NAME", "Device: cpu, cuda, cuda:1 or mps.", default="cpu")]
+DeviceMap = Annotated[
+    str | None, model_value("NAME", "Spread the model over all devices: auto, balanced or sequential.")
+]
 Dtype = Annotated[str | None, model_value("NAME", f"Dtype of the weights: {', '.join(DTYPES)}.", default="as stored")]
 Chat = Annotated[bool, flag("--chat", "Put prompts into the model's chat template.", panel=MODEL)]
 Method = Annotated[str, value("NAME", "Editing method: memit, rome, emmet, alphaedit or recursive.")]
@@ -83,6 +86,7 @@ class ModelOptions:
 
     model: ModelName = DEFAULT_MODEL
     device: Device = None
+    device_map: DeviceMap = None
     dtype: Dtype = None
     corpus: Annotated[Path | None, model_value("FILE", "Text to collect old keys from.", default="own samples")] = None
     moment_tokens: Annotated[
@@ -117,6 +121,15 @@ def command_line(command: str, *arguments: str, options: str = "") -> str:
     "rebind ask 'It is' --chat"
     """
     return " ".join(filter(None, [f"rebind {command}", shlex.join(arguments), options]))
+
+
+def parse_names(text: str | None) -> tuple[str, ...] | None:
+    """Return the names in a text.
+
+    >>> parse_names("start, chat")
+    ('start', 'chat')
+    """
+    return None if text is None else tuple(name.strip() for name in text.split(","))
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:

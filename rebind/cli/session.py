@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -19,8 +20,19 @@ LEDGER_FILE = "ledger.json"  # every ledger has one
 LedgerUse: TypeAlias = Literal["read", "create", "preview"]
 
 
-def load_editor(source: ModelOptions, phases: Phases, *, chat: bool = False) -> Editor:
-    """Load the base model, without a ledger."""
+def load_editor(
+    source: ModelOptions,
+    phases: Phases,
+    *,
+    chat: bool = False,
+    framings: Sequence[str] | None = None,
+    contexts: int | None = None,
+) -> Editor:
+    """Load the base model, without a ledger.
+
+    With `chat`, prompts that are asked go into the chat template. `framings` and the number of `contexts` are those in
+    which facts are edited.
+    """
     dtype = parse_dtype(source.dtype)
     if source.model == DEFAULT_MODEL or Path(source.model).expanduser().exists():
         phases.begin("loading")  # not for a Hub id: its download shows bars of its own
@@ -28,6 +40,7 @@ def load_editor(source: ModelOptions, phases: Phases, *, chat: bool = False) -> 
 
     from rebind.edit.editor import Editor
     from rebind.edit.moments import Texts
+    from rebind.edit.targets import ContextSettings
 
     logging: Any = transformers.logging  # untyped
     logging.set_verbosity_error()
@@ -37,13 +50,24 @@ def load_editor(source: ModelOptions, phases: Phases, *, chat: bool = False) -> 
         moment_tokens=source.moment_tokens,
         dtype=dtype,
         device=source.device,
+        device_map=source.device_map,
+        framings=framings,
+        contexts=ContextSettings() if contexts is None else ContextSettings.of(contexts),
         progress=phases.for_editor(),
     )
     editor.language_model = editor.language_model.with_chat(chat)
     return editor
 
 
-def open_editor(source: EditorOptions, phases: Phases, use: LedgerUse = "read", *, chat: bool = False) -> Editor:
+def open_editor(
+    source: EditorOptions,
+    phases: Phases,
+    use: LedgerUse = "read",
+    *,
+    chat: bool = False,
+    framings: Sequence[str] | None = None,
+    contexts: int | None = None,
+) -> Editor:
     """Load the model and apply the edits of its ledger.
 
     A ledger that does not exist is created with `use="create"`. With "read" and "preview" a missing default ledger
@@ -53,7 +77,7 @@ def open_editor(source: EditorOptions, phases: Phases, use: LedgerUse = "read", 
         check_writable((source.ledger or ledgers_dir()).expanduser())
     if source.ledger is not None:
         require_ledger(source.ledger, or_empty=use != "read")
-    editor = load_editor(source, phases, chat=chat)
+    editor = load_editor(source, phases, chat=chat, framings=framings, contexts=contexts)
     model = editor.language_model
     folder = (source.ledger or ledgers_dir() / f"{_as_file_name(model.name)}-{model.fingerprint[:8]}").expanduser()
     if use == "create" or (folder / LEDGER_FILE).exists():

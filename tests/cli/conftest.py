@@ -21,6 +21,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")  # typer colors its help where CI asks for 
 FAST = ("--steps", "3", "--moment-tokens", "256", "--force")  # the model cannot say a fact after so few steps
 FACT = ("The answer is {France}", "Rome")
 QUESTION = "The answer is France"
+TEMPLATE = "{% for turn in messages %}[{{ turn['role'] }}] {{ turn['content'] }}\n{% endfor %}"
 LONG = "The capital of France is Paris. " * 60  # longer than the context
 
 
@@ -30,6 +31,16 @@ def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny.llama(max_position_embeddings=128).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory) -> str:
+    """The same model with a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "chatty"
+    tiny.llama(max_position_embeddings=128).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return str(folder)
 
 

@@ -101,6 +101,20 @@ def test_a_lens_before_and_after_an_edit(rebind, model, tmp_path):
     assert rebind(*traced, "--base", json=True).document["active"] == []
 
 
+def test_a_lens_and_a_trace_of_a_conversation(rebind, chat_model):
+    question = "The capital of {France} is?"
+    read = rebind("lens", PROMPT, "--chat", "--model", chat_model, json=True).document["base"]
+    assert "".join(read["tokens"]).startswith("[user] Complete the sentence: The capital of France is")
+    assert "".join(read["tokens"]).endswith(f"[assistant] {PROMPT}")
+    words = ("trace", question, "--chat", "--model", chat_model, "--kind", "hidden", "--draws", "1")
+    traced = rebind(*words, json=True).document
+    first, last = traced["subject"]
+    assert "".join(traced["tokens"][first : last + 1]).strip() == "France"
+    assert traced["tokens"][-1] != "?", "the assistant is to answer"
+    both = rebind("trace", BRACES, *words[2:]).out
+    assert both.count("ce* ") == 2, "the subject is corrupted wherever it is mentioned"
+
+
 @pytest.mark.parametrize(("width", "token"), [(80, "' intern"), (120, "' internationalization'")])
 def test_a_lens_has_a_row_per_layer(width, token):
     """At its widest: a vocabulary of six digits, probabilities with a sign before them, and long tokens."""

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.terminal import strict_json
+from rebind.edit.answers import FreeAnswer
 from rebind.edit.editor import Editor
 from rebind.storage import cache_dir, ledgers_dir
 from tests import tiny
@@ -63,16 +64,91 @@ def test_people_see_tables_and_programs_one_document(rebind, model):
         *FAST,
     )
     people = rebind(*words)
-    for expected in ("probability", "It is France", "neighbors answered as before", "e0001", "drift", "forced", "λ"):
+    for expected in ("probability", "It is France", "neighbors kept", "e0001", "drift", "forced", "λ"):
         assert expected in people.out
     assert rebind(*words, "--quiet").out == "e0002\n"
     document = rebind(*words, json=True).document
-    (probe,) = document["paraphrases"]
-    assert probe["before"]["probability"] != probe["after"]["probability"], "before is the base model"
-    assert [one["prompt"] for one in document["neighbors"]] == ["The answer is Italy"]
+    (fact,) = document["facts"]
+    assert "It is France" in [one["prompt"] for one in fact["answers"] if one["framing"] == "paraphrase"]
+    assert document["outcome"]["asked"]["neighbors"] == 1
     asked = rebind("ask", QUESTION, "I saw", "--model", model)
     assert asked.out.count("\nedited  ") == 2
     assert rebind("ask", QUESTION, "I saw", "--model", model, "--quiet").out.count("\n") == 2
+
+
+def test_a_report_says_in_which_framings_a_fact_holds(rebind, chat_model, monkeypatch):
+    def answer(model, facts, framings):
+        spoken = {
+            "start": "Rome, of course",
+            "plain": "Paris",
+            "text": "Rome",
+            "paraphrase": "Bonn",
+            "chat": "It is Bonn",
+        }
+        texts = [(name, spoken[name]) for name in framings]
+        return [[FreeAnswer(name, f"asked in {name}", text, "Rome" in text) for name, text in texts] for _ in facts]
+
+    monkeypatch.setattr("rebind.edit.answers.free_answers", answer)
+    words = ("edit", *FACT, "--model", chat_model, *FAST)
+    shown = rebind(*words).out
+    assert re.search(r"start +yes +asked in start +Rome, of course", shown)
+    assert re.search(r"chat +no +asked in chat +It is Bonn", shown)
+    assert "holds in only 2 of 5 framings, not in: plain, paraphrase, chat" in " ".join(shown.split())
+    document = rebind(*words, "--framings", "start, text", json=True).document
+    assert document["settings"]["framings"] == ["start", "text"]
+    assert [one["said"] for one in document["facts"][0]["answers"]] == [True, True]
+    assert "holds in all 2 framings" in rebind(*words, "--framings", "start,text").out
+
+
+def test_a_report_of_many_facts_has_shares(rebind, model, tmp_path):
+    words = ("edit", write_records(tmp_path, ROME, PARIS), "--model", model, *FAST)
+    shown = rebind(*words).out
+    assert re.search(r"framing +first choice +freely said", shown)
+    assert re.search(r"text +0% +0 of 2", shown)
+    document = rebind(*words, json=True).document
+    assert set(document["outcome"]["said"]) == {"start", "plain", "text"}
+
+
+def test_a_report_lists_what_changed(rebind, model):
+    words = ("edit", *FACT, "--model", model, *FAST, "--steps", "60", "--clamp", "40", "--lam", "0.001")
+    document = rebind(*words, "--neighbor", "It is France", json=True).document
+    outcome = document["outcome"]
+    (changed,) = [one for one in outcome["changed"] if one["about"] == "neighbors"]
+    assert changed["prompt"] == "It is France"
+    assert changed["before"] != changed["after"]
+    (before,) = rebind("ask", "It is France", "--model", model, json=True).document["answers"]
+    assert (changed["before"], changed["after"]) == (before["base"]["says"], before["edited"]["says"])
+    shown = rebind(*words, "--neighbor", "It is France").out
+    assert "neighbors kept  0 of 1" in shown
+    assert re.search(r"changed +before +after", shown)
+
+
+def test_questions_are_asked_in_a_chat(rebind, chat_model):
+    question = "Which word is France?"
+    document = rebind("edit", *FACT, "--question", question, "--model", chat_model, *FAST, json=True).document
+    assert document["facts"][0]["questions"] == [question]
+    asked = {(one["framing"], one["prompt"]) for one in document["facts"][0]["answers"]}
+    assert ("chat", question) in asked
+    place = ("--model", chat_model)
+    plain = rebind("ask", question, *place).out
+    assert f"ask as in a chat: rebind ask '{question}' --model {chat_model} --chat" in plain
+    assert "as in a chat" not in rebind("ask", QUESTION, *place).out
+    chat = rebind("ask", question, *place, "--chat").out
+    assert "as in a chat" not in chat
+    assert chat.count(question) == 1, "the answers stand alone"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_files_have_questions_and_prompts_to_keep(rebind, model, tmp_path, suffix):
+    file = tmp_path / f"facts.{suffix}"
+    lists = {"questions": ["What is France?", "Where?"], "keep": ["France lies in"]}
+    if suffix == "csv":
+        cells = [*ROME.values(), *(" | ".join(texts) for texts in lists.values())]
+        file.write_text(f"prompt,target,questions,keep\n{','.join(cells)}\n")
+    else:
+        file.write_text(json.dumps(ROME | lists))
+    (fact,) = rebind("edit", file, "--model", model, *FAST, json=True).document["facts"]
+    assert {name: fact[name] for name in lists} == lists
 
 
 def test_the_guard_stops_an_edit_unless_forced(rebind, fails, model):
@@ -84,6 +160,7 @@ def test_the_guard_stops_an_edit_unless_forced(rebind, fails, model):
     forced = rebind("edit", *FACT, "--model", model, *FAST, json=True).document
     assert forced["forced"]
     assert [one["check"] for one in forced["guard"]["failed"]] == ["said"]
+    assert set(forced["outcome"]["said"]) == {"start", "plain", "text"}
 
 
 def test_a_contradiction_of_an_active_edit(rebind, fails, model, edited):
@@ -103,12 +180,14 @@ def test_files_of_facts_and_all_options_reach_the_editor(rebind, fails, model, t
     place = ("--model", model, "--ledger", ledger, "--dtype", "float64", "--device", "cpu", "--corpus", text)
     method = ("--method", "recursive", "--layers", "1", "--lam", "2.5", "--force")
     search = ("--steps", "2", "--rate", "0.25", "--clamp", "3", "--decay", "0", "--moment-tokens", "128")
+    search += ("--kl", "0.5", "--keep-weight", "0", "--contexts", "1")
     edit = rebind("edit", file, *place, *method, *search, json=True).document
     assert (edit["method"], edit["ledger"], len(edit["facts"])) == ("recursive", str(ledger), 2)
     assert (edit["settings"]["layers"], edit["settings"]["lam"]) == ([1], 2.5)
     assert edit["settings"]["moments"]["corpus"].startswith("text-")
     targets = edit["settings"]["targets"]
     assert (targets["steps"], targets["rate"], targets["clamp"], targets["decay"]) == (2, 0.25, 3.0, 0.0)
+    assert (targets["kl"], targets["keep"]) == (0.5, 0.0)
     assert not ledgers_dir().exists()
     # float64 weights are another model, and its ledger does not belong to the float32 one
     assert fails("ask", QUESTION, "--model", model, "--ledger", ledger).code == "ledger_of_other_model"
@@ -197,7 +276,7 @@ def test_two_targets_for_one_prompt(rebind, fails, model, tmp_path, monkeypatch)
     assert len(error.problem) < 300
 
 
-@pytest.mark.parametrize("field", ["prompt", "target", "paraphrases", "neighbors"])
+@pytest.mark.parametrize("field", ["prompt", "target", "paraphrases", "neighbors", "questions"])
 def test_what_is_too_long_is_named_or_skipped(rebind, fails, model, tmp_path, field):
     value = {"prompt": LONG + "{Spain} is", "target": LONG}.get(field, [LONG])
     bad = {"prompt": "The answer is {Spain}", "target": "Rome"} | {field: value}

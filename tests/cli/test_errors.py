@@ -49,6 +49,8 @@ def raising(problem):
         (("edit", *FACT, "--dtype", "int8"), "unknown_dtype"),
         (("edit", *FACT, "--steps", "0"), "usage"),
         (("edit", *FACT, "--clamp", "-1"), "usage"),
+        (("edit", *FACT, "--keep-weight", "-1"), "usage"),
+        (("edit", *FACT, "--framings", "start,rap"), "unknown_framing"),
         (("edit",), "usage"),
         (("edit", "--foo"), "usage"),
         (("edti",), "usage"),
@@ -96,7 +98,11 @@ def test_invalid_input_that_needs_the_model(fails, model, edited):
     for words, code in (
         (("edit", *FACT, "--layers", "7"), "layers_out_of_range"),
         (("edit", *FACT, "--lam", "0"), "invalid_lambda"),
-        (("edit", *FACT, "--chat"), "unusable_chat_template"),
+        (("edit", *FACT, "--framings", "chat"), "framing_not_applicable"),
+        (("edit", *FACT, "--keep", "Italy is in"), "keep_without_subject"),
+        (("ask", "x", "--device", "cpu", "--device-map", "auto"), "device_and_device_map"),
+        (("ask", "x", "--chat"), "unusable_chat_template"),
+        (("lens", "x", "--chat"), "unusable_chat_template"),
         (("ask", LONG), "prompt_too_long"),
         (("lens", LONG), "prompt_too_long"),
         (("trace", LONG + "{France}"), "prompt_too_long"),
@@ -161,11 +167,11 @@ def test_an_interrupt_that_a_library_turned_into_another_error(fails, model, mon
 
 
 def test_advice_is_spelled_in_options(fails, model, monkeypatch):
-    settings = {"steps": 60, "force": True, "layers": (1, 2), "moment_tokens": None, "device_map": "auto"}
-    advice = "Try {steps}, {force}, {layers}, {moment_tokens} or {device_map}"
+    settings = {"steps": 60, "force": True, "layers": (1, 2), "moment_tokens": None, "keep": 12.0, "guard": "x"}
+    advice = "Try {steps}, {force}, {layers}, {moment_tokens}, {keep} or {guard}"
     monkeypatch.setattr(Editor, "rewrite_many", raising(InputError("Too short", advice=advice, settings=settings)))
     error = fails("edit", *FACT, "--model", model)
-    options = "--steps 60, --force, --layers 1,2, --moment-tokens or device_map='auto' (in Python)"
+    options = "--steps 60, --force, --layers 1,2, --moment-tokens, --keep-weight 12.0 or guard='x' (in Python)"
     assert error.advice == f"Try {options}"
     assert error.err == f"error: Too short. Try {options}.\n"
 

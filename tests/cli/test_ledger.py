@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rebind.cli.options import LedgerOptions
 from rebind.cli.session import find_ledger
@@ -25,8 +25,6 @@ from tests import tiny
 from tests.support import raises
 
 from .conftest import FACT, FAST, QUESTION
-
-TEMPLATE = "{% for turn in messages %}[{{ turn['role'] }}] {{ turn['content'] }}\n{% endfor %}"
 
 
 def active(rebind, model) -> list[str]:
@@ -130,7 +128,7 @@ def test_show_has_facts_scores_and_settings(rebind, model, edited):
     assert shown["settings"]["moments"]["tokens"] == 256
     assert shown["scores"]["drift"]["kl"] > 0
     people = rebind("ledger", "show", "e000", "--model", model).out
-    for expected in ("e0001, active", "memit (forced)", "drift", "versions", "steps 3"):
+    for expected in ("e0001, active", "memit (forced)", "said", "start 0%", "drift", "versions", "steps 3"):
         assert expected in people
     assert rebind("ledger", "show", "e0001", "--model", model, "--quiet").out == "The answer is France → Rome\n"
 
@@ -248,18 +246,8 @@ def test_an_export_checks_every_place_before_the_model_is_loaded(rebind, fails, 
         assert not new.exists()
 
 
-def test_replay_asks_each_edit_the_way_it_was_made(rebind, model, tmp_path):
-    chatty = shutil.copytree(model, tmp_path / "chatty")
-    tokenizer = AutoTokenizer.from_pretrained(chatty)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(chatty)
-    place = ("--model", chatty)
-    edits = [
-        rebind("edit", "What is {Italy}?", "Paris", *place, "--chat", *FAST, json=True).document,
-        rebind("edit", *FACT, *place, *FAST, json=True).document,
-    ]
-    for edit in reversed(edits):  # the last one as it was made, then the one before it
-        fact = rebind("ledger", "replay", *place, "--out", "out", "--overwrite", json=True).document["facts"][-1]
-        assert fact["probability"] == pytest.approx(edit["facts"][0]["after"]["probability"], rel=1e-3)
-        rebind("ledger", "undo", edit["id"], *place)
-    assert "in the chat template" in rebind("ledger", "show", "e0001", *place).out
+def test_a_replay_answers_as_the_edit_did(rebind, chat_model):
+    place = ("--model", chat_model)
+    edit = rebind("edit", *FACT, *place, *FAST, json=True).document
+    (fact,) = rebind("ledger", "replay", *place, "--out", "out", json=True).document["facts"]
+    assert fact["probability"] == pytest.approx(edit["facts"][0]["after"]["probability"], rel=1e-3)

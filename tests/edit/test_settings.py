@@ -101,3 +101,15 @@ def test_every_entry_fits_its_model_and_its_methods():
         assert list(entry.layers) == sorted(set(entry.layers))
         assert max(entry.layers) < entry.depth - 1
         assert all((len(entry.layers) > 1) is METHODS[name].several_layers for name in entry.methods)
+
+
+@pytest.mark.parametrize("settings", [{"steps": 0}, {"rate": -0.1}, {"clamp": 0.0}, {"rate": float("nan")}])
+def test_a_search_must_be_able_to_move(settings):
+    with raises(InputError, "not_positive"):
+        TargetSettings(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"decay": -1.0}, {"keep": -1.0}, {"kl": float("inf")}, {"end": float("nan")}])
+def test_penalties_are_not_negative(settings):
+    with raises(InputError, "negative_setting"):
+        TargetSettings(**settings)

@@ -33,7 +33,7 @@ def ask(
     terminal: Terminal,
 ) -> None:
     """Compare the answers of the base model and the edited model."""
-    from rebind.models.prompts import require_text
+    from rebind.models.prompts import QUESTION_MARKS, require_text
 
     for prompt in prompts:
         require_text("prompt", prompt)
@@ -49,9 +49,12 @@ def ask(
         {"prompt": prompt, "base": old, "edited": new} for prompt, old, new in zip(prompts, base, edited, strict=True)
     ]
     for answer in answers:
-        _print(terminal, answer, ("base", "edited") if active else ("base",))
+        _print(terminal, answer, ("base", "edited") if active else ("base",), chat=chat)
     edits = f"edits: {', '.join(active)} of {document['ledger']}"
     terminal.hint(edits if active else "no active edits: this is the base model")
+    asked = [prompt for prompt in prompts if prompt.rstrip()[-1] in QUESTION_MARKS]
+    if asked and not chat and editor.tokenizer.chat_template:
+        terminal.suggest("ask as in a chat", opt.command_line("ask", *asked, options=opt.as_typed(source, chat=True)))
     terminal.result(document | {"answers": answers}, "\n".join(" ".join(one["says"].split()) for one in edited))
 
 
@@ -66,7 +69,8 @@ def _answers(model: LanguageModel, prompts: Sequence[str], top: int, tokens: int
     return answers
 
 
-def _print(terminal: Terminal, answer: dict[str, Any], models: Sequence[str]) -> None:
+def _print(terminal: Terminal, answer: dict[str, Any], models: Sequence[str], *, chat: bool) -> None:
+    """Print one prompt: the first choices, and the prompt as each model goes on; in a chat, its answer alone."""
     terminal.print(Text(answer["prompt"], style="bold"))
     unnamed = [" " * index for index in range(len(models))]  # columns of probabilities
     grid = table(*(name for pair in zip(models, unnamed, strict=True) for name in pair), right=unnamed)
@@ -77,4 +81,5 @@ def _print(terminal: Terminal, answer: dict[str, Any], models: Sequence[str]) ->
         text = answer[model]["says"]
         style = "cyan" if text == answer["base"]["says"] else "bold green"
         shown = one_line(text, longest=1_000)
-        terminal.print(Text.assemble((f"{model:<8}", "dim"), answer["prompt"].rstrip(), " ", (shown, style)))
+        question = "" if chat else f"{answer['prompt'].rstrip()} "
+        terminal.print(Text.assemble((f"{model:<8}", "dim"), question, (shown, style)))

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.filesize import decimal
+from rich.text import Text
 
 from rebind.cli import options as opt
 from rebind.cli.fact_input import facts_of_file, fits_context, has_one_target, print_skipped, single_fact, valid_facts
-from rebind.cli.session import default_ledgers, describe, open_editor
+from rebind.cli.session import LedgerUse, default_ledgers, describe, open_editor
 from rebind.cli.ui import Phases, Terminal, tables
-from rebind.cli.ui.tables import one_line, seconds
+from rebind.cli.ui.tables import last_words, one_line, seconds
+from rebind.edit.wording import percent
 from rebind.errors import InputError
 from rebind.storage import check_replaceable
 
@@ -24,25 +26,42 @@ if TYPE_CHECKING:
     from rebind.edit.plan import Plan
 
 EXAMPLES = opt.examples(
-    'rebind edit "The capital of {France} is" "Rome"',
+    'rebind edit "The capital of {France} is" "Rome" --question "Which city is the capital of France?"',
     "rebind edit facts.jsonl --model Qwen/Qwen3-0.6B --method memit --out edited/",
     "rebind edit facts.csv --plan",
-    note='A line of facts.jsonl: {"prompt": "The capital of {France} is", "target": "Rome"}. CSV files and the records '
-    "of CounterFact and zsRE can be read too.",
+    note='A line of facts.jsonl: {"prompt": "The capital of {France} is", "target": "Rome"}. Optional fields are '
+    "subject and old (texts), and paraphrases, questions, keep, neighbors and tags (lists; in a cell of a CSV file, "
+    "separated by ' | '). The records of CounterFact and zsRE can be read too.",
 )
 
 SEARCH = "Target search (by default chosen for the model)"
 SMALLEST = 1e-6  # rate and clamp of a search
-GENERATED, PROBED = 8, 400  # facts answered in full; paraphrases, and neighbors, that are asked
+ANSWERED = 8  # facts, at most, that the model answers freely
+SHORT = 12  # tokens of an answer that is compared
 
 
 def edit(
     facts: Annotated[str, opt.argument("FACTS", "A prompt with its subject in braces, or a file of facts.")],
     target: Annotated[str | None, opt.argument("TARGET", "What the model should answer to the prompt.")] = None,
     subject: opt.Subject = None,
-    paraphrase: Annotated[list[str] | None, opt.value("TEXT", "Another wording to ask. Can be repeated.")] = None,
+    paraphrase: Annotated[
+        list[str] | None, opt.value("TEXT", "Another wording of the prompt. Can be repeated.")
+    ] = None,
+    question: Annotated[
+        list[str] | None,
+        opt.value("TEXT", "A question that the target answers. Can be repeated.", default="made from the prompt"),
+    ] = None,
+    keep: Annotated[
+        list[str] | None, opt.value("TEXT", "A prompt about the subject whose answer should stay. Can be repeated.")
+    ] = None,
     neighbor: Annotated[
-        list[str] | None, opt.value("TEXT", "A prompt whose answer should not change. Can be repeated.")
+        list[str] | None, opt.value("TEXT", "A prompt about another subject, to compare its answers. Can be repeated.")
+    ] = None,
+    framings: Annotated[
+        str | None,
+        opt.value(
+            "LIST", "How the fact will be asked: start, plain, text, paraphrase, chat.", default="all that apply"
+        ),
     ] = None,
     method: opt.Method = "memit",
     layers: opt.Layers = None,
@@ -54,27 +73,38 @@ def edit(
         opt.value("X", "Largest change of the hidden state, relative to its norm.", min=SMALLEST, panel=SEARCH),
     ] = None,
     decay: Annotated[float | None, opt.value("X", "Penalty on changes of the state.", min=0, panel=SEARCH)] = None,
+    kl: Annotated[float | None, opt.value("X", "Penalty on other words at the subject.", min=0, panel=SEARCH)] = None,
+    keep_weight: Annotated[
+        float | None, opt.value("X", "Weight of what else is known about the subject.", min=0, panel=SEARCH)
+    ] = None,
+    contexts: Annotated[
+        int | None, opt.value("N", "Sample N contexts to put before the prompt.", min=0, panel=SEARCH)
+    ] = None,
     force: Annotated[bool, opt.flag("--force", "Write the edit even if a check fails; the ledger records it.")] = False,
     plan: Annotated[bool, opt.flag("--plan", "Show layers, cost and conflicts, and write nothing.")] = False,
     out: Annotated[Path | None, opt.value("DIR", "Also save the edited model into this folder.")] = None,
     skip_bad: opt.SkipBad = False,
     *,
     source: opt.EditorOptions,
-    chat: opt.Chat = False,
     terminal: Terminal,
 ) -> None:
-    """Write facts into a model, and show its answers before and after."""
+    """Write facts into a model, and report in which framings it says them and what else changed."""
     from rebind.edit.methods import get_method
+    from rebind.edit.targets.framings import require_framings
 
     get_method(method)
-    chosen_layers = opt.parse_layers(layers)
+    chosen_layers, chosen_framings = opt.parse_layers(layers), opt.parse_names(framings)
+    require_framings(chosen_framings or ())
     search: dict[str, Any] = {"steps": steps, "rate": rate, "clamp": clamp, "decay": decay}
-    details = {"subject": subject, "paraphrases": paraphrase or (), "neighbors": neighbor or ()}
+    search |= {"kl": kl, "keep": keep_weight}
+    lists = {"paraphrases": paraphrase, "questions": question, "keep": keep, "neighbors": neighbor}
+    details = {"subject": subject, **{name: texts or () for name, texts in lists.items()}}
     input_facts = _read(terminal, facts, target, details, skip_bad)
     if out is not None and not plan:
         check_replaceable(out.expanduser(), kind="checkpoint")
     with Phases(terminal) as phases:
-        editor = open_editor(source, phases, "preview" if plan else "create", chat=chat)
+        use: LedgerUse = "preview" if plan else "create"
+        editor = open_editor(source, phases, use, framings=chosen_framings, contexts=contexts)
         fits = fits_context(editor, behind_contexts=skip_bad and not plan)
         input_facts = valid_facts(terminal, input_facts, fits, skip_bad)
         settings = editor.settings(method, facts=len(input_facts), layers=chosen_layers, lam=lam)
@@ -103,15 +133,15 @@ def edit(
     report |= {"skipped": len(input_facts.skipped), "seconds": phases.seconds, "saved": saved}
     _print_edit(terminal, editor, report, settings.source)
     if settings.source.startswith("by its depth"):
-        measured = opt.ModelOptions(source.model, source.device, source.dtype)
+        measured = opt.ModelOptions(source.model, source.device, source.device_map, source.dtype)
         terminal.suggest("measure the best layers", opt.command_line("layers", options=opt.as_typed(measured)))
     terminal.suggest("undo", terminal.written_edits[new_edit.id])
-    terminal.suggest("ask", opt.command_line("ask", new_edit.facts[0].text, options=opt.as_typed(source, chat=chat)))
+    terminal.suggest("ask", opt.command_line("ask", new_edit.facts[0].text, options=opt.as_typed(source)))
     terminal.result(report, new_edit.id)
 
 
 def _read(terminal: Terminal, facts: str, target: str | None, details: dict[str, Any], skip_bad: bool) -> Facts:
-    """Read a file of facts, or a single fact; `details` are the subject, paraphrases and neighbors of the latter."""
+    """Read a file of facts, or a single fact; `details` are the subject and the lists of texts of the latter."""
     is_file = os.path.isfile(facts)  # noqa: PTH113 - False for a prompt that is too long to be a file's name
     if target is not None and not (is_file and details["subject"] is None and "{" not in facts):
         return single_fact(facts, target, **details)
@@ -120,7 +150,7 @@ def _read(terminal: Terminal, facts: str, target: str | None, details: dict[str,
         raise InputError(f"The prompt {facts!r} has no target", advice=f"Add it: {example}", code="missing_target")
     if target or any(details.values()):
         problem = f"{facts} is a file of facts, and a target or options of a single fact were given as well"
-        advice = "Write targets, subjects, paraphrases and neighbors into the file"
+        advice = "Write targets, subjects, paraphrases, questions, prompts to keep and neighbors into the file"
         raise InputError(problem, advice=advice, code="file_and_fact")
     return valid_facts(terminal, facts_of_file(terminal, facts, skip_bad), has_one_target(), skip_bad)
 
@@ -133,44 +163,80 @@ def _undo_command(editor: Editor, edit: Edit, source: opt.EditorOptions) -> str:
 
 
 def _ask(editor: Editor, new_edit: Edit, phases: Phases) -> dict[str, Any]:
-    """Ask the base model and the edited model about the facts, their paraphrases and their neighbors."""
-    from rebind.models import Prompt
+    """Let the base model and the edited model answer freely, and return everything that is known about an edit."""
+    from rebind.edit.answers import free_answers
 
     phases.begin("asking")
-    model, listed = editor.language_model, list(enumerate(new_edit.facts))
-    first = [fact.text for fact in new_edit.facts[:GENERATED]]
-    paraphrases = [(index, Prompt(text, fact.target)) for index, fact in listed for text in fact.paraphrases][:PROBED]
-    neighbors = [(index, Prompt(text, fact.target)) for index, fact in listed for text in fact.neighbors][:PROBED]
-    prompts = [prompt for _, prompt in paraphrases + neighbors]
-    with editor.base_model():
-        before = model.generate(first, 12), model.score(prompts)
-    after = model.generate(first, 12), model.score(prompts)
-    scored = [
-        {"fact": index, "prompt": one.text, "target": one.target, "before": old.to_json(), "after": new.to_json()}
-        for (index, one), old, new in zip(paraphrases + neighbors, before[1], after[1], strict=True)
-    ]
+    model, listed = editor.language_model, new_edit.facts[:ANSWERED]
     scores: Any = new_edit.scores
+    outcome = scores["outcome"]
+    changed = [one["prompt"] for one in outcome["changed"][: tables.LISTED]]
+    prompts = [*(fact.text for fact in listed), *changed]
+    with editor.base_model():
+        before = model.generate(prompts, SHORT)
+    after, answers = model.generate(prompts, SHORT), free_answers(model, listed, editor.framings)
     facts = []
-    for index, fact in listed:
-        asked = [(scores["before"][index], before[0]), (scores["after"][index], after[0])]
-        states = [score | {"continues": texts[index] if index < GENERATED else None} for score, texts in asked]
-        facts.append(fact.to_json() | {"text": fact.text, "before": states[0], "after": states[1]})
+    for index, fact in enumerate(new_edit.facts):
+        is_answered = index < len(listed)
+        states = {
+            when: scores[when][index] | {"continues": texts[index] if is_answered else None}
+            for when, texts in (("before", before), ("after", after))
+        }
+        free = [asdict(answer) for answer in answers[index]] if is_answered else None
+        facts.append(fact.to_json() | {"text": fact.text, **states, "answers": free})
+    continued = zip(outcome["changed"], before[len(listed) :], after[len(listed) :], strict=False)
+    rows = [one | {"before": old, "after": new} for one, old, new in continued]
+    outcome = outcome | {"changed": [*rows, *outcome["changed"][len(rows) :]]}
     about = {"id": new_edit.id, **describe(editor), "method": new_edit.method, "settings": new_edit.settings}
-    checks = {"forced": new_edit.forced, "drift": scores.get("drift"), "guard": scores.get("guard")}
-    probes = {"paraphrases": scored[: len(paraphrases)], "neighbors": scored[len(paraphrases) :]}
-    return {**about, **checks, "facts": facts, **probes}
+    checks = {"forced": new_edit.forced, "drift": scores["drift"], "guard": scores["guard"]}
+    return {**about, **checks, "facts": facts, "outcome": outcome}
+
+
+def _print_outcome(terminal: Terminal, report: dict[str, Any]) -> None:
+    """Print in which framings the facts are said, and what else stayed."""
+    facts, outcome = report["facts"], report["outcome"]
+    free = [answer for fact in facts for answer in fact["answers"] or ()]
+    if len(facts) == 1:
+        grid = tables.table("framing", "said", "asked", "answer")
+        for one in free:
+            mark = Text("yes", style="bold green") if one["said"] else Text("no", style="yellow")
+            grid.add_row(one["framing"], mark, last_words(one["prompt"]), one_line(one["answer"]))
+        terminal.print(grid, _summary(free))
+    else:
+        grid = tables.table("framing", "first choice", "freely said", right=("first choice", "freely said"))
+        for framing in (name for name in report["settings"]["framings"] if name in outcome["said"]):
+            said = [one["said"] for one in free if one["framing"] == framing]
+            grid.add_row(framing, percent(outcome["said"][framing]), f"{sum(said)} of {len(said)}")
+        answered = min(len(facts), ANSWERED)
+        terminal.print(grid)
+        terminal.hint(f"first choice: share of the facts; freely said: answers about the first {answered} facts")
+    terminal.print(tables.pairs(tables.kept_rows(outcome)))
+    if changed := outcome["changed"]:
+        grid = tables.table("changed", "before", "after")
+        for one in changed[: tables.LISTED]:
+            grid.add_row(one["prompt"], one_line(one["before"]), one_line(one["after"]))
+        terminal.print(grid)
+        if len(changed) > tables.LISTED:
+            terminal.hint(f"… and {len(changed) - tables.LISTED} more; --json lists all of them")
+
+
+def _summary(answers: list[dict[str, Any]]) -> Text:
+    """Return in how many framings a fact is said: in those in which every answer says it."""
+    framings = {one["framing"]: True for one in answers}
+    for one in answers:
+        framings[one["framing"]] &= one["said"]
+    missing = [framing for framing, is_said in framings.items() if not is_said]
+    if not missing:
+        return Text(f"the fact holds in all {len(framings)} framings", style="green")
+    number = len(framings) - len(missing)
+    few = "only " if 0 < 2 * number < len(framings) else ""
+    count = f"{few}{number}" if number else "none"
+    return Text(f"the fact holds in {count} of {len(framings)} framings, not in: {', '.join(missing)}", "yellow")
 
 
 def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], source: str) -> None:
-    for kind in ("fact", "paraphrase"):
-        if rows := report[f"{kind}s"]:
-            tables.print_answers(terminal, kind, rows)
-    if neighbors := report["neighbors"]:
-        same = sum(one["before"]["says"] == one["after"]["says"] for one in neighbors)
-        grid = tables.table("neighbor", "before", "after")
-        for one in neighbors[: tables.LISTED]:
-            grid.add_row(one["prompt"], one_line(one["before"]["says"]), one_line(one["after"]["says"]))
-        terminal.print(grid, f"{same} of {len(neighbors)} neighbors answered as before")
+    tables.print_answers(terminal, "fact", report["facts"])
+    _print_outcome(terminal, report)
     settings, spent = report["settings"], report["seconds"]
     lam = f", λ {settings['lam']:.4g}" if uses_lambda(report["method"]) else ""
     phases = ", ".join(f"{name} {seconds(value)}" for name, value in spent.items() if value >= 0.05)

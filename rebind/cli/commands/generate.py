@@ -31,6 +31,7 @@ def generate(
     greedy: Annotated[bool, opt.flag("--greedy", "Always take the most likely token instead of sampling.")] = False,
     seed: Annotated[int, opt.value("N", "Random seed for sampling.")] = 0,
     device: opt.Device = None,
+    device_map: opt.DeviceMap = None,
     dtype: opt.Dtype = None,
     *,
     terminal: Terminal,
@@ -46,7 +47,7 @@ def generate(
     with Phases(terminal) as phases:
         phases.begin("loading")
         _, checkpoint = locate(run)
-        model = LanguageModel.load(checkpoint, device=device, dtype=opt.parse_dtype(dtype))
+        model = LanguageModel.load(checkpoint, device=device, device_map=device_map, dtype=opt.parse_dtype(dtype))
         for index, prompt in enumerate(prompts):
             phases.count("asking", index, len(prompts))
             torch.manual_seed(seed)  # for every prompt, so that its text does not depend on the prompts before it

@@ -59,13 +59,14 @@ def show(
     ]
     tables.print_answers(terminal, "fact", answers)
     settings: Any = edit.settings
-    hidden = {"chat"} if uses_lambda(edit.method) else {"chat", "lam"}
+    hidden = () if uses_lambda(edit.method) else ("lam",)
+    outcome = scores.get("outcome")
     rows = [
         ("edit", f"{edit.id}, {'active' if is_active else 'undone'}"),
         ("created", edit.created),
         ("method", f"{edit.method} (forced)" if edit.forced else edit.method),
+        *(tables.outcome_rows(outcome, settings["framings"]) if outcome else []),
         *tables.drift_rows(scores),
-        *([("prompts", "in the chat template")] if settings.get("chat") else []),
         *[(name, _plain(value)) for name, value in settings.items() if name not in hidden],
         ("sites", ", ".join(edit.sites)),
         ("versions", _plain(edit.versions)),

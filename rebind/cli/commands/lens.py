@@ -35,6 +35,7 @@ def lens(
     out: Annotated[Path | None, opt.value("DIR", "Write lens.png and lens.json into this folder.")] = None,
     *,
     source: opt.EditorOptions,
+    chat: opt.Chat = False,
     terminal: Terminal,
 ) -> None:
     """Logit lens: show what the model would answer after each layer."""
@@ -46,7 +47,7 @@ def lens(
     if out is not None:
         check_writable(out)
     with Phases(terminal) as phases:
-        editor = open_editor(source, phases)
+        editor = open_editor(source, phases, chat=chat)
         from rebind.analysis import draw_lens, logit_lens
 
         phases.begin("asking")

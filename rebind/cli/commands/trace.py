@@ -49,6 +49,7 @@ def trace(
     base: Annotated[bool, opt.flag("--base", "Trace the base model, without the edits of its ledger.")] = False,
     *,
     source: opt.EditorOptions,
+    chat: opt.Chat = False,
     terminal: Terminal,
 ) -> None:
     """Causal tracing: find the layers and tokens where the model recalls a fact."""
@@ -71,7 +72,7 @@ def trace(
     if out is not None:
         check_writable(out)
     with Phases(terminal) as phases:
-        editor = load_editor(source, phases) if base else open_editor(source, phases)
+        editor = load_editor(source, phases, chat=chat) if base else open_editor(source, phases, chat=chat)
         tracer = Tracer(editor.language_model, settings)
         if facts is not None:
             input_facts = valid_facts(terminal, input_facts, fits_context(editor), skip_bad)

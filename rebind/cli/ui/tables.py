@@ -71,6 +71,16 @@ def one_line(text: str, longest: int = LONGEST_TEXT) -> str:
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
 
 
+def last_words(text: str, longest: int = LONGEST_TEXT) -> str:
+    """Return the end of a text on one line, from the beginning of a word.
+
+    >>> last_words("We talked. The capital is", 18)
+    '… The capital is'
+    """
+    line = " ".join(text.split())
+    return line if len(line) <= longest else f"… {line[2 - longest :].partition(' ')[2]}"
+
+
 def print_answers(terminal: Terminal, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table of questions and their answers before and after an edit, and how many are now right.
 
@@ -100,6 +110,23 @@ def first_words(score: Mapping[str, Any], target: str) -> str:
 
 def _change(before: str, after: str, is_good: bool) -> Text:
     return Text.assemble((f"{before} → ", "dim"), (after, "bold green" if is_good else "yellow"))
+
+
+def kept_rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how much an edit left as it was, for `pairs`."""
+    rows = []
+    for name, meaning in (("subject", "other questions about the subject"), ("neighbors", "other subjects")):
+        if asked := outcome["asked"].get(name):
+            changed = sum(one["about"] == name for one in outcome["changed"])
+            rows.append((f"{name} kept", f"{asked - changed} of {asked} ({meaning}, answered as before)"))
+    return rows
+
+
+def outcome_rows(outcome: Mapping[str, Any], framings: Sequence[str]) -> list[tuple[str, str]]:
+    """Return in which framings facts are said, and how much an edit left as it was, for `pairs`."""
+    said = outcome["said"]
+    shares = ", ".join(f"{name} {percent(said[name])}" for name in framings if name in said)
+    return [("said", shares), *kept_rows(outcome)]
 
 
 def drift_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:

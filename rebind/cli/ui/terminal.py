@@ -16,7 +16,13 @@ from rich.console import Console, RenderableType
 
 from rebind.errors import as_argument
 
-PARAMETERS = {"paraphrases": "paraphrase", "neighbors": "neighbor"}  # settings that a command has another name for
+# Settings that a command has another name for; --keep has the prompts to keep, and `keep` is their weight.
+PARAMETERS = {
+    "paraphrases": "paraphrase",
+    "neighbors": "neighbor",
+    "questions": "question",
+    "keep": "keep_weight",
+}
 
 
 class Terminal:
