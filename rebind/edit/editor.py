@@ -42,7 +42,7 @@ from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
 from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
 from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStates, TargetStore
-from rebind.edit.targets.framings import applicable_framings, encode_framings, sample_contexts
+from rebind.edit.targets.framings import applicable_framings, encode_framings, sample_contexts, warn_of_sinks
 from rebind.edit.targets.kept import SubjectPrompts, encode_kept, subject_prompts
 from rebind.errors import InputError, LedgerError, StorageError
 from rebind.memory import LowRank
@@ -167,6 +167,7 @@ class Editor:
             problem = f"Facts have different targets after the same prompt: {clashing[0]}"
             raise InputError(problem, advice="Keep one of them", code="conflicting_facts")
         warn_of_shared_keys(listed)
+        warn_of_sinks(self.language_model, listed, self.framings)
         settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
         earlier = self._earlier_edits(listed)
         check_earlier_edits(earlier, force=force)

@@ -15,6 +15,7 @@ and that prompt is left out, too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -23,7 +24,7 @@ import torch
 
 from rebind.edit.facts.fact import Fact
 from rebind.edit.facts.questions import paraphrases_of, question_of
-from rebind.errors import InputError
+from rebind.errors import FactWarning, InputError
 from rebind.memory.checks import unknown_name
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt
@@ -138,6 +139,22 @@ def encode_framings(
             if usable is not None or framing == "start":
                 encoded[index].append(usable or prompt)
     return encoded
+
+
+def warn_of_sinks(model: LanguageModel, facts: Sequence[Fact], framings: Sequence[str]) -> None:
+    """Warn of facts that cannot be written in the plain framing, because they begin with a subject of one token."""
+    if "plain" not in framings:
+        return
+    plain = model.encode([fact.as_prompt() for fact in facts], start=False)
+    first = [fact for fact, prompt in zip(facts, plain, strict=True) if without_sink(prompt) is None]
+    if first:
+        warnings.warn(
+            f"Without start tokens, the subject is the very first token of {len(first)} facts, for example of "
+            f"{first[0].text!r}. The model attends to that token from everywhere, so it is left as it is, and these "
+            f"facts may not be said that way. Rephrase the prompt so that other words come first.",
+            FactWarning,
+            stacklevel=3,
+        )
 
 
 def without_sink(prompt: EncodedPrompt) -> EncodedPrompt | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rebind.edit.facts import Fact
-from rebind.edit.targets.framings import applicable_framings, encode_framings, framed_prompts
+from rebind.edit.targets.framings import applicable_framings, encode_framings, framed_prompts, warn_of_sinks
 from rebind.edit.targets.kept import encode_kept, subject_prompts
-from rebind.errors import InputError
+from rebind.errors import FactWarning, InputError
 from rebind.models.language_model import LanguageModel
 from tests import tiny
 from tests.support import raises
@@ -69,6 +71,10 @@ def test_a_subject_that_is_the_first_token_is_left_out():
     fact = Fact.parse(f"{{{name}}} capital of France is", "Rome")
     assert model.encode([fact.as_prompt()], start=False)[0].mentions == (0,)
     assert len(texts(model, fact, "start", "plain")) == 1
+    with pytest.warns(FactWarning, match="very first token"):
+        warn_of_sinks(model, [FACT, fact], ["start", "plain"])
+    warn_of_sinks(model, [FACT], ["start", "plain"])
+    warn_of_sinks(model, [fact], ["start"])
 
 
 def test_framings_that_do_not_apply_are_left_out_or_refused():
