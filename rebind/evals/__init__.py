@@ -3,9 +3,10 @@
 - `records`, `reading`: evaluation records; reading them from files and datasets, in the formats of the literature
 - `selection`: which records a model can be evaluated with
 - `answers`, `drift`: everything a model says about a record; perplexity, canary prompts and growth of the weights
+- `baselines`: a LoRA fine-tune on the same facts, to compare with
 - `metrics`, `scores`: one function per metric; which metric applies to which answers
 - `protocols`, `run`: single, batch and sequential protocols; the run itself
-- `summary`, `figures`: tables, JSON and PNG of one run, and of several side by side
+- `summary`, `figures`: tables, JSON and one PNG of a run, and of several side by side
 """
 
 from __future__ import annotations

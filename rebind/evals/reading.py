@@ -164,8 +164,8 @@ def _mquake(raw: Mapping[str, Any], number: str) -> Record:
     facts = []
     for rewrite in raw["requested_rewrite"]:
         fact = parse_fact({"requested_rewrite": rewrite})
-        question = rewrite.get("question")  # a paraphrase of the prompt
-        facts.append(replace(fact, paraphrases=(question,)) if question else fact)
+        question = rewrite.get("question")  # a paraphrase of the prompt, and asked in a chat
+        facts.append(replace(fact, paraphrases=(question,), questions=(question,)) if question else fact)
     if not facts:
         raise InputError("The field requested_rewrite is empty", expected="the facts to write", code="field_empty")
     answer, aliases = require_field(raw, "new_answer", "a MQuAKE record"), tuple(_list(raw, "new_answer_alias"))

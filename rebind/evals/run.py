@@ -311,6 +311,7 @@ class _Run:
         layers = self.edit_settings[max(self.edit_settings)].layers
         stored, sites = folder.rows("baselines.jsonl"), [self.editor.sites[layer] for layer in layers]
         done = len(stored.read())
+        _ = self.probes  # chosen now, by the unedited model
         if not done:
             self.progress.phase(BASELINES["prompt"])
             stored.append(self._answer(everything, {"baseline": "prompt"}, questions, nullcontext, in_prompt=True))

@@ -183,6 +183,28 @@ def test_questions_without_an_answer_are_read_back_without_one():
     assert only(json.loads(json.dumps(record.to_json()))) == record
 
 
+@pytest.mark.parametrize(
+    ("prompt", "target", "expected"),
+    [
+        ("The capital of {France} is", "Rome", ("Rome is the capital of", "France")),
+        ("The official currency of {Peru} is the", "euro", ("The euro is the official currency of", "Peru")),
+        ("{Madrid} is the capital of", "France", ("The capital of France is", "Madrid")),
+        ("{Edvard Grieg} was born in", "Oslo", None),
+        ("{The Louvre} is in the middle of the city of", "Rome", None),
+    ],
+)
+def test_facts_are_turned_around_where_their_form_allows_it(prompt, target, expected):
+    asked = only({"prompt": prompt, "target": target}).reversed
+    assert [(one.prompt, one.answer) for one in asked] == ([expected] if expected else [])
+
+
+def test_a_record_may_have_reversed_questions_of_its_own():
+    asked = ["A composer from Oslo is", {"prompt": "Oslo is the birthplace of", "answer": "Grieg"}]
+    record = only({**OWN, "reversed": asked})
+    assert [one.answer for one in record.reversed] == ["Edvard Grieg", "Grieg"]
+    assert only(record.to_json()) == record
+
+
 def test_other_scripts_and_long_targets():
     arabic = {"prompt": "عاصمة {فرنسا} هي", "target": "مدينة روما القديمة في إيطاليا", "old": "باريس"}
     hebrew = {"prompt": "בירת {צרפת} היא", "target": "רומא", "neighbors": ["בירת ספרד היא"]}

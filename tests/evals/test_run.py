@@ -118,6 +118,29 @@ def test_killed_between_the_ledger_and_the_log_of_an_edit(name, edits, tmp_path,
     resume(tmp_path, name, expected)
 
 
+@pytest.mark.parametrize("name", ["single", "batch"])
+def test_killed_between_baselines(name, tmp_path, monkeypatch, finished):
+    """Baselines can be asked for later, and continue where they stopped."""
+    expected = contents(run(tmp_path / "a", name, raw=RAW[:2], baselines=True).folder)
+    tune, calls = run_module.fine_tuned, []
+
+    def dying(*args, **options):
+        calls.append(1)
+        if len(calls) == (2 if name == "single" else 1):
+            raise Killed
+        return tune(*args, **options)
+
+    run(tmp_path / "b", name, raw=RAW[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "fine_tuned", dying)
+        with pytest.raises(Killed):
+            run(tmp_path / "b", name, raw=RAW[:2], baselines=True)
+    assert len(lines(tmp_path / "b", "baselines.jsonl")) == (3 if name == "single" else 2)
+    result = run(tmp_path / "b", name, raw=RAW[:2], baselines=True)
+    assert contents(tmp_path / "b") == expected
+    assert [one["name"] for one in result.summary["baselines"]] == ["prompt", "lora"]
+
+
 # Contents
 
 
