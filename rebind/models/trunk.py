@@ -149,12 +149,12 @@ class Trunk:
         """Whether rows can continue from a cache of left-padded prefixes: attention can, recurrent layers are tried."""
         if "past_key_values" not in self._accepts:
             return False
-        if self.model._supports_default_dynamic_cache() and not self.model._is_stateful:
+        if self.model._supports_default_dynamic_cache():
             layers = DynamicCache(config=self.model.config).layers
             others = [layer for layer in layers if type(layer) not in ATTENTION_CACHES]
             if not all(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others):
                 return False  # it has states that `borrow_cache` does not know
-            if not others:
+            if not others and not self.model._is_stateful:
                 return True
         past = Tokens.left_padded([(1,), (1, 2, 3, 4, 5, 6)], self.device)
         tokens, last = Tokens.following(past, [(7, 8, 9), (7,)]), len(self.blocks) - 1
@@ -167,7 +167,7 @@ class Trunk:
             except Exception:  # each model fails in its own way
                 return False
         is_token = tokens.mask[:, past.ids.shape[1] :].bool().to(whole.device)
-        tolerance = max(1e-3, 16 * torch.finfo(whole.dtype).eps)
+        tolerance = max(1e-3, 8 * torch.finfo(whole.dtype).eps)
         return bool((cached - whole)[is_token].norm() <= tolerance * whole[is_token].norm())
 
     def narrowed(self, dtype: torch.dtype) -> Trunk:

@@ -160,6 +160,12 @@ def test_prefixes_and_padding_change_nothing(trunk, kind, tolerance):
         assert_close(gradient[row] / same.norm(), same / same.norm(), 10 * tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next", "falcon_h1", "jamba", "mamba", "deepseek_v4"])
+def test_whether_prefixes_are_shared_does_not_depend_on_rounding(kind, dtype):
+    assert tiny.trunk(build(kind).to(dtype)).shares_prefixes is (kind in ("llama", "qwen3_next", "falcon_h1"))
+
+
 @pytest.mark.filterwarnings("ignore::rebind.errors.NumericalWarning")
 @families
 def test_an_edit_is_believed_replayed_and_undone_exactly(kind):
