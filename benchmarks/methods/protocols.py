@@ -22,6 +22,7 @@ from rebind.edit.methods import GainRule, Method, get_method
 from rebind.edit.moments import OldKeys
 from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
 from rebind.edit.targets import TargetSearch, TargetStore
+from rebind.edit.targets.kept import subject_prompts
 from rebind.evals.records import Record
 from rebind.memory import Write
 from rebind.models.sites import memory_of, module_at, write_memory
@@ -104,24 +105,24 @@ def _on_edited(bench: Bench, method: Method) -> Writer:
         sites = [editor.sites[layer] for layer in settings.layers]
         names = [site.name for site in sites]
         editor.progress.phase("contexts")
-        requests = editor.fact_prompts(facts)
+        requests = editor.fact_prompts(facts, subject_prompts(editor.language_model, facts))
         editor.weights.remember_base(names)
         editor.progress.phase("moments")
         editor.weights.load_old_keys(names)
         editor.progress.phase("targets")
         # The narrower copy of a search is of the weights as they stand; nothing is written yet: those of the base.
         trunk = editor.language_model.trunk
-        search: Any = TargetSearch(trunk, "the model as it stands") if earlier else bench.memory.targets
+        search: Any = TargetSearch(trunk, "as it stands", bench.model.word_parts) if earlier else bench.memory.targets
         wanted = search.find(
             settings.layers[-1], requests, settings.targets, TargetStore(None), editor.progress.targets
         )
         editor.progress.phase("solve")
         old_keys = editor.weights.old_keys
-        subjects = SubjectStates(trunk, requests)
+        subjects = SubjectStates(trunk, requests, several_keys=method.several_keys)
         lam = settings.lam
         if lam is None:
-            lam = choose_lambda(subjects.keys(sites[0]), old_keys[names[0]])
-        writes = solve_writes(subjects, sites, wanted.states, method, old_keys, lam)
+            lam = choose_lambda(subjects.keys(sites[0]), old_keys[names[0]], len(facts))
+        writes = solve_writes(subjects, sites, wanted.states - wanted.initial, method, old_keys, lam)
         for name in names:
             keys, values, gain = (part.double() for part in writes[name].tensors())
             module, old = module_at(editor.model, name), old_keys[name]

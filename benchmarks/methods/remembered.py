@@ -17,6 +17,7 @@ import torch
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.targets import FactPrompts, TargetSettings, TargetStates
+from rebind.edit.targets.kept import SubjectPrompts
 
 
 class Targets:
@@ -52,16 +53,18 @@ class Targets:
 
 
 class Requests:
-    """Facts as tokens behind every context; each is tokenised once."""
+    """Facts as tokens in every framing; each is tokenised once, with what is kept about its subject at that time."""
 
-    def __init__(self, make: Callable[[Sequence[Fact]], list[FactPrompts]]) -> None:
+    def __init__(self, make: Callable[[Sequence[Fact], Sequence[SubjectPrompts] | None], list[FactPrompts]]) -> None:
         self.make = make
         self._made: dict[Fact, FactPrompts] = {}
 
-    def __call__(self, facts: Sequence[Fact]) -> list[FactPrompts]:
-        missing = [fact for fact in dict.fromkeys(facts) if fact not in self._made]
+    def __call__(self, facts: Sequence[Fact], about: Sequence[SubjectPrompts] | None = None) -> list[FactPrompts]:
+        kept = dict(zip(facts, [None] * len(facts) if about is None else about, strict=True))
+        missing = [fact for fact in kept if fact not in self._made]
         if missing:
-            self._made.update(zip(missing, self.make(missing), strict=True))
+            known = [one for fact in missing if (one := kept[fact]) is not None]
+            self._made.update(zip(missing, self.make(missing, known or None), strict=True))
         return [self._made[fact] for fact in facts]
 
 

@@ -22,6 +22,7 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings
+from rebind.edit.targets.kept import subject_prompts
 from rebind.evals.answers import QuestionSettings, answer_records
 from rebind.evals.drift import DriftMeter
 from rebind.evals.metrics import bootstrap
@@ -152,7 +153,8 @@ class Bench:
             return
         editor = self.editor
         for settings, facts in needs:
-            self.memory.targets.plan(settings.layers[-1], settings.targets, editor.fact_prompts(facts))
+            requests = editor.fact_prompts(facts, subject_prompts(self.model, facts))
+            self.memory.targets.plan(settings.layers[-1], settings.targets, requests)
         names = [editor.sites[layer].name for layer in sorted({layer for one, _ in needs for layer in one.layers})]
         editor.weights.remember_base(names)
         editor.weights.load_old_keys(names)
