@@ -6,6 +6,7 @@
 - `closed_form`: gains from second moments (`ridge`, `equality`, `null_space`, `Recursive`); `solve`: the
   factorizations and solves behind them.
 - `associative`: the class `Memory`, which binds, recalls, rebinds and unbinds.
+- `dense`: stored pairs read by a sharp softmax (`Dense`), with whitened keys (`Whitening`).
 - `ttt`, `hopfield`, `programmer`: memories that are not linear in their state, so that they have a step and no `Write`.
 - `checks`, `precision`: checks of arguments, and the dtypes in which results are computed.
 """
@@ -16,6 +17,7 @@ from rebind.memory import hopfield, ttt
 from rebind.memory.associative import Interference, Memory
 from rebind.memory.chain import chain
 from rebind.memory.closed_form import NullSpace, Recursive, equality, equality_block, null_space, ridge
+from rebind.memory.dense import Dense, Whitening
 from rebind.memory.features import Feature, feature_names, get_feature, l2_normalize, sum_normalize
 from rebind.memory.low_rank import LowRank
 from rebind.memory.programmer import FastWeightProgrammer
@@ -25,6 +27,7 @@ from rebind.memory.write import Write
 
 __all__ = [
     "Coefficients",
+    "Dense",
     "FastWeightProgrammer",
     "Feature",
     "Interference",
@@ -34,6 +37,7 @@ __all__ = [
     "Recursive",
     "Rule",
     "Solution",
+    "Whitening",
     "Write",
     "chain",
     "equality",

@@ -1,0 +1,151 @@
+"""The dense memory: reads against their definition, the linear limit, capacity, and exact forgetting."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rebind.errors import InputError, ShapeError
+from rebind.memory import Write
+from rebind.memory.closed_form import ridge
+from rebind.memory.dense import Dense, Whitening
+from tests.support import Draw, assert_close, raises
+
+
+def unit(draw: Draw, *shape: int) -> Tensor:
+    return torch.nn.functional.normalize(draw.normal(*shape), dim=-1)
+
+
+def memory(draw: Draw, n: int, d_k: int, d_v: int, threshold: Tensor | float = 0.7, **options) -> Dense:
+    thresholds = torch.as_tensor(threshold, dtype=torch.float64).expand(n)
+    return Dense(unit(draw, n, d_k), draw.normal(n, d_v), thresholds, **options)
+
+
+def by_the_book(dense: Dense, query: Tensor) -> Tensor:
+    """One query, one row after another, with the empty slot written out."""
+    strengths = [math.exp(dense.beta * float(dense.keys[i] @ query - dense.thresholds[i])) for i in range(len(dense))]
+    total = 1 + sum(strengths)
+    read = torch.zeros(dense.values.shape[-1], dtype=torch.float64)
+    for strength, value in zip(strengths, dense.values, strict=True):
+        read = read + strength / total * value
+    return read
+
+
+def test_a_read_is_the_definition():
+    draw = Draw(0)
+    dense = memory(draw, 7, 5, 3, torch.linspace(0.2, 0.8, 7), beta=9.0)
+    queries = unit(draw, 2, 4, 5)
+    read = dense.read(queries)
+    for at in [(0, 0), (1, 3)]:
+        assert_close(read[at], by_the_book(dense, queries[at]), 1e-12)
+
+
+def test_rows_beyond_the_nearest_are_left_out():
+    draw = Draw(1)
+    dense = memory(draw, 40, 8, 3, beta=12.0, top_k=4)
+    query = unit(draw, 1, 8)
+    nearest = (query @ dense.keys.mT).topk(4).indices[0]
+    few = Dense(dense.keys[nearest], dense.values[nearest], dense.thresholds[nearest], beta=12.0)
+    assert_close(dense.read(query), few.read(query), 1e-12)
+
+
+def test_a_stored_key_reads_its_value_and_a_strange_one_reads_nothing():
+    draw = Draw(2)
+    dense = memory(draw, 300, 64, 5)
+    assert_close(dense.read(dense.keys), dense.values, 1e-6)
+    strange = unit(draw, 100, 64)
+    assert float((strange @ dense.keys.mT).max()) < 0.65
+    assert float(dense.read(strange).abs().max()) < 0.1
+
+
+def test_the_linear_read_is_the_first_order_limit():
+    """With rows of weight ε against the empty slot, (read(q) − read(−q)) / 2εβ tends to W q with W = Σ vᵢ kᵢᵀ."""
+    draw = Draw(3)
+    keys, values, query = unit(draw, 6, 4), draw.normal(6, 3), unit(draw, 1, 4)
+    linear = query @ (values.mT @ keys).mT  # what the sum rule wrote
+    errors = []
+    for beta in (1e-1, 1e-2, 1e-3):
+        empty = beta**2  # ε: the weight of a row against that of the empty slot
+        tau = torch.full((6,), -math.log(empty) / beta, dtype=torch.float64)
+        dense = Dense(keys, values, tau, beta=beta)
+        odd = (dense.read(query) - dense.read(-query)) / (2 * empty * beta)
+        errors.append(float((odd - linear).norm() / linear.norm()))
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 1e-4
+
+
+def test_a_linear_memory_is_full_where_a_dense_one_is_not():
+    draw = Draw(4)
+    n, d_k = 2_000, 64
+    dense = memory(draw, n, d_k, 16)
+    wrong = (dense.read(dense.keys) - dense.values).norm(dim=-1) / dense.values.norm(dim=-1)
+    moment = torch.eye(d_k, dtype=torch.float64)
+    linear = Write(dense.keys, dense.values, ridge(dense.keys, moment, 1e-3)).apply(torch.zeros(16, d_k).double())
+    missed = (dense.keys @ linear.mT - dense.values).norm(dim=-1) / dense.values.norm(dim=-1)
+    assert float(wrong.median()) < 1e-3
+    assert float(missed.median()) > 0.9, "thirty times as many pairs as dimensions"
+
+
+@pytest.mark.parametrize(("d_k", "fits", "crowds"), [(16, 10, 3_000), (24, 50, 20_000)])
+def test_capacity_is_exponential_in_the_width(d_k, fits, crowds):
+    """The nearest of n random keys overlaps by about √(2 ln n / d_k); below the threshold nothing is read."""
+    draw = Draw(5)
+    fires = []
+    for n in (fits, crowds):
+        dense = memory(draw, n, d_k, 1)
+        fires.append(float((dense.weights(unit(draw, 300, d_k))[0].sum(-1) > 0.5).double().mean()))
+    assert math.sqrt(2 * math.log(fits) / d_k) < 0.6
+    assert math.sqrt(2 * math.log(crowds) / d_k) > 0.8
+    assert fires[0] < 0.02
+    assert fires[1] > 0.3
+
+
+def test_forgetting_is_exact_and_nothing_else_moves():
+    draw = Draw(6)
+    dense = memory(draw, 20, 64, 4)
+    more = dense.write(unit(draw, 3, 64), draw.normal(3, 4), 0.7)
+    assert len(more) == 23
+    back = more.remove(torch.tensor([20, 21, 22]))
+    queries = unit(draw, 50, 64)
+    assert torch.equal(back.read(queries), dense.read(queries))
+    without = dense.remove(torch.tensor([4]))
+    assert torch.equal(without.keys, torch.cat([dense.keys[:4], dense.keys[5:]]))
+    assert float(without.read(dense.keys[4]).norm()) < 1e-3 * float(dense.values[4].norm())
+
+
+def test_an_empty_memory_reads_nothing():
+    empty = Dense.empty(5, 3)
+    assert torch.equal(empty.read(torch.randn(2, 5)), torch.zeros(2, 3))
+    assert len(empty.write(torch.randn(2, 5), torch.randn(2, 3), 0.7)) == 2
+
+
+def test_whitened_states_are_spread_evenly():
+    draw = Draw(7)
+    mixing = draw.normal(6, 6)
+    states = draw.normal(5_000, 6) @ mixing + 10.0
+    mean, centered = states.mean(0), states - states.mean(0)
+    covariance = centered.mT @ centered / len(states)
+    whitening = Whitening.fit(mean, covariance, shrinkage=0.0)
+    white = (states - mean) @ whitening.factor
+    assert_close(white.mT @ white / len(states), torch.eye(6, dtype=torch.float64), 1e-9)
+    assert_close(whitening(states).norm(dim=-1), torch.ones(5_000, dtype=torch.float64), 1e-12)
+    shrunk = Whitening.fit(mean, covariance, shrinkage=0.5)
+    variances = ((states - mean) @ shrunk.factor).var(0)
+    assert float(variances.max()) < 1.0, "shrinkage makes small directions count less"
+    assert whitening(states.bfloat16()).dtype == torch.float32
+
+
+def test_wrong_shapes_are_refused():
+    draw = Draw(8)
+    with raises(InputError, "rows_differ"):
+        Dense(unit(draw, 3, 4), draw.normal(2, 5), torch.ones(3))
+    dense = memory(draw, 3, 4, 5)
+    with pytest.raises(ShapeError):
+        dense.read(unit(draw, 2, 6))
+    with pytest.raises(InputError):
+        dense.write(torch.full((1, 4), torch.nan), draw.normal(1, 5), 0.7)
+    with raises(InputError, "no_variance"):
+        Whitening.fit(torch.zeros(3), torch.zeros(3, 3))
