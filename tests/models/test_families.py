@@ -35,9 +35,12 @@ SEARCH = TargetSettings(steps=6, rate=0.3, clamp=1.0, decay=0.0, kl=0.0, keep=0.
 families = pytest.mark.parametrize("kind", EDITED)
 
 
+base_model = functools.cache(build)
+
+
 @functools.cache
 def trunk_of(kind: str) -> Trunk:
-    model = build(kind)
+    model = copy.deepcopy(base_model(kind))
     return tiny.trunk(model if kind in NARROW else model.double())
 
 
@@ -169,8 +172,7 @@ def test_whether_prefixes_are_shared_does_not_depend_on_rounding(kind, dtype):
 @pytest.mark.filterwarnings("ignore::rebind.errors.NumericalWarning")
 @families
 def test_an_edit_is_believed_replayed_and_undone_exactly(kind):
-    model = build(kind)
-    twin = copy.deepcopy(model)
+    model, twin = copy.deepcopy(base_model(kind)), copy.deepcopy(base_model(kind))
     base = tiny.weights(model)
     alone = {"moment_tokens": 500, "framings": ["start"], "contexts": ContextSettings(first_words=())}
     editor = open_editor(model, **alone)
