@@ -74,9 +74,9 @@ def step_without_grad(
         state.mul_(log_decay.to(wide).exp()[..., None, None])
     u = v.to(wide) if write is None else write.to(wide).unsqueeze(-1) * v
     if erase is None:
-        answer = (state @ q.unsqueeze(-1)).squeeze(-1)
-    else:
-        answer, old = (state @ torch.stack([q, k], dim=-1)).unbind(-1)
+        answer = (q.unsqueeze(-2) @ state.mT).squeeze(-2)
+    else:  # two rows times a matrix: several times as fast on a CPU as a matrix times two columns
+        answer, old = (torch.stack([q, k], dim=-2) @ state.mT).unbind(-2)
         u = u - erase.to(wide).unsqueeze(-1) * old
     state.addcmul_(u.unsqueeze(-1), k.unsqueeze(-2))
     return (answer + u * (q * k).sum(-1, keepdim=True)).to(v.dtype)
