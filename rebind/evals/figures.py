@@ -23,7 +23,7 @@ SAID = {
     "free_paraphrases": "paraphrases",
     "free_consequences": "consequences",
     "free_reversed": "reversed",
-    "choice": "forced choice",
+    "choice": "likelier than others",
 }
 KEPT = {
     "locality": "other subjects,\nsame first token",
@@ -55,7 +55,7 @@ def draw(runs: Runs) -> Figure:
     alone, (_, summary) = len(runs) == 1, runs[0]
     names = [[name for name in group if any(name in _last(run) for _, run in runs)] for group in (SAID, KEPT)]
     sequence = any(len(run["states"]) > 2 for _, run in runs)
-    labels = [("Said, by greedy decoding", "share", ""), ("Kept, as before the edit", "share", "")]
+    labels = [("Said in greedy decoding", "share", ""), ("Kept, as before the edit", "share", "")]
     labels += [("In the sequence", "records written", ""), ("At the end, by age", "records, first to last", "")]
     title = f"{summary['method']} on {shorten(Path(summary['model']).name)}" if alone else "Runs side by side"
     below = f"{describe_protocol(summary)}, {summary['states'][-1]['records']:,} records, " if alone else ""

@@ -126,11 +126,15 @@ def _print(terminal: Terminal, result: EvalResult) -> None:
     if len(summary["states"]) > 2:
         print_states(terminal, *states_table([("", summary)]))
     for header, rows in (framings_table(summary), scores_table(summary), retention_table(summary)):
+        # A terminal has room for the numbers; table.md has the rest.
+        spare = {"95 %"} if "framing" in header else {"meaning"} if summary["baselines"] else set()
+        shown = [place for place, name in enumerate(header) if name not in spare]
         if rows:
-            words = {"model", "framing", "score", "meaning"}
-            grid = table(*header, right=[name for name in header if name not in words])
+            grid = table(*(header[place] for place in shown), right=[name for name in header if name != "meaning"])
             for row in rows:
-                grid.add_row(*row)
+                grid.add_row(*(row[place] for place in shown))
+            for column in grid.columns[: 2 if "framing" in header else 1]:
+                column.justify = "left"
             terminal.print(grid)
     skipped = [("skipped", counted(summary["skipped"], "record"))] if summary["skipped"] else []
     files = ", ".join(sorted(file.name for file in result.folder.iterdir()))
