@@ -18,6 +18,7 @@ from rebind.models.language_model import LanguageModel
 from rebind.models.scoring import score_prompts
 
 PROBED = 100  # facts, at most: those of a large edit are sampled from its beginning
+KEPT = 10  # facts, at most, for which the prompts to keep are asked, too
 TEXT = "We talked about many things that evening, and nobody was in a hurry. "  # a context that the search does not see
 
 
@@ -25,7 +26,7 @@ TEXT = "We talked about many things that evening, and nobody was in a hurry. "  
 class ChangedAnswer:
     """A prompt that no fact is about, and to which the model now gives another first token."""
 
-    about: str  # "subject": another relation of a subject; "neighbors": another subject
+    about: str  # as in `Outcome.asked`
     prompt: str
     before: str
     after: str
@@ -38,7 +39,8 @@ class Outcome:
     said: Mapping[str, float]  # by framing: the share of facts of which every target token is the first choice
     subject: float | None  # the share of other relations of the subjects with the same first choice as before
     neighbors: float | None  # the same for other subjects
-    asked: Mapping[str, int] = field(default_factory=dict)  # "subject", "neighbors" → number of prompts
+    # The number of prompts: "subject" and "neighbors" as above, "kept" of those that the search itself tries to keep
+    asked: Mapping[str, int] = field(default_factory=dict)
     changed: tuple[ChangedAnswer, ...] = ()  # those among them that are answered differently
 
     @property
@@ -59,26 +61,28 @@ class Probe:
         """Ask the base model."""
         self.model, self.facts, self.framings = model, facts[:PROBED], framings
         asked = list(zip(self.facts, about[:PROBED], strict=True))
-        self.subject = [text for _, one in asked for text in one.held_out]
-        self.neighbors = [text for fact, one in asked for text in _neighbors(fact, one)]
-        self._before = first_choices(model, [*self.subject, *self.neighbors], 1)
+        prompts = {
+            "subject": [text for _, one in asked for text in one.held_out],
+            "kept": [text for _, one in asked[:KEPT] for text in one.kept],
+            "neighbors": [text for fact, one in asked for text in _neighbors(fact, one)],
+        }
+        self._prompts = [(kind, text) for kind, texts in prompts.items() for text in texts]
+        self._before = self._first_choices()
 
     def measure(self) -> Outcome:
         """Ask the model as it stands now."""
         said = {framing: share for framing in self.framings if (share := self._share_said(framing)) is not None}
-        after = first_choices(self.model, [*self.subject, *self.neighbors], 1)
-        same = [one == other for one, other in zip(self._before, after, strict=True)]
-        kept = {"subject": same[: len(self.subject)], "neighbors": same[len(self.subject) :]}
-        about = ["subject"] * len(self.subject) + ["neighbors"] * len(self.neighbors)
-        answers = zip(about, [*self.subject, *self.neighbors], self._before, after, strict=True)
-        decode = self.model.tokenizer.decode
-        changed = [
-            ChangedAnswer(kind, prompt, str(decode(before)), str(decode(now)))
-            for kind, prompt, before, now in answers
-            if before != now
-        ]
-        asked = {name: len(values) for name, values in kept.items()}
-        return Outcome(said, _mean(kept["subject"]), _mean(kept["neighbors"]), asked, tuple(changed))
+        same: dict[str, list[bool]] = {"subject": [], "kept": [], "neighbors": []}
+        changed, decode = [], self.model.tokenizer.decode
+        for (kind, prompt), before, after in zip(self._prompts, self._before, self._first_choices(), strict=True):
+            same[kind].append(before == after)
+            if before != after:
+                changed.append(ChangedAnswer(kind, prompt, str(decode(before)), str(decode(after))))
+        asked = {kind: len(values) for kind, values in same.items()}
+        return Outcome(said, _mean(same["subject"]), _mean(same["neighbors"]), asked, tuple(changed))
+
+    def _first_choices(self) -> list[list[int]]:
+        return first_choices(self.model, [text for _, text in self._prompts], 1)
 
     def _share_said(self, framing: str) -> float | None:
         prompts = [prompt for fact in self.facts for prompt in framed_prompts(fact, framing)]

@@ -147,8 +147,10 @@ def test_files_have_questions_and_prompts_to_keep(rebind, model, tmp_path, suffi
         file.write_text(f"prompt,target,questions,keep\n{','.join(cells)}\n")
     else:
         file.write_text(json.dumps(ROME | lists))
-    (fact,) = rebind("edit", file, "--model", model, *FAST, json=True).document["facts"]
+    document = rebind("edit", file, "--model", model, *FAST, json=True).document
+    (fact,) = document["facts"]
     assert {name: fact[name] for name in lists} == lists
+    assert document["outcome"]["asked"]["kept"] >= 1
 
 
 def test_the_guard_stops_an_edit_unless_forced(rebind, fails, model):

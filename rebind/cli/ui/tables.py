@@ -14,6 +14,11 @@ from rebind.edit.wording import percent
 
 LONGEST_TEXT = 48  # characters of a text in a cell
 LISTED = 20  # rows of a table that may be long
+KEPT = (
+    ("subject", "subject kept", "questions about the subject that the search did not see"),
+    ("kept", "", "questions about the subject that the search kept"),
+    ("neighbors", "neighbors kept", "questions about other subjects"),
+)
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
@@ -115,10 +120,10 @@ def _change(before: str, after: str, is_good: bool) -> Text:
 def kept_rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return how much an edit left as it was, for `pairs`."""
     rows = []
-    for name, meaning in (("subject", "other questions about the subject"), ("neighbors", "other subjects")):
-        if asked := outcome["asked"].get(name):
-            changed = sum(one["about"] == name for one in outcome["changed"])
-            rows.append((f"{name} kept", f"{asked - changed} of {asked} ({meaning}, answered as before)"))
+    for about, name, meaning in KEPT:
+        if asked := outcome["asked"].get(about):
+            changed = sum(one["about"] == about for one in outcome["changed"])
+            rows.append((name, f"{asked - changed} of {asked} {meaning}"))
     return rows
 
 
