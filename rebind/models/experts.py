@@ -42,10 +42,10 @@ class RoutedKeys:
         return torch.stack([(some.mT @ some).double() for some in rows])
 
 
-def find_experts(block: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the routed experts in a block that can be read as one memory, and their path; None if it has none."""
+def find_experts(block: nn.Module, d_v: int) -> tuple[str, nn.Module] | None:
+    """Return the routed experts in a block that are one memory with these values, and their path, if it has any."""
     for path, module in block.named_modules():
-        if is_experts(module):
+        if is_experts(module) and experts_shape(module)[0] == d_v:
             return path, module
     return None
 

@@ -79,7 +79,7 @@ def _find_site(layer: int, path: str, block: nn.Module, hidden: int, owners: Cou
     maps = [x for x in _linears(path, block) if all(owners[id(weight)] == 1 for weight in x.module.parameters())]
     outside = [x for x in maps if not x.in_mixer]
     down = _down_projection(path, outside, hidden)
-    if down is None and (experts := find_experts(block)) is not None:
+    if down is None and (experts := find_experts(block, hidden)) is not None:
         inner_path, module = experts
         d_v, d_k = experts_shape(module)
         _require_editable(f"{path}.{inner_path}", module)
