@@ -15,6 +15,7 @@ from benchmarks.speedups.timing import Timer, difference
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.targets import TargetSettings, find_targets
+from rebind.edit.targets.objective import padded_length, prepare_batches
 from tests import tiny
 
 FACTS = [
@@ -32,7 +33,9 @@ def editor() -> Editor:
 
 @pytest.fixture
 def setup(editor) -> Setup:
-    return Setup(editor.language_model.trunk, 1, editor.fact_prompts(FACTS), TargetSettings(steps=8, enough=5.2))
+    return Setup(
+        editor.language_model.trunk, 1, editor.fact_prompts(FACTS), TargetSettings(steps=8, rate=0.3, enough=5.5)
+    )
 
 
 def test_every_search_finds_the_same(setup):
@@ -44,23 +47,29 @@ def test_every_search_finds_the_same(setup):
 
 
 @pytest.mark.parametrize(
-    ("off", "tokens", "blocks", "heads"),
-    [({}, "suffix", 0, "few"), ({"whole": True}, "all", 0, "few"), ({"below": True}, "suffix", 1, "few")],
+    ("off", "whole", "below"), [({}, False, False), ({"whole": True}, True, False), ({"below": True}, False, True)]
 )
-def test_a_plain_trunk_does_the_work(setup, off, tokens, blocks, heads):
+def test_a_plain_trunk_does_the_work(setup, off, whole, below):
     """Or the rows would compare a thing with itself."""
-    widths, ran = [], []
-    first, last = setup.trunk.blocks[0], setup.trunk.blocks[-1]
-    hooks = [
-        last.register_forward_hook(lambda _, __, out: widths.append((out[0] if isinstance(out, tuple) else out).shape)),
-        first.mlp.register_forward_hook(lambda *_: ran.append(1)),
-    ]
-    Setup(setup.trunk, setup.layer, setup.facts, TargetSettings(steps=3, enough=0.0)).find(Plain(setup.trunk, **off))
-    for hook in hooks:
-        hook.remove()
-    suffix = max(request.size[2] for request in setup.facts)
-    assert (widths[-1][1] > suffix) is (tokens == "all")
-    assert (len(ran) > 3) is bool(blocks)
+    suffix = max(padded_length(len(p.ids) + len(p.target) - p.mentions[0]) for f in setup.facts for p in f.prompts)
+    widths, first_block = [], setup.trunk.blocks[0]
+
+    def count_runs(steps: int) -> int:
+        """Return how often the first block runs in a search."""
+        runs: list[int] = []
+        handle = first_block.mlp.register_forward_hook(lambda *_: runs.append(1))
+        search = Setup(setup.trunk, setup.layer, setup.facts, TargetSettings(steps=steps, rate=0.3, enough=0.0))
+        search.find(Plain(setup.trunk, **off))
+        handle.remove()
+        return len(runs)
+
+    prepared = count_runs(1)
+    handle = setup.trunk.blocks[-1].register_forward_hook(
+        lambda _, __, out: widths.append((out[0] if isinstance(out, tuple) else out).shape[1])
+    )
+    assert (count_runs(3) > prepared) is below, "blocks below δ run only to prepare the search"
+    handle.remove()
+    assert (widths[-1] > suffix) is whole
 
 
 def test_logits_everywhere_are_asked_of_every_token(setup):
@@ -73,16 +82,17 @@ def test_logits_everywhere_are_asked_of_every_token(setup):
 
 def test_finished_facts_stay(setup):
     rows = []
+    batches = len(prepare_batches(setup.trunk, setup.layer, setup.facts, setup.settings))
     handle = setup.trunk.blocks[-1].register_forward_hook(
         lambda _, __, out: rows.append(len(out[0] if isinstance(out, tuple) else out))
     )
     setup.find()
-    assert rows[-1] < rows[0]
+    assert sum(rows[-batches:]) < sum(rows[:batches])
     rows.clear()
     with finished_stay():
         setup.find()
     handle.remove()
-    assert set(rows) == {rows[0]}
+    assert sum(rows[-batches:]) == sum(rows[:batches])
 
 
 def test_of_many_facts_few_are_timed_one_by_one(setup, monkeypatch):
