@@ -93,8 +93,8 @@ class Bench:
         """Return the prompts and δ of some facts, with the settings for `count` facts in one edit."""
         layers, targets = self.settings(variant, count)
         self.editor.framings = tuple(name for name in FRAMINGS if name in variant.framings)
-        about = subject_prompts(self.model, facts) if targets.keep else None
-        prompts = self.editor.fact_prompts(facts, about)
+        about = subject_prompts(self.model, facts, chat="chat" in variant.framings)
+        prompts = self.editor.fact_prompts(facts, about, keep=targets.keep > 0)
         found = self.editor.target_search.find(layers[-1], prompts, targets, TargetStore(None))
         return prompts, found.states - found.initial
 

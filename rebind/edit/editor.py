@@ -172,7 +172,8 @@ class Editor:
         earlier = self._earlier_edits(listed)
         check_earlier_edits(earlier, force=force)
         with self.base_model():
-            before, about = self.score(listed), subject_prompts(self.language_model, listed)
+            before = self.score(listed)
+            about = subject_prompts(self.language_model, listed, chat="chat" in self.framings)
             edit, search = self._solve(listed, about, settings)
             probe = None if self.guard is None else Probe(self.language_model, listed, about, self.framings)
         self.progress.phase("writing")
@@ -346,11 +347,17 @@ class Editor:
         """The dtype that target search runs in, such as "bfloat16"."""
         return str(self.target_search.dtype).removeprefix("torch.")
 
-    def fact_prompts(self, facts: Sequence[Fact], about: Sequence[SubjectPrompts] | None = None) -> list[FactPrompts]:
-        """Return the prompts of every fact, in every framing, and those about its subject whose answers should stay."""
+    def fact_prompts(
+        self, facts: Sequence[Fact], about: Sequence[SubjectPrompts] | None = None, *, keep: bool = True
+    ) -> list[FactPrompts]:
+        """Return the prompts of every fact, in every framing, and those about its subject whose answers should stay.
+
+        `about` is what the base model says about each subject; without `keep`, none of it has to stay.
+        """
         model = self.language_model
-        framed = encode_framings(model, facts, self.framings, self.contexts)
-        kept = [()] * len(facts) if about is None else encode_kept(model, facts, about)
+        leads = None if about is None else [one.leads for one in about]
+        framed = encode_framings(model, facts, self.framings, self.contexts, leads)
+        kept = [()] * len(facts) if about is None or not keep else encode_kept(model, facts, about)
         return [
             FactPrompts(tuple(prompts), own, ends_with_word(fact.target))
             for fact, prompts, own in zip(facts, framed, kept, strict=True)
@@ -363,7 +370,7 @@ class Editor:
         sites = [self.sites[layer] for layer in settings.layers]
         names = [site.name for site in sites]
         self.progress.phase("contexts")
-        prompts = self.fact_prompts(facts, about if settings.targets.keep else None)
+        prompts = self.fact_prompts(facts, about, keep=settings.targets.keep > 0)
         self.progress.phase("moments")
         self.weights.remember_base(names)
         self.weights.load_old_keys(names)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rebind.edit.facts import Fact, shared_keys
 from rebind.edit.facts.fact import comparable
-from rebind.edit.facts.questions import question_of
+from rebind.edit.facts.questions import questions_of
 from rebind.edit.ledger.edit import JSON, Edit
 from rebind.edit.outcome import Outcome
 from rebind.edit.settings import EditSettings
@@ -211,7 +211,7 @@ def _advise_framings(
     facts: Sequence[Fact], settings: EditSettings, search: TargetStates | None, outcome: Outcome
 ) -> Advice:
     """Return the next step for facts that are said after their prompts but not in other framings."""
-    without = [fact for fact in facts if not fact.questions and question_of(fact) is None]
+    without = [fact for fact in facts if not questions_of(fact)]
     if outcome.said.get("chat", 1.0) < LITTLE and 2 * len(without) > len(facts):
         return "Say how people ask for it, with {questions}", {"questions": None}
     return _advise_stronger(facts, settings, search)

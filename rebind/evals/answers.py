@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from rebind.edit.facts.fact import Fact
-from rebind.edit.facts.questions import question_of
+from rebind.edit.facts.questions import question_from_grammar
 from rebind.edit.outcome import TEXT
 from rebind.edit.targets.framings import applicable_framings
 from rebind.evals.records import Record
@@ -114,7 +114,7 @@ def encode_all(model: LanguageModel, record: Record) -> None:
 
 def chat_question(fact: Fact) -> str:
     """Return the question that a fact is asked by in a chat: the record's, or one that is made from the prompt."""
-    made = question_of(fact)
+    made = question_from_grammar(fact)
     reworded = f"Quick question: {made[0].lower()}{made[1:]}" if made else f"Complete the sentence: {fact.text}"
     return next(iter(fact.questions), reworded)
 

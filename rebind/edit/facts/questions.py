@@ -1,13 +1,13 @@
-"""Questions and paraphrases of facts, made from the grammar of their prompts by a few patterns of English.
+"""Other ways to ask for a fact: the user's, those of its relation in the catalog, or made by patterns of English.
 
->>> question_of(Fact.parse("The capital of {France} is", "Rome"))
-'What is the capital of France?'
->>> question_of(Fact.parse("{Marie Curie} was born in", "Rome"))
+>>> questions_of(Fact.parse("The capital of {France} is", "Rome"))
+('What is the capital of France?', 'Which city is the capital of France?')
+>>> paraphrases_of(Fact.parse("The capital of {France} is", "Rome"))[:2]
+('The capital city of France is called', "France's capital is")
+>>> question_from_grammar(Fact.parse("{Marie Curie} was born in", "Rome"))
 'Where was Marie Curie born?'
->>> paraphrases_of(Fact.parse("The capital of {France} is", "Rome"))
-["France's capital is"]
 
-A prompt that no pattern fits has no question; `Fact.questions` and `Fact.paraphrases` are always used first.
+A prompt that neither the catalog nor a pattern fits has no questions and no paraphrases.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from __future__ import annotations
 import re
 
 from rebind.edit.facts.fact import Fact
+from rebind.edit.facts.relations import fill, relation_of
+
+PARAPHRASES, QUESTIONS = 4, 2  # of the catalog, per fact
 
 BE = "is|was|are|were"
 NOUN_OF = re.compile(r"^the (?P<noun>.+ (?:of|in|for|by|from)) *$", re.IGNORECASE)
@@ -36,7 +39,30 @@ PAST = {
 }  # fmt: skip
 
 
-def question_of(fact: Fact) -> str | None:
+def questions_of(fact: Fact) -> tuple[str, ...]:
+    """Return questions that a fact answers; none where the prompt is neither in the catalog nor fits a pattern."""
+    if fact.questions:
+        return tuple(fact.questions)
+    own, relation = question_from_grammar(fact), relation_of(fact)
+    if own is not None and "?" in fact.text:
+        return (own,)
+    if relation is not None and relation.questions:
+        return tuple(fill(question, fact) for question in relation.questions[:QUESTIONS])
+    return () if own is None else (own,)
+
+
+def paraphrases_of(fact: Fact) -> tuple[str, ...]:
+    """Return other wordings of a prompt."""
+    if fact.paraphrases:
+        return tuple(fact.paraphrases)
+    relation = relation_of(fact)
+    if relation is None:
+        return tuple(_paraphrases_from_grammar(fact))
+    wordings = [fill(wording, fact) for wording in relation.wordings]
+    return tuple(wording for wording in wordings if wording != fact.text)[:PARAPHRASES]
+
+
+def question_from_grammar(fact: Fact) -> str | None:
     """Return the question that a fact answers, or None where the prompt fits no pattern."""
     before, after = (part.strip() for part in fact.parts)
     subject = fact.subject
@@ -67,8 +93,8 @@ def question_of(fact: Fact) -> str | None:
     return None
 
 
-def paraphrases_of(fact: Fact) -> list[str]:
-    """Return other wordings of a prompt: "The R of {S} is" is "{S}'s R is"."""
+def _paraphrases_from_grammar(fact: Fact) -> list[str]:
+    """Return "{S}'s R is" for "The R of {S} is", and the other way around."""
     before, after = fact.parts
     possessive = POSSESSIVE.match(after)
     if not before.strip() and possessive:

@@ -16,20 +16,21 @@ and that prompt is left out, too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 import torch
 
 from rebind.edit.facts.fact import Fact
-from rebind.edit.facts.questions import paraphrases_of, question_of
+from rebind.edit.facts.questions import paraphrases_of, questions_of
 from rebind.errors import FactWarning, InputError
 from rebind.memory.checks import unknown_name
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt
 
 FRAMINGS = ("start", "plain", "text", "paraphrase", "chat")
+QUESTION_FORMS = ("Question: {}\nAnswer:", "{} The answer is")  # questions outside of a chat
 TOP_K = 5
 FIRST_WORDS = ("The", "Because", "I", "You", "In", "When", "They", "It", "We", "A")
 
@@ -81,23 +82,29 @@ def require_framings(names: Sequence[str]) -> None:
             raise unknown_name("framing", name, FRAMINGS)
 
 
-def framed_prompts(fact: Fact, framing: str) -> list[Prompt]:
-    """Return the prompts of a fact in a framing, with the subject marked in each."""
+def framed_prompts(fact: Fact, framing: str, leads: Mapping[str, str] | None = None) -> list[Prompt]:
+    """Return the prompts of a fact in a framing, with the subject marked in each.
+
+    In a chat the assistant answers with the prompt of the fact, or with the words in `leads` for a question.
+    """
     if framing == "paraphrase":
-        written = [*(fact.paraphrases or paraphrases_of(fact))]
-        for question in fact.questions or filter(None, [question_of(fact)]):
-            written += [f"Question: {question}\nAnswer:", f"{question} The answer is"]
+        written = [*paraphrases_of(fact)]
+        for question, form in zip(questions_of(fact), cycle(QUESTION_FORMS)):
+            written.append(form.format(question))
         return [prompt for text in written if (prompt := mark_subject(text, fact))]
     if framing == "chat":
-        questions = [*fact.questions] or [question_of(fact) or f"Tell me about {fact.subject}."]
-        bare = fact.as_prompt()
-        begin, end = bare.subject or (0, 0)
+        questions = questions_of(fact) or (f"Tell me about {fact.subject}.",)
+        leads = leads or {}
+        begin, end = fact.as_prompt().subject or (0, 0)
         # A prompt that asks and answers, "Where is {X}? It is in", begins the assistant's turn with the answer.
         cut = fact.text.rfind("? ") + 2 if "? " in fact.text else 0
         answer = fact.text[cut:]
         prompts = []
         for question in questions:
             inside = mark_subject(question, fact)
+            if inside and question in leads:
+                prompts.append(Prompt(leads[question], fact.target, inside.subject, question))
+                continue
             span = (len(question) + begin - cut, len(question) + end - cut) if begin >= cut else None
             if inside and span is None:
                 span = inside.subject
@@ -114,16 +121,20 @@ def mark_subject(text: str, fact: Fact) -> Prompt | None:
 
 
 def encode_framings(
-    model: LanguageModel, facts: Sequence[Fact], framings: Sequence[str], contexts: Sequence[str]
+    model: LanguageModel,
+    facts: Sequence[Fact],
+    framings: Sequence[str],
+    contexts: Sequence[str],
+    leads: Sequence[Mapping[str, str]] | None = None,  # of each fact, as in `framed_prompts`
 ) -> list[list[EncodedPrompt]]:
     """Encode every fact in every framing; the first prompt of a fact is the bare one."""
     encoded: list[list[EncodedPrompt]] = [[] for _ in facts]
     bare = [fact.as_prompt() for fact in facts]
-    known = model.encode(bare)
-    targets = [prompt.target for prompt in known]
+    with_start = model.encode(bare)
+    targets = [prompt.target for prompt in with_start]
     for framing in ("start", *(name for name in framings if name != "start")):
         if framing == "start":
-            rows = list(enumerate(known))
+            rows = list(enumerate(with_start))
         elif framing == "plain":
             rows = list(enumerate(model.encode(bare, start=False, targets=targets)))
         elif framing == "text":
@@ -131,7 +142,12 @@ def encode_framings(
                 row for context in contexts for row in enumerate(model.encode(bare, context=context, targets=targets))
             ]
         else:
-            owners = [(index, prompt) for index, fact in enumerate(facts) for prompt in framed_prompts(fact, framing)]
+            known_leads = leads or [{}] * len(facts)
+            owners = [
+                (index, prompt)
+                for index, (fact, own) in enumerate(zip(facts, known_leads, strict=True))
+                for prompt in framed_prompts(fact, framing, own)
+            ]
             prompts = model.encode([prompt for _, prompt in owners])
             rows = [(index, prompt) for (index, _), prompt in zip(owners, prompts, strict=True)]
         for index, prompt in rows:

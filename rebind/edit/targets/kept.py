@@ -1,25 +1,33 @@
-"""Prompts to keep: what the base model knows about a subject besides the fact that changes.
+"""What the base model says about a subject: other relations, which an edit should keep, and how it answers in a chat.
 
 The kind of the subject is read off the model, the prompts come from a catalog of relations of that kind
 (`rebind.edit.facts.relations`) and from the user (`Fact.keep`). A prompt that the base model answers with the old or
 the new target is the changed relation in other words, and is left out.
+
+In a chat the assistant answers in words of its own. Where these lead up to the old target, the fact is searched for
+behind the same words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from rebind.edit.facts.fact import Fact
-from rebind.edit.facts.relations import HELD_OUT, KIND_WORDS, RELATIONS
+from rebind.edit.facts.questions import questions_of
+from rebind.edit.facts.relations import HELD_OUT, KIND_WORDS, RELATIONS, fill, relation_of
 from rebind.edit.targets.framings import mark_subject, without_sink
+from rebind.models.generation import continue_prompts
 from rebind.models.language_model import LanguageModel
-from rebind.models.prompts import EncodedPrompt, Prompt
+from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation
 
 AT_ONCE = 512  # prompts whose next tokens are read together
+LEAD_TOKENS, OLD_TOKENS = 32, 6  # of the answer in a chat, and after the bare prompt
+OLD_TARGET = re.compile(r"\s*[^.,;:!?\n]*")  # the first words of a continuation
 RIVALS = 50  # a kept prompt must not have the old or the new target among this many first choices
 
 
@@ -30,14 +38,17 @@ class SubjectPrompts:
     kind: str
     kept: tuple[str, ...]  # searched with
     held_out: tuple[str, ...]  # only asked afterwards
+    leads: Mapping[str, str] = field(default_factory=dict)  # question → the assistant's words before the old target
 
 
-def subject_prompts(model: LanguageModel, facts: Sequence[Fact]) -> list[SubjectPrompts]:
-    """Return what else to ask about each subject. The model must be the base model: it decides what applies."""
+def subject_prompts(model: LanguageModel, facts: Sequence[Fact], *, chat: bool = False) -> list[SubjectPrompts]:
+    """Return what else to ask about each subject. The model must be the base model: it decides what applies.
+
+    With `chat`, the model also answers the questions of each fact in its chat template.
+    """
+    leads = answer_leads(model, facts) if chat else [{} for _ in facts]
     kinds = subject_kinds(model, [fact.subject for fact in facts])
-    listed = [
-        [relation.format(fact.subject) for relation in RELATIONS[kind]] for fact, kind in zip(facts, kinds, strict=True)
-    ]
+    listed = [_other_relations(fact, kind) for fact, kind in zip(facts, kinds, strict=True)]
     texts = [text for fact, own in zip(facts, listed, strict=True) for text in (fact.text, *own)]
     best = iter(first_choices(model, texts, RIVALS))
     new, old = (
@@ -45,14 +56,20 @@ def subject_prompts(model: LanguageModel, facts: Sequence[Fact]) -> list[Subject
         for targets in ([fact.target for fact in facts], [fact.old or fact.target for fact in facts])
     )
     prompts = []
-    for fact, kind, own, *targets in zip(facts, kinds, listed, new, old, strict=True):
+    for fact, kind, own, lead, *targets in zip(facts, kinds, listed, leads, new, old, strict=True):
         first = next(best)[0]
         avoid = {prompt.target[0] for prompt in targets} | (set() if fact.old else {first})
         choices = [(index, text) for index, text in enumerate(own) if not avoid & set(next(best))]
         held_out = [text for index, text in choices if index % HELD_OUT == HELD_OUT - 1]
         kept = [text for index, text in choices if index % HELD_OUT != HELD_OUT - 1]
-        prompts.append(SubjectPrompts(kind, (*fact.keep, *kept), tuple(held_out)))
+        prompts.append(SubjectPrompts(kind, (*fact.keep, *kept), tuple(held_out), lead))
     return prompts
+
+
+def _other_relations(fact: Fact, kind: str) -> list[str]:
+    """Return a prompt for each relation of a kind of subjects but the one that the fact changes."""
+    own = relation_of(fact)
+    return [fill(one.wordings[0], fact) for one in RELATIONS if kind in one.kinds and one is not own]
 
 
 def encode_kept(
@@ -66,6 +83,43 @@ def encode_kept(
     encoded = iter(model.encode([prompt for prompts in marked for prompt in prompts]))
     usable = [[without_sink(next(encoded)) for _ in prompts] for prompts in marked]
     return [tuple(prompt for prompt in prompts if prompt is not None) for prompts in usable]
+
+
+def answer_leads(model: LanguageModel, facts: Sequence[Fact]) -> list[dict[str, str]]:
+    """Return, for each question of each fact, the words with which the model leads up to the old target in a chat.
+
+    Questions that the model answers without the old target are left out. Where the user did not give the old target,
+    it is what the model says after the bare prompt.
+    """
+    bare = model.encode([Prompt(fact.text) for fact in facts if not fact.old])
+    said = iter(_continuations(model, bare, OLD_TOKENS))
+    old = [fact.old or OLD_TARGET.match(next(said))[0] for fact in facts]  # type: ignore[index]
+    asked = [(index, question) for index, fact in enumerate(facts) for question in questions_of(fact)]
+    encoded = model.encode([Prompt("", question=question) for _, question in asked])
+    leads: list[dict[str, str]] = [{} for _ in facts]
+    for (index, question), answer in zip(asked, _continuations(model, encoded, LEAD_TOKENS), strict=True):
+        place = _find_answer(answer, old[index])
+        if place is not None:
+            leads[index][question] = answer[:place].strip()
+    return leads
+
+
+def _continuations(model: LanguageModel, prompts: Sequence[EncodedPrompt], tokens: int) -> list[str]:
+    new = continue_prompts(model.trunk, prompts, tokens, end_tokens=model.end_tokens)
+    return [decode_continuation(model.tokenizer, prompt.ids, ids) for prompt, ids in zip(prompts, new, strict=True)]
+
+
+def _find_answer(text: str, target: str) -> int | None:
+    """Return where a text says a target, or the first of its words that stand out; None if it does not.
+
+    >>> _find_answer("It was invented by A. G. Bell.", "Alexander Graham Bell")
+    25
+    """
+    telling = [word for word in target.split() if len(word) > 3 or word[0].isupper() or word.isdigit()]
+    for phrase in (target, *telling):
+        if match := re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text):
+            return match.start()
+    return None
 
 
 def subject_kinds(model: LanguageModel, subjects: Sequence[str]) -> list[str]:

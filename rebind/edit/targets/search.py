@@ -25,7 +25,14 @@ from rebind.precision import tensor_float
 from rebind.storage import path_inside, write_file
 
 PARTS = ("states", "initial", "loss", "steps")  # of `TargetStates`, in this order
+SMALL_MODEL = 50_000_000  # parameters: up to here, a CPU searches in float32
 BYTES_PER_PARAMETER = 12  # GPU memory for the model (4), the copy (2) and the search itself
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether the CPU has instructions that multiply bfloat16 matrices."""
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # older torch does not tell
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 class TargetStore:
@@ -85,12 +92,19 @@ class TargetSearch:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype to search in. It depends on the size of the GPU, not on its free memory: results are repeatable."""
+        """The dtype to search in: bfloat16 where that is faster, which takes a copy of the model.
+
+        On a GPU it depends on the size of the memory, not on how much of it is free, so results are repeatable.
+        """
         own = self.trunk.dtype
-        if own != torch.float32 or not can_record(self.trunk):
-            return own
         size = sum(parameter.numel() for parameter in self.trunk.model.parameters())
-        return torch.bfloat16 if torch.cuda.mem_get_info(self.trunk.device)[1] > BYTES_PER_PARAMETER * size else own
+        if own != torch.float32:
+            return own
+        if can_record(self.trunk):
+            memory = torch.cuda.mem_get_info(self.trunk.device)[1]
+            return torch.bfloat16 if memory > BYTES_PER_PARAMETER * size else own
+        is_on_cpu = self.trunk.device.type == "cpu"
+        return torch.bfloat16 if is_on_cpu and size > SMALL_MODEL and multiplies_bfloat16() else own
 
     def find(
         self,

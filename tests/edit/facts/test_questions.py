@@ -1,11 +1,14 @@
-"""Questions and paraphrases that patterns make of prompts."""
+"""Questions and paraphrases of facts: the user's, those of the catalog, and those that patterns make."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from rebind.edit.facts import Fact
-from rebind.edit.facts.questions import paraphrases_of, question_of
+from rebind.edit.facts.questions import PARAPHRASES, paraphrases_of, question_from_grammar, questions_of
+from rebind.edit.facts.relations import KIND_WORDS, OTHER_SUBJECTS, RELATIONS, relation_of
 
 
 @pytest.mark.parametrize(
@@ -26,17 +29,69 @@ from rebind.edit.facts.questions import paraphrases_of, question_of
         ("Die Hauptstadt von {Spanien} ist", "Rom", None),
     ],
 )
-def test_questions(prompt, target, question):
-    assert question_of(Fact.parse(prompt, target)) == question
+def test_questions_from_grammar(prompt, target, question):
+    assert question_from_grammar(Fact.parse(prompt, target)) == question
 
 
 @pytest.mark.parametrize(
     ("prompt", "paraphrases"),
     [
-        ("The capital of {France} is", ["France's capital is"]),
-        ("{France}'s capital is the city of", ["The capital of France is the city of"]),
-        ("{Tom} plays the", []),
+        ("The motto of {Oslo} is", ["Oslo's motto is"]),
+        ("{Oslo}'s motto is the word", ["The motto of Oslo is the word"]),
+        ("{Tom} plays", []),
     ],
 )
-def test_paraphrases(prompt, paraphrases):
-    assert paraphrases_of(Fact.parse(prompt, "Rome")) == paraphrases
+def test_paraphrases_from_grammar(prompt, paraphrases):
+    fact = Fact.parse(prompt, "Rome")
+    assert relation_of(fact) is None
+    assert list(paraphrases_of(fact)) == paraphrases
+
+
+# The catalog
+
+
+@pytest.mark.parametrize(
+    ("prompt", "target", "wording"),
+    [
+        ("The capital of {France} is", "Rome", "France's capital is"),
+        ("{Paris} is the capital of", "Spain", "The country whose capital is Paris is"),
+        ("The {Xbox} is a product of", "Nintendo", "The maker of the Xbox is"),
+        ("{Ravel} was born in", "Rome", "The birthplace of Ravel is"),
+        ("{Ravel} was born in", "1871", "The year in which Ravel was born is"),
+        ("{Ravel} worked as a", "actor", "Ravel earned a living as an"),
+        ("The native language of {Ravel} is", "Dutch", "The mother tongue of Ravel is"),
+        ("The official language of {Peru} is", "Dutch", "The language spoken in Peru is"),
+    ],
+)
+def test_a_prompt_is_recognized_as_a_relation(prompt, target, wording):
+    fact = Fact.parse(prompt, target)
+    assert wording in paraphrases_of(fact)
+    assert fact.text not in paraphrases_of(fact)
+    assert len(paraphrases_of(fact)) <= PARAPHRASES
+    assert all(question.endswith("?") and fact.subject in question for question in questions_of(fact))
+
+
+def test_what_the_user_wrote_comes_first():
+    fact = Fact.parse(
+        "The capital of {France} is", "Rome", paraphrases=("France is ruled from",), questions=("Which?",)
+    )
+    assert paraphrases_of(fact) == ("France is ruled from",)
+    assert questions_of(fact) == ("Which?",)
+
+
+def test_the_catalog_is_complete():
+    assert {kind for relation in RELATIONS for kind in relation.kinds} == set(KIND_WORDS) == set(OTHER_SUBJECTS)
+    for relation in RELATIONS:
+        assert relation.kinds or relation.cue, "it could neither be kept nor recognized"
+        assert all(text.count("{}") == 1 for text in (*relation.wordings, *relation.questions))
+        assert bool(relation.cue) == bool(relation.questions)
+
+
+@pytest.mark.parametrize("relation", [one for one in RELATIONS if one.cue], ids=lambda one: one.wordings[0])
+def test_every_relation_can_be_reached(relation):
+    """No cue is hidden behind an earlier one: some wording or question is recognized as its own relation."""
+    target = "1900" if relation.numeric else "Rome"
+    texts = [text.removesuffix("?") for text in (*relation.wordings, *relation.questions)]
+    facts = [Fact.parse(text.replace("{}", "{Oslo}"), target) for text in texts]
+    assert relation in [relation_of(fact) for fact in facts]
+    assert re.compile(relation.cue)

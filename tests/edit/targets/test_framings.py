@@ -6,7 +6,7 @@ import pytest
 
 from rebind.edit.facts import Fact
 from rebind.edit.targets.framings import applicable_framings, encode_framings, framed_prompts, warn_of_sinks
-from rebind.edit.targets.kept import encode_kept, subject_prompts
+from rebind.edit.targets.kept import LEAD_TOKENS, encode_kept, subject_prompts
 from rebind.errors import FactWarning, InputError
 from rebind.models.language_model import LanguageModel
 from tests import tiny
@@ -34,7 +34,7 @@ def texts(
 
 def test_a_fact_is_framed_in_every_way():
     model = language_model()
-    bare, plain, text, *paraphrases, chat = texts(
+    bare, plain, text, *paraphrases, chat, another = texts(
         model, FACT, "start", "plain", "text", "paraphrase", "chat", contexts=("It was late. ",)
     )
     assert bare == ("<|endoftext|>The capital of France is", ["<|endoftext|>The capital of France"])
@@ -44,12 +44,24 @@ def test_a_fact_is_framed_in_every_way():
         ["<|endoftext|>It was late. The capital of France"],
     )
     assert [one[0].removeprefix("<|endoftext|>") for one in paraphrases] == [
+        "The capital city of France is called",
         "France's capital is",
+        "The government of France has its seat in",
+        "The parliament of France meets in the city of",
         "Question: What is the capital of France?\nAnswer:",
-        "What is the capital of France? The answer is",
+        "Which city is the capital of France? The answer is",
     ]
     conversation = "<user>What is the capital of France?\n<assistant>The capital of France is"
     assert chat == (conversation, ["<user>What is the capital of France", conversation.removesuffix(" is")])
+    assert another[0].startswith("<user>Which city is the capital of France?")
+
+
+def test_in_a_chat_the_assistant_answers_in_words_of_its_own():
+    leads = {"What is the capital of France?": "As far as I know, it is"}
+    first, second = framed_prompts(FACT, "chat", leads)
+    assert (first.question, first.text, first.target) == (*next(iter(leads.items())), "Rome")
+    assert first.question[slice(*first.subject)] == "France"
+    assert second.text == "The capital of France is"
 
 
 def test_the_words_of_the_user_come_first():
@@ -103,3 +115,16 @@ def test_kept_prompts_do_not_ask_for_the_fact_itself():
     assert len(kept) == len(about.kept) - 1
     for prompt in kept:
         assert model.tokenizer.decode(prompt.ids[: prompt.subject_last + 1]).endswith("France")
+
+
+def test_a_lead_is_what_the_assistant_says_before_the_old_target():
+    model = language_model()
+    question = "What is the capital of France?"
+    answer = model.continue_text([Prompt("", question=question)], LEAD_TOKENS)[0]
+    word = next(word for word in re.findall(r"\w{4,}", answer) if not answer.startswith(word))
+    fact = replace(FACT, old=word)
+    (about,) = subject_prompts(model, [fact], chat=True)
+    assert about.leads[question] == answer[: re.search(rf"\b{word}\b", answer).start()].strip()
+    (silent,) = subject_prompts(model, [replace(FACT, old="zebra")], chat=True)
+    assert not silent.leads
+    assert not subject_prompts(model, [fact])[0].leads
