@@ -35,7 +35,7 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.moments import OldKeys
 from rebind.edit.progress import Progress
 from rebind.models.sites import module_at
-from rebind.models.trunk import Tokens
+from rebind.models.tokens import Tokens
 from rebind.storage import write_file
 
 GIB = 2**30

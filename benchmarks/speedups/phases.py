@@ -14,7 +14,8 @@ from rebind.edit.solve import SubjectStates, choose_lambda
 from rebind.memory.closed_form import ridge
 from rebind.memory.solve import factor
 from rebind.models.sites import Site, module_at
-from rebind.models.trunk import Tokens, Trunk
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 
 WINDOW = 64  # tokens a line of random text
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rebind.models.trunk import Tokens, Trunk, borrow_cache
+from rebind.models.caches import borrow_cache
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 
 
 @dataclass(eq=False)
@@ -56,8 +58,7 @@ class Plain(Trunk):
         with late, self._answering(resume) if self.below else nullcontext():
             if not self.everywhere:
                 return super().logits(tokens, where, cache=cache)
-            held = super()._arguments(tokens, None if cache is None else borrow_cache(cache), self._head_accepts)
-            logits = self.model(**held, use_cache=cache is not None).logits
+            logits = self.model(**self._arguments(tokens, borrow_cache(cache), self._head_accepts)).logits
             return logits[where[:, 0], where[:, 1]].to(torch.promote_types(logits.dtype, torch.float32))
 
     def _from_the_first_token(

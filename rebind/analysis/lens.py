@@ -17,7 +17,8 @@ from rebind.analysis.traces import PromptTokens, read_prompt
 from rebind.analysis.tracing import hooked, record_in
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
-from rebind.models.trunk import Hidden, Tokens
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Hidden
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,9 +39,11 @@ from transformers.pytorch_utils import Conv1D
 from rebind.analysis.traces import PromptTokens, Trace, TraceSettings, read_prompt
 from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError, NumericalError
+from rebind.models.caches import select_cache
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import MIXER_CLASS, MIXER_NAME, Site, module_at
-from rebind.models.trunk import Hidden, Tokens, Trunk, select_cache
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Hidden, Trunk
 
 CPU_TOKENS, GPU_TOKENS = 96, 16_384  # per pass: on a CPU just enough for efficient matrix products
 EMBEDDINGS_AT_ONCE = 4096  # rows of the embedding table

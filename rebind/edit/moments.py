@@ -34,7 +34,7 @@ from rebind.memory.solve import Cholesky, factor
 from rebind.models.experts import RoutedKeys
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import module_at
-from rebind.models.trunk import Tokens
+from rebind.models.tokens import Tokens
 from rebind.storage import cache_dir, write_file
 
 VERSION = 3  # of the computation: increase it when results change, so that old files are not used

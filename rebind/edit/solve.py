@@ -23,7 +23,8 @@ from rebind.memory import Write
 from rebind.models.batching import run_in_batches
 from rebind.models.mlp_output import output_map
 from rebind.models.sites import Site, memory_of, module_at, stored_weight, write_memory
-from rebind.models.trunk import Tokens, Trunk
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 
 TOKENS_AT_ONCE = 65_536
 # How much λ grows with the number of keys per dimension. 600 facts on SmolLM2 score as with 1, and drift less.

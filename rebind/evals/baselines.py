@@ -17,7 +17,7 @@ from rebind.edit.facts.fact import Fact
 from rebind.evals.answers import BaseModel
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import Site, module_at
-from rebind.models.trunk import Tokens
+from rebind.models.tokens import Tokens
 
 BASELINES = {"prompt": "the facts in the prompt", "lora": "LoRA fine-tune"}
 RANK, STEPS, LEARNING_RATE = 8, 30, 5e-3

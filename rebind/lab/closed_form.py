@@ -240,7 +240,7 @@ def mlp_keys(model: str, layer: int, device: torch.device) -> Tensor:
     from rebind.evals.drift import BUNDLED_TEXT
     from rebind.models.language_model import LanguageModel
     from rebind.models.sites import module_at
-    from rebind.models.trunk import Tokens
+    from rebind.models.tokens import Tokens
 
     language_model = LanguageModel.load(model, device=device)
     sites = language_model.sites

@@ -7,7 +7,8 @@
 - `locate`, `load`: from a name, a folder or a file to weights and a tokenizer
 - `sites`, `experts`: the memories that can be edited, those of routed experts among them
 - `mlp_output`: what a block does with their output
-- `trunk`, `batching`: running the model in pieces, in batches that fit in memory
+- `trunk`, `tokens`, `caches`: running the model in pieces, on padded rows behind shared prefixes
+- `batching`: batches that fit in memory
 """
 
 from __future__ import annotations

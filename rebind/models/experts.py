@@ -12,6 +12,7 @@ block by block, one block per expert. Biases of down projections change nothing 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,10 @@ class RoutedKeys:
         parts, experts = self.parts[tokens], self.experts[tokens]
         keys = parts.new_zeros(*parts.shape[:-2], self.count, parts.shape[-1])
         return keys.scatter_add(-2, experts.unsqueeze(-1).expand_as(parts), parts).flatten(-2)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RoutedKeys:
+        """Return these keys with their tokens in another layout: the function is applied to parts and experts."""
+        return RoutedKeys(function(self.parts), function(self.experts), self.count)
 
     def second_moment(self, tokens: Tensor) -> Tensor:
         """Return Σ kkᵀ over the tokens in a mask, one block per expert, [E, inner, inner] float64."""

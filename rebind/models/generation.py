@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rebind.models.batching import run_in_batches, tokens_per_batch
 from rebind.models.prompts import EncodedPrompt
-from rebind.models.trunk import Tokens, Trunk
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 
 
 @torch.no_grad()

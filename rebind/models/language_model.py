@@ -21,7 +21,8 @@ from rebind.models.load import load_pretrained
 from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation, encode_prompts, start_tokens
 from rebind.models.scoring import FactScore, score_prompts
 from rebind.models.sites import Site, find_sites, module_at
-from rebind.models.trunk import Tokens, Trunk
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per entry
 SAMPLES = 1024

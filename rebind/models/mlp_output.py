@@ -38,7 +38,8 @@ import torch
 from torch import Tensor, nn
 
 from rebind.errors import NumericalWarning
-from rebind.models.trunk import Tokens, Trunk
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 
 InputsOf = Callable[[nn.Module], Tensor]  # module → its input at each subject of the bare prompts, [n, width]
 

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from rebind.errors import InputError
 from rebind.models.batching import run_in_batches, tokens_per_batch
+from rebind.models.caches import select_cache
 from rebind.models.prompts import EncodedPrompt
-from rebind.models.trunk import Tokens, Trunk, select_cache
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,12 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import (
     DynamicIndexedLayer,
@@ -38,7 +37,9 @@ from transformers.cache_utils import (
 )
 
 from rebind.errors import InputError
+from rebind.models.caches import Prefixes, borrow_cache, select_cache
 from rebind.models.experts import RoutedKeys, is_experts, routed_keys
+from rebind.models.tokens import Tokens
 
 Hidden = Tensor  # [rows, tokens, width]
 Resume = tuple[int, Hidden]  # a layer and the output that its block is taken to have: the run begins above it
@@ -50,42 +51,28 @@ class _Stop(Exception):  # noqa: N818 - a signal, not an error
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
-    """Padded rows of token ids."""
+class _Run:
+    """What the model runs on: the tokens behind their cache, or whole rows in which all padding is at the end."""
 
-    ids: Tensor  # [rows, tokens]
-    mask: Tensor  # [rows, past + tokens]: 1 where there is a token, the mask of the past in front
-    positions: Tensor  # [rows, tokens]: the position of each token in its own sequence
+    tokens: Tokens
+    cache: Any = None
+    resume: Resume | None = None
+    places: Tensor | None = None  # [rows, tokens]: where the tokens are in whole rows; None: where they were
 
-    @classmethod
-    def left_padded(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Tokens:
-        """Return rows that end together, for a cache of prefixes or a key at the last token."""
-        ids, mask = _pad(rows, "left", device)
-        return cls(ids, mask, (mask.cumsum(-1) - 1).clamp_min(0))
+    def restore(self, values: Any) -> Any:
+        """Return values at every token that runs [rows, ..., width] as values at the tokens that were asked for."""
+        if self.places is None:
+            return values
+        if isinstance(values, RoutedKeys):
+            return values.map(self.restore)
+        return _take(values, self.places)
 
-    @classmethod
-    def following(cls, past: Tokens, rows: Sequence[Sequence[int]]) -> Tokens:
-        """Return rows that begin together, right after `past`."""
-        ids, mask = _pad(rows, "right", past.ids.device)
-        positions = past.mask.sum(-1, keepdim=True) + torch.arange(ids.shape[-1], device=ids.device)
-        return cls(ids, torch.cat([past.mask, mask], dim=-1), positions)
-
-    @classmethod
-    def right_padded(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Tokens:
-        """Return rows that begin together, with nothing before them."""
-        return cls.following(cls.left_padded([()] * len(rows), device), rows)
-
-    def select(self, rows: Tensor) -> Tokens:
-        """Return some of the rows."""
-        return Tokens(self.ids[rows], self.mask[rows], self.positions[rows])
-
-
-def _pad(rows: Sequence[Sequence[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return rows of different lengths as one tensor, and a mask that is 1 where there is a token."""
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_side=side)
-    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side=side)
-    return ids.to(device), mask.to(device)
+    def translate(self, where: Tensor) -> Tensor:
+        """Return the places of (row, token) pairs [m, 2]."""
+        if self.places is None:
+            return where
+        rows, tokens = where.to(self.places.device).unbind(-1)
+        return torch.stack([rows, self.places[rows, tokens]], dim=-1)
 
 
 class Trunk:
@@ -160,10 +147,10 @@ class Trunk:
         tokens, last = Tokens.following(past, [(7, 8, 9), (7,)]), len(self.blocks) - 1
         order = torch.tensor([1, 0], device=self.device)
         with torch.no_grad():
-            whole = self._after_whole(last, tokens, Prefixes(past), None)
+            whole = self._after(last, self._whole_rows(tokens, Prefixes(past), None))
             try:
                 cache = select_cache(self._run_base(past, use_cache=True).past_key_values, order)
-                cached = self._after(last, tokens.select(order), cache, None)[order]
+                cached = self._after(last, _Run(tokens.select(order), cache))[order]
             except Exception:  # each model fails in its own way
                 return False
         is_token = tokens.mask[:, past.ids.shape[1] :].bool().to(whole.device)
@@ -193,13 +180,13 @@ class Trunk:
     @torch.no_grad()
     def after(self, layer: int, tokens: Tokens, *, cache: Any = None, resume: Resume | None = None) -> Hidden:
         """Return the output of block `layer`; nothing above it is computed."""
-        run = self._after if self.shares_prefixes else self._after_whole
-        return run(layer, tokens, cache, resume)
+        return self._after(layer, self._prepare(tokens, cache, resume))
 
-    def _after(self, layer: int, tokens: Tokens, cache: Any, resume: Resume | None) -> Hidden:
-        with self._stopping_after(layer) as outputs, self._resuming(resume):
-            self._run_base(tokens, borrow_cache(cache))
-        return self.states_in(outputs[0], tokens)
+    def _after(self, layer: int, run: _Run) -> Hidden:
+        with self._stopping_after(layer) as outputs, self._resuming(run.resume):
+            self._run_base(run.tokens, borrow_cache(run.cache))
+        states: Hidden = run.restore(self.states_in(outputs[0], run.tokens))
+        return states
 
     def states_in(self, block_output: Any, tokens: Tokens) -> Hidden:
         """Return the hidden states in the output of a block."""
@@ -216,10 +203,6 @@ class Trunk:
             raise InputError(problem, expected=expected, advice="Use another family", code="other_tokens")
         return states.reshape(*shape, -1, width)
 
-    def _after_whole(self, layer: int, tokens: Tokens, cache: Prefixes | None, resume: Resume | None) -> Hidden:
-        whole = self._whole_rows(tokens, cache, resume)
-        return whole.restore(self._after(layer, whole.tokens, None, whole.resume))
-
     @torch.no_grad()
     def inputs(
         self, modules: Sequence[nn.Module], tokens: Tokens, *, cache: Any = None, resume: Resume | None = None
@@ -228,16 +211,13 @@ class Trunk:
 
         For a block these are hidden states, and for routed experts they are `RoutedKeys`.
         """
-        whole = None if self.shares_prefixes else self._whole_rows(tokens, cache, resume)
-        if whole is not None:
-            tokens, cache, resume = whole.tokens, None, whole.resume
+        run = self._prepare(tokens, cache, resume)
+        shape = run.tokens.ids.shape
         inputs: dict[int, Any] = {}
 
         def record(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            shape = tokens.ids.shape
             if is_experts(module):
-                keys = routed_keys(module, args, kwargs)
-                inputs[index] = RoutedKeys(keys.parts.unflatten(0, shape), keys.experts.unflatten(0, shape), keys.count)
+                inputs[index] = routed_keys(module, args, kwargs).map(lambda values: values.unflatten(0, shape))
             elif module in self.blocks:
                 inputs[index] = _mean_of(self._streams(_first_argument(args, kwargs), shape))
             else:
@@ -245,63 +225,62 @@ class Trunk:
             if len(inputs) == len(modules):
                 raise _Stop
 
-        with ExitStack() as hooks, self._resuming(resume):
+        with ExitStack() as hooks, self._resuming(run.resume):
             for index, module in enumerate(modules):
                 hooks.enter_context(module.register_forward_pre_hook(partial(record, index), with_kwargs=True))
-            self._run_base(tokens, borrow_cache(cache))
-        return [inputs[index] if whole is None else whole.restore(inputs[index]) for index in range(len(modules))]
+            self._run_base(run.tokens, borrow_cache(run.cache))
+        return [run.restore(inputs[index]) for index in range(len(modules))]
 
     def logits(self, tokens: Tokens, where: Tensor, *, cache: Any = None, resume: Resume | None = None) -> Tensor:
         """Return the next-token logits [m, vocabulary] at `where` [m, 2] (row, token), in float32 or better.
 
         Gradients flow into the states of `resume`.
         """
-        if not self.shares_prefixes:
-            whole = self._whole_rows(tokens, cache, resume)
-            tokens, cache, resume, where = whole.tokens, None, whole.resume, whole.translate(where)
+        run = self._prepare(tokens, cache, resume)
+        rows, places = run.translate(where).unbind(-1)
 
         def choose(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             states = args[0]
-            return (states[where[:, 0].to(states.device), where[:, 1].to(states.device)].unsqueeze(0), *args[1:])
+            return (states[rows.to(states.device), places.to(states.device)].unsqueeze(0), *args[1:])
 
-        with self.model.get_output_embeddings().register_forward_pre_hook(choose), self._resuming(resume):
-            arguments = self._arguments(tokens, borrow_cache(cache), self._head_accepts)
-            if "use_cache" in self._head_accepts:
-                arguments["use_cache"] = cache is not None
+        with self.model.get_output_embeddings().register_forward_pre_hook(choose), self._resuming(run.resume):
+            arguments = self._arguments(run.tokens, borrow_cache(run.cache), self._head_accepts)
             logits: Tensor = self.model(**arguments).logits[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _whole_rows(self, tokens: Tokens, cache: Prefixes | None, resume: Resume | None) -> _WholeRows:
-        past = tokens.ids[:, :0] if cache is None else cache.tokens.ids
+    def _prepare(self, tokens: Tokens, cache: Any, resume: Resume | None) -> _Run:
+        if self.shares_prefixes:
+            return _Run(tokens, cache, resume)
+        return self._whole_rows(tokens, cache, resume)
+
+    def _whole_rows(self, tokens: Tokens, prefixes: Prefixes | None, resume: Resume | None) -> _Run:
+        """Put the prefix and the tokens of each row together, with all padding behind them."""
+        past = tokens.ids[:, :0] if prefixes is None else prefixes.tokens.ids
         order = tokens.mask.argsort(dim=-1, descending=True, stable=True)
         mask = tokens.mask.gather(1, order)
-        rows = Tokens(torch.cat([past, tokens.ids], dim=-1).gather(1, order), mask, (mask.cumsum(-1) - 1).clamp_min(0))
-        whole = _WholeRows(rows, order, past.shape[1])
-        if resume is None:
-            return whole
-        layer, states = resume
-        if cache is not None:
-            if layer not in cache.states:
-                cache.states[layer] = self.after(layer, cache.tokens)
-            states = torch.cat([cache.states[layer].to(states), states], dim=1)
-        return replace(whole, resume=(layer, _take(states, order)))
+        whole = Tokens(torch.cat([past, tokens.ids], dim=-1).gather(1, order), mask, (mask.cumsum(-1) - 1).clamp_min(0))
+        if resume is not None:
+            layer, states = resume
+            if prefixes is not None:
+                if layer not in prefixes.states:
+                    prefixes.states[layer] = self.after(layer, prefixes.tokens)
+                states = torch.cat([prefixes.states[layer].to(states), states], dim=1)
+            resume = layer, _take(states, order)
+        return _Run(whole, None, resume, order.argsort(dim=-1)[:, past.shape[1] :])
 
     def _run_base(self, tokens: Tokens, cache: Any = None, *, use_cache: bool = False) -> Any:
         """Return the output of the model without its head, or None where a hook stopped the run."""
-        arguments = self._arguments(tokens, cache, self._accepts)
-        if "use_cache" in self._accepts:
-            arguments["use_cache"] = use_cache or cache is not None
+        arguments = self._arguments(tokens, cache, self._accepts, use_cache=use_cache)
         with self._finite_padding(tokens), suppress(_Stop):
             return self.model.base_model(**arguments)
         return None
 
-    def _arguments(self, tokens: Tokens, cache: Any, accepts: set[str]) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"input_ids": tokens.ids, "attention_mask": tokens.mask}
-        if "position_ids" in accepts:
-            arguments["position_ids"] = tokens.positions
+    def _arguments(self, tokens: Tokens, cache: Any, accepts: set[str], *, use_cache: bool = False) -> dict[str, Any]:
+        optional = {"position_ids": tokens.positions, "use_cache": use_cache or cache is not None}
+        arguments = {name: value for name, value in optional.items() if name in accepts}
         if cache is not None:
             arguments["past_key_values"] = cache
-        return arguments
+        return {"input_ids": tokens.ids, "attention_mask": tokens.mask, **arguments}
 
     @contextmanager
     def _finite_padding(self, tokens: Tokens) -> Iterator[None]:
@@ -421,89 +400,7 @@ def _in_layout(streams: Tensor, like: Tensor) -> Tensor:
     return streams.reshape(like.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class Prefixes:
-    """What stands for a cache where a model has none to continue from: the tokens, and their states once needed."""
-
-    tokens: Tokens
-    states: dict[int, Hidden] = field(default_factory=dict)  # after a block
-
-    def select(self, rows: Tensor) -> Prefixes:
-        states = {layer: states[rows.to(states.device)] for layer, states in self.states.items()}
-        return Prefixes(self.tokens.select(rows), states)
-
-
-@dataclass(frozen=True, eq=False)
-class _WholeRows:
-    """Rows with their prefixes, in which all padding is behind the tokens."""
-
-    tokens: Tokens
-    order: Tensor  # [rows, past + tokens]: where each token was
-    past: int
-    resume: Resume | None = None
-
-    def restore(self, values: Any) -> Any:
-        """Return values at every token [rows, past + tokens, width] in the old order, without those of the past."""
-        places = self.order.argsort(dim=-1)[:, self.past :]
-        if isinstance(values, RoutedKeys):
-            return RoutedKeys(_take(values.parts, places), _take(values.experts, places), values.count)
-        return _take(values, places)
-
-    def translate(self, where: Tensor) -> Tensor:
-        """Return the places of (row, token) pairs."""
-        rows, places = where.to(self.order.device).unbind(-1)
-        return torch.stack([rows, self.order.argsort(dim=-1)[rows, places + self.past]], dim=-1)
-
-
 def _take(values: Tensor, places: Tensor) -> Tensor:
     """Return the values at some places [rows, n] of each row."""
     rows = torch.arange(len(places), device=values.device).unsqueeze(-1)
     return values[rows, places.to(values.device)]
-
-
-def select_cache(cache: Any, rows: Tensor) -> Any:
-    """Return the cache of some of its rows."""
-    if cache is None or isinstance(cache, Prefixes):
-        return cache and cache.select(rows)
-    selected = borrow_cache(cache)
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in selected.layers):
-        selected.reorder_cache(rows)  # the only one that knows recurrent states
-    else:
-        selected.batch_select_indices(rows)  # indexing creates new tensors: the original keeps its own
-    return selected
-
-
-def borrow_cache(cache: Any) -> Any:
-    """Return a cache that shares the stored tensors but changes on its own: a run does not change the original."""
-    if cache is None or isinstance(cache, Prefixes):
-        return cache
-    borrowed = _copy_with_containers(cache)
-    borrowed.layers = [_copy_with_containers(layer) for layer in cache.layers]
-    for layer in borrowed.layers:
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            vars(layer)["update_recurrent_state"] = partial(_replace_recurrent_state, layer)
-            vars(layer)["update_conv_state"] = partial(_replace_conv_state, layer)
-    return borrowed
-
-
-def _copy_with_containers(original: Any) -> Any:
-    """Return a copy of an object with lists and dictionaries of its own, of the same tensors."""
-    copied = copy.copy(original)
-    for name, value in list(vars(copied).items()):
-        if isinstance(value, (list, dict)):
-            setattr(copied, name, copy.copy(value))
-    return copied
-
-
-def _replace_recurrent_state(layer: Any, state: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
-    """Store a new state instead of writing into the old one, which others share and gradients need."""
-    layer.recurrent_states[state_idx] = state
-    layer.is_recurrent_states_initialized[state_idx] = True
-    return state
-
-
-def _replace_conv_state(layer: Any, state: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
-    if layer.is_conv_states_initialized[state_idx]:
-        layer.conv_states[state_idx] = layer.conv_states[state_idx].clone()
-    full: Tensor = type(layer).update_conv_state(layer, state, state_idx, **options)
-    return full

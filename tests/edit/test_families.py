@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rebind.errors import InputError
-from rebind.models.trunk import Tokens, Trunk
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 from tests import tiny
 from tests.edit.editors import FACTS, open_editor, rewrite
 from tests.families import WIDE_HEADS, Family, build

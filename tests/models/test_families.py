@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from rebind.edit.targets import ContextSettings, TargetSettings
 from rebind.errors import InputError, NumericalWarning
+from rebind.models.caches import select_cache
 from rebind.models.language_model import LanguageModel
 from rebind.models.mlp_output import Measured, Scaled, output_map
 from rebind.models.sites import Site, find_sites, memory_of, module_at, stored_weight
-from rebind.models.trunk import Tokens, Trunk, select_cache
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 from tests import tiny
 from tests.edit.editors import FACTS, open_editor, rewrite
 from tests.families import tokens as random_ids

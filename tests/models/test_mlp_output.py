@@ -14,7 +14,7 @@ from rebind.memory import Write
 from rebind.memory.closed_form import equality
 from rebind.models.mlp_output import Measured, Norm, Normalized, Scaled, output_map
 from rebind.models.sites import find_sites, memory_of, module_at, write_memory
-from rebind.models.trunk import Tokens
+from rebind.models.tokens import Tokens
 from tests import tiny
 from tests.families import FAMILIES, VOCAB
 from tests.support import Draw, assert_close

@@ -11,8 +11,8 @@ import torch
 from rebind.edit import Editor, Fact, TargetSettings
 from rebind.edit.targets import ContextSettings
 from rebind.errors import InputError
+from rebind.models.caches import borrow_cache
 from rebind.models.language_model import LanguageModel
-from rebind.models.trunk import borrow_cache
 from rebind.nn import RebindConfig, RebindForCausalLM, RebindForSeq2SeqLM, RebindSeq2SeqConfig
 from tests import tiny
 from tests.families import tokens

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rebind.models.caches import select_cache
 from rebind.models.sites import find_sites, module_at
-from rebind.models.trunk import Tokens, Trunk, select_cache
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 from tests import tiny
 from tests.families import FAMILIES, LAYERS
 from tests.families import tokens as random_ids

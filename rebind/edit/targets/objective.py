@@ -27,8 +27,10 @@ from torch import Tensor
 
 from rebind.cuda_graphs import capture_graph, record_or_warn
 from rebind.errors import InputError
+from rebind.models.caches import select_cache
 from rebind.models.prompts import EncodedPrompt
-from rebind.models.trunk import Tokens, Trunk, select_cache
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 from rebind.edit.targets import TargetSettings, find_targets
 from rebind.edit.targets.search_copy import speed_up
 from rebind.errors import CudaGraphWarning
-from rebind.models.trunk import Tokens, Trunk
+from rebind.models.tokens import Tokens
+from rebind.models.trunk import Trunk
 from tests import tiny
 from tests.edit.targets.test_optimize import FACTS, LAYER, SETTINGS
 from tests.families import FAMILIES

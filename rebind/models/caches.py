@@ -1,0 +1,77 @@
+"""Caches of prefixes, which many runs continue from.
+
+A run changes the cache that it is given, so it gets one that shares the stored tensors but changes on its own. Where a
+model cannot continue from a cache, `Prefixes` stands for it: the tokens, which then run again in front of each row.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from rebind.models.tokens import Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Prefixes:
+    """The tokens in front of rows, and their states once a run needs them."""
+
+    tokens: Tokens
+    states: dict[int, Tensor] = field(default_factory=dict)  # after a block, [rows, tokens, width]
+
+    def select(self, rows: Tensor) -> Prefixes:
+        states = {layer: states[rows.to(states.device)] for layer, states in self.states.items()}
+        return Prefixes(self.tokens.select(rows), states)
+
+
+def select_cache(cache: Any, rows: Tensor) -> Any:
+    """Return the cache of some of its rows."""
+    if cache is None or isinstance(cache, Prefixes):
+        return cache and cache.select(rows)
+    selected = borrow_cache(cache)
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in selected.layers):
+        selected.reorder_cache(rows)  # the only one that knows recurrent states
+    else:
+        selected.batch_select_indices(rows)  # indexing creates new tensors: the original keeps its own
+    return selected
+
+
+def borrow_cache(cache: Any) -> Any:
+    """Return a cache that shares the stored tensors but changes on its own: a run does not change the original."""
+    if cache is None or isinstance(cache, Prefixes):
+        return cache
+    borrowed = _copy_with_containers(cache)
+    borrowed.layers = [_copy_with_containers(layer) for layer in cache.layers]
+    for layer in borrowed.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            vars(layer)["update_recurrent_state"] = partial(_replace_recurrent_state, layer)
+            vars(layer)["update_conv_state"] = partial(_replace_conv_state, layer)
+    return borrowed
+
+
+def _copy_with_containers(original: Any) -> Any:
+    """Return a copy of an object with lists and dictionaries of its own, of the same tensors."""
+    copied = copy.copy(original)
+    for name, value in list(vars(copied).items()):
+        if isinstance(value, (list, dict)):
+            setattr(copied, name, copy.copy(value))
+    return copied
+
+
+def _replace_recurrent_state(layer: Any, state: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+    """Store a new state instead of writing into the old one, which others share and gradients need."""
+    layer.recurrent_states[state_idx] = state
+    layer.is_recurrent_states_initialized[state_idx] = True
+    return state
+
+
+def _replace_conv_state(layer: Any, state: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
+    if layer.is_conv_states_initialized[state_idx]:
+        layer.conv_states[state_idx] = layer.conv_states[state_idx].clone()
+    full: Tensor = type(layer).update_conv_state(layer, state, state_idx, **options)
+    return full

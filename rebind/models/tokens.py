@@ -1,0 +1,49 @@
+"""Padded rows of token ids, as a model runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Padded rows of token ids."""
+
+    ids: Tensor  # [rows, tokens]
+    mask: Tensor  # [rows, past + tokens]: 1 where there is a token, the mask of the past in front
+    positions: Tensor  # [rows, tokens]: the position of each token in its own sequence
+
+    @classmethod
+    def left_padded(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Tokens:
+        """Return rows that end together, for a cache of prefixes or a key at the last token."""
+        ids, mask = _pad(rows, "left", device)
+        return cls(ids, mask, (mask.cumsum(-1) - 1).clamp_min(0))
+
+    @classmethod
+    def following(cls, past: Tokens, rows: Sequence[Sequence[int]]) -> Tokens:
+        """Return rows that begin together, right after `past`."""
+        ids, mask = _pad(rows, "right", past.ids.device)
+        positions = past.mask.sum(-1, keepdim=True) + torch.arange(ids.shape[-1], device=ids.device)
+        return cls(ids, torch.cat([past.mask, mask], dim=-1), positions)
+
+    @classmethod
+    def right_padded(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Tokens:
+        """Return rows that begin together, with nothing before them."""
+        return cls.following(cls.left_padded([()] * len(rows), device), rows)
+
+    def select(self, rows: Tensor) -> Tokens:
+        """Return some of the rows."""
+        return Tokens(self.ids[rows], self.mask[rows], self.positions[rows])
+
+
+def _pad(rows: Sequence[Sequence[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return rows of different lengths as one tensor, and a mask that is 1 where there is a token."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_side=side)
+    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side=side)
+    return ids.to(device), mask.to(device)
