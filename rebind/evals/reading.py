@@ -11,8 +11,9 @@ Formats are recognized by their fields: CounterFact, zsRE, Knowns, MQuAKE, EasyE
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,35 +43,39 @@ def read_records(
     A record that cannot be read raises an error that names it; with `skip_bad` it is skipped and the reason stored.
     `limit` counts the records that are returned.
     """
-    name = source if isinstance(source, str) and source.startswith(HUB) else None
-    records: list[Record] = []
-    skipped: list[str] = []
-    for where, raw in raw_records(source if name is None else _hub_dataset(name)):
-        if limit is not None and len(records) >= limit:
-            break
-        try:
-            records.append(parse_record(raw, str(len(records) + len(skipped))))
-        except (InputError, RecursionError) as problem:
-            skipped.append(reason_to_skip(record_error(problem, where, raw), skip_bad))
-    if name is None:
-        name = Path(source).name if isinstance(source, (str, Path)) else "records"
+    if isinstance(source, str) and source.startswith(HUB):
+        name, items = source, raw_records(_hub_dataset(source))
+    else:
+        name, items = Path(source).name if isinstance(source, (str, Path)) else "records", raw_records(source)
+    numbers = count()
+    records, skipped = select(items, lambda raw: parse_record(raw, str(next(numbers))), skip_bad=skip_bad, limit=limit)
     if not records:
         why = f" ({len(skipped)} skipped; the first: {skipped[0]})" if skipped else ""
         raise InputError(f"{name} holds no records{why}", expected="at least one", code="no_records")
     return Records(tuple(records), name, tuple(skipped))
 
 
-def reason_to_skip(error: InputError, skip_bad: bool) -> str:
-    """Return why a record is skipped, or raise an error if it must not be."""
-    if skip_bad:
-        return str(error)
-    raise InputError(
-        error.problem,
-        expected=error.expected,
-        advice="Correct or remove the record, or use {skip_bad}",
-        code=error.code,
-        settings={"skip_bad": True},
-    ) from None
+def select(
+    items: Iterable[tuple[str, Any]], as_record: Callable[[Any], Record], *, skip_bad: bool, limit: int | None = None
+) -> tuple[list[Record], list[str]]:
+    """Return the first `limit` items as records, and why others before them cannot be used.
+
+    The first item that cannot be used is an error, unless `skip_bad`. Each item comes with a name for that error.
+    """
+    records: list[Record] = []
+    reasons: list[str] = []
+    for name, item in items:
+        if len(records) == limit:
+            break
+        try:
+            records.append(as_record(item))
+        except (InputError, RecursionError) as problem:
+            error = record_error(problem, name, item)
+            if not skip_bad:
+                error.advice, error.settings = "Correct or remove the record, or use {skip_bad}", {"skip_bad": True}
+                raise error from None
+            reasons.append(str(error))
+    return records, reasons
 
 
 def _hub_dataset(name: str) -> Iterator[Any]:
@@ -132,14 +137,14 @@ def _counterfact(raw: Mapping[str, Any], number: str) -> Record:
     if raw.get("locality_prompt"):
         answer = _first(raw.get("locality_ground_truth"))
         neighbors.append(Question(raw["locality_prompt"], fact.old if answer is None else answer))
-    completed = [f"{prompt.rstrip()} {fact.target}." for prompt in _texts(raw, "attribute_prompts")]
+    sentences = [f"{prompt.rstrip()} {fact.target}." for prompt in _texts(raw, "attribute_prompts")]
     return Record(
         replace(fact, neighbors=()),
         _dataset_id(fact) or _id(raw, "id") or number,
         neighbors=(*neighbors, *_grouped_questions("locality", raw.get("locality"))),
         consequences=_portability(raw.get("portability")),
         generation_prompts=_texts(raw, "generation_prompts"),
-        references=_texts(raw, "references") or tuple(completed),
+        references=_texts(raw, "references") or tuple(sentences),
     )
 
 

@@ -99,12 +99,12 @@ def with_rivals(records: Sequence[Record], most: int = 3) -> list[Record]:
     for record in records:
         for relation in relations(record):
             answers.setdefault(relation, {}).setdefault(record.fact.old or record.fact.target)
-    completed = []
+    with_others = []
     for record in records:
         own = {record.fact.target, record.fact.old}
         others = dict.fromkeys(one for name in relations(record) for one in answers[name] if one not in own)
-        completed.append(replace(record, rivals=tuple(others)[:most]))
-    return completed
+        with_others.append(replace(record, rivals=tuple(others)[:most]))
+    return with_others
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import comparable
-from rebind.edit.facts.readers import record_error
 from rebind.errors import InputError
 from rebind.evals.answers import encode_all
 from rebind.evals.protocols import Protocol
-from rebind.evals.reading import reason_to_skip
+from rebind.evals.reading import select
 from rebind.evals.records import Record, Records
 
 Targets = dict[str, tuple[str, str]]  # prompt → the id of a record, and its target after this prompt
@@ -62,16 +61,13 @@ def known_records(editor: Editor, records: Records) -> Records:
 
 def _select(records: Records, check: Callable[[Record], None], *, skip_bad: bool, limit: int | None = None) -> Records:
     """Return the first `limit` records that pass a check, and the reasons why others before them do not."""
-    selected: list[Record] = []
-    reasons: list[str] = []
-    for record in records:
-        if len(selected) == limit:
-            break
-        try:
-            check(record)
-            selected.append(record)
-        except InputError as problem:
-            reasons.append(reason_to_skip(record_error(problem, f"record {record.id}", None), skip_bad))
+
+    def checked(record: Record) -> Record:
+        check(record)
+        return record
+
+    items = ((f"record {record.id}", record) for record in records)
+    selected, reasons = select(items, checked, skip_bad=skip_bad, limit=limit)
     if not selected and reasons:
         raise InputError(f"No record can be used; the first: {reasons[0]}", code="no_usable_record")
     return Records(tuple(selected), records.name, (*records.skipped, *reasons))

@@ -157,42 +157,32 @@ def output_map(trunk: Trunk, layer: int, projection: nn.Module) -> OutputMap:
 
 @torch.no_grad()
 def _find_output_map(trunk: Trunk, layer: int, projection: nn.Module) -> OutputMap:
-    tokens = Tokens.left_padded(PROBE_TOKENS, trunk.device)
-    natural = trunk.after(layer, tokens)[:, -1]
-    size = float(natural.abs().median()) or 1.0
-    # Some models have a few entries so large that their rounding errors would hide everything else.
-    moderate = (natural.abs().amax(0) <= 16 * size).cpu()
-    generator = torch.Generator().manual_seed(0)
-    rows = size * torch.randn(2, natural.shape[-1], generator=generator) * torch.tensor([[1.0], [3.0]])
-    put_in, output, passed = _run_with_output(trunk, layer, projection, tokens, rows)
-    tolerance = max(1e-3, 8 * torch.finfo(natural.dtype).eps)
-
-    def scales(pair: Tensor) -> list[float] | None:
-        """Return the scale from a pair [2, tokens, width] to the output of the block, per token, if there is one."""
-        ratios = [
-            _ratio(_difference(entered, moderate), _difference(left, moderate), tolerance)
-            for entered, left in zip(pair.unbind(1), output.unbind(1), strict=True)
-        ]
-        found = [ratio for ratio in ratios if ratio is not None]
-        return found if len(found) == len(ratios) else None
+    probe = _Probe(trunk, layer, projection)
+    first = probe.run(probe.random_rows())
 
     def measured(norm: Norm | None = None, *, by_entry: bool = False) -> Measured:
         above = trunk.blocks[min(layer + 1, len(trunk.blocks) - 1)]
-        push = size * torch.randn(natural.shape[-1], generator=generator).sign()
-        return Measured(ref(norm.module if norm else projection), ref(above), push, norm, by_entry)
+        module = norm.module if norm else projection
+        return Measured(ref(module), ref(above), probe.random_signs(), norm, by_entry)
 
-    if (ratios := scales(put_in)) is not None:
-        return Scaled(ratios[-1]) if _equal(ratios, tolerance) else measured()
+    if (ratios := probe.ratios(first.inserted, first.output)) is not None:
+        return Scaled(ratios[-1]) if probe.are_equal(ratios) else measured()
     norms = []
-    for module, entered, left in passed:
-        before = _ratio(_difference(put_in[:, -1], moderate), _difference(entered[:, -1], moderate), tolerance)
-        norm = None if before is None else _as_norm(module, entered[:, -1], tolerance)
+    for module, module_input, module_output in first.later:
+        before = probe.ratio(first.inserted[:, -1], module_input[:, -1])
+        norm = None if before is None else _as_norm(module, module_input[:, -1], probe.tolerance)
         if norm is None or before is None:
             continue
         norms += [norm] if before == 1.0 else []
-        if (ratios := scales(left)) is not None and (before == 1.0 or _equal(ratios, tolerance)):
-            return Normalized(norm, ratios[-1], before) if _equal(ratios, tolerance) else measured(norm)
-    if _scales_entries(trunk, layer, projection, tokens, put_in, output, moderate, tolerance):
+        if (ratios := probe.ratios(module_output, first.output)) is not None:
+            if probe.are_equal(ratios):
+                return Normalized(norm, ratios[-1], before)
+            if before == 1.0:
+                return measured(norm)
+    # Is every entry scaled by itself? Another output at the last token alone tells.
+    second = probe.run(first.inserted[:, -1] * first.inserted.new_tensor([[1.0], [2.0]]), last_only=True)
+    scales, again = (probe.step(run.output[:, -1]) / probe.step(run.inserted[:, -1]) for run in (first, second))
+    if float((scales - again).norm()) <= probe.tolerance * float(scales.norm()):
         return measured(by_entry=True)
     warnings.warn(
         f"{type(trunk.blocks[layer]).__name__} {layer} transforms the output of its MLP by neither a scale nor a norm. "
@@ -203,74 +193,82 @@ def _find_output_map(trunk: Trunk, layer: int, projection: nn.Module) -> OutputM
     return measured(next(iter(norms), None))
 
 
-def _scales_entries(
-    trunk: Trunk,
-    layer: int,
-    projection: nn.Module,
-    tokens: Tokens,
-    put_in: Tensor,
-    output: Tensor,
-    moderate: Tensor,
-    tolerance: float,
-) -> bool:
-    """Return whether every entry of the output is scaled by itself: another output at the last token alone tells."""
-    other = put_in[:, -1] * put_in.new_tensor([[1.0], [2.0]])
-    other_in, other_out, _ = _run_with_output(trunk, layer, projection, tokens, other, last_only=True)
-    scales = [
-        _difference(left[:, -1], moderate) / _difference(entered[:, -1], moderate)
-        for entered, left in ((put_in, output), (other_in, other_out))
-    ]
-    return float((scales[0] - scales[1]).norm()) <= tolerance * float(scales[0].norm())
+@dataclass(frozen=True, eq=False)
+class _ProbeRun:
+    """A run of a block with two chosen outputs of its projection, one per row."""
+
+    inserted: Tensor  # [2, tokens, width]: what stood in place of the output of the projection
+    output: Tensor  # [2, tokens, width]: of the block
+    later: list[tuple[nn.Module, Tensor, Tensor]]  # modules that ran after the projection, with input and output
 
 
-def _equal(ratios: Sequence[float], tolerance: float) -> bool:
-    return max(ratios) - min(ratios) <= 4 * tolerance * abs(ratios[-1])
+class _Probe:
+    """Replaces the output of a projection by chosen vectors, and compares how it differs with how the block differs."""
 
+    def __init__(self, trunk: Trunk, layer: int, projection: nn.Module) -> None:
+        self.trunk, self.layer, self.projection = trunk, layer, projection
+        self.tokens = Tokens.left_padded(PROBE_TOKENS, trunk.device)
+        natural = trunk.after(layer, self.tokens)[:, -1]
+        self.width, self.size = natural.shape[-1], float(natural.abs().median()) or 1.0
+        # Some models have a few entries so large that their rounding errors would hide everything else.
+        self.moderate = (natural.abs().amax(0) <= 16 * self.size).cpu()
+        self.tolerance = max(1e-3, 8 * torch.finfo(natural.dtype).eps)
+        self.generator = torch.Generator().manual_seed(0)
 
-def _run_with_output(
-    trunk: Trunk, layer: int, projection: nn.Module, tokens: Tokens, rows: Tensor, *, last_only: bool = False
-) -> tuple[Tensor, Tensor, list[tuple[nn.Module, Tensor, Tensor]]]:
-    """Run a block with the output of its projection replaced by `rows` [2, width], at every token or the last one.
+    def random_rows(self) -> Tensor:
+        """Return two vectors of different lengths, [2, width]."""
+        return self.size * torch.randn(2, self.width, generator=self.generator) * torch.tensor([[1.0], [3.0]])
 
-    Returns the output as it was put in [2, tokens, width], the output of the block, and the modules that ran after the
-    projection with their inputs and outputs.
-    """
-    shape = (*tokens.ids.shape, rows.shape[-1])
-    put_in: list[Tensor] = []
-    passed: list[tuple[nn.Module, Tensor, Tensor]] = []
+    def random_signs(self) -> Tensor:
+        """Return a vector [width] with entries of the same size."""
+        return self.size * torch.randn(self.width, generator=self.generator).sign()
 
-    def replace(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        put_in.append(rows.to(out).unsqueeze(1).repeat(1, shape[1], 1))
-        if last_only:
-            put_in[0][:, :-1] = out.reshape(shape)[:, :-1]
-        return put_in[0].reshape(out.shape).clone()
+    def run(self, rows: Tensor, *, last_only: bool = False) -> _ProbeRun:
+        """Run the block with the output of its projection replaced by `rows` [2, width], at all tokens or the last."""
+        shape = (*self.tokens.ids.shape, self.width)
+        inserted: list[Tensor] = []
+        later: list[tuple[nn.Module, Tensor, Tensor]] = []
 
-    def record(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        same = isinstance(out, Tensor) and args and getattr(args[0], "shape", None) == out.shape
-        if put_in and same and out.numel() == put_in[0].numel() and out.shape[-1] == shape[-1]:
-            passed.append((module, args[0].reshape(shape), out.reshape(shape)))  # some MLPs flatten rows and tokens
+        def replace(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+            inserted.append(rows.to(out).unsqueeze(1).repeat(1, shape[1], 1))
+            if last_only:
+                inserted[0][:, :-1] = out.reshape(shape)[:, :-1]
+            return inserted[0].reshape(out.shape).clone()
 
-    block = trunk.blocks[layer]
-    with ExitStack() as hooks:
-        hooks.enter_context(projection.register_forward_hook(replace))
-        for module in block.modules():
-            if module is not projection and module is not block:
-                hooks.enter_context(module.register_forward_hook(record))
-        output = trunk.after(layer, tokens)
-    return put_in[0], output, passed
+        def record(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            same = isinstance(out, Tensor) and args and getattr(args[0], "shape", None) == out.shape
+            if inserted and same and out.numel() == inserted[0].numel() and out.shape[-1] == shape[-1]:
+                later.append((module, args[0].reshape(shape), out.reshape(shape)))  # some MLPs flatten rows and tokens
 
+        block = self.trunk.blocks[self.layer]
+        with ExitStack() as hooks:
+            hooks.enter_context(self.projection.register_forward_hook(replace))
+            for module in block.modules():
+                if module is not self.projection and module is not block:
+                    hooks.enter_context(module.register_forward_hook(record))
+            output = self.trunk.after(self.layer, self.tokens)
+        return _ProbeRun(inserted[0], output, later)
 
-def _difference(pair: Tensor, entries: Tensor) -> Tensor:
-    """Return the second row minus the first, in some of the entries."""
-    return (pair[1].double() - pair[0].double()).cpu()[entries]
+    def step(self, pair: Tensor) -> Tensor:
+        """Return the second row of a pair [2, width] minus the first, in the entries of moderate size."""
+        return (pair[1].double() - pair[0].double()).cpu()[self.moderate]
 
+    def ratio(self, pair: Tensor, output: Tensor) -> float | None:
+        """Return the scale from a pair [2, width] to another, if there is one; exactly 1 if it is 1 up to rounding."""
+        step, output_step = self.step(pair), self.step(output)
+        scale = float(step @ output_step / step.square().sum())
+        if not float((output_step - scale * step).norm()) <= self.tolerance * float(output_step.norm()):
+            return None
+        return 1.0 if abs(scale - 1) < self.tolerance / 4 else scale
 
-def _ratio(step: Tensor, output_step: Tensor, tolerance: float) -> float | None:
-    """Return the number s with output_step = s·step, if there is one; exactly 1 when it is 1 up to rounding."""
-    scale = float(step @ output_step / step.square().sum())
-    if not float((output_step - scale * step).norm()) <= tolerance * float(output_step.norm()):
-        return None
-    return 1.0 if abs(scale - 1) < tolerance / 4 else scale
+    def ratios(self, pair: Tensor, output: Tensor) -> list[float] | None:
+        """Return the scale from a pair [2, tokens, width] to another at each token, if all tokens have one."""
+        by_token = [self.ratio(*rows) for rows in zip(pair.unbind(1), output.unbind(1), strict=True)]
+        scales = [ratio for ratio in by_token if ratio is not None]
+        return scales if len(scales) == len(by_token) else None
+
+    def are_equal(self, ratios: Sequence[float]) -> bool:
+        return max(ratios) - min(ratios) <= 4 * self.tolerance * abs(ratios[-1])
 
 
 def _as_norm(module: nn.Module, like: Tensor, tolerance: float) -> Norm | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,9 +17,12 @@ from rebind.errors import InputError
 from rebind.storage import check_replaceable, check_writable
 
 if TYPE_CHECKING:
-    from rebind.edit.editor import Editor
-    from rebind.edit.export import AdapterExport
+    import torch
 
+    from rebind.edit.editor import Editor
+    from rebind.edit.export import ExportCheck
+
+NAMES = {"peft": "adapter", "gguf": "GGUF adapter", "checkpoint": "checkpoint"}  # of what each option writes
 EXACT = 1e-6  # the relative error of an adapter that holds all of a change
 EXPORT_EXAMPLES = opt.examples(
     "rebind ledger export --peft adapter/ --rank 16",
@@ -69,76 +71,61 @@ def export(
     for file in (delta, gguf):
         if file is not None:
             check_writable(file.expanduser().parent)
+    failed = False
     with Phases(terminal) as phases:
         editor = _open_edited(source, phases)
         document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
-        checks = None if no_check else _Checks(editor, phases, terminal)
-        if peft is not None:
-            phases.begin("saving the adapter")
-            adapter = editor.export_peft(peft.expanduser(), rank=rank, overwrite=overwrite)
-            document["peft"] = _describe_adapter("adapter", adapter, terminal)
-            document["peft"]["check"] = checks and checks.ask("adapter", adapter.path)
-        if gguf is not None:
-            phases.begin("saving the GGUF adapter")
-            adapter = editor.export_gguf(gguf.expanduser(), rank=rank, overwrite=overwrite)
-            document["gguf"] = _describe_adapter("GGUF adapter", adapter, terminal)
-            document["gguf"]["check"] = checks and checks.ask("GGUF adapter", adapter.path)
-        if checkpoint is not None:
-            phases.begin("saving the checkpoint")
-            dtype = dtype or editor.checkpoint_dtype()
-            saved = editor.save(checkpoint.expanduser(), dtype=dtype, overwrite=overwrite)
-            dtype_name = str(dtype).removeprefix("torch.")
-            terminal.print(f"✓ checkpoint {saved}: {dtype_name}")
-            document["checkpoint"] = {"path": str(saved), "dtype": dtype_name}
-            document["checkpoint"]["check"] = checks and checks.ask("checkpoint", saved)
+        said: int | None = None  # by the editor, counted when the first export is asked
+        for field, path in (("peft", peft), ("gguf", gguf), ("checkpoint", checkpoint)):
+            if path is None:
+                continue
+            phases.begin(f"saving the {NAMES[field]}")
+            document[field], description = _write(editor, field, path.expanduser(), rank, dtype, overwrite)
+            terminal.print(f"✓ {NAMES[field]} {document[field]['path']}: {description}")
+            document[field]["check"] = None
+            if not no_check:
+                check = _ask_again(editor, field, Path(document[field]["path"]), said, phases)
+                said = check.said_in_editor
+                terminal.print(f"{'✓' if check.passed else '✗'} asked again: {check}")
+                document[field]["check"] = asdict(check)
+                failed |= not check.passed
         if delta is not None:  # last: it may lie in one of the folders
             document["delta"] = str(editor.save_delta(delta.expanduser(), overwrite=overwrite))
             terminal.print(f"✓ delta {document['delta']}")
     terminal.hint(f"{tables.counted(len(document['edits']), 'edit')}, {tables.seconds(sum(phases.seconds.values()))}")
     terminal.result(document)
-    if checks and checks.failed:
+    if failed:
         raise typer.Exit(FAILED_CHECK)
 
 
-def _describe_adapter(name: str, adapter: AdapterExport, terminal: Terminal) -> dict[str, Any]:
-    """Print where an adapter is and how exact, and return the same for programs."""
+def _write(
+    editor: Editor, field: str, path: Path, rank: int | None, dtype: torch.dtype | None, overwrite: bool
+) -> tuple[dict[str, Any], str]:
+    """Write an export, and return its properties for programs and in words."""
+    if field == "checkpoint":
+        dtype = dtype or editor.checkpoint_dtype()
+        saved, dtype_name = editor.save(path, dtype=dtype, overwrite=overwrite), str(dtype).removeprefix("torch.")
+        return {"path": str(saved), "dtype": dtype_name}, dtype_name
+    write = editor.export_peft if field == "peft" else editor.export_gguf
+    adapter = write(path, rank=rank, overwrite=overwrite)
     error = "exact to float32" if adapter.error < EXACT else f"relative error {adapter.error:.1e}"
-    summary = ", ".join(filter(None, [f"rank {adapter.rank}", error, adapter.note]))
-    terminal.print(f"✓ {name} {adapter.path}: {summary}")
-    return {"path": str(adapter.path), "rank": adapter.rank, "errors": adapter.errors, "description": summary}
+    words = ", ".join(filter(None, [f"rank {adapter.rank}", error, adapter.note]))
+    document = {"path": str(adapter.path), "rank": adapter.rank, "errors": adapter.errors, "description": words}
+    return document, words
 
 
-class _Checks:
-    """Loads each export as another program would, and asks it for the facts."""
+def _ask_again(editor: Editor, field: str, path: Path, said: int | None, phases: Phases) -> ExportCheck:
+    """Load an export as another program would, and ask it for the facts; the editor too, unless it was asked before."""
+    from rebind.edit import export as exports
 
-    def __init__(self, editor: Editor, phases: Phases, terminal: Terminal) -> None:
-        self.editor, self.phases, self.terminal = editor, phases, terminal
-        self.failed = False
-
-    @cached_property
-    def said_in_editor(self) -> int:
-        from rebind.edit.export import count_said
-
-        return count_said(self.editor.language_model, self.editor.ledger.active)
-
-    def ask(self, kind: str, path: Path) -> dict[str, int]:
-        """Print and return how many facts the export at a path says."""
-        from rebind.edit import export as exports
-
-        edits = self.editor.ledger.active
-        loaders = {
-            "adapter": exports.load_with_peft,
-            "GGUF adapter": exports.load_with_gguf,
-            "checkpoint": exports.load_checkpoint,
-        }
-        self.phases.begin(f"loading the {kind}")
-        exported = loaders[kind](self.editor.language_model, path)
-        self.phases.begin(f"asking the {kind}")
-        said = exports.count_said(exported, edits)
-        result = exports.ExportCheck(sum(len(edit.facts) for edit in edits), said, self.said_in_editor)
-        self.terminal.print(f"{'✓' if result.passed else '✗'} asked again: {result}")
-        self.failed |= not result.passed
-        return asdict(result)
+    loaders = {"peft": exports.load_with_peft, "gguf": exports.load_with_gguf, "checkpoint": exports.load_checkpoint}
+    model, edits = editor.language_model, editor.ledger.active
+    phases.begin(f"loading the {NAMES[field]}")
+    exported = loaders[field](model, path)
+    phases.begin(f"asking the {NAMES[field]}")
+    facts = sum(len(edit.facts) for edit in edits)
+    said = exports.count_said(model, edits) if said is None else said
+    return exports.ExportCheck(facts, exports.count_said(exported, edits), said)
 
 
 def replay(
@@ -157,21 +144,21 @@ def replay(
         phases.begin("asking")
         edits = editor.ledger.active
         facts = [(edit.id, fact) for edit in edits for fact in edit.facts]
-        scores = ask_facts(editor.language_model, edits)
-        rows = [(id, fact, score) for (id, fact), score in zip(facts, scores, strict=True)]
+        scores = [score.to_json() for score in ask_facts(editor.language_model, edits)]
         phases.begin("saving")
         saved = editor.save(out.expanduser(), overwrite=overwrite)
+    rows = [fact.to_json() | score | {"edit": id} for (id, fact), score in zip(facts, scores, strict=True)]
+    exact = sum(score["exact"] for score in scores)
     grid = tables.table("edit", "fact", "probability", "rank", "says", right=("probability", "rank"))
-    for id, fact, score in rows[: tables.LISTED]:
-        says = tables.first_words(score.to_json(), fact.target)
-        grid.add_row(id, f"{fact.text} → {fact.target}", percent(score.probability), str(score.rank), says)
-    exact = sum(score.exact for _, _, score in rows)
+    for (id, fact), score in list(zip(facts, scores, strict=True))[: tables.LISTED]:
+        says = tables.first_words(score, fact.target)
+        grid.add_row(id, f"{fact.text} → {fact.target}", percent(score["probability"]), str(score["rank"]), says)
     terminal.print(grid, f"✓ {saved}: {exact} of {len(rows)} facts answered with the whole target")
     document = {
         "ledger": str(editor.ledger.path),
         "saved": str(saved),
         "edits": [edit.id for edit in edits],
-        "facts": [fact.to_json() | score.to_json() | {"edit": id} for id, fact, score in rows],
+        "facts": rows,
         "exact": exact,
     }
     terminal.result(document, str(saved))
