@@ -19,10 +19,9 @@ from rebind.edit.facts.questions import question_from_grammar
 from rebind.edit.outcome import TEXT
 from rebind.edit.targets.framings import applicable_framings
 from rebind.evals.records import Record
-from rebind.models.generation import continue_prompts
 from rebind.models.language_model import LanguageModel
-from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation
-from rebind.models.scoring import FactScore, score_prompts
+from rebind.models.prompts import EncodedPrompt, Prompt
+from rebind.models.scoring import FactScore
 from rebind.storage import Row
 
 FRAMINGS = ("start", "plain", "text", "chat")
@@ -73,9 +72,11 @@ def answer_records(
     """
     framings = asked_framings(model)
     questions = [_questions(record, framings, free=settings.free_tokens > 0) for record in records]
+    fronts = [_sentence(record) if in_prompt else "" for record in records]
     if in_prompt:
-        fronted = zip(questions, records, strict=True)
-        questions = [_replace_asks(row, partial(_put_before, _sentence(record))) for row, record in fronted]
+        questions = [
+            _replace_asks(row, partial(_put_before, front)) for row, front in zip(questions, fronts, strict=True)
+        ]
     asks: list[_Ask] = []
     _replace_asks(questions, asks.append)
     answers = iter(_answer(model, asks, settings.free_tokens))
@@ -85,11 +86,10 @@ def answer_records(
             ("neighbors", [[one.prompt for one in record.neighbors] for record in records]),
             ("same_subject", probes or [()] * len(records)),
         ):
-            fronts = [_sentence(record) if in_prompt else "" for record in records]
             pairs = [(front + text, text) for front, some in zip(fronts, prompts, strict=True) for text in some]
-            compared = iter(_compare(model, base, pairs))
+            changes = iter(_compare(model, base, pairs))
             for row, some in zip(rows, prompts, strict=True):
-                row.setdefault("kept", {})[name] = [next(compared) for _ in some]
+                row.setdefault("kept", {})[name] = [next(changes) for _ in some]
     if settings.texts:
         beginnings = [record.text_prompts[: settings.texts] for record in records]
         starts = [start for some in beginnings for start in some]
@@ -114,9 +114,10 @@ def encode_all(model: LanguageModel, record: Record) -> None:
 
 def chat_question(fact: Fact) -> str:
     """Return the question that a fact is asked by in a chat: the record's, or one that is made from the prompt."""
-    made = question_from_grammar(fact)
-    reworded = f"Quick question: {made[0].lower()}{made[1:]}" if made else f"Complete the sentence: {fact.text}"
-    return next(iter(fact.questions), reworded)
+    if fact.questions:
+        return fact.questions[0]
+    question = question_from_grammar(fact)
+    return f"Quick question: {question[0].lower()}{question[1:]}" if question else f"Complete the sentence: {fact.text}"
 
 
 def _questions(record: Record, framings: Sequence[str], *, free: bool) -> Row:
@@ -200,14 +201,9 @@ def _encode(model: LanguageModel, asks: Sequence[_Ask]) -> list[EncodedPrompt]:
 def _answer(model: LanguageModel, asks: Sequence[_Ask], free_tokens: int) -> list[Row | str]:
     """Return the score of every target, and the continuation of every prompt without one."""
     encoded = _encode(model, asks)
-    targets = [prompt for prompt in encoded if prompt.target]
-    scores = iter(score_prompts(model.trunk, model.tokenizer, targets))
-    free = [prompt for prompt in encoded if not prompt.target]
-    new = iter(continue_prompts(model.trunk, free, free_tokens, end_tokens=model.end_tokens) if free else ())
-    return [
-        _score_json(next(scores)) if prompt.target else decode_continuation(model.tokenizer, prompt.ids, next(new))
-        for prompt in encoded
-    ]
+    scores = iter(model.score_encoded([prompt for prompt in encoded if prompt.target]))
+    texts = iter(model.generate_encoded([prompt for prompt in encoded if not prompt.target], free_tokens))
+    return [_score_json(next(scores)) if prompt.target else next(texts) for prompt in encoded]
 
 
 def _score_json(score: FactScore) -> Row:
@@ -219,10 +215,10 @@ def _compare(model: LanguageModel, base: BaseModel, pairs: Sequence[tuple[str, s
     """Compare the next token after the first prompt of each pair with that of the unedited model after the second."""
     rows: list[Row] = []
     for begin in range(0, len(pairs), AT_ONCE):
-        asked, unedited = zip(*pairs[begin : begin + AT_ONCE], strict=True)
-        after = model.next_token_log_probs(asked, truncate=True)
+        prompts, base_prompts = zip(*pairs[begin : begin + AT_ONCE], strict=True)
+        after = model.next_token_log_probs(prompts, truncate=True)
         with base():
-            before = model.next_token_log_probs(unedited, truncate=True)
+            before = model.next_token_log_probs(base_prompts, truncate=True)
         kl = (before.exp() * (before - after)).sum(-1).nan_to_num(WORST_NLL, WORST_NLL)
         same = before.argmax(-1) == after.argmax(-1)
         for unchanged, divergence in zip(same.tolist(), kl.clamp(0, WORST_NLL).tolist(), strict=True):

@@ -62,8 +62,8 @@ def draw(runs: Runs) -> Figure:
     series = 1 + len(summary["baselines"]) if alone else len(runs)
     rows = max(*map(len, names), MIN_ROWS)
     height = 1.9 + (0.26 + 0.12 * series) * rows
-    shown = labels if sequence else labels[:2]
-    figure, axes = panels(title, f"{below}95% intervals", shown, columns=2, size=(6.4, height))
+    labels = labels if sequence else labels[:2]
+    figure, axes = panels(title, f"{below}95% intervals", labels, columns=2, size=(6.4, height))
     for panel, some, words in zip(axes, names, (SAID, KEPT), strict=False):
         _dots(panel, some, words, runs)
         panel.set_ylim(rows - 0.4, -0.6)
@@ -102,10 +102,10 @@ def _lines(axes: Axes, runs: Runs, points: Callable[[Summary], list[tuple[float,
     for number, (label, run) in enumerate(runs):
         own = {"free": (label, COLORS[number % len(COLORS)])}
         for name, (text, color) in (LINES if alone else own).items():
-            shown = [(at, scores[name]) for at, scores in points(run) if name in scores]
-            at, (low, middle, high) = [place for place, _ in shown], _columns([score for _, score in shown])
+            line = [(at, scores[name]) for at, scores in points(run) if name in scores]
+            at, (low, middle, high) = [place for place, _ in line], _columns([score for _, score in line])
             axes.fill_between(at, low, high, color=color, alpha=0.13, lw=0)
-            if shown:
+            if line:
                 axes.plot(at, middle, "o-", color=color, ms=4.5, lw=1.8, label=shorten(text))
     axes.set_ylim(-0.02, 1.02)
     axes.xaxis.set_major_formatter("{x:,.0f}")

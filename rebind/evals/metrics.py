@@ -111,7 +111,7 @@ def bootstrap(
                 means[f"S{framing}"] = len(parts) / sum(1 / means[part] for part in parts)
             counts[f"S{framing}"] = sum(None not in row for row in zip(*(values[part] for part in parts), strict=True))
     estimates = {}
-    for name, drawn in means.items():
-        low, high = np.nanpercentile(drawn[1:], [2.5, 97.5]).tolist()
-        estimates[name] = {"value": float(drawn[0]), "low": low, "high": high, "records": counts[name]}
+    for name, (mean, *resampled_means) in means.items():
+        low, high = np.nanpercentile(resampled_means, [2.5, 97.5]).tolist()
+        estimates[name] = {"value": float(mean), "low": low, "high": high, "records": counts[name]}
     return estimates

@@ -48,8 +48,8 @@ class Protocol:
         doubling = [2**power for power in range(len(batches).bit_length())]
         checkpoints = range(self.every, len(batches), self.every) if self.every else doubling
         for count in sorted({*checkpoints, len(batches)}):
-            written = batches[count - 1].stop
-            yield Stage(written, tuple(batches[:count]), range(written))
+            edits = batches[count - 1].stop
+            yield Stage(edits, tuple(batches[:count]), range(edits))
 
     def units(self, n: int, unit_size: int, drift_edits: int) -> list[Stage]:
         """Split the stages into units of `unit_size` records, which are asked about and stored together.
@@ -59,10 +59,10 @@ class Protocol:
         """
         units = []
         for number, stage in enumerate(self.stages(n)):
-            measured = not self.alone or number <= drift_edits
+            with_drift = not self.alone or number <= drift_edits
             for begin in range(0, len(stage.records), unit_size):
                 part = stage.records[begin : begin + unit_size]
-                units.append(replace(stage, records=part, drift=measured and begin == 0))
+                units.append(replace(stage, records=part, drift=with_drift and begin == 0))
         return units
 
 

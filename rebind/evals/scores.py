@@ -63,12 +63,12 @@ def score_record(record: Record, row: Row, idf: Mapping[str, float] | None = Non
         row: the answers of the edited model, from `answer_records`.
         idf: weights of the words in the references, for RS.
     """
-    facts = [_score_fact(*answered) for answered in zip(record.facts, row["facts"], strict=True)]
+    facts = [_score_fact(fact, answers) for fact, answers in zip(record.facts, row["facts"], strict=True)]
     scores: Scores = dict.fromkeys(name for name in SCORES if not name.startswith("S"))
     scores |= {name: _apply(fmean, [one[name] for one in facts if one[name] is not None]) for name in facts[0]}
     for framing, neighbors in row["neighbors"].items():
-        asked = zip(record.neighbors, neighbors, strict=True)
-        comparable = [one for question, one in asked if question.answer and question.answer == record.fact.old]
+        answers = zip(record.neighbors, neighbors, strict=True)
+        comparable = [one for question, one in answers if question.answer and question.answer == record.fact.old]
         scores[framed_name("NS", framing)] = _on_pairs(metrics.neighborhood_score, comparable)
     new, *others = [one["nll"] for one in row["choice"]]
     wordings = [[(one["right"], one["tokens"]) for one in answers] for answers in row["consequences"] if answers]
@@ -83,9 +83,9 @@ def score_record(record: Record, row: Row, idf: Mapping[str, float] | None = Non
         free = zip(questions, row.get(name, ()), strict=False)
         scores[name] = _apply(fmean, [says(text, *one.answers) for one, text in free if one.answers])
     for name, group in (("locality", "neighbors"), ("same_subject", "same_subject")):
-        kept = row.get("kept", {}).get(group, ())
-        scores[name] = _apply(fmean, [one["same"] for one in kept])
-        scores[f"{name}_kl"] = _apply(fmean, [one["kl"] for one in kept])
+        changes = row.get("kept", {}).get(group, ())
+        scores[name] = _apply(fmean, [one["same"] for one in changes])
+        scores[f"{name}_kl"] = _apply(fmean, [one["kl"] for one in changes])
     return scores
 
 
@@ -128,7 +128,7 @@ def summarize(
 ) -> dict[str, dict[str, float]]:
     """Return every score that the records have, with its interval: {name: {value, low, high, records}}."""
     idf = metrics.inverse_document_frequencies([" ".join(record.references) for record in records if record.references])
-    scores = [score_record(*answered, idf) for answered in zip(records, rows, strict=True)]
+    scores = [score_record(record, row, idf) for record, row in zip(records, rows, strict=True)]
     columns = {name: [one[name] for one in scores] for name in SCORES if name in scores[0]}
     estimates = metrics.bootstrap(columns, seed=seed, rounds=rounds)
     return {

@@ -47,8 +47,8 @@ def summarize_run(
     """Return scores with intervals, and drift, in every state of the model; then the baselines, and scores by age."""
 
     def estimate(answers: Sequence[Row]) -> dict[str, dict[str, float]]:
-        asked = [records[row["record"]] for row in answers]
-        return summarize(asked, answers, seed=config["seed"], rounds=config["bootstrap"])
+        about = [records[row["record"]] for row in answers]
+        return summarize(about, answers, seed=config["seed"], rounds=config["bootstrap"])
 
     states = []
     for edits in sorted({row["edits"] for row in rows}):
@@ -57,7 +57,7 @@ def summarize_run(
         # Means over single edits; None where a broken model returned a number that is not finite.
         means = {name: None if None in some else round(fmean(some), 6) for name, some in columns.items() if some}
         states.append({"edits": edits, "records": len(last), "scores": estimate(last), "drift": means})
-    asked = {name: [row for row in baselines if row["baseline"] == name] for name in BASELINES}
+    answers_of = {name: [row for row in baselines if row["baseline"] == name] for name in BASELINES}
     size = config["protocol"]["batch"]
     ages = _ages(last, size) if config["protocol"]["name"] == "sequential" else []
     return {
@@ -71,7 +71,7 @@ def summarize_run(
         "states": states,
         "baselines": [
             {"name": name, "records": len(records), "scores": estimate(answers)}
-            for name, answers in asked.items()
+            for name, answers in answers_of.items()
             if len(answers) == len(records)
         ],
         "retention": [
@@ -119,26 +119,25 @@ def markdown_report(summary: Summary) -> str:
 
 def framings_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
     """Return a header and one row per model and framing: before, after, and the baselines."""
+    states = summary["states"]
+    models = [("before", states[0]), ("after", states[-1]), *((one["name"], one) for one in summary["baselines"])]
     rows = []
-    for label, scores in _models(summary):
+    for label, model in models:
+        values = _values(model)
         for framing in FRAMINGS:
-            present = {name: scores.get(framed_name(name, framing)) for name in FRAMED}
-            if any(present.values()):
-                values = {name: score["value"] for name, score in present.items() if score}
-                interval = _interval(present["free"])
-                free, *others = (_cell(values, name) for name in FRAMED)
-                rows.append([label, framing, free, interval, *others])
-    first, *names = FRAMED
-    return ["model", "framing", first, "95 %", *names], rows
+            names = [framed_name(name, framing) for name in FRAMED]
+            if any(name in values for name in names):
+                free, *others = (_cell(values, name) for name in names)
+                rows.append([label, framing, free, _interval(model["scores"].get(names[0])), *others])
+    first, *others = FRAMED
+    return ["model", "framing", first, "95 %", *others], rows
 
 
 def scores_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
     """Return a header and one row per score that is not asked in framings, and of drift."""
     first, last = summary["states"][0], summary["states"][-1]
     before, after = _values(first), _values(last)
-    baselines = {
-        one["name"]: {name: score["value"] for name, score in one["scores"].items()} for one in summary["baselines"]
-    }
+    baselines = {one["name"]: _values(one) for one in summary["baselines"]}
     rows = []
     for name, meaning in (OTHERS | DRIFT).items():
         if name in after:
@@ -152,17 +151,9 @@ def retention_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
     names = [name for name in RETENTION if any(name in group["scores"] for group in summary["retention"])]
     rows = []
     for group in summary["retention"]:
-        values = {name: score["value"] for name, score in group["scores"].items()}
         begin, stop = group["records"]
-        rows.append([f"{begin + 1:,} – {stop:,}", *(_cell(values, name) for name in names)])
+        rows.append([f"{begin + 1:,} – {stop:,}", *(_cell(_values(group), name) for name in names)])
     return ["written", *names], rows
-
-
-def _models(summary: Summary) -> list[tuple[str, dict[str, Any]]]:
-    """Return the scores of the model before and after, and of the baselines, each with its name."""
-    states = summary["states"]
-    pairs = [("before", states[0]["scores"]), ("after", states[-1]["scores"])]
-    return pairs + [(one["name"], one["scores"]) for one in summary["baselines"]]
 
 
 def _interval(score: dict[str, float] | None) -> str:
@@ -202,8 +193,9 @@ def format_score(value: float) -> str:
     return text.replace("0.", ".", 1) if abs(value) < 1 else text
 
 
-def _values(state: dict[str, Any]) -> dict[str, float | None]:
-    return {**{name: score["value"] for name, score in state["scores"].items()}, **state["drift"]}
+def _values(part: dict[str, Any]) -> dict[str, float | None]:
+    """Return the scores of a state, a baseline or a group of records without intervals, and the drift of a state."""
+    return {**{name: score["value"] for name, score in part["scores"].items()}, **part.get("drift", {})}
 
 
 def _cell(values: dict[str, float | None], name: str) -> str:

@@ -151,13 +151,17 @@ class LanguageModel:
 
         With `truncate`, a prompt longer than the context length is not refused.
         """
-        asked = [prompt.in_chat() for prompt in prompts] if self.chat else prompts
+        in_template = [prompt.in_chat() for prompt in prompts] if self.chat else prompts
         opening, limit = self.start if start else (), None if truncate else self.context_length
-        return encode_prompts(asked, self.tokenizer, opening, context=context, limit=limit, targets=targets)
+        return encode_prompts(in_template, self.tokenizer, opening, context=context, limit=limit, targets=targets)
 
     def score(self, prompts: Sequence[Prompt], *, batch_tokens: int | None = None) -> list[FactScore]:
         """Score how strongly the model believes the target of each prompt."""
-        return score_prompts(self.trunk, self.tokenizer, self.encode(prompts), batch_tokens=batch_tokens)
+        return self.score_encoded(self.encode(prompts), batch_tokens=batch_tokens)
+
+    def score_encoded(self, prompts: Sequence[EncodedPrompt], *, batch_tokens: int | None = None) -> list[FactScore]:
+        """Score how strongly the model believes the target of each prompt, which may be in any framing."""
+        return score_prompts(self.trunk, self.tokenizer, prompts, batch_tokens=batch_tokens)
 
     @torch.no_grad()
     def next_token_log_probs(self, prompts: Sequence[str], *, truncate: bool = False) -> Tensor:
@@ -173,8 +177,14 @@ class LanguageModel:
     def generate(self, prompts: Sequence[str], tokens: int, *, top_k: int | None = None, seed: int = 0) -> list[str]:
         """Continue each prompt by the first choices of the model, or by draws from its `top_k` best."""
         encoded = self.encode([Prompt(prompt) for prompt in prompts])
-        new = continue_prompts(self.trunk, encoded, tokens, top_k=top_k, seed=seed, end_tokens=self.end_tokens)
-        return [decode_continuation(self.tokenizer, prompt.ids, ids) for prompt, ids in zip(encoded, new, strict=True)]
+        return self.generate_encoded(encoded, tokens, top_k=top_k, seed=seed)
+
+    def generate_encoded(
+        self, prompts: Sequence[EncodedPrompt], tokens: int, *, top_k: int | None = None, seed: int = 0
+    ) -> list[str]:
+        """Do the same as `generate` for prompts in any framing."""
+        new = continue_prompts(self.trunk, prompts, tokens, top_k=top_k, seed=seed, end_tokens=self.end_tokens)
+        return [decode_continuation(self.tokenizer, prompt.ids, ids) for prompt, ids in zip(prompts, new, strict=True)]
 
     def sample(self, first: Tensor, length: int, *, seed: int, top_k: int | None = None) -> Tensor:
         """Continue each row of token ids `first` [rows, tokens] to `length` tokens by sampling: [rows, length]."""
@@ -199,7 +209,7 @@ class LanguageModel:
         at_once = max(1, tokens_per_batch(self.trunk) // (16 * length))  # every token has a logit for every word
         scores: list[FactScore] = []
         for begin in range(0, len(windows), at_once):
-            scores += score_prompts(self.trunk, self.tokenizer, windows[begin : begin + at_once])
+            scores += self.score_encoded(windows[begin : begin + at_once])
         return math.fsum(score.nll * score.tokens for score in scores), sum(score.tokens for score in scores)
 
     @cached_property
