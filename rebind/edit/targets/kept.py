@@ -21,9 +21,8 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.facts.questions import questions_of
 from rebind.edit.facts.relations import HELD_OUT, KIND_WORDS, RELATIONS, fill, relation_of
 from rebind.edit.targets.framings import mark_subject, without_sink
-from rebind.models.generation import continue_prompts
 from rebind.models.language_model import LanguageModel
-from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation
+from rebind.models.prompts import EncodedPrompt, Prompt
 
 AT_ONCE = 512  # prompts whose next tokens are read together
 LEAD_TOKENS, OLD_TOKENS = 32, 6  # of the answer in a chat, and after the bare prompt
@@ -92,21 +91,16 @@ def answer_leads(model: LanguageModel, facts: Sequence[Fact]) -> list[dict[str, 
     it is what the model says after the bare prompt.
     """
     bare = model.encode([Prompt(fact.text) for fact in facts if not fact.old])
-    said = iter(_continuations(model, bare, OLD_TOKENS))
+    said = iter(model.generate_encoded(bare, OLD_TOKENS))
     old = [fact.old or OLD_TARGET.match(next(said))[0] for fact in facts]  # type: ignore[index]
     asked = [(index, question) for index, fact in enumerate(facts) for question in questions_of(fact)]
     encoded = model.encode([Prompt("", question=question) for _, question in asked])
     leads: list[dict[str, str]] = [{} for _ in facts]
-    for (index, question), answer in zip(asked, _continuations(model, encoded, LEAD_TOKENS), strict=True):
+    for (index, question), answer in zip(asked, model.generate_encoded(encoded, LEAD_TOKENS), strict=True):
         place = _find_answer(answer, old[index])
         if place is not None:
             leads[index][question] = answer[:place].strip()
     return leads
-
-
-def _continuations(model: LanguageModel, prompts: Sequence[EncodedPrompt], tokens: int) -> list[str]:
-    new = continue_prompts(model.trunk, prompts, tokens, end_tokens=model.end_tokens)
-    return [decode_continuation(model.tokenizer, prompt.ids, ids) for prompt, ids in zip(prompts, new, strict=True)]
 
 
 def _find_answer(text: str, target: str) -> int | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from rebind.edit.facts import Fact
@@ -9,6 +12,7 @@ from rebind.edit.targets.framings import applicable_framings, encode_framings, f
 from rebind.edit.targets.kept import LEAD_TOKENS, encode_kept, subject_prompts
 from rebind.errors import FactWarning, InputError
 from rebind.models.language_model import LanguageModel
+from rebind.models.prompts import Prompt
 from tests import tiny
 from tests.support import raises
 
@@ -120,7 +124,7 @@ def test_kept_prompts_do_not_ask_for_the_fact_itself():
 def test_a_lead_is_what_the_assistant_says_before_the_old_target():
     model = language_model()
     question = "What is the capital of France?"
-    answer = model.continue_text([Prompt("", question=question)], LEAD_TOKENS)[0]
+    answer = model.generate_encoded(model.encode([Prompt("", question=question)]), LEAD_TOKENS)[0]
     word = next(word for word in re.findall(r"\w{4,}", answer) if not answer.startswith(word))
     fact = replace(FACT, old=word)
     (about,) = subject_prompts(model, [fact], chat=True)
