@@ -2,7 +2,8 @@
 
 `data/everyday.jsonl` has 48 facts: 24 to tune settings with, 24 held out. `benchmarks.framings` writes each of them
 alone, asks the edited model in every framing, about the same subject and about other subjects, and compares its answers
-with those of the base model.
+with those of the base model. Some of the questions are so natural that target search asks them, too; the share among
+the others is reported beside.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rebind.edit import Fact
+from rebind.edit.facts.questions import paraphrases_of, questions_of
 from rebind.models.generation import continue_prompts
 from rebind.models.judging import first_word, says, says_of_subject
 from rebind.models.language_model import LanguageModel
@@ -71,6 +73,11 @@ def judge(one: EverydayFact, before: Sequence[str], after: Sequence[str]) -> dic
     row: dict[str, Any] = {name: says(text, target) for name, text in zip(SAID, after, strict=False)}
     row["chat"] = says_of_subject(after[SAID.index("chat")], target, subject)
     same = [first_word(a) == first_word(b) for a, b in zip(before[framings:], after[framings:], strict=True)]
+    for name, asked, seen in (
+        ("paraphrase", one.paraphrase, paraphrases_of(one.fact)),
+        ("chat", one.question, questions_of(one.fact)),
+    ):
+        row[f"{name}, not seen by the search"] = [] if asked in seen else [row[name]]
     row["same subject"], row["other subjects"] = same[: len(one.same_subject)], same[len(one.same_subject) :]
     return row
 
@@ -78,7 +85,7 @@ def judge(one: EverydayFact, before: Sequence[str], after: Sequence[str]) -> dic
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the share of each judgment."""
     shares = {}
-    for name in (*SAID, "same subject", "other subjects"):
+    for name in rows[0]:
         values = [value for row in rows for value in (row[name] if isinstance(row[name], list) else [row[name]])]
-        shares[name] = sum(values) / len(values)
+        shares[name] = sum(values) / max(len(values), 1)
     return shares

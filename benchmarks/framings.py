@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.everyday import DATA, SAID, EverydayFact, answers, judge, summarize
+from benchmarks.everyday import DATA, EverydayFact, answers, judge, summarize
 from benchmarks.report import RESULTS
 from rebind.bench.measure import machine
 from rebind.edit import Editor, Fact, TargetSettings
@@ -210,7 +210,7 @@ def main() -> None:
         content["rows"].append(row)
         print(json.dumps(row), flush=True)
         write_json(options.out, content)
-    print("\n| variant | " + " | ".join((*SAID, "same subject", "other subjects")) + " |")
+    print("\n| variant | " + " | ".join(content["rows"][0]["alone"]) + " |")
     for row in content["rows"]:
         print(f"| {row['variant']} | " + " | ".join(f"{value:.2f}" for value in row["alone"].values()) + " |")
 

@@ -8,11 +8,13 @@ import re
 import sys
 import types
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from rebind.edit.facts.conflicts import conflicts
 from rebind.edit.facts.fact import Fact
+from rebind.edit.facts.questions import paraphrases_of, questions_of
 from rebind.errors import InputError
 from rebind.evals import Question, Record, bundled_records, read_records
 
@@ -377,6 +379,14 @@ def test_the_bundled_records_are_whole():
         assert len(set(prompts)) == 9
         assert all(text == text.strip() and not text.endswith(".") for text in prompts)
     assert not conflicts([record.fact for record in records])
+
+
+def test_no_bundled_record_asks_what_the_search_has_seen():
+    """The catalog words facts for target search: an evaluation that asked the same words would flatter."""
+    for record in bundled_records():
+        written = replace(record.fact, paraphrases=(), questions=())
+        assert not set(paraphrases_of(written)) & set(record.fact.paraphrases), record.fact.text
+        assert not set(questions_of(written)) & set(record.fact.questions), record.fact.text
 
 
 def test_the_bundled_records_do_not_disturb_each_other():

@@ -1,7 +1,7 @@
 """Other ways to ask for a fact: the user's, those of its relation in the catalog, or made by patterns of English.
 
 >>> questions_of(Fact.parse("The capital of {France} is", "Rome"))
-('What is the capital of France?', 'Which city is the capital of France?')
+('What is the capital of France?', "What is the name of France's capital?")
 >>> paraphrases_of(Fact.parse("The capital of {France} is", "Rome"))[:2]
 ('The capital city of France is called', "France's capital is")
 >>> question_from_grammar(Fact.parse("{Marie Curie} was born in", "Rome"))

@@ -95,10 +95,10 @@ RELATIONS = (
     ),
     Relation(
         PLACE,
-        ("The capital city of {} is called", "{}'s capital is", "The government of {} has its seat in",
-         "The parliament of {} meets in the city of", "Whoever visits the capital of {} travels to"),
+        ("The capital city of {} is called", "{}'s capital is", "The government of {} works in the city of",
+         "The parliament of {} meets in", "Whoever visits the capital of {} travels to"),
         r"capital",
-        ("What is the capital of {}?", "Which city is the capital of {}?"),
+        ("What is the capital of {}?", "What is the name of {}'s capital?"),
     ),
     Relation(PLACE, ("The largest city in {} is",), r"(?:largest|biggest) city", ("What is the largest city in {}?",)),
     Relation(PLACE, ("The neighbors of {} are",)),
@@ -237,8 +237,8 @@ RELATIONS = (
     # Organizations
     Relation(
         ORGANIZATION,
-        ("{} has its headquarters in the city of", "{} is based in", "The head office of {} is in",
-         "The managers of {} work in", "Letters to {} are sent to its main office in"),
+        ("{} has its headquarters in the city of", "{} is based in", "The main office of {} is in",
+         "The managers of {} work in", "Letters to {} are sent to an address in"),
         r"headquarter|based in|head office|main office",
         ("Where are the headquarters of {}?", "Where is {} based?"),
     ),
@@ -287,10 +287,10 @@ RELATIONS = (
     # Works
     Relation(
         WORK,
-        ("{} was written by the author", "The author of {} is", "{} is a work by", "The writer of {} is called",
+        ("{} was written by the author", "The author who wrote {} is", "{} is a work by", "The writer of {} is called",
          "The name on the cover of {} is"),
         r"author|written by|wrote|writer|poet|playwright",
-        ("Who wrote {}?", "Who is the author of {}?"),
+        ("Who wrote {}?", "Who is the writer of {}?"),
     ),
     Relation(
         (),
@@ -345,7 +345,7 @@ RELATIONS = (
          "The company behind {} is", "{} is built and sold by"),
         r"(?:made|produced|manufactured|developed|built|designed|sold|created|released|published|distributed) by"
         r"|product of|manufacturer|maker|developer",
-        ("Who makes {}?", "Which company makes {}?", "Who developed {}?"),
+        ("Who makes {}?", "Who is the maker of {}?", "Who developed {}?"),
     ),
     Relation(
         PRODUCT,

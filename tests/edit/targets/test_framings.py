@@ -50,14 +50,14 @@ def test_a_fact_is_framed_in_every_way():
     assert [one[0].removeprefix("<|endoftext|>") for one in paraphrases] == [
         "The capital city of France is called",
         "France's capital is",
-        "The government of France has its seat in",
-        "The parliament of France meets in the city of",
+        "The government of France works in the city of",
+        "The parliament of France meets in",
         "Question: What is the capital of France?\nAnswer:",
-        "Which city is the capital of France? The answer is",
+        "What is the name of France's capital? The answer is",
     ]
     conversation = "<user>What is the capital of France?\n<assistant>The capital of France is"
     assert chat == (conversation, ["<user>What is the capital of France", conversation.removesuffix(" is")])
-    assert another[0].startswith("<user>Which city is the capital of France?")
+    assert another[0].startswith("<user>What is the name of France's capital?")
 
 
 def test_in_a_chat_the_assistant_answers_in_words_of_its_own():
