@@ -26,8 +26,8 @@ Exit codes: 0 success, 1 internal error or failed check, 2 invalid input, 3 nume
 app = new_app(name="rebind", help=HELP, epilog=EPILOG, no_args_is_help=True)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"rebind {__version__}")
         raise typer.Exit
 

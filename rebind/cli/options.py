@@ -129,7 +129,7 @@ def parse_names(text: str | None) -> tuple[str, ...] | None:
     >>> parse_names("start, chat")
     ('start', 'chat')
     """
-    return None if text is None else tuple(name.strip() for name in text.split(","))
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:

@@ -123,10 +123,10 @@ def evaluate(
             code="editor_has_edits",
         )
     run = _Run(editor, records, config, DriftMeter(editor, text), progress or EvalProgress())
-    described = run.describe()
-    path = Path(out).expanduser() if out is not None else default_folder(described)
+    description = run.describe()
+    path = Path(out).expanduser() if out is not None else default_folder(description)
     ledger, guard = editor.ledger, editor.guard
-    with RunFolder.open(path, "evaluation", described) as folder:
+    with RunFolder.open(path, "evaluation", description) as folder:
         editor.guard = None
         try:
             run.run(folder)
@@ -142,7 +142,7 @@ def evaluate(
         folder.write("table.md", markdown_report(summary).encode())
         if config.figure and find_spec("matplotlib"):
             draw_runs(folder.file("report.png"), [("after", summary)])
-    return EvalResult(path, described, summary)
+    return EvalResult(path, description, summary)
 
 
 def default_folder(config: dict[str, Any]) -> Path:
@@ -179,7 +179,7 @@ class _Run:
     def describe(self) -> dict[str, Any]:
         """Return the config that is stored: everything needed to repeat the run."""
         editor, model, config, device = self.editor, self.model, self.config, self.model.device
-        used = self.edit_settings[max(self.edit_settings)]
+        settings = self.edit_settings[max(self.edit_settings)]
         return {
             "model": {
                 "name": model.name,
@@ -199,9 +199,9 @@ class _Run:
             "protocol": asdict(config.protocol),
             "settings": {"layers": config.layers and list(config.layers), "lam": config.lam, "steps": config.steps},
             "used": {  # what the settings resolve to on this model and machine, for the largest batch
-                "layers": list(used.layers),
-                "lam": used.lam,
-                "targets": asdict(used.targets),
+                "layers": list(settings.layers),
+                "lam": settings.lam,
+                "targets": asdict(settings.targets),
                 "framings": list(editor.framings),
                 "search": editor.search_dtype,
             },
@@ -228,7 +228,10 @@ class _Run:
                 self._prepare(unit)
             if unit.drift:
                 self._measure_drift(unit)
-            rows = self._ask(unit)
+            self.progress.phase("asking")
+            with self._timed("ask"):
+                base = self.editor.base_model if unit.edits else None
+                rows = self._answer(unit.records, {"edits": unit.edits}, self.config.questions, base)
             answers.append(rows)
             self._count(rows)
             seconds = {name: round(value, 4) for name, value in self.seconds.items()}
@@ -249,10 +252,10 @@ class _Run:
             path = self.folder.file(f"{WORK}/ledger")
             if editor.ledger.path != path:
                 editor.use_ledger(Ledger.open(path, model.fingerprint, model_name=model.name))
-        written = editor.ledger.edits
-        for batch, edit in zip(stage.batches, written, strict=False):
+        edits = editor.ledger.edits
+        for batch, edit in zip(stage.batches, edits, strict=False):
             self._log_edit(batch, edit)  # the run may have been killed between the ledger and the log
-        for batch in stage.batches[len(written) :]:
+        for batch in stage.batches[len(edits) :]:
             facts = self._facts(batch)
             settings = self.edit_settings[len(facts)]
             edit = editor.rewrite_many(
@@ -271,12 +274,6 @@ class _Run:
             alone = [unit.records.start, unit.records.stop] if unit.alone and unit.edits else None
             row = {"edits": unit.edits, "records": alone, **self.drift_meter.measure()}
         self._append("drift.jsonl", row, self.drift)
-
-    def _ask(self, unit: Stage) -> list[Row]:
-        self.progress.phase("asking")
-        with self._timed("ask"):
-            base = self.editor.base_model if unit.edits else None
-            return self._answer(unit.records, {"edits": unit.edits}, self.config.questions, base)
 
     def _answer(
         self,
@@ -309,17 +306,17 @@ class _Run:
         self.editor.use_ledger(Ledger.in_memory(self.model.fingerprint, self.model.name))
         questions, everything = replace(self.config.questions, texts=0), range(len(self.records))
         layers = self.edit_settings[max(self.edit_settings)].layers
-        stored, sites = folder.rows("baselines.jsonl"), [self.editor.sites[layer] for layer in layers]
-        done = len(stored.read())
+        rows, sites = folder.rows("baselines.jsonl"), [self.editor.sites[layer] for layer in layers]
+        done = len(rows.read())
         _ = self.probes  # chosen now, by the unedited model
         if not done:
             self.progress.phase(BASELINES["prompt"])
-            stored.append(self._answer(everything, {"baseline": "prompt"}, questions, nullcontext, in_prompt=True))
+            rows.append(self._answer(everything, {"baseline": "prompt"}, questions, nullcontext, in_prompt=True))
         size = 1 if self.config.protocol.alone else len(self.records)
         for batch in (everything[begin : begin + size] for begin in everything[max(0, done - len(everything)) :: size]):
             self.progress.phase(BASELINES["lora"])
             with fine_tuned(self.model, self._facts(batch), sites, seed=self.editor.seed) as base:
-                stored.append(self._answer(batch, {"baseline": "lora"}, questions, base))
+                rows.append(self._answer(batch, {"baseline": "lora"}, questions, base))
 
     def _count(self, rows: Sequence[Row]) -> None:
         """Add rows, and their scores to those of the current state."""

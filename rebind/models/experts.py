@@ -91,7 +91,7 @@ def routed_keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     parts = hidden.new_empty(*experts.shape, inner)
     for expert in experts.unique().tolist():
         token, place = (experts == expert).nonzero(as_tuple=True)
-        entered = hidden[token] @ (up[expert] if module.is_transposed else up[expert].mT)
-        entered = entered if bias is None else entered + bias[expert]
-        parts[token, place] = module._apply_gate(entered) if module.has_gate else module.act_fn(entered)
+        inner_states = hidden[token] @ (up[expert] if module.is_transposed else up[expert].mT)
+        inner_states = inner_states if bias is None else inner_states + bias[expert]
+        parts[token, place] = module._apply_gate(inner_states) if module.has_gate else module.act_fn(inner_states)
     return RoutedKeys(parts * weights.unsqueeze(-1).to(parts), experts, count)

@@ -75,8 +75,8 @@ class Norm:
         like = next(self.module.parameters(), x)
         return _apply_to_rows(self.module, x.to(like.device, like.dtype)).to(x)
 
-    def nearest(self, x: Tensor, wanted: Tensor) -> Tensor:
-        """Return the x' as long as x (and with its mean, if centered) with the output nearest to `wanted`."""
+    def nearest(self, x: Tensor, goal: Tensor) -> Tensor:
+        """Return the x' as long as x (and with its mean, if centered) with the output nearest to `goal`."""
         gain, shift = self.gain.to(x), self.shift.to(x)
         mean = x.mean(-1, keepdim=True) if self.centered else torch.zeros_like(x[..., :1])
         x = x - mean
@@ -84,7 +84,7 @@ class Norm:
         output = self(x + mean) - shift
         kappa = (scaled * output).sum(-1, keepdim=True) / scaled.square().sum(-1, keepdim=True)  # includes ε
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return mean + _nearest_on_sphere(kappa * gain, wanted - shift, length, self.centered)
+        return mean + _nearest_on_sphere(kappa * gain, goal - shift, length, self.centered)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,21 +97,21 @@ class Normalized:
 
     def change(self, missing: Tensor, inputs_of: InputsOf) -> Tensor:
         """Return the same as `Scaled.change`; for what is out of reach, the nearest, with a warning."""
-        entered = inputs_of(self.norm.module).to(missing)
-        wanted = missing / self.scale
-        now = self.norm(entered)
-        nearest = self.norm.nearest(entered, now + wanted)
+        norm_input = inputs_of(self.norm.module).to(missing)
+        goal = missing / self.scale
+        now = self.norm(norm_input)
+        nearest = self.norm.nearest(norm_input, now + goal)
         change = self.norm(nearest) - now
-        reached = (change * wanted).sum(-1) / wanted.square().sum(-1).clamp_min(torch.finfo(wanted.dtype).tiny)
-        if len(reached) and (median := float(reached.median())) < LEAST_REACHED:
+        shares = (change * goal).sum(-1) / goal.square().sum(-1).clamp_min(torch.finfo(goal.dtype).tiny)
+        if len(shares) and (median := float(shares.median())) < LEAST_REACHED:
             warnings.warn(
                 f"A {type(self.norm.module).__name__} behind the MLP bounds what it adds: {median:.0%} of the change "
-                f"wanted at this layer is within reach (median of {len(reached)} facts). Edit more layers, or lower "
+                f"wanted at this layer is within reach (median of {len(shares)} facts). Edit more layers, or lower "
                 f"the clamp.",
                 NumericalWarning,
                 stacklevel=3,
             )
-        return (nearest - entered) / self.before
+        return (nearest - norm_input) / self.before
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +139,8 @@ class Measured:
         scale = (response / self.push.to(response)).to(missing)
         scale = scale if self.by_entry else scale.mean(-1, keepdim=True)
         least = LEAST_SHARE * scale.square().mean(-1, keepdim=True).sqrt().clamp_min(LEAST_SCALE)
-        wanted = missing * scale / scale.square().maximum(least.square())
-        return wanted if self.norm is None else Normalized(self.norm).change(wanted, inputs_of)
+        change = missing * scale / scale.square().maximum(least.square())
+        return change if self.norm is None else Normalized(self.norm).change(change, inputs_of)
 
 
 OutputMap = Scaled | Normalized | Measured

@@ -199,16 +199,16 @@ def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
         before = whole.removesuffix(last_words)
         text = before.rstrip(" ")
         target = before[len(text) :] + prompt.target
-    asked, answered = whole.find(question.strip()), whole.rfind(answer.strip())
-    if asked < 0 or not whole.endswith(last_words.strip()):
+    question_begin, answer_begin = whole.find(question.strip()), whole.rfind(answer.strip())
+    if question_begin < 0 or not whole.endswith(last_words.strip()):
         raise _chat_error(f"changes the text {question.strip()!r}")
     # The template may have stripped spaces in front of both.
-    in_question = asked + len(context) - (len(question) - len(question.lstrip()))
-    in_answer = answered - len(prompt.question) - (len(answer) - len(answer.lstrip()))
+    in_question = question_begin + len(context) - (len(question) - len(question.lstrip()))
+    in_answer = answer_begin - len(prompt.question) - (len(answer) - len(answer.lstrip()))
     length = len(prompt.question)
     begin, end = prompt.subject or ((length, length + len(answer)) if answer else (0, length))
     shift = in_question if begin < length else in_answer
-    return _Layout(text, (begin + shift, end + shift), target, asked, answered if answer else None)
+    return _Layout(text, (begin + shift, end + shift), target, question_begin, answer_begin if answer else None)
 
 
 def _render_chat(user: str, assistant: str, tokenizer: Any) -> str:

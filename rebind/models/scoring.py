@@ -92,10 +92,10 @@ def score_prompts(
     distinct = sorted({int(choice[0]) for choice in choices})
     says = dict(zip(distinct, tokenizer.batch_decode([[token] for token in distinct]), strict=True))
     scores = {}
-    for key, picked, chosen, rank in zip(keys, log_probs, choices, ranks, strict=True):
-        target, first = key[1], int(chosen[0])
-        total = math.fsum(picked.tolist())
-        right = sum(token == choice for token, choice in zip(target, chosen.tolist(), strict=True))
+    for key, target_log_probs, best, rank in zip(keys, log_probs, choices, ranks, strict=True):
+        target, first = key[1], int(best[0])
+        total = math.fsum(target_log_probs.tolist())
+        right = sum(token == choice for token, choice in zip(target, best.tolist(), strict=True))
         scores[key] = FactScore(
             math.exp(total), rank, -total / len(target), len(target), right, first_token=first, says=says[first]
         )
@@ -123,10 +123,10 @@ def _score_batch(
         for index, target in targets
         for step, token in enumerate(target)
     ]
-    places, wanted = torch.tensor(picks, device=logits.device).unbind(-1)
-    chosen = logits[places, wanted]
-    log_probs = chosen - logits.logsumexp(-1)[places]
+    places, tokens = torch.tensor(picks, device=logits.device).unbind(-1)
+    target_logits = logits[places, tokens]
+    log_probs = target_logits - logits.logsumexp(-1)[places]
     begins = accumulate((len(target) for _, target in targets[:-1]), initial=0)
     firsts = torch.tensor(list(begins), device=logits.device)
-    ranks = (logits[places[firsts]] > chosen[firsts].unsqueeze(-1)).sum(-1) + 1
+    ranks = (logits[places[firsts]] > target_logits[firsts].unsqueeze(-1)).sum(-1) + 1
     return log_probs, logits.argmax(-1)[places], ranks

@@ -52,9 +52,10 @@ def ask(
         _print(terminal, answer, ("base", "edited") if active else ("base",), chat=chat)
     edits = f"edits: {', '.join(active)} of {document['ledger']}"
     terminal.hint(edits if active else "no active edits: this is the base model")
-    asked = [prompt for prompt in prompts if prompt.rstrip()[-1] in QUESTION_MARKS]
-    if asked and not chat and editor.tokenizer.chat_template:
-        terminal.suggest("ask as in a chat", opt.command_line("ask", *asked, options=opt.as_typed(source, chat=True)))
+    questions = [prompt for prompt in prompts if prompt.rstrip()[-1] in QUESTION_MARKS]
+    if questions and not chat and editor.tokenizer.chat_template:
+        command = opt.command_line("ask", *questions, options=opt.as_typed(source, chat=True))
+        terminal.suggest("ask as in a chat", command)
     terminal.result(document | {"answers": answers}, "\n".join(" ".join(one["says"].split()) for one in edited))
 
 
@@ -80,6 +81,5 @@ def _print(terminal: Terminal, answer: dict[str, Any], models: Sequence[str], *,
     for model in models:
         text = answer[model]["says"]
         style = "cyan" if text == answer["base"]["says"] else "bold green"
-        shown = one_line(text, longest=1_000)
-        question = "" if chat else f"{answer['prompt'].rstrip()} "
-        terminal.print(Text.assemble((f"{model:<8}", "dim"), question, (shown, style)))
+        beginning = "" if chat else f"{answer['prompt'].rstrip()} "
+        terminal.print(Text.assemble((f"{model:<8}", "dim"), beginning, (one_line(text, longest=1_000), style)))

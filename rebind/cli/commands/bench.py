@@ -46,25 +46,25 @@ def scan(
     from rebind.bench.report import draw, notes, tables
     from rebind.bench.scan import ScanSetup, run
 
-    sizes = tuple(map(parse_shape, _split(shapes)))
-    choice = {"only": _split(only), "rules": _split(rules)}
+    sizes = tuple(map(parse_shape, opt.parse_names(shapes) or ()))
+    choice = {"only": opt.parse_names(only) or (), "rules": opt.parse_names(rules) or ()}
     setup = ScanSetup(device, opt.parse_dtype(dtype), sizes, quick=quick, rounds=rounds, seconds=seconds, **choice)
     check_writable(out)
     path = out / f"scan-{setup.device.replace(':', '-')}.json"
     usual_threads = torch.get_num_threads()
     torch.set_num_threads(threads or usual_threads)
-    measured: list[Measurement] = []
+    measurements: list[Measurement] = []
 
     def shape_done(report: ScanReport, rows: list[Measurement]) -> None:
         report.save(path)  # so that a later failure does not lose it
-        measured.extend(rows)
+        measurements.extend(rows)
 
     try:
         with Phases(terminal) as phases:
             report = run(setup, on_progress=partial(phases.count, "measuring"), on_shape=shape_done)
     finally:
         torch.set_num_threads(usual_threads)
-        terminal.print(*tables(measured, terminal.out.width))
+        terminal.print(*tables(measurements, terminal.out.width))
     for note in [*notes(report.rows, terminal.out.width), *report.missing, report.note]:
         terminal.hint(note)
     files, figures = [path], [path.with_suffix(".png"), path.with_suffix(".svg")]
@@ -74,10 +74,6 @@ def scan(
         terminal.hint("no figure: it needs one shape in two lengths, and matplotlib (pip install 'rebind[lab]')")
     terminal.print(f"wrote {', '.join(map(str, files))}")
     terminal.result(report.document() | {"written": [str(file) for file in files]}, str(path))
-
-
-def _split(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
 app = new_app(help="Measure speed and memory on this machine.", callback=lambda: None, no_args_is_help=True)

@@ -114,12 +114,12 @@ def edit(
         if plan:
             estimate = editor.plan(input_facts.facts, **choices)
         else:
-            known = len(editor.ledger.edits)
+            earlier = len(editor.ledger.edits)
             try:
                 new_edit = editor.rewrite_many(input_facts.facts, **choices, force=force)
             finally:  # an interrupt may hide an edit that is written
-                for written in editor.ledger.edits[known:]:
-                    terminal.written_edits[written.id] = _undo_command(editor, written, source)
+                for later in editor.ledger.edits[earlier:]:
+                    terminal.written_edits[later.id] = _undo_command(editor, later, source)
             report = _ask(editor, new_edit, phases)
             if out is not None:
                 phases.begin("saving")
@@ -133,8 +133,8 @@ def edit(
     report |= {"skipped": len(input_facts.skipped), "seconds": phases.seconds, "saved": saved}
     _print_edit(terminal, editor, report, settings.source)
     if settings.source.startswith("by its depth"):
-        measured = opt.ModelOptions(source.model, source.device, source.device_map, source.dtype)
-        terminal.suggest("measure the best layers", opt.command_line("layers", options=opt.as_typed(measured)))
+        model = opt.ModelOptions(source.model, source.device, source.device_map, source.dtype)
+        terminal.suggest("measure the best layers", opt.command_line("layers", options=opt.as_typed(model)))
     terminal.suggest("undo", terminal.written_edits[new_edit.id])
     terminal.suggest("ask", opt.command_line("ask", new_edit.facts[0].text, options=opt.as_typed(source)))
     terminal.result(report, new_edit.id)
@@ -205,19 +205,18 @@ def _print_outcome(terminal: Terminal, report: dict[str, Any]) -> None:
     else:
         grid = tables.table("framing", "first choice", "freely said", right=("first choice", "freely said"))
         for framing in (name for name in report["settings"]["framings"] if name in outcome["said"]):
-            said = [one["said"] for one in free if one["framing"] == framing]
-            grid.add_row(framing, percent(outcome["said"][framing]), f"{sum(said)} of {len(said)}")
-        answered = min(len(facts), ANSWERED)
+            answers = [one["said"] for one in free if one["framing"] == framing]
+            grid.add_row(framing, percent(outcome["said"][framing]), f"{sum(answers)} of {len(answers)}")
+        first = min(len(facts), ANSWERED)
         terminal.print(grid)
-        terminal.hint(f"first choice: share of the facts; freely said: answers about the first {answered} facts")
+        terminal.hint(f"first choice: share of the facts; freely said: answers about the first {first} facts")
     terminal.print(tables.pairs(tables.kept_rows(outcome)))
     if changed := outcome["changed"]:
         grid = tables.table("changed", "before", "after")
         for one in changed[: tables.LISTED]:
             grid.add_row(one["prompt"], one_line(one["before"]), one_line(one["after"]))
         terminal.print(grid)
-        if len(changed) > tables.LISTED:
-            terminal.hint(f"… and {len(changed) - tables.LISTED} more; --json lists all of them")
+        tables.print_number_left_out(terminal, changed)
 
 
 def _summary(answers: list[dict[str, Any]]) -> Text:
@@ -235,7 +234,7 @@ def _summary(answers: list[dict[str, Any]]) -> Text:
 
 
 def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], source: str) -> None:
-    tables.print_answers(terminal, "fact", report["facts"])
+    tables.print_answers(terminal, report["facts"])
     _print_outcome(terminal, report)
     settings, spent = report["settings"], report["seconds"]
     lam = f", λ {settings['lam']:.4g}" if uses_lambda(report["method"]) else ""

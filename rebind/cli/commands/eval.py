@@ -128,11 +128,11 @@ def _print(terminal: Terminal, result: EvalResult) -> None:
     for header, rows in (framings_table(summary), scores_table(summary), retention_table(summary)):
         # A terminal has room for the numbers; table.md has the rest.
         spare = {"95 %"} if "framing" in header else {"meaning"} if summary["baselines"] else set()
-        shown = [place for place, name in enumerate(header) if name not in spare]
+        columns = [place for place, name in enumerate(header) if name not in spare]
         if rows:
-            grid = table(*(header[place] for place in shown), right=[name for name in header if name != "meaning"])
+            grid = table(*(header[place] for place in columns), right=[name for name in header if name != "meaning"])
             for row in rows:
-                grid.add_row(*(row[place] for place in shown))
+                grid.add_row(*(row[place] for place in columns))
             for column in grid.columns[: 2 if "framing" in header else 1]:
                 column.justify = "left"
             terminal.print(grid)
@@ -169,8 +169,8 @@ def print_states(terminal: Terminal, header: list[str], rows: list[list[str]]) -
     """Print states of models as columns and scores as rows, in several tables where one would be too wide."""
     part: list[list[str]] = []
     for row in rows:
-        wanted = Console(width=1_000).measure(_states_columns(header, [*part, row])).maximum
-        if part and wanted > terminal.out.width:
+        width = Console(width=1_000).measure(_states_columns(header, [*part, row])).maximum
+        if part and width > terminal.out.width:
             terminal.print(_states_columns(header, part))
             part = []
         part.append(row)

@@ -54,10 +54,10 @@ def show(
     is_active = ledger.is_active(edit.id)
     scores: Any = edit.scores
     answers = [
-        {"prompt": fact.text, "target": fact.target, "before": before, "after": after}
+        {"text": fact.text, "target": fact.target, "before": before, "after": after}
         for fact, before, after in zip(edit.facts, scores["before"], scores["after"], strict=True)
     ]
-    tables.print_answers(terminal, "fact", answers)
+    tables.print_answers(terminal, answers)
     settings: Any = edit.settings
     hidden = () if uses_lambda(edit.method) else ("lam",)
     outcome = scores.get("outcome")

@@ -27,11 +27,11 @@ def moments(
     terminal: Terminal,
 ) -> None:
     """Collect the second moments of old keys once, so that edits do not wait for them."""
-    chosen = None if layers == "all" else opt.parse_layers(layers)
+    listed = None if layers == "all" else opt.parse_layers(layers)
     with Phases(terminal) as phases:
         editor = load_editor(source, phases)
         phases.begin("moments")
-        sites = [editor.sites[layer].name for layer in editor.settings("memit", layers=chosen).layers]
+        sites = [editor.sites[layer].name for layer in editor.settings("memit", layers=listed).layers]
         sites = [site.name for site in editor.sites] if layers == "all" else sites
         cached = {site: editor.moments.path(site).exists() for site in sites}
         rows = []

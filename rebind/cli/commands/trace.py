@@ -76,8 +76,8 @@ def trace(
         tracer = Tracer(editor.language_model, settings)
         if facts is not None:
             input_facts = valid_facts(terminal, input_facts, fits_context(editor), skip_bad)
-        chosen = input_facts.facts if facts is None or predicted else _known(tracer, input_facts)
-        traces = _trace(tracer, chosen, phases, use_target=target is not None)
+        known = input_facts.facts if facts is None or predicted else _known(tracer, input_facts)
+        traces = _trace(tracer, known, phases, use_target=target is not None)
     result = traces[0] if facts is None else average_traces(traces)
     document = describe(editor) | result.to_json()
     document |= {"unknown": len(input_facts) - len(traces), "skipped": len(input_facts.skipped)}

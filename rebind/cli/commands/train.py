@@ -123,10 +123,8 @@ def _kinds(text: str | None) -> str | tuple[str, ...] | None:
     >>> _kinds("delta"), _kinds("gated_delta, attention")
     ('delta', ('gated_delta', 'attention'))
     """
-    if text is None:
-        return None
-    kinds = tuple(part.strip() for part in text.split(","))
-    return kinds if len(kinds) > 1 else kinds[0]
+    kinds = opt.parse_names(text)
+    return kinds[0] if kinds and len(kinds) == 1 else kinds
 
 
 def _fields(changes: list[str]) -> dict[str, Any]:
@@ -173,8 +171,8 @@ def _print(terminal: Terminal, result: TrainingResult) -> None:
     kinds = ", ".join(dict.fromkeys(summary["layers"]))
     terminal.print(Text(f"{summary['parameters']:,} parameters, layers: {kinds}", style="bold"))
     grid = table("validation", "loss", "perplexity", "tokens", right=("loss", "perplexity", "tokens"))
-    for name, measured in summary["validation"].items():
-        grid.add_row(name, f"{measured['loss']:.4f}", f"{measured['perplexity']:,.2f}", f"{measured['tokens']:,}")
+    for name, scores in summary["validation"].items():
+        grid.add_row(name, f"{scores['loss']:.4f}", f"{scores['perplexity']:,.2f}", f"{scores['tokens']:,}")
     rows = [
         ("trained on", f"{summary['tokens']:,} tokens, {summary['epochs']:.2f} epochs"),
         ("state", "grows with the text" if summary["state"] is None else f"{summary['state']:,} numbers"),

@@ -86,26 +86,31 @@ def last_words(text: str, longest: int = LONGEST_TEXT) -> str:
     return line if len(line) <= longest else f"… {line[2 - longest :].partition(' ')[2]}"
 
 
-def print_answers(terminal: Terminal, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of questions and their answers before and after an edit, and how many are now right.
+def print_answers(terminal: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the answers to facts before and after an edit, and how many are now right.
 
-    Each row has a prompt (or "text"), a target, and the scores "before" and "after".
+    Each row has a text, a target, and the scores "before" and "after".
     """
-    grid = table(kind, "probability", "rank", "before", "after", right=("probability", "rank"))
+    grid = table("fact", "probability", "rank", "before", "after", right=("probability", "rank"))
     for row in rows[:LISTED]:
         before, after = row["before"], row["after"]
         grid.add_row(
-            f"{row.get('text', row['prompt'])} → {row['target']}",
+            f"{row['text']} → {row['target']}",
             _change(percent(before["probability"]), percent(after["probability"]), after["exact"]),
             _change(str(before["rank"]), str(after["rank"]), after["rank"] == 1),
             *(one_line(score.get("continues") or first_words(score, row["target"])) for score in (before, after)),
         )
     terminal.print(grid)
+    print_number_left_out(terminal, rows)
+    if len(rows) > 1:
+        before, after = (sum(row[when]["exact"] for row in rows) for when in ("before", "after"))
+        terminal.print(f"{after} of {len(rows)} facts answered with the whole target (before: {before})")
+
+
+def print_number_left_out(terminal: Terminal, rows: Sequence[object]) -> None:
+    """Print how many rows a table of the first ones leaves out, if any."""
     if len(rows) > LISTED:
         terminal.hint(f"… and {len(rows) - LISTED} more; --json lists all of them")
-    if len(rows) > 1:
-        exact = [sum(row[when]["exact"] for row in rows) for when in ("before", "after")]
-        terminal.print(f"{exact[1]} of {len(rows)} {kind}s answered with the whole target (before: {exact[0]})")
 
 
 def first_words(score: Mapping[str, Any], target: str) -> str:
@@ -121,9 +126,9 @@ def kept_rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return how much an edit left as it was, for `pairs`."""
     rows = []
     for about, name, meaning in KEPT:
-        if asked := outcome["asked"].get(about):
+        if number := outcome["asked"].get(about):
             changed = sum(one["about"] == about for one in outcome["changed"])
-            rows.append((name, f"{asked - changed} of {asked} {meaning}"))
+            rows.append((name, f"{number - changed} of {number} {meaning}"))
     return rows
 
 
