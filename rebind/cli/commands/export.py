@@ -123,9 +123,9 @@ def _ask_again(editor: Editor, field: str, path: Path, said: int | None, phases:
     phases.begin(f"loading the {NAMES[field]}")
     exported = loaders[field](model, path)
     phases.begin(f"asking the {NAMES[field]}")
-    facts = sum(len(edit.facts) for edit in edits)
+    said_by_export = exports.count_said(exported, edits)
     said = exports.count_said(model, edits) if said is None else said
-    return exports.ExportCheck(facts, exports.count_said(exported, edits), said)
+    return exports.ExportCheck(sum(len(edit.facts) for edit in edits), said_by_export, said)
 
 
 def replay(
