@@ -44,10 +44,11 @@ def examples(*commands: str, note: str = "") -> str:
 
 model_value = partial(value, panel=MODEL)
 ModelName = Annotated[
-    str, model_value("MODEL", "smollm2 (built in), a Hub id, a folder or a GGUF file.", "--model", "-m")
+    str, model_value("MODEL", "Model: smollm2 (built in), a Hub id, a folder or a GGUF file.", "--model", "-m")
 ]
 LedgerFolder = Annotated[
-    Path | None, model_value("DIR", "Folder of the edits.", "--ledger", "-l", default="one per model")
+    Path | None,
+    model_value("DIR", "Folder of the ledger that holds the edits.", "--ledger", "-l", default="one per model"),
 ]
 Device = Annotated[str | None, model_value("NAME", "Device: cpu, cuda, cuda:1 or mps.", default="cpu")]
 DeviceMap = Annotated[
@@ -88,9 +89,11 @@ class ModelOptions:
     device: Device = None
     device_map: DeviceMap = None
     dtype: Dtype = None
-    corpus: Annotated[Path | None, model_value("FILE", "Text to collect old keys from.", default="own samples")] = None
+    corpus: Annotated[
+        Path | None, model_value("FILE", "Text file to collect old keys from.", default="samples of the model")
+    ] = None
     moment_tokens: Annotated[
-        int | None, model_value("N", "Tokens to collect old keys from.", default="8192; GPU: 100000", min=1)
+        int | None, model_value("N", "Number of tokens to collect old keys from.", default="8192; GPU: 100000", min=1)
     ] = None
 
 

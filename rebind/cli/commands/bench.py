@@ -25,13 +25,16 @@ EXAMPLES = opt.examples(
 
 def scan(
     shapes: Annotated[
-        str | None, opt.value("LIST", "Shapes BxTxHxD, separated by commas.", default="the device's")
+        str | None,
+        opt.value("LIST", "Shapes batch x tokens x heads x width, such as 1x2048x8x64.", default="the device's"),
     ] = None,
     quick: Annotated[bool, opt.flag("--quick", "Measure two shapes in few rounds; takes a minute or two.")] = False,
-    only: Annotated[str | None, opt.value("NAMES", "ours, transformers, fla, SDPA, loop.", default="all")] = None,
+    only: Annotated[
+        str | None, opt.value("NAMES", "Implementations: ours, transformers, fla, SDPA, loop.", default="all")
+    ] = None,
     rules: Annotated[str | None, opt.value("NAMES", "Rules: gated_delta, delta, sum, softmax.", default="all")] = None,
     rounds: Annotated[int, opt.value("N", "Time each implementation at most N times.", min=3)] = 30,
-    seconds: Annotated[float, opt.value("X", "Spend about X seconds per column.", min=0.1)] = 15.0,
+    seconds: Annotated[float, opt.value("X", "Spend about X seconds per column of the table.", min=0.1)] = 15.0,
     threads: Annotated[int | None, opt.value("N", "Number of CPU threads.", default="torch's choice", min=1)] = None,
     out: Annotated[Path, opt.value("DIR", "Folder for the results.")] = Path("runs/bench"),
     device: Annotated[str | None, opt.value("NAME", "Device: cpu, cuda or mps.", default="cuda, else cpu")] = None,

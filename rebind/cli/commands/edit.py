@@ -72,10 +72,12 @@ def edit(
         float | None,
         opt.value("X", "Largest change of the hidden state, relative to its norm.", min=SMALLEST, panel=SEARCH),
     ] = None,
-    decay: Annotated[float | None, opt.value("X", "Penalty on changes of the state.", min=0, panel=SEARCH)] = None,
-    kl: Annotated[float | None, opt.value("X", "Penalty on other words at the subject.", min=0, panel=SEARCH)] = None,
+    decay: Annotated[float | None, opt.value("X", "Penalty on the size of the change.", min=0, panel=SEARCH)] = None,
+    kl: Annotated[
+        float | None, opt.value("X", "Penalty on predicting other words after the subject.", min=0, panel=SEARCH)
+    ] = None,
     keep_weight: Annotated[
-        float | None, opt.value("X", "Weight of what else is known about the subject.", min=0, panel=SEARCH)
+        float | None, opt.value("X", "Weight of keeping other answers about the subject.", min=0, panel=SEARCH)
     ] = None,
     contexts: Annotated[
         int | None, opt.value("N", "Sample N contexts to put before the prompt.", min=0, panel=SEARCH)

@@ -43,7 +43,9 @@ def evaluate(
         opt.value("FILE", "Records: CounterFact, zsRE, MQuAKE, your own or hf:NAME:SPLIT.", default="bundled"),
     ] = None,
     limit: opt.Limit = None,
-    protocol: Annotated[str, opt.value("NAME", "single (one by one), batch (all at once) or sequential.")] = "single",
+    protocol: Annotated[
+        str, opt.value("NAME", "How to write the records: single (one by one), batch (all at once) or sequential.")
+    ] = "single",
     batch: Annotated[int, opt.value("N", "Write N records per edit with --protocol sequential.", min=1)] = 100,
     every: Annotated[
         int | None, opt.value("N", "Measure after every N batches.", default="after 1, 2, 4, 8, ...", min=1)
@@ -54,8 +56,10 @@ def evaluate(
     steps: Annotated[int | None, opt.value("N", "Search each target for at most N steps.", min=1)] = None,
     skip_bad: opt.SkipBad = False,
     seed: Annotated[int, opt.value("N", "Random seed for contexts, generated texts and confidence intervals.")] = 0,
-    known: Annotated[bool, opt.flag("--known", "Use only records that the model knows.", panel="Questions")] = False,
-    free_tokens: Annotated[int, question_value("N", "Generate N tokens per prompt.", min=0)] = 24,
+    known: Annotated[
+        bool, opt.flag("--known", "Use only records whose true answer the model prefers.", panel="Questions")
+    ] = False,
+    free_tokens: Annotated[int, question_value("N", "Continue each prompt by N tokens.", min=0)] = 24,
     texts: Annotated[int, question_value("N", "Generate N longer texts per record to measure fluency.", min=0)] = 1,
     baselines: Annotated[
         bool,

@@ -21,7 +21,9 @@ EXAMPLES = opt.examples(
 
 
 def moments(
-    layers: Annotated[str | None, opt.value("LIST", "Layers such as 2,3,4 or 2-6, or all.", default="memit's")] = None,
+    layers: Annotated[
+        str | None, opt.value("LIST", "Layers to collect for, such as 2,3,4 or 2-6, or all.", default="memit's")
+    ] = None,
     *,
     source: opt.ModelOptions,
     terminal: Terminal,

@@ -39,12 +39,12 @@ RECORD = "Record steps as a CUDA graph. [dim]\\[default: on one GPU, up to 400M 
 class RunOptions:
     """The fields of a TrainConfig that are numbers, names or flags."""
 
-    preset: Annotated[str, model_value("NAME", "modern-10m, modern-60m, modern-350m, schlag-small or -medium.")] = (
-        "modern-10m"
-    )
+    preset: Annotated[
+        str, model_value("NAME", "Model: modern-10m, modern-60m, modern-350m, schlag-small or -medium.")
+    ] = "modern-10m"
     length: Annotated[int, training_value("N", "Number of tokens per segment.")] = 256
     batch_size: Annotated[int, training_value("N", "Number of segments per step, over all processes.")] = 16
-    accumulate: Annotated[int, training_value("N", "Number of pieces that a batch is computed in.")] = 1
+    accumulate: Annotated[int, training_value("N", "Compute a batch in N pieces, to need less memory.")] = 1
     steps: Annotated[int, training_value("N", "Number of training steps.")] = 1_000
     carry: Annotated[bool, training_flag("--carry", "Carry memories from each segment to the next.")] = False
     seed: Annotated[int, training_value("N", "Random seed for initial weights, data order and dropout.")] = 0
@@ -52,7 +52,9 @@ class RunOptions:
     evaluate_tokens: Annotated[int, training_value("N", "Evaluate on at most N tokens.")] = 100_000
     save_every: Annotated[int, training_value("N", "Number of steps between checkpoints.")] = 250
     keep_checkpoints: Annotated[int, training_value("N", "Number of checkpoints to keep.")] = 2
-    precision: Annotated[str, model_value("NAME", "float32, bfloat16, or auto (bfloat16 on a GPU).")] = "auto"
+    precision: Annotated[str, model_value("NAME", "Precision: float32, bfloat16, or auto (bfloat16 on a GPU).")] = (
+        "auto"
+    )
     record: Annotated[bool | None, model_flag("--record/--no-record", RECORD)] = None
     compile: Annotated[bool, model_flag("--compile", "Compile the model with torch.compile.")] = False
     sharded: Annotated[bool, model_flag("--sharded", "Shard weights over processes (FSDP).")] = False
@@ -70,7 +72,7 @@ class OptimizerOptions:
 
 
 def train(
-    data: Annotated[str, data_value("TEXT", "UTF-8 text file, or hf:NAME:SPLIT from the Hub.")],
+    data: Annotated[str, data_value("TEXT", "Training text: a UTF-8 file, or hf:NAME:SPLIT from the Hub.")],
     out: Annotated[Path, opt.value("DIR", "Folder of the run: a new one, or one to resume.")],
     layers: Annotated[
         str | None, model_value("KINDS", "Kind of the layers, or a pattern: delta,delta,attention.", default="preset's")
@@ -79,7 +81,7 @@ def train(
         list[str] | None, model_value("FIELD=X", "Set a field of the model's config. Can be repeated.", "--set")
     ] = None,
     tokenizer: Annotated[
-        str, data_value("NAME", "bpe or characters (trained on the text), a folder or a Hub id.")
+        str, data_value("NAME", "Tokenizer: bpe or characters (trained on the text), a folder or a Hub id.")
     ] = "bpe",
     vocabulary: Annotated[int, data_value("N", "Largest vocabulary of a trained bpe tokenizer.")] = 8_000,
     validation: Annotated[
