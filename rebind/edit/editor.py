@@ -48,7 +48,7 @@ from rebind.errors import InputError, LedgerError, StorageError
 from rebind.memory import LowRank
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
-from rebind.models.prompts import ends_with_word, start_text
+from rebind.models.prompts import ends_with_word
 from rebind.models.scoring import FactScore
 from rebind.models.sites import memory_of, module_at
 
@@ -327,7 +327,7 @@ class Editor:
         return export.export_gguf(self.model, self.changes(), file, rank=rank, base_name=name, overwrite=overwrite)
 
     def _card(self, library: str) -> str:
-        start = start_text(self.tokenizer, self.language_model.start)
+        start = self.language_model.start_text
         needs = "rebind.nn" if self.model.config.model_type in OWN_MODEL_TYPES else ""
         name = self.language_model.name
         return export.model_card(self.ledger.active, name, self.fingerprint, library=library, start=start, needs=needs)

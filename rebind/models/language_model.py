@@ -136,6 +136,11 @@ class LanguageModel:
         """Whether the tokenizer itself puts the start tokens in front of a text."""
         return tuple(self.tokenizer("a")["input_ids"][: len(self.start)]) == self.start
 
+    @property
+    def start_text(self) -> str:
+        """The start tokens as text for other programs; empty where the tokenizer itself puts them in front."""
+        return "" if self.adds_start else "".join(self.tokenizer.convert_ids_to_tokens(list(self.start)))
+
     # What it says
 
     def encode(

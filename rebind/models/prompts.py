@@ -289,10 +289,3 @@ def start_tokens(tokenizer: Any) -> tuple[int, ...]:
     if isinstance(end_of_text, int) and tokenizer.convert_ids_to_tokens(end_of_text) == "<|endoftext|>":
         return (end_of_text,)
     return ()
-
-
-def start_text(tokenizer: Any, start: tuple[int, ...]) -> str:
-    """Return the text of the start tokens, or nothing where the tokenizer puts them in front of a prompt by itself."""
-    if tuple(tokenizer("a")["input_ids"][: len(start)]) == start:
-        return ""
-    return "".join(tokenizer.convert_ids_to_tokens(list(start)))

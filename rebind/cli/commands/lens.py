@@ -10,12 +10,11 @@ from rich.text import Text
 
 from rebind.cli import options as opt
 from rebind.cli.session import describe, open_editor
-from rebind.cli.ui import Phases
+from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.heatmap import heatmap
 from rebind.cli.ui.tables import table
-from rebind.cli.ui.terminal import Terminal, strict_json
 from rebind.edit.wording import percent
-from rebind.storage import check_writable, write_file
+from rebind.storage import check_writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,14 +60,13 @@ def lens(
     _print(terminal, lenses)
     files = []
     if out is not None:
+        figures = []
         for name, one in lenses.items():
             title = f"{prompt} ({name})" if name else prompt
-            files.append(draw_lens(one, out / ("lens-base.png" if name == "base" else "lens.png"), title=title))
-        write_file(out / "lens.json", strict_json(document).encode())
-        files.append(out / "lens.json")
-        terminal.hint(f"wrote {', '.join(map(str, files))}")
+            figures.append(draw_lens(one, out / ("lens-base.png" if name == "base" else "lens.png"), title=title))
+        files = terminal.save(document, out / "lens.json", figures)
     brief = "" if edited.appears is None else str(edited.appears)
-    terminal.result(document | {"files": [str(file) for file in files]}, brief)
+    terminal.result(document | {"files": files}, brief)
 
 
 def _print(terminal: Terminal, lenses: dict[str, Lens]) -> None:

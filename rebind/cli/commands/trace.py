@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 from rebind.cli import options as opt
 from rebind.cli.fact_input import facts_of_file, fits_context, print_skipped, single_fact, valid_facts
 from rebind.cli.session import describe, load_editor, open_editor
-from rebind.cli.ui import Phases
+from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.heatmap import heatmap
 from rebind.cli.ui.tables import counted, seconds
-from rebind.cli.ui.terminal import Terminal, strict_json
 from rebind.edit.wording import percent
 from rebind.errors import InputError
-from rebind.storage import check_writable, write_file
+from rebind.storage import check_writable
 
 if TYPE_CHECKING:
     from rebind.analysis import AverageTrace, Trace, Tracer
@@ -89,12 +88,11 @@ def trace(
     terminal.hint(f"{document['model']}{edits}: traced in {seconds(spent)} ({samples})")
     files = []
     if out is not None:
-        files = [draw_trace(result, out / "trace.png", title=_title(result)), out / "trace.json"]
-        write_file(files[1], strict_json(document).encode())
-        terminal.hint(f"wrote {', '.join(map(str, files))}")
+        figure = draw_trace(result, out / "trace.png", title=_title(result))
+        files = terminal.save(document, out / "trace.json", [figure])
     peaks = [(name, *_peak(result, name), f"{float(rows.max()):.4f}") for name, rows in result.effects.items()]
     brief = "\n".join("\t".join(map(str, peak)) for peak in peaks)
-    terminal.result(document | {"seconds": spent, "files": [str(file) for file in files]}, brief)
+    terminal.result(document | {"seconds": spent, "files": files}, brief)
 
 
 def _known(tracer: Tracer, facts: Facts) -> tuple[Fact, ...]:
@@ -135,12 +133,13 @@ def _print(terminal: Terminal, result: Trace | AverageTrace) -> None:
         width = "" if kind == "hidden" else f", {counted(result.window, 'layer')} at a time"
         label, layer = _peak(result, kind)
         effect = percent(max(0.0, float(rows.max())))
-        terminal.print(f"\n{KIND_NAMES[kind]} restored{width} (largest effect {effect}, at {label!r}, layer {layer})")
+        terminal.print(f"\n{KIND_NAMES[kind]} restored{width} (largest effect {effect}, at '{label}', layer {layer})")
         terminal.print(*heatmap(result.labels, rows.tolist(), kind, width=terminal.out.width, top=top))
 
 
 def _peak(result: Trace | AverageTrace, kind: str) -> tuple[str, int]:
-    """Return the token and the layer with the largest effect."""
+    """Return the token and the layer with the largest effect; a token of nothing but spaces is escaped."""
     rows = result.effects[kind]
     token, layer = divmod(int(rows.argmax()), rows.shape[1])
-    return result.labels[token].strip(), layer
+    label = result.labels[token]
+    return label.strip() or repr(label)[1:-1], layer

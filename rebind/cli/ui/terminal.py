@@ -8,13 +8,15 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 
 from rebind.errors import as_argument
+from rebind.storage import write_file
 
 # Settings that a command has another name for; --keep has the prompts to keep, and `keep` is their weight.
 PARAMETERS = {
@@ -66,6 +68,13 @@ class Terminal:
         elif self.quiet and brief:
             self.out.file.write(brief + "\n")
         self.out.file.flush()  # so that a full disk is reported here and not by the interpreter at its exit
+
+    def save(self, document: Mapping[str, Any], path: Path, figures: Sequence[Path] = ()) -> list[str]:
+        """Write a document beside its figures, print the paths of all files, and return them."""
+        write_file(path, strict_json(document).encode())
+        files = [str(file) for file in (*figures, path)]
+        self.hint(f"wrote {', '.join(files)}")
+        return files
 
     def report(self, kind: str, text: str, style: str = "yellow") -> None:
         """Print one line on standard error: an error, a warning, a skipped record."""
