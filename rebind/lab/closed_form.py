@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
-from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,14 +29,13 @@ KEYS = {
     "model": "MLP keys of a language model, on text",
 }
 RULES = {
-    "sum": ("sum", plotting.RED),
-    "delta": ("delta, one pass", plotting.BLUE),
-    "delta-many": ("delta, many passes", plotting.CYAN),
-    "ridge": ("ridge", plotting.GREEN),
-    "recursive": ("recursive, batch by batch", plotting.AMBER),
-    "equality": ("equality", plotting.VIOLET),
+    "sum": style.look("sum", plotting.RED),
+    "delta": style.look("delta, one pass", plotting.BLUE),
+    "delta-many": style.look("delta, many passes", plotting.CYAN),
+    "ridge": style.look("ridge", plotting.GREEN),
+    "recursive": style.look("recursive, batch by batch", plotting.AMBER, **style.CROSS),
+    "equality": style.look("equality", plotting.VIOLET, marker="D"),
 }
-LOOKS: dict[str, dict[str, Any]] = {"recursive": style.CROSS, "equality": {"marker": "D"}}
 FLOOR = 1e-6  # smaller errors are drawn here
 WINDOW = 128  # tokens that a language model sees together
 
@@ -49,6 +47,7 @@ class ClosedForm(Experiment):
     answers = '"Memory and Forgetting", how many memories can we store; the closed forms of ROME and MEMIT'
     cpu_time = "15 s"
     gpu_time = "30 s"
+    quick_settings = "width=64 loads=0.125,0.25,0.5,0.75,1,1.25,1.5,2 passes=60"
 
     width: int = 128  # d
     loads: tuple[float, ...] = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5, 1.75, 2.0)
@@ -58,10 +57,6 @@ class ClosedForm(Experiment):
     passes: int = 100  # of "delta, many passes"
     lam: float = 1e-4  # λ of ridge and recursive
     group: int = 16  # keys per recursive step
-
-    @classmethod
-    def quick(cls) -> Self:
-        return cls(width=64, loads=(0.125, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0), passes=60)
 
     def batches(self) -> list[list[Point]]:
         """Return one batch per kind of keys and load: all rules and seeds see the same keys."""
@@ -130,9 +125,9 @@ class ClosedForm(Experiment):
             loads = sorted({*self.loads[:: max(len(self.loads) // 3, 1)], self.loads[-1]})
         lines = []
         for kind in self.keys:
-            for rule, (label, _) in RULES.items():
+            for rule, look in RULES.items():
                 cells = [[row["error"] for row in select(rows, keys=kind, rule=rule, load=load)] for load in loads]
-                lines.append([kind, label, *(spread(cell) if cell else "–" for cell in cells)])
+                lines.append([kind, look["label"], *(spread(cell) if cell else "–" for cell in cells)])
         return Table(["keys", "rule", *(f"n/d = {load:g}" for load in loads)], lines)
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
@@ -210,9 +205,7 @@ class ClosedForm(Experiment):
         )
         for axes, kind in zip(panels, self.keys, strict=True):
             visible = [{**row, "error": max(row["error"], FLOOR)} for row in select(rows, keys=kind)]
-            for rule, (label, color) in RULES.items():
-                look = LOOKS.get(rule, {})
-                style.draw(axes, curve(visible, "load", "error", rule=rule), color, label, **look)
+            style.draw_groups(axes, visible, "load", "error", "rule", RULES)
             if kind == "sphere":
                 self._draw_theory(axes)
             axes.axvline(1, color=plotting.EDGE, lw=1)

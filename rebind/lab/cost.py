@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import geometric_mean
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,13 +24,13 @@ from rebind.memory import factor, l2_normalize, ridge
 from rebind.ops import scan_rule
 
 OPS = {
-    "attention": ("softmax attention", plotting.INK),
-    "sum": ("scan, sum", plotting.RED),
-    "delta": ("scan, delta", plotting.BLUE),
+    "attention": style.look("softmax attention", plotting.INK),
+    "sum": style.look("scan, sum", plotting.RED),
+    "delta": style.look("scan, delta", plotting.BLUE),
 }
 SOLVES = {
-    "direct": ("direct: factor C + KᵀK", plotting.AMBER),
-    "woodbury": ("Woodbury, on a factor of C", plotting.GREEN),
+    "direct": style.look("direct: factor C + KᵀK", plotting.AMBER),
+    "woodbury": style.look("Woodbury, on a factor of C", plotting.GREEN),
 }
 
 
@@ -40,6 +40,9 @@ class Cost(Experiment):
     title = "Time and memory against length, and of solves against d and n, with fitted exponents"
     answers = '"Memory and Forgetting", O(n²) time against O(n) and O(1) space; Woodbury'
     cpu_time = "30 s"
+    quick_settings = (
+        "lengths=256,512,1024,2048,4096 heads=2 widths=128,256,512,1024 rows=16 counts=8,32,128,512 width=512"
+    )
 
     lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)  # T
     heads: int = 4
@@ -49,11 +52,6 @@ class Cost(Experiment):
     counts: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)  # n of the solves at `width`
     width: int = 1024
     repeats: int = 3
-
-    @classmethod
-    def quick(cls) -> Self:
-        lengths, widths = (256, 512, 1024, 2048, 4096), (128, 256, 512, 1024)
-        return cls(lengths=lengths, heads=2, widths=widths, rows=16, counts=(8, 32, 128, 512), width=512)
 
     def batches(self) -> list[list[Point]]:
         seeds = range(self.seeds)
@@ -109,13 +107,13 @@ class Cost(Experiment):
 
     def table(self, rows: Sequence[Row]) -> Table:
         lines = []
-        for op, (label, _) in OPS.items():
+        for op, look in OPS.items():
             some = select(rows, part="sequence", op=op)
             state = f"{some[-1]['state_bytes'] / 2**20:.3g} MiB"
-            lines.append([label, *_largest(some, "length", "T"), state])
+            lines.append([look["label"], *_largest(some, "length", "T"), state])
         for part, x in (("width", "d"), ("rows", "n")):
-            for solve, (label, _) in SOLVES.items():
-                lines.append([label, *_largest(select(rows, part=part, solve=solve), x, x), "–"])
+            for solve, look in SOLVES.items():
+                lines.append([look["label"], *_largest(select(rows, part=part, solve=solve), x, x), "–"])
         return Table(["what", "time", "grows as", "state"], lines)
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
@@ -164,13 +162,13 @@ class Cost(Experiment):
             columns=2,
             size=(5.4, 4.0),
         )
-        for op, (label, color) in OPS.items():
-            _draw_fit(times, fastest(rows, "length", op=op), color, label, "T")
-        states = {"attention": OPS["attention"], "delta": ("scans, sum and delta alike", plotting.BLUE)}
+        for op, look in OPS.items():
+            _draw_fit(times, fastest(rows, "length", op=op), look, "T")
+        states = {"attention": OPS["attention"], "delta": style.look("scans, sum and delta alike", plotting.BLUE)}
         style.draw_groups(state, rows, "length", "state_bytes", "op", states)
         for axes, part, x in ((width, "width", "d"), (count, "rows", "n")):
-            for solve, (label, color) in SOLVES.items():
-                _draw_fit(axes, fastest(rows, x, part=part, solve=solve), color, label, x)
+            for solve, look in SOLVES.items():
+                _draw_fit(axes, fastest(rows, x, part=part, solve=solve), look, x)
         for axes in figure.axes:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
@@ -205,10 +203,10 @@ def _largest(rows: Sequence[Row], x: str, symbol: str) -> tuple[str, str]:
     return f"{spread(milliseconds)} ms at {symbol} = {largest}", f"{symbol}^{exponent(fastest(rows, x)):.2f}"
 
 
-def _draw_fit(axes: style.Axes, times: Curve, color: str, label: str, symbol: str) -> None:
+def _draw_fit(axes: style.Axes, times: Curve, look: style.Look, symbol: str) -> None:
     """Draw the curve, and the straight line fitted to its last three points."""
     power = exponent(times)
-    style.draw(axes, times, color, f"{label}: {symbol}^{power:.2f}")
+    style.draw(axes, times, **{**look, "label": f"{look['label']}: {symbol}^{power:.2f}"})
     places = times.x[-3:]
     center, level = geometric_mean(places), geometric_mean(times.mean[-3:])
     style.draw_theory(axes, places, [level * (place / center) ** power for place in places])

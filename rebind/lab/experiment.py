@@ -51,14 +51,14 @@ class Experiment(ABC):
     answers: ClassVar[str]  # the figure, table or sentence of the literature that it answers
     cpu_time: ClassVar[str]  # duration at full size on two CPU cores, or "for a GPU"
     gpu_time: ClassVar[str] = "—"  # duration at full size on one H200, where it was measured
-    zero_based: ClassVar[tuple[str, ...]] = ()  # settings that are an index; other whole numbers are 1 or more
+    quick_settings: ClassVar[str]  # `key=value` words that make it small; it still shows the shape of the results
 
     seeds: int = 3  # every point is measured with this many random seeds
 
     @classmethod
-    @abstractmethod
     def quick(cls) -> Self:
-        """Return a small version that takes seconds and already shows the shape of the results."""
+        """Return a small version that takes seconds."""
+        return cls().with_settings(cls.quick_settings.split())
 
     @abstractmethod
     def batches(self) -> list[list[Point]]:
@@ -95,7 +95,7 @@ class Experiment(ABC):
             require_known("setting", [name], defaults)
             if name in changes:
                 raise InputError(f"Setting {name!r} appears twice", expected="each setting once", code="setting_twice")
-            changes[name] = _parse(name, text, defaults[name], least=0 if name in self.zero_based else 1)
+            changes[name] = _parse(name, text, defaults[name])
         return replace(self, **changes)
 
 
@@ -112,23 +112,23 @@ def require_known(kind: str, chosen: Iterable[str], names: Iterable[str]) -> Non
             raise unknown_name(kind, name, known)
 
 
-def _parse(name: str, text: str, default: Any, least: int) -> Any:
+def _parse(name: str, text: str, default: Any) -> Any:
     """Read text as the type of the default. A list is written a,b,c; repeated values count once, numbers are sorted."""
     if isinstance(default, tuple):
-        values = dict.fromkeys(_parse(name, part, default[0], least) for part in text.split(",") if part)
+        values = dict.fromkeys(_parse(name, part, default[0]) for part in text.split(",") if part)
         if not values:
             raise _invalid(name, text, f"values such as {','.join(map(str, default))}")
         return tuple(values) if isinstance(default[0], str) else tuple(sorted(values))
     if isinstance(default, str):
         return text
-    least = least if isinstance(default, int) else 0
-    kind = f"a whole number, {least} or more" if isinstance(default, int) else "a finite number, 0 or more"
+    least = 1 if isinstance(default, int) and name != "layer" else 0  # layers are counted from 0
     try:
         value = type(default)(text)
     except ValueError:
         value = math.nan
     if not least <= value < math.inf:
-        raise _invalid(name, text, kind)
+        kind = "whole" if isinstance(default, int) else "finite"
+        raise _invalid(name, text, f"a {kind} number, {least} or more")
     return value
 
 

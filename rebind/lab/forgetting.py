@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Forgetting(Experiment):
     title = "Retention against age for every rule, and what reusing keys does"
     answers = 'Schlag et al., appendix B; "Memory and Forgetting", write-only against read-write access'
     cpu_time = "90 s"
+    quick_settings = "width=64 streams=8 pools=0.125,0.25,0.5,1"
 
     width: int = 128  # d
     length: int = 10  # of the stream, in multiples of d
@@ -40,10 +41,6 @@ class Forgetting(Experiment):
     beta: float = 0.1  # β of RFA; delta, Longhorn and gated delta have 1
     pools: tuple[float, ...] = (0.0625, 0.125, 0.25, 0.5, 0.75, 1.0)  # distinct keys over d, where keys are reused
     lam: float = 1e-4  # λ of recursive
-
-    @classmethod
-    def quick(cls) -> Self:
-        return cls(width=64, streams=8, pools=(0.125, 0.25, 0.5, 1.0))
 
     @property
     def writes(self) -> int:
@@ -168,11 +165,11 @@ class Forgetting(Experiment):
     def table(self, rows: Sequence[Row]) -> Table:
         ages = [min(self.ages(), key=lambda age: abs(age - multiple * self.width)) for multiple in (0, 1, 4)]
         pool, lines = self.pools[-1], []
-        for rule, (label, _) in RULES.items():
+        for rule, look in RULES.items():
             by_age = [select(rows, part="stream", rule=rule, age=age) for age in ages]
             cells = [spreads(some, name, digits=2)[0] for name in ("retention", "error") for some in by_age]
             cells += spreads(select(rows, part="reuse", rule=rule, pool=pool), "latest", "before", digits=2)
-            lines.append([label, *cells])
+            lines.append([look["label"], *cells])
         header = [f"{name} at age {age}" for name in ("retention", "error") for age in ages]
         return Table(["rule", *header, f"reused keys ({pool:g} d): latest", "the one before"], lines)
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -36,6 +35,10 @@ class Hopfield(Experiment):
     answers = '"Memory and Forgetting", appendix: 0.14 N memories, exponentially many, one step = one attention pass'
     cpu_time = "80 s"
     gpu_time = "22 s"
+    quick_settings = (
+        "units=100,300,1000 loads=0.05,0.1,0.12,0.13,0.14,0.15,0.16,0.18,0.22 probes=64 steps=40 "
+        "overlaps=0,0.1,0.2,0.3,0.4 small=100 starts=100 rates=0.125,0.25,0.375,0.5,0.625 betas=0.02,0.05,0.1,0.2,0.5,1"
+    )
 
     units: tuple[int, ...] = (100, 200, 500, 1000, 2000)  # N of the classical network
     loads: tuple[float, ...] = (0.02, 0.05, 0.08, 0.1, 0.11, 0.12, 0.13, 0.14, 0.15, 0.16, 0.17, 0.18, 0.2, 0.22, 0.25)
@@ -47,20 +50,6 @@ class Hopfield(Experiment):
     modern: tuple[int, ...] = (8, 16, 24)  # N of the modern network
     rates: tuple[float, ...] = (0.125, 0.25, 0.375, 0.4375, 0.5, 0.5625, 0.625, 0.6875, 0.75)  # log₂ M / N
     betas: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
-
-    @classmethod
-    def quick(cls) -> Self:
-        return cls(
-            units=(100, 300, 1000),
-            loads=(0.05, 0.1, 0.12, 0.13, 0.14, 0.15, 0.16, 0.18, 0.22),
-            probes=64,
-            steps=40,
-            overlaps=(0.0, 0.1, 0.2, 0.3, 0.4),
-            small=100,
-            starts=100,
-            rates=(0.125, 0.25, 0.375, 0.5, 0.625),
-            betas=(0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
-        )
 
     def batches(self) -> list[list[Point]]:
         """Return one batch per setting, with all its seeds."""
@@ -240,14 +229,14 @@ class Hopfield(Experiment):
         self._draw_ends(ends, select(rows, part="ends"))
         shades = cycle((plotting.CYAN, plotting.BLUE, plotting.VIOLET, plotting.PINK, plotting.AMBER))
         for units, color in zip(self.modern, shades, strict=False):
-            label = f"N = {units}: up to {2 ** (max(self.rates) * units):,.0f} patterns"
-            style.draw(modern, curve(rows, "rate", "one", part="modern", units=units), color, label)
+            look = style.look(f"N = {units}: up to {2 ** (max(self.rates) * units):,.0f} patterns", color)
+            style.draw(modern, curve(rows, "rate", "one", part="modern", units=units), **look)
         modern.axvline(0.125, color=plotting.EDGE, lw=1)
         style.note(modern, "2^(N/8)", (0.125, 0.03))
         modern.set_ylim(0, 1.05)
         plotting.legend(modern, loc="lower left", bbox_to_anchor=(0.0, 0.1))
         for name, label, color in (("one", "one step", plotting.BLUE), ("several", f"{STEPS} steps", plotting.GREEN)):
-            style.draw(beta, curve(rows, "beta", name, part="beta"), color, label)
+            style.draw(beta, curve(rows, "beta", name, part="beta"), **style.look(label, color))
         beta.set(xscale="log", yscale="log")
         plotting.legend(beta, loc="lower left")
         return figure
@@ -255,7 +244,7 @@ class Hopfield(Experiment):
     def _draw_load(self, axes: style.Axes, rows: Sequence[Row]) -> None:
         shades = ("#fca5a5", "#f87171", "#dc2626", "#991b1b", "#450a0a")
         for units, color in zip(self.units, cycle(shades[-len(self.units) :]), strict=False):
-            style.draw(axes, curve(rows, "load", "error", units=units), color, f"N = {units}")
+            style.draw(axes, curve(rows, "load", "error", units=units), **style.look(f"N = {units}", color))
         loads = [BREAKDOWN * step / 80 for step in range(1, 80)]
         style.draw_theory(axes, loads, [mean_field_error(load) for load in loads], "N → ∞")
         axes.axvline(BREAKDOWN, color=plotting.EDGE, lw=1)

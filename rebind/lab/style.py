@@ -14,34 +14,39 @@ if TYPE_CHECKING:
 
 Axes: TypeAlias = "matplotlib.axes.Axes"
 
-RULES = {  # label and color of a rule, the same in every figure
-    "sum": ("sum", RED),
-    "mamba2": ("Mamba-2", AMBER),
-    "rfa": ("RFA", PINK),
-    "tanh": ("tanh fast weights", OLIVE),
-    "delta": ("delta", BLUE),
-    "longhorn": ("Longhorn", CYAN),
-    "gated_delta": ("gated delta", VIOLET),
-    "recursive": ("recursive", GREEN),
-    "softmax": ("softmax attention", INK),
+Look: TypeAlias = dict[str, Any]  # of a curve, in the words of matplotlib's `plot`
+
+
+def look(label: str, color: str, **more: Any) -> Look:
+    """Return the label and the color of a curve, and whatever else makes it look different."""
+    return {"label": label, "color": color, **more}
+
+
+RULES = {  # the same in every figure
+    "sum": look("sum", RED),
+    "mamba2": look("Mamba-2", AMBER),
+    "rfa": look("RFA", PINK),
+    "tanh": look("tanh fast weights", OLIVE),
+    "delta": look("delta", BLUE),
+    "longhorn": look("Longhorn", CYAN),
+    "gated_delta": look("gated delta", VIOLET),
+    "recursive": look("recursive", GREEN),
+    "softmax": look("softmax attention", INK),
 }
-# For a curve that coincides with another.
-CROSS: dict[str, Any] = {"marker": "x", "ls": "none", "ms": 6.5, "mew": 1.6, "zorder": 4}
+CROSS: Look = {"marker": "x", "ls": "none", "ms": 6.5, "mew": 1.6, "zorder": 4}  # for a curve on top of another
 DASHES = (0, (4, 2.5))
 
 
-def draw(axes: Axes, values: Curve, color: str, label: str | None = None, **look: Any) -> None:
+def draw(axes: Axes, values: Curve, *, color: str, **look: Any) -> None:
     """Draw a line through the means, and the range of the seeds behind it."""
     axes.fill_between(values.x, values.low, values.high, color=color, alpha=0.15, lw=0)
-    axes.plot(values.x, values.mean, color=color, label=label, **{"lw": 1.7, "marker": "o", "ms": 3.6, **look})
+    axes.plot(values.x, values.mean, color=color, **{"lw": 1.7, "marker": "o", "ms": 3.6, **look})
 
 
-def draw_groups(
-    axes: Axes, rows: Sequence[Row], x: str, y: str, by: str, looks: Mapping[str, tuple[str, str]], **look: Any
-) -> None:
-    """Draw one curve of y against x per value of the column `by`; `looks` maps each value to its label and color."""
-    for value, (label, color) in looks.items():
-        draw(axes, curve(rows, x, y, **{by: value}), color, label, **look)
+def draw_groups(axes: Axes, rows: Sequence[Row], x: str, y: str, by: str, looks: Mapping[Any, Look]) -> None:
+    """Draw one curve of y against x per value of the column `by` that has a look."""
+    for value, look in looks.items():
+        draw(axes, curve(rows, x, y, **{by: value}), **look)
 
 
 def draw_theory(axes: Axes, x: Sequence[float], y: Sequence[float], label: str | None = None) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,16 @@ from rebind.memory import Recursive, Write, l2_normalize, ttt
 from rebind.ops import scan_rule
 
 RULES = {rule: style.RULES[rule] for rule in ("sum", "mamba2", "rfa", "delta", "longhorn", "gated_delta")}
-MODES = {  # gradient descent: how many tokens use the gradient at one state, label and color
-    "online": (1, "online", plotting.BLUE),
-    "mini-batch": (16, "mini-batches of 16", plotting.VIOLET),
-    "batch": (None, "batch", plotting.AMBER),
+MODES = {  # of gradient descent
+    "online": style.look("online", plotting.BLUE),
+    "mini-batch": style.look("mini-batches of 16", plotting.VIOLET),
+    "batch": style.look("batch", plotting.AMBER),
 }
+MINI_BATCHES = {"online": 1, "mini-batch": 16, "batch": None}  # how many tokens use the gradient at one state
 STARTS = {
-    "zero": ("online, from W₀ = 0", plotting.BLUE),
-    "learned": ("online, from a learned W₀", plotting.CYAN),
-    "solved": ("least squares, from 0", plotting.GREEN),
+    "zero": style.look("online, from W₀ = 0", plotting.BLUE),
+    "learned": style.look("online, from a learned W₀", plotting.CYAN),
+    "solved": style.look("least squares, from 0", plotting.GREEN),
 }
 TASK_SPREAD = 0.5  # distance of a task from the mean task, relative to the length of the mean
 LEFT = 0.1  # share of the squared error at which a task counts as learned
@@ -44,6 +45,7 @@ class Ttt1d(Experiment):
     title = "A scalar memory learns a line and a step; how many tokens the state takes to fill"
     answers = '"Memory and Forgetting", 1-D learning at test time, Theorem 1, juicing the state'
     cpu_time = "20 s"
+    quick_settings = "widths=2,4,8,16 tasks=64 outer=80"
 
     tokens: int = 128
     noise: float = 0.1
@@ -52,10 +54,6 @@ class Ttt1d(Experiment):
     widths: tuple[int, ...] = (2, 4, 8, 16, 32, 64)  # d of the tasks where tokens are counted
     tasks: int = 128  # over which the count is averaged
     outer: int = 300  # steps that learn W₀
-
-    @classmethod
-    def quick(cls) -> Self:
-        return cls(widths=(2, 4, 8, 16), tasks=64, outer=80)
 
     def batches(self) -> list[list[Point]]:
         seeds = range(self.seeds)
@@ -88,7 +86,7 @@ class Ttt1d(Experiment):
         k = k.clamp(-2, 2).to(device)
         v = self.slopes(point["task"]).to(device)[:, None] * k + self.noise * noise.to(device)
         if point["by"] in MODES:
-            start, mini_batch = (k.new_zeros(1, 1),), MODES[point["by"]][0]
+            start, mini_batch = (k.new_zeros(1, 1),), MINI_BATCHES[point["by"]]
             memory = ttt.run(ttt.Linear(), start, torch.ones_like(k), k, v, rate=self.rate, mini_batch=mini_batch).out
         else:
             k, v = k[None, :, None], v[None, :, None]
@@ -142,7 +140,7 @@ class Ttt1d(Experiment):
         return start.detach()
 
     def table(self, rows: Sequence[Row]) -> Table:
-        names = {rule: label for rule, (label, _) in RULES.items()} | {mode: f"descent, {mode}" for mode in MODES}
+        names = {rule: look["label"] for rule, look in RULES.items()} | {mode: f"descent, {mode}" for mode in MODES}
         lines = []
         for task in ("line", "step"):
             target = float(self.slopes(task)[-1])
@@ -150,9 +148,9 @@ class Ttt1d(Experiment):
                 ends = [row["memory"][-1] for row in select(rows, part="trajectory", task=task, by=by)]
                 lines.append([f"{task}: W at the end, w* = {target:g}", name, spread(ends)])
         for width in self.widths:
-            for start, (label, _) in STARTS.items():
+            for start, look in STARTS.items():
                 cells = spreads(select(rows, part="juicing", width=width, start=start), "tokens")
-                lines.append([f"tokens to a tenth of the error, d = {width}", label, *cells])
+                lines.append([f"tokens to a tenth of the error, d = {width}", look["label"], *cells])
         gap = max(row["gap"] for row in select(rows, part="theorem"))
         lines.append(["Theorem 1: batch descent against linear attention", "largest difference", f"{gap:.0e}"])
         return Table(["measured", "by", "value"], lines)
@@ -212,11 +210,11 @@ class Ttt1d(Experiment):
             axes.set_ylim(-1.6, 1.6)
         for axes, task in ((line, "line"), (step, "step")):
             for rule in ("rfa", "gated_delta", "longhorn", "delta"):  # sum is off the scale, Mamba-2 here is RFA
-                label = "RFA; Mamba-2 with dt = 1 − α" if rule == "rfa" else RULES[rule][0]
-                style.draw(axes, _path(rows, task, rule), RULES[rule][1], label, marker="")
+                label = {"label": "RFA; Mamba-2 with dt = 1 − α"} if rule == "rfa" else {}
+                style.draw(axes, _path(rows, task, rule), **{**RULES[rule], **label, "marker": ""})
         plotting.legend(line, loc="lower right")
-        for mode, (_, label, color) in MODES.items():
-            style.draw(modes, _path(rows, "step", mode), color, label, marker="")
+        for mode, look in MODES.items():
+            style.draw(modes, _path(rows, "step", mode), **look, marker="")
         summed = _path(rows, "step", "sum")
         scaled = [2 * self.rate * memory for memory in summed.mean[::6]]
         circles: dict[str, Any] = {"ms": 4.5, "mfc": "none", "mec": plotting.RED, "mew": 1.2}

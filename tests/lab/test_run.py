@@ -32,17 +32,13 @@ class Norms(Experiment):
     title = "Norms"
     answers = "nothing"
     cpu_time = "no time"
-    zero_based = ("first",)
+    quick_settings = "sizes=2"
 
     sizes: tuple[int, ...] = (2, 3, 4)
     scale: float = 1.5
     label: str = "a"
-    first: int = 0
+    layer: int = 0
     measured: ClassVar[list] = []  # the batches that were measured, by all instances
-
-    @classmethod
-    def quick(cls):
-        return cls(sizes=(2,))
 
     def batches(self):
         return [[{"size": size, "seed": seed} for seed in range(self.seeds)] for size in self.sizes]
@@ -239,7 +235,7 @@ class TestFigures:
 
 class TestSettings:
     def test_values_have_the_types_of_their_defaults(self):
-        experiment = Norms().with_settings(["sizes=5,6", "scale=2", "seeds=1", "label=b", "first=0"])
+        experiment = Norms().with_settings(["sizes=5,6", "scale=2", "seeds=1", "label=b", "layer=0"])
         assert experiment == Norms(seeds=1, sizes=(5, 6), scale=2.0, label="b")
         assert isinstance(experiment.scale, float)
 
@@ -278,5 +274,5 @@ class TestSettings:
 def test_config_holds_all_settings(tmp_path):
     result = run_experiment(replace(Norms(), label="b"), tmp_path / "out")
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert stored["settings"] == {"seeds": 3, "sizes": [2, 3, 4], "scale": 1.5, "label": "b", "first": 0}
+    assert stored["settings"] == {"seeds": 3, "sizes": [2, 3, 4], "scale": 1.5, "label": "b", "layer": 0}
     assert (stored["experiment"], result.config["experiment"]) == ("norms", "norms")

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
 
 import torch
 
@@ -28,13 +27,13 @@ from rebind.lab import style
 from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid, require_known
 from rebind.lab.report import curve, select, spread
 
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # label and look
-    "rome": ("ROME, one by one", {"color": plotting.RED}),
-    "emmet": ("EMMET", {"color": plotting.VIOLET, "marker": "D"}),
-    "memit": ("MEMIT", {"color": plotting.BLUE}),
-    "batches": ("MEMIT, batch by batch", {"color": plotting.CYAN}),
-    "recursive": ("recursive, batch by batch", {"color": plotting.GREEN, **style.CROSS}),
-    "alphaedit": ("AlphaEdit", {"color": plotting.AMBER}),
+METHODS = {
+    "rome": style.look("ROME, one by one", plotting.RED),
+    "emmet": style.look("EMMET", plotting.VIOLET, marker="D"),
+    "memit": style.look("MEMIT", plotting.BLUE),
+    "batches": style.look("MEMIT, batch by batch", plotting.CYAN),
+    "recursive": style.look("recursive, batch by batch", plotting.GREEN, **style.CROSS),
+    "alphaedit": style.look("AlphaEdit", plotting.AMBER),
 }
 COLUMNS = {
     "realized": "realized",
@@ -53,7 +52,7 @@ class Edits(Experiment):
     answers = "ROME eq. 17, MEMIT eq. 14, EMMET and AlphaEdit on the same keys; plasticity against stability"
     cpu_time = "for a GPU"
     gpu_time = "2 min"
-    zero_based = ("layer",)
+    quick_settings = "seeds=2 model=random layer=0 counts=1,2,5,10,20 rate=0.1 moment_tokens=2000"
 
     model: str = "smollm2"  # or "random", a random model created on the spot
     layer: int = 2
@@ -66,10 +65,6 @@ class Edits(Experiment):
     rate: float = 0.5  # of target search
     clamp: float = 4.0  # of target search: ROME's bound on this model
     moment_tokens: int = 100_000
-
-    @classmethod
-    def quick(cls) -> Self:
-        return cls(seeds=2, model="random", layer=0, counts=(1, 2, 5, 10, 20), rate=0.1, moment_tokens=2_000)
 
     def batches(self) -> list[list[Point]]:
         """Return one batch per order of the facts and method; then the other λ, at the largest count."""
@@ -100,7 +95,7 @@ class Edits(Experiment):
             if some := select(rows, method=method, n=n, scale=scale):
                 # Rounded, because the order of the facts alone changes the last bits.
                 cells = [spread([round(row[name], 12) for row in some]) for name in COLUMNS]
-                lines.append([METHODS[method][0], str(n), f"{scale:g}", *cells])
+                lines.append([METHODS[method]["label"], str(n), f"{scale:g}", *cells])
         return Table(["method", "facts", "λ ×", *COLUMNS.values()], lines)
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
@@ -146,12 +141,9 @@ class Edits(Experiment):
             columns=2,
             size=(5.6, 3.9),
         )
-        for method in self.methods:
-            label, look = METHODS[method]
-            some = select(rows, method=method, scale=1.0)
-            style.draw(new, curve(some, "n", "likelier"), **look)
-            style.draw(old, curve(some, "n", "drift"), label=label, **look)
-        for axes in (new, old):
+        looks = {method: METHODS[method] for method in self.methods}
+        for axes, measure in ((new, "likelier"), (old, "drift")):
+            style.draw_groups(axes, select(rows, scale=1.0), "n", measure, "method", looks)
             axes.set_xscale("log")
             axes.set_xticks(self.counts, [str(n) for n in self.counts])
             axes.minorticks_off()
@@ -173,7 +165,7 @@ class Edits(Experiment):
                 style.note(axes, f"λ × {scale:g}", place, (right, above), ha=side)
         for method in self.methods:
             some = select(rows, method=method, scale=1.0)
-            look = {"marker": "o", "ms": 6.5, "zorder": 5, **METHODS[method][1], "ls": "none"}
+            look = {"marker": "o", "ms": 6.5, "zorder": 5, **METHODS[method], "ls": "none"}
             axes.plot(fmean(row[across] for row in some), fmean(row[up] for row in some), **look)
         axes.set(xscale="log", ylim=(-0.05, 1.06))
 

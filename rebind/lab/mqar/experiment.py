@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 
@@ -27,27 +26,13 @@ class Mqar(Recall):
     answers = "the recall of Zoology and Based (Arora et al.), accuracy against state size"
     cpu_time = "for a GPU"
     gpu_time = "under 45 min"  # 2,539 s in seven parts, six of them beside other programs
+    quick_settings = (
+        "seeds=2 rules=sum,delta,softmax widths=8,16,24 vocabulary=48 trained=16x4,32x8 tested=16x4,24x6,32x8 layers=1 "
+        "heads=1 rates=3e-2 batch=24 steps=250 every=50 sequences=64"
+    )
 
     rules: tuple[str, ...] = tuple(NORMALIZERS)
     widths: tuple[int, ...] = (32, 64, 128, 256)
-
-    @classmethod
-    def quick(cls) -> Self:
-        return cls(
-            seeds=2,
-            rules=("sum", "delta", SOFTMAX),
-            widths=(8, 16, 24),
-            vocabulary=48,
-            trained=("16x4", "32x8"),
-            tested=("16x4", "24x6", "32x8"),
-            layers=1,
-            heads=1,
-            rates=(3e-2,),
-            batch=24,
-            steps=250,
-            every=50,
-            sequences=64,
-        )
 
     def batches(self) -> list[list[Point]]:
         """Return one batch per rule and width: all rates and seeds train in one stack."""
@@ -81,7 +66,7 @@ class Mqar(Recall):
                 cells = [spread([row["accuracies"][at] for row in some], 2) for at in range(len(self.tested))]
                 rates = ", ".join(f"{rate:.2g}" for rate in sorted({row["rate"] for row in some}))
                 sizes = [f"{some[0][name]:,}" for name in ("parameters", "state")]
-                lines.append([style.RULES[rule][0], str(width), *sizes, rates, *cells])
+                lines.append([style.RULES[rule]["label"], str(width), *sizes, rates, *cells])
         header = [f"{task.pairs} in {task.length}" for task in self.tasks(self.tested)]
         return Table(["rule", "width", "parameters", "state", "rate", *header], lines)
 
@@ -125,13 +110,12 @@ class Mqar(Recall):
             size=(4.6, 4.2),
         )
         for rule in self.rules:
-            label, color = style.RULES[rule]
-            look: dict[str, Any] = {"ls": style.DASHES} if rule == SOFTMAX else {}
+            look = {**style.RULES[rule], **({"ls": style.DASHES} if rule == SOFTMAX else {})}
             some = select(best, rule=rule)
-            style.draw(by_state, curve(some, "state", "accuracy"), color, label, **look)
+            style.draw(by_state, curve(some, "state", "accuracy"), **look)
             some = select(some, width=middle)
-            style.draw(by_pairs, self._by_pairs(some), color, **look)
-            style.draw(learning, learning_curve(some, "course", self.every), color, ms=2.4, **look)
+            style.draw(by_pairs, self._by_pairs(some), **look)
+            style.draw(learning, learning_curve(some, "course", self.every), ms=2.4, **look)
         by_state.set(xscale="log")
         by_pairs.set(xscale="log")
         counts = sorted({tested.pairs for tested in self.tasks(self.tested)})

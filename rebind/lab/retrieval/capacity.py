@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
 
 import torch
 
@@ -16,14 +15,14 @@ from rebind.lab.report import curve, learning_curve, select
 from rebind.lab.retrieval.training import SOLVED, Retrieval, describe_losses, finite_claim
 
 FEATURES = {
-    "linear": ("linear (elu + 1)", plotting.RED),
-    "dpfp-1": ("DPFP-1", plotting.CYAN),
-    "dpfp-2": ("DPFP-2", plotting.BLUE),
-    "dpfp-3": ("DPFP-3", plotting.VIOLET),
-    "favor-64": ("FAVOR+, m = 64", "#fcd34d"),
-    "favor-128": ("FAVOR+, m = 128", plotting.AMBER),
-    "favor-512": ("FAVOR+, m = 512", "#92400e"),
-    "softmax": ("softmax", plotting.INK),
+    "linear": style.look("linear (elu + 1)", plotting.RED),
+    "dpfp-1": style.look("DPFP-1", plotting.CYAN),
+    "dpfp-2": style.look("DPFP-2", plotting.BLUE),
+    "dpfp-3": style.look("DPFP-3", plotting.VIOLET),
+    "favor-64": style.look("FAVOR+, m = 64", "#fcd34d"),
+    "favor-128": style.look("FAVOR+, m = 128", plotting.AMBER),
+    "favor-512": style.look("FAVOR+, m = 512", "#92400e"),
+    "softmax": style.look("softmax", plotting.INK),
 }
 # From the authors' logs, one run per point with keys 64 wide: the largest S solved, and the loss at S = 600.
 PUBLISHED = {
@@ -43,15 +42,11 @@ class Capacity(Retrieval):
     answers = "Schlag et al., Figures 2 and 4 (setting 1)"
     cpu_time = "for a GPU"
     gpu_time = "about 10 min"  # estimated from the time per step
+    quick_settings = (
+        "seeds=2 sizes=8,16,32 features=linear,dpfp-1,dpfp-2,softmax key_width=16 rate=3e-3 steps=300 every=100"
+    )
 
     sizes: tuple[int, ...] = tuple(range(20, 601, 20))
-
-    @classmethod
-    def quick(cls) -> Self:
-        features = ("linear", "dpfp-1", "dpfp-2", "softmax")
-        return cls(
-            seeds=2, sizes=(8, 16, 32), features=features, key_width=16, batch=32, rate=3e-3, steps=300, every=100
-        )
 
     def batches(self) -> list[list[Point]]:
         """Return one batch per feature map."""
@@ -76,7 +71,7 @@ class Capacity(Retrieval):
             largest, loss = published.get(feature, ("—", "—"))
             every, most = largest_solved(some)
             known = f"{largest}{PUBLISHED_TOO.get(feature, '') if published else ''}"
-            lines.append([FEATURES[feature][0], *losses, str(loss), f"{every:g}", f"{most:g}", known])
+            lines.append([FEATURES[feature]["label"], *losses, str(loss), f"{every:g}", f"{most:g}", known])
         header = ["φ", *(f"loss at S = {size}" for size in sizes), "published at S = 600"]
         return Table([*header, "largest S solved by every seed", "by most seeds", "by the one published run"], lines)
 
@@ -112,11 +107,10 @@ class Capacity(Retrieval):
             size=(5.8, 4.6),
         )
         for feature in self.features:
-            label, color = FEATURES[feature]
             some = select(rows, feature=feature)
-            style.draw(loss, curve(some, "size", "loss"), color, label)
+            style.draw(loss, curve(some, "size", "loss"), **FEATURES[feature])
             largest = select(some, size=self.sizes[-1])
-            style.draw(learning, learning_curve(largest, "losses", self.every), color, ms=1.5)
+            style.draw(learning, learning_curve(largest, "losses", self.every), **FEATURES[feature], ms=1.5)
         loss.axhline(SOLVED, color=plotting.EDGE, lw=1)
         style.note(loss, "solved", (0.99, SOLVED), (0, 1), xycoords=("axes fraction", "data"), ha="right")
         for axes in (loss, learning):

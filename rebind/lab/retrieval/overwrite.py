@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
@@ -40,16 +39,11 @@ class Overwrite(Retrieval):
     answers = "Schlag et al., Figure 5 (setting 2)"
     cpu_time = "for a GPU"
     gpu_time = "about 13 min"  # linear φ takes 221 s; the rest is estimated from the time per step
+    quick_settings = "seeds=2 sizes=8,16 features=dpfp-1 key_width=24 batch=16 steps=300 every=100 rate=4e-3"
 
     sizes: tuple[int, ...] = (20, 40, 60, 80, 100, 120, 140, 160, 180, 200)
     features: tuple[str, ...] = ("linear", "dpfp-1", "dpfp-2", "favor-64")
     rules: tuple[str, ...] = RULES[:-1]
-
-    @classmethod
-    def quick(cls) -> Self:
-        return cls(
-            seeds=2, sizes=(8, 16), features=("dpfp-1",), key_width=24, batch=16, steps=300, every=100, rate=4e-3
-        )
 
     def batches(self) -> list[list[Point]]:
         """Return one batch per feature map."""
@@ -79,7 +73,7 @@ class Overwrite(Retrieval):
                     some = select(rows, feature=feature, rule=rule, size=size)
                     short, steps = spreads(some, "short", "steps")
                     known = str(published.get((feature, rule, size), "—"))
-                    label = style.RULES[rule][0]
+                    label = style.RULES[rule]["label"]
                     lines.append([feature, label, str(size), describe_losses(some), short, known, steps])
         return Table(["φ", "rule", "S", "loss at length 2S", "loss at length S", "published at S", "steps"], lines)
 
@@ -119,14 +113,14 @@ class Overwrite(Retrieval):
             size=(4.6, 4.2),
         )
         for rule in self.rules:
-            label, color = style.RULES[rule]
+            look = style.RULES[rule]
             for axes, feature in zip(panels, self.features, strict=True):
                 some = select(rows, feature=feature, rule=rule)
-                style.draw(axes, curve(some, "size", "loss"), color, label)
+                style.draw(axes, curve(some, "size", "loss"), **look)
                 short = curve(some, "size", "short")
-                axes.plot(short.x, short.mean, "o", mfc="none", mec=color, ms=5, mew=1.1, alpha=0.8)
+                axes.plot(short.x, short.mean, "o", mfc="none", mec=look["color"], ms=5, mew=1.1, alpha=0.8)
             some = select(rows, feature=middle, rule=rule, size=largest)
-            style.draw(learning, learning_curve(some, "losses", self.every), color, marker="")
+            style.draw(learning, learning_curve(some, "losses", self.every), **look, marker="")
         for axes in panels:
             style.mark_level(axes, SOLVED, "solved")
             axes.set_yscale("log")
