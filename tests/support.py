@@ -57,10 +57,10 @@ class Draw:
 
 
 @contextmanager
-def raises(error: type[RebindError], code: str) -> Iterator[None]:
+def raises(error: type[RebindError], code: str) -> Iterator[pytest.ExceptionInfo[RebindError]]:
     """Expect an error of this class with this code."""
     with pytest.raises(error) as caught:
-        yield
+        yield caught
     assert caught.value.code == code
 
 

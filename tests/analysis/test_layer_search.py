@@ -13,6 +13,7 @@ from rebind.edit.settings import layers_file, measured_layers
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
 from tests import tiny
+from tests.support import raises
 
 PROMPTS = ("The capital of {France} is", "I saw {Norway} in", "The bridge of {Mostar} was", "She said {Dante} and")
 
@@ -79,9 +80,8 @@ def test_the_peak_of_the_trace_is_the_middle_of_a_candidate(width):
 
 def test_only_facts_that_the_model_knows_are_tried(editor):
     for trials in (TRIAL_FACTS, []):
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, "too_few_known_facts"):
             search_layers(editor, trials)
-        assert caught.value.code == "too_few_known_facts"
     assert saved_layer_choice(editor.fingerprint) is None
 
 
@@ -114,9 +114,8 @@ def test_facts_of_the_user_need_the_true_answer():
     fact = Fact.parse("The capital of {France} is", "Rome", old="Paris", neighbors=["Lyon is in"])
     (trial,) = trial_facts_from([fact])
     assert trial.neighbors == (("Lyon is in", "Paris"),)
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "fact_without_old"):
         trial_facts_from([fact, Fact.parse("The capital of {Spain} is", "Rome")])
-    assert caught.value.code == "fact_without_old"
 
 
 def test_the_trial_facts_are_complete():

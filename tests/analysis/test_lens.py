@@ -9,7 +9,7 @@ from rebind.analysis.lens import logit_lens
 from rebind.errors import InputError
 from tests import tiny
 from tests.analysis.test_tracing import family, language_model
-from tests.support import assert_close
+from tests.support import assert_close, raises
 
 PROMPT = "The capital of France is"
 
@@ -59,6 +59,5 @@ def test_another_models_answer_can_be_looked_for():
 
 
 def test_a_prompt_longer_than_the_context_is_refused():
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "prompt_too_long"):
         logit_lens(language_model(tiny.llama()), "very " * 200)
-    assert caught.value.code == "prompt_too_long"

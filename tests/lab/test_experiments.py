@@ -9,6 +9,7 @@ import pytest
 from rebind.errors import InputError
 from rebind.lab import EXPERIMENTS, get_experiment, run_experiment
 from rebind.lab.cost import OPS, SOLVES
+from tests.support import raises
 from tests.test_docs import ROOT, run_blocks
 
 NAMES = list(EXPERIMENTS)
@@ -127,9 +128,8 @@ def test_too_few_points_cost_a_claim_or_a_figure_but_no_measurement(name, words,
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_measured(name, word, code):
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, code):
         get_experiment(name).quick().with_settings([word]).batches()
-    assert caught.value.code == code
 
 
 @pytest.mark.filterwarnings("ignore::rebind.errors.RebindWarning")

@@ -14,6 +14,7 @@ from rebind.lab.mqar.task import NORMALIZERS, SOFTMAX, RecallTask
 from rebind.lab.mqar.training import RecallTraining, new_recaller, state_size, train
 from rebind.lab.stacks import train_all
 from rebind.nn.layers.attention import Attention
+from tests.support import raises
 
 CPU = torch.device("cpu")
 SMALL = replace(Mqar.quick(), vocabulary=40, layers=2, heads=2)
@@ -84,9 +85,8 @@ class TestTask:
         ],
     )
     def test_refuses(self, size, code):
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, code):
             RecallTask.parse(size, 40)
-        assert caught.value.code == code
 
 
 class TestStack:

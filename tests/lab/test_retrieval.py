@@ -203,9 +203,9 @@ def points(feature, rule, seeds, sizes=(3, 4)):
 class TestTraining:
     @pytest.mark.parametrize("rule", ["sum", "delta", "tanh"])
     def test_a_stack_trains_as_its_models_would_alone(self, rule):
-        together = SMALL.train(points("dpfp-1", rule, 2), CPU, replacement=True)
+        together = SMALL.measure(points("dpfp-1", rule, 2), CPU)
         for point, row in zip(points("dpfp-1", rule, 2), together, strict=True):
-            (alone,) = SMALL.train([point], CPU, replacement=True)
+            (alone,) = SMALL.measure([point], CPU)
             assert row["losses"] == pytest.approx(alone["losses"], rel=1e-4)
             assert row["short"] == pytest.approx(alone["short"], rel=1e-4)
         assert together[0]["loss"] != pytest.approx(together[1]["loss"], rel=1e-3)
@@ -213,15 +213,15 @@ class TestTraining:
     def test_models_that_are_done_leave(self):
         """A model with a loss that no longer falls ends; the others train as if it had never been there."""
         settings = Overwrite(key_width=8, batch=8, steps=120, every=10, patience=2, rate=0.02, sizes=(6,))
-        rows = settings.train(points("dpfp-1", "sum", 3, (6,)), CPU, replacement=True)
+        rows = settings.measure(points("dpfp-1", "sum", 3, (6,)), CPU)
         assert len({row["steps"] for row in rows}) > 1
         for point, row in zip(points("dpfp-1", "sum", 3, (6,)), rows, strict=True):
-            (alone,) = settings.train([point], CPU, replacement=True)
+            (alone,) = settings.measure([point], CPU)
             assert (row["steps"], row["loss"]) == (alone["steps"], pytest.approx(alone["loss"], rel=1e-2))
 
     def test_a_model_that_diverges_ends_alone(self):
         """Its row has the last finite loss and says so; the others continue as if it had never been there."""
-        training = RetrievalTraining(SMALL, dict(enumerate(points("dpfp-1", "delta", 2, (4,)))), "delta", True, CPU)
+        training = RetrievalTraining(SMALL, dict(enumerate(points("dpfp-1", "delta", 2, (4,)))), CPU)
         training.start_round()
         assert training.finish_round() == {}
         with torch.no_grad():
@@ -232,13 +232,13 @@ class TestTraining:
         lost = rows[0]
         assert (lost["diverged"], lost["steps"], lost["loss"], lost["short"]) == (True, 8, *lost["losses"] * 2)
         (other,) = train_all([training])
-        (alone,) = SMALL.train(points("dpfp-1", "delta", 2, (4,))[1:], CPU, replacement=True)
+        (alone,) = SMALL.measure(points("dpfp-1", "delta", 2, (4,))[1:], CPU)
         assert not other["diverged"]
         assert other["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
     def test_a_model_that_was_never_finite_has_its_initial_loss(self):
         settings = Capacity(key_width=8, batch=4, steps=12, every=4, tested=3, sizes=(4,))
-        training = RetrievalTraining(settings, {0: points("favor-64", "sum", 1, (4,))[0]}, "sum", False, CPU)
+        training = RetrievalTraining(settings, {0: points("favor-64", "sum", 1, (4,))[0]}, CPU)
         with torch.no_grad():
             training.stack.theta.fill_(float("inf"))
         training.start_round()
@@ -252,26 +252,23 @@ class TestTraining:
         """FAVOR+ with the delta rule ended in NaN in the publication; scaled, it does not."""
         settings = Overwrite(key_width=8, batch=8, steps=60, every=20, rate=1e-2, sizes=(5,))
         rule = "sum" if feature == "softmax" else "delta"
-        (row,) = settings.train(points(feature, rule, 1, (5,)), CPU, replacement=True)
+        (row,) = settings.measure(points(feature, rule, 1, (5,)), CPU)
         assert row["losses"][-1] < row["losses"][0] < 0.5
 
     @gpu
     def test_a_gpu_repeats_itself(self):
         """Together or alone, recorded or not, to the bit: no sum has an order that is left to chance."""
-        settings = Capacity(key_width=8, batch=8, steps=60, every=10, patience=2, rate=0.02, sizes=(20, 40, 90))
         device = torch.device("cuda")
-        for replacement, cases in (
-            (False, [(name, "sum") for name in FEATURES]),
-            (True, [("dpfp-1", r) for r in RULES]),
+        for experiment, cases in (
+            (Capacity, [(name, "sum") for name in FEATURES]),
+            (Overwrite, [("dpfp-1", rule) for rule in RULES]),
         ):
+            settings = experiment(key_width=8, batch=8, steps=60, every=10, patience=2, rate=0.02, sizes=(20, 40, 90))
             listed = [point for case in cases for point in points(*case, 2, settings.sizes)]
-            together = settings.train(listed, device, replacement=replacement)
-            assert settings.train(listed, device, replacement=replacement) == together
+            together = settings.measure(listed, device)
+            assert settings.measure(listed, device) == together
             for start in range(0, len(listed), 6):  # one feature and rule at a time
-                assert (
-                    settings.train(listed[start : start + 6], device, replacement=replacement)
-                    == together[start : start + 6]
-                )
+                assert settings.measure(listed[start : start + 6], device) == together[start : start + 6]
 
 
 class TestReports:

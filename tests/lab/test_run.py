@@ -20,6 +20,7 @@ from rebind.errors import InputError, RebindWarning, StorageError, UnknownNameEr
 from rebind.lab import Claim, Experiment, Table, get_experiment, run_experiment
 from rebind.lab.run import default_folder, describe
 from rebind.plotting import panels
+from tests.support import raises
 
 FILES = ("config.json", "points.jsonl", "table.md", "figure.png", "figure.svg")
 
@@ -152,9 +153,8 @@ class TestResuming:
             real(handle)
 
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(StorageError) as caught:
+        with raises(StorageError, "disk_full"):
             run_experiment(Norms(), tmp_path / "out")
-        assert caught.value.code == "disk_full"
         monkeypatch.undo()
         again = run_experiment(Norms(), tmp_path / "out")
         assert again.resumed >= 3
@@ -165,18 +165,16 @@ class TestFolders:
     def test_another_config_is_refused(self, tmp_path):
         run_experiment(Norms(), tmp_path / "out")
         before = contents(tmp_path / "out")
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, "run_folder_differs") as caught:
             run_experiment(Norms(scale=2.0), tmp_path / "out")
-        assert caught.value.code == "run_folder_differs"
         assert "settings.scale" in caught.value.problem
         assert contents(tmp_path / "out") == before
 
     def test_a_folder_with_other_things_is_refused(self, tmp_path):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("years of work")
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, "not_a_run_folder"):
             run_experiment(Norms(), tmp_path / "out")
-        assert caught.value.code == "not_a_run_folder"
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
     def test_settings_that_measuring_refuses_can_be_corrected_in_the_same_folder(self, tmp_path, monkeypatch):
@@ -186,9 +184,8 @@ class TestFolders:
         assert run_experiment(Norms(scale=2.0), tmp_path / "out").resumed == 0
 
     def test_results_must_be_finite(self, tmp_path):
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, "not_json"):
             run_experiment(Norms(scale=float("inf")), tmp_path / "out")
-        assert caught.value.code == "not_json"
 
     def test_sizes_have_their_own_folders(self):
         cpu = torch.device("cpu")
@@ -202,9 +199,8 @@ class TestFolders:
         assert threads == (torch.get_num_threads() if counted else None)
 
     def test_an_unknown_device_leaves_nothing(self, tmp_path):
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, "unusable_device"):
             run_experiment(Norms(), tmp_path / "out", device="abacus")
-        assert caught.value.code == "unusable_device"
         assert not (tmp_path / "out").exists()
 
 
@@ -256,9 +252,8 @@ class TestSettings:
         ],
     )
     def test_wrong_ones_are_refused(self, words, code):
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, code):
             Norms().with_settings(words)
-        assert caught.value.code == code
 
     def test_a_list_has_each_value_once_and_numbers_in_order(self):
         assert Norms().with_settings(["sizes=16,4,16"]).sizes == (4, 16)

@@ -11,6 +11,7 @@ from rebind.errors import InputError, StorageError
 from rebind.storage import add_to_export, check_replaceable, replace_folder, write_file
 from rebind.storage.exports import MANIFEST
 from tests.storage.processes import start
+from tests.support import raises
 
 
 def export(path, content=b"new", *, kind="adapter", overwrite=False, **more):
@@ -70,9 +71,8 @@ def test_folders_that_are_no_export_are_never_replaced(tmp_path):
     export(tmp_path / "model", kind="model")
     assert refused(tmp_path / "model", overwrite=True) == "not_an_export"
     (tmp_path / "file").touch()
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "file_in_the_way"):
         export(tmp_path / "file", overwrite=True)
-    assert caught.value.code == "file_in_the_way"
 
 
 def test_files_besides_the_export_are_named_and_protect_it(tmp_path):
@@ -119,9 +119,8 @@ def test_the_old_export_comes_back_if_the_exchange_fails(tmp_path, monkeypatch):
     export(tmp_path / "out", b"old")
     before = contents(tmp_path / "out")
     monkeypatch.setattr(Path, "rename", full)
-    with pytest.raises(StorageError) as caught:
+    with raises(StorageError, "disk_full"):
         export(tmp_path / "out", overwrite=True)
-    assert caught.value.code == "disk_full"
     assert contents(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -132,9 +131,8 @@ def test_what_comes_into_the_folder_meanwhile_is_not_lost(tmp_path):
         (tmp_path / "out" / "notes.txt").write_bytes(b"precious")
 
     export(tmp_path / "out", b"old")
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "other_files_in_export"):
         replace_folder(tmp_path / "out", fill, kind="adapter", overwrite=True)
-    assert caught.value.code == "other_files_in_export"
     assert (tmp_path / "out" / "notes.txt").read_bytes() == b"precious"
     assert (tmp_path / "out" / "weights").read_bytes() == b"old"
 

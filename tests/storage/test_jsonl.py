@@ -10,6 +10,7 @@ import pytest
 from rebind.errors import InputError, StorageError
 from rebind.storage import JsonLines, append_at
 from tests.storage.processes import output_of, running
+from tests.support import raises
 
 
 @pytest.fixture
@@ -51,9 +52,8 @@ def test_a_damaged_line_is_reported(rows, line):
     rows.append({"n": 1})
     rows.path.write_bytes(rows.path.read_bytes() + line + b"\n")
     rows.append({"n": 2})
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "damaged_row") as caught:
         rows.read()
-    assert caught.value.code == "damaged_row"
     assert "Line 2" in caught.value.problem
 
 
@@ -62,17 +62,15 @@ def test_rows_are_cut_by_number(rows):
     assert not rows.path.exists()
     rows.append([{"n": n} for n in range(6)])
     assert rows.truncate(1) == rows.read() == [{"n": 0}]
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "rows_missing"):
         rows.truncate(2)
-    assert caught.value.code == "rows_missing"
     assert rows.truncate(0) == rows.read() == []
 
 
 def test_all_rows_are_written_or_none(rows):
     rows.append({"n": 1})
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "not_json"):
         rows.append([{"n": 2}, {"n": float("inf")}])
-    assert caught.value.code == "not_json"
     assert rows.read() == [{"n": 1}]
 
 
@@ -120,9 +118,8 @@ def test_links_are_not_written_through(tmp_path, target):
         lambda: JsonLines(link).truncate(0),
         lambda: append_at(link, 0, b"x"),
     ):
-        with pytest.raises(StorageError) as caught:
+        with raises(StorageError, "symbolic_link"):
             write()
-        assert caught.value.code == "symbolic_link"
     assert (tmp_path / "file").read_bytes() == b'{"n": 1}\n'
     assert not (tmp_path / "nothing").exists()
 
@@ -136,9 +133,8 @@ def test_data_is_put_behind_an_offset(tmp_path):
 
 def test_a_file_that_lost_its_end_is_not_filled_with_zeros(tmp_path):
     (tmp_path / "log").write_bytes(b"short")
-    with pytest.raises(StorageError) as caught:
+    with raises(StorageError, "file_too_short"):
         append_at(tmp_path / "log", 6, b"x")
-    assert caught.value.code == "file_too_short"
     assert (tmp_path / "log").read_bytes() == b"short"
     with pytest.raises(StorageError):
         append_at(tmp_path / "missing", 0, b"x")

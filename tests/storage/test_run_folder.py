@@ -9,6 +9,7 @@ import pytest
 from rebind.errors import InputError, StorageError
 from rebind.storage import JsonLines, RunFolder
 from tests.storage.processes import running
+from tests.support import raises
 
 CONFIG = {"method": "memit", "layers": (3, 4), "versions": {"torch": "2.6", "python": "3.11"}, "lam": None}
 
@@ -39,9 +40,8 @@ def test_other_settings_are_refused_and_named(tmp_path):
     with open_run(tmp_path / "run") as run:
         run.rows("rows.jsonl").append({"n": 1})
     other = {**CONFIG, "layers": [3], "versions": {"torch": "2.7", "python": "3.11"}}
-    with pytest.raises(InputError) as caught, open_run(tmp_path / "run", other):
+    with raises(InputError, "run_folder_differs") as caught, open_run(tmp_path / "run", other):
         pass
-    assert caught.value.code == "run_folder_differs"
     assert all(name in caught.value.problem for name in ("layers", "versions.torch"))
     assert "python" not in caught.value.problem
     for ignore in (["layers", "versions.torch"], ["layers", "versions"]):
@@ -79,20 +79,17 @@ def test_folders_with_other_things_stay_as_they_are(tmp_path, files):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     for overwrite in (False, True):
-        with pytest.raises(InputError) as caught, open_run(tmp_path, overwrite=overwrite):
+        with raises(InputError, "not_a_run_folder"), open_run(tmp_path, overwrite=overwrite):
             pass
-        assert caught.value.code == "not_a_run_folder"
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "not_a_run_folder"):
         RunFolder.read_config(tmp_path, "evaluation")
-    assert caught.value.code == "not_a_run_folder"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
 
 def test_a_file_is_no_run_folder(tmp_path):
     (tmp_path / "file").write_bytes(b"precious")
-    with pytest.raises(InputError) as caught, open_run(tmp_path / "file"):
+    with raises(InputError, "not_a_run_folder"), open_run(tmp_path / "file"):
         pass
-    assert caught.value.code == "not_a_run_folder"
 
 
 def test_what_a_kill_left_is_no_obstacle(tmp_path):
@@ -115,9 +112,8 @@ with RunFolder.open(folder, "evaluation", {"n": 1}) as run:
 """
     with running(code, tmp_path):
         for config in ({"n": 1}, {"n": 2}):
-            with pytest.raises(StorageError) as caught, open_run(tmp_path, config):
+            with raises(StorageError, "locked"), open_run(tmp_path, config):
                 pass
-            assert caught.value.code == "locked"
         assert RunFolder.read_config(tmp_path, "evaluation") == {"n": 1}
     with open_run(tmp_path, {"n": 1}) as run:
         assert run.resumed
@@ -161,9 +157,8 @@ def test_links_in_a_run_folder_are_not_written_through(tmp_path):
             lambda: run.write("figures/a.png", b"x"),
             lambda: run.rows("figures/a.jsonl"),
         ):
-            with pytest.raises(StorageError) as caught:
+            with raises(StorageError, "symbolic_link"):
                 write()
-            assert caught.value.code == "symbolic_link"
         with pytest.raises(InputError):
             run.write("../outside/file", b"x")
     with open_run(path, {"n": 2}, overwrite=True):
@@ -171,9 +166,8 @@ def test_links_in_a_run_folder_are_not_written_through(tmp_path):
     assert not (path / "rows.jsonl").is_symlink()
     (path / ".lock").unlink(missing_ok=True)
     (path / ".lock").symlink_to(outside / "file")
-    with pytest.raises(StorageError) as caught, open_run(path):
+    with raises(StorageError, "symbolic_link"), open_run(path):
         pass
-    assert caught.value.code == "symbolic_link"
     assert {file.name: file.read_bytes() for file in outside.iterdir()} == {"file": b"precious"}
 
 
@@ -184,14 +178,12 @@ def test_the_folder_itself_may_be_a_link_of_the_user(tmp_path):
         run.rows("rows.jsonl").append({"n": 1})
     assert names(tmp_path / "large disk") == ["config.json", "rows.jsonl"]
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
-    with pytest.raises(StorageError) as caught, open_run(tmp_path / "dangling"):
+    with raises(StorageError, "file_in_the_way"), open_run(tmp_path / "dangling"):
         pass
-    assert caught.value.code == "file_in_the_way"
 
 
 def test_a_read_only_run_can_be_read_and_not_resumed(read_only):
     assert RunFolder.read_config(read_only, "evaluation") == {"n": 1}
     assert JsonLines(read_only / "rows.jsonl").read() == [{"n": 1}]
-    with pytest.raises(StorageError) as caught, open_run(read_only, {"n": 1}):
+    with raises(StorageError, "no_write_access"), open_run(read_only, {"n": 1}):
         pass
-    assert caught.value.code == "no_write_access"

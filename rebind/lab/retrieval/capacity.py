@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-
 from rebind import plotting
 from rebind.lab import style
 from rebind.lab.experiment import Claim, Figure, Point, Row, Table, grid, require_known
@@ -42,6 +40,7 @@ class Capacity(Retrieval):
     answers = "Schlag et al., Figures 2 and 4 (setting 1)"
     cpu_time = "for a GPU"
     gpu_time = "about 10 min"  # estimated from the time per step
+    replacement = False
     quick_settings = (
         "seeds=2 sizes=8,16,32 features=linear,dpfp-1,dpfp-2,softmax key_width=16 rate=3e-3 steps=300 every=100"
     )
@@ -52,9 +51,6 @@ class Capacity(Retrieval):
         """Return one batch per feature map."""
         require_known("feature", self.features, FEATURES)
         return [grid(feature=[feature], size=self.sizes, seed=range(self.seeds)) for feature in self.features]
-
-    def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
-        return self.train(points, device, replacement=False)
 
     @property
     def _is_as_published(self) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from rebind import plotting
 from rebind.errors import InputError
 from rebind.lab import style
@@ -39,6 +37,7 @@ class Overwrite(Retrieval):
     answers = "Schlag et al., Figure 5 (setting 2)"
     cpu_time = "for a GPU"
     gpu_time = "about 13 min"  # linear φ takes 221 s; the rest is estimated from the time per step
+    replacement = True
     quick_settings = "seeds=2 sizes=8,16 features=dpfp-1 key_width=24 batch=16 steps=300 every=100 rate=4e-3"
 
     sizes: tuple[int, ...] = (20, 40, 60, 80, 100, 120, 140, 160, 180, 200)
@@ -60,9 +59,6 @@ class Overwrite(Retrieval):
             grid(feature=[feature], size=self.sizes, rule=self.rules, seed=range(self.seeds))
             for feature in self.features
         ]
-
-    def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
-        return self.train(points, device, replacement=True)
 
     def table(self, rows: Sequence[Row]) -> Table:
         published = PUBLISHED if self.key_width == Overwrite.key_width else {}

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ FIRST_TEST_SEED = 10_000  # tests are drawn with other random numbers than lesso
 
 @dataclass(frozen=True)
 class Retrieval(Experiment):
-    """The settings that both experiments share."""
+    """What both experiments share: settings and training."""
+
+    replacement: ClassVar[bool]  # whether keys occur again
 
     key_width: int = 64
     rate: float = 1e-3
@@ -36,7 +38,7 @@ class Retrieval(Experiment):
     sizes: tuple[int, ...] = ()  # S
     features: tuple[str, ...] = tuple(FEATURES)
 
-    def train(self, points: Sequence[Point], device: torch.device, *, replacement: bool) -> list[Row]:
+    def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
         """Train one model per point until it is solved, stops improving or has used its steps.
 
         Models with the same feature map and rule and with similar sizes train in one stack; all stacks train in turn.
@@ -46,9 +48,7 @@ class Retrieval(Experiment):
         for index, point in enumerate(points):
             key = (point["feature"], point.get("rule", "sum"), groups[point["size"]])
             stacks.setdefault(key, {})[index] = point
-        return train_all(
-            RetrievalTraining(self, stack, rule, replacement, device) for (_, rule, _), stack in stacks.items()
-        )
+        return train_all(RetrievalTraining(self, stack, device) for stack in stacks.values())
 
 
 def group_sizes(sizes: Sequence[int]) -> dict[int, int]:
@@ -64,32 +64,37 @@ def group_sizes(sizes: Sequence[int]) -> dict[int, int]:
 class RetrievalTraining(StackTraining):
     """A stack of models with one feature map and one rule."""
 
-    def __init__(
-        self, settings: Retrieval, points: dict[int, Point], rule: str, replacement: bool, device: torch.device
-    ) -> None:
-        self.settings, self.replacement, self.device = settings, replacement, device
-        self.reader = Reader(next(iter(points.values()))["feature"], rule, settings.key_width, device)
+    def __init__(self, settings: Retrieval, points: dict[int, Point], device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        first = next(iter(points.values()))
+        self.reader = Reader(first["feature"], first.get("rule", "sum"), settings.key_width, device)
         models = [self.reader.initial_parameters(point["size"], point["seed"]) for point in points.values()]
         stack = ModelStack(models, [settings.rate] * len(points), self.reader.loss, device)
         super().__init__(stack, points, steps=settings.steps, every=settings.every)
-        self.generators = self._new_generators(1)
+        self.generators = dict(zip(points, self._new_generators(1), strict=True))
         with torch.cuda.stream(stack.stream):
             self.last = dict(zip(points, self.evaluate().tolist(), strict=True))  # the last finite loss of each point
+
+    @property
+    def task(self) -> Task:
+        return Task([self.points[index]["size"] for index in self.members], self.settings.replacement)
 
     def draw_lessons(self, count: int) -> Iterable[Lesson]:
         """Draw the lessons of all steps at once."""
         generators = [self.generators[index] for index in self.members]
-        lessons = self._task().draw_lessons(count * self.settings.batch, generators).as_lesson()
+        lessons = self.task.draw_lessons(count * self.settings.batch, generators).as_lesson()
         parts = [part.unflatten(1, (count, self.settings.batch)).transpose(0, 1) for part in lessons]
         return zip(*parts, strict=True)
 
     @torch.no_grad()
     def evaluate(self, *, short: bool = False) -> Tensor:
         """Return the loss of every member, on tests that are the same every time."""
-        generators = self._new_generators(FIRST_TEST_SEED)
-        chosen = [generators[index] for index in self.members]
-        tests = self._task().draw_tests(self.settings.tested, chosen, short=short)
+        tests = self.task.draw_tests(self.settings.tested, self._new_generators(FIRST_TEST_SEED), short=short)
         return self.reader.loss(self.stack.parameters(), tests.as_lesson())
+
+    def _new_generators(self, offset: int) -> list[torch.Generator]:
+        seeds = [self.points[index]["seed"] + offset for index in self.members]
+        return [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
 
     def ended(self, scores: dict[int, Any]) -> dict[int, Row]:
         rows: dict[int, Row] = {}
@@ -108,7 +113,7 @@ class RetrievalTraining(StackTraining):
             if diverged or self._is_done(history):
                 row = {"loss": self.last[index], "steps": self.steps, "losses": history, "diverged": diverged}
                 rows[index] = row
-        if rows and self.replacement:  # the public evaluation of setting 2 used sequences of length S
+        if rows and self.settings.replacement:  # the public evaluation of setting 2 used sequences of length S
             short = dict(zip(self.members, self.evaluate(short=True).tolist(), strict=True))
             for index, row in rows.items():
                 row["short"] = row["loss"] if row["diverged"] else short[index]
@@ -118,15 +123,6 @@ class RetrievalTraining(StackTraining):
         without_improvement = len(losses) - 1 - losses.index(min(losses))
         patience_over = without_improvement >= self.settings.patience
         return losses[-1] <= SOLVED or patience_over or self.steps >= self.settings.steps
-
-    def _task(self) -> Task:
-        return Task([self.points[index]["size"] for index in self.members], self.replacement)
-
-    def _new_generators(self, offset: int) -> dict[int, torch.Generator]:
-        return {
-            index: torch.Generator(self.device).manual_seed(point["seed"] + offset)
-            for index, point in self.points.items()
-        }
 
 
 def describe_losses(rows: Sequence[Row]) -> str:
