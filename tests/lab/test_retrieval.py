@@ -136,7 +136,7 @@ def favor_shares(feature, k, q):
 
 @pytest.mark.parametrize("device", DEVICES)
 class TestKernels:
-    @pytest.mark.parametrize(("length", "width"), [(1, 1), (5, 3), (63, 24), (130, 64)])
+    @pytest.mark.parametrize(("length", "width"), [(1, 1), (5, 3), (15, 24), (33, 64)])
     def test_corrections_are_those_of_the_definition(self, length, width, device):
         kernels = pytest.importorskip("rebind.lab.retrieval.kernels")
         k = torch.nn.functional.normalize(uniform(3, length, width).detach(), dim=-1).requires_grad_()
@@ -150,7 +150,7 @@ class TestKernels:
         for one, true in zip(ours, truth, strict=True):
             assert_close(one.cpu().double(), true, 1e-5)
 
-    @pytest.mark.parametrize(("length", "size", "width"), [(1, 1, 1), (7, 5, 3), (12, 40, 70), (60, 4, 9)])
+    @pytest.mark.parametrize(("length", "size", "width"), [(1, 1, 1), (7, 5, 3), (6, 12, 70), (30, 4, 9)])
     def test_tanh_memories_are_those_of_the_definition(self, length, size, width, device):
         kernels = pytest.importorskip("rebind.lab.retrieval.kernels")
         generator = torch.Generator().manual_seed(0)

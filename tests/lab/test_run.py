@@ -118,7 +118,7 @@ class TestResuming:
         """A real kill of the real command, in the middle of a real experiment."""
         command = [sys.executable, "-m", "rebind", "lab", "closed-form", "--quick", "--quiet"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        words = ["width=32", "passes=150", "loads=0.5,1,1.5,2,2.5,3"]
+        words = ["width=32", "passes=80", "loads=0.5,1,2"]
         killed, points = tmp_path / "killed", tmp_path / "killed" / "points.jsonl"
         process = subprocess.Popen([*command, *words, "--out", str(killed)], env=environment)
         deadline = time.monotonic() + 60
