@@ -17,6 +17,8 @@ from rebind.errors import InputError
 from rebind.nn.training import OptimizerConfig, train
 from tests.nn.training_runs import TINY, config, corpus, kill, losses, outcome
 
+pytestmark = pytest.mark.xdist_group("two_processes")  # their runs take longer than all tests here
+
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {  # a larger learning rate would magnify the order of a sum
     "optimizer": OptimizerConfig(learning_rate=2e-3, warmup=3),
