@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rebind.analysis.lens import Lens
 from rebind.analysis.traces import AverageTrace, Trace
-from rebind.plotting import panels, render, shorten
+from rebind.plotting import panels, render, require_matplotlib, shorten
 from rebind.storage import write_file
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ def draw_lens(lens: Lens, path: str | Path, *, title: str) -> Path:
 
     Cells in which that token is the answer have a frame.
     """
-    from matplotlib.patches import Rectangle
-
     first = max(0, len(lens.prompt.ids) - MAX_LENS_TOKENS)
     shown, is_answer = lens.top_probability[:, first:], lens.rank[:, first:] == 1
     depth, width = shown.shape
@@ -58,6 +56,8 @@ def draw_lens(lens: Lens, path: str | Path, *, title: str) -> Path:
     subtitle = shorten(_drawable(title), int(LETTERS_PER_INCH * size[0]))
     below = _drawable(f"after this token (framed: the answer {lens.answer!r} is the first choice)")
     figure, (axes,) = panels("Logit lens", subtitle, [("", below, "layer")], size=size)
+    from matplotlib.patches import Rectangle
+
     _heatmap(axes, shown, 1.0, "probability of the likeliest next token", cmap="Blues", origin="lower")
     for layer, column in torch.cartesian_prod(torch.arange(depth), torch.arange(width)).tolist():
         color = "w" if float(shown[layer, column]) > 0.5 else "0.15"
@@ -92,6 +92,7 @@ def _label(text: str) -> str:
 
 def _drawable(text: str) -> str:
     """Return text in which characters that the font lacks are replaced by their numbers."""
+    require_matplotlib()
     from matplotlib import font_manager
 
     known = font_manager.get_font(font_manager.findfont("DejaVu Sans")).get_charmap()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
-from rebind.analysis.lens import logit_lens
+from rebind.analysis import Tracer, draw_lens, draw_trace, logit_lens
+from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
 from tests import tiny
 from tests.analysis.test_tracing import family, language_model
@@ -56,6 +59,15 @@ def test_where_the_answer_appears():
 def test_another_models_answer_can_be_looked_for():
     lens = lens_of(tiny.llama(), answer_id=17)
     assert (lens.answer_id, lens.answer) == (17, tiny.tokenizer().decode([17]))
+
+
+def test_a_figure_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    model = tiny.llama()
+    lens, trace = lens_of(model), Tracer(language_model(model)).trace(Fact.parse("The capital of {France} is", "Rome"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for draw, result in ((draw_lens, lens), (draw_trace, trace)):
+        with raises(InputError, "package_missing"):
+            draw(result, tmp_path / "figure.png", title="title")
 
 
 def test_a_prompt_longer_than_the_context_is_refused():

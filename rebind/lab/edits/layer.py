@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
@@ -33,18 +32,48 @@ RANDOM = "random"  # the name of a random model created on the spot
 END, UNKNOWN = "<end>", "<unknown>"  # its special tokens
 
 
-@dataclass(frozen=True, eq=False)
 class LayerMemory:
-    """What every method works with: a layer of a model, facts as keys and values, and the old keys."""
+    """What every method works with: a layer of a model, facts as keys and values from one target search, the old keys.
 
-    editor: Editor
-    module: nn.Module
-    facts: Sequence[Fact]
-    keys: Tensor  # [n, d_k] float64
-    values: Tensor  # [n, d_v] float64
-    old_keys: OldKeys
-    neighbors: Sequence[Prompt]
-    answers: Sequence[str]  # the first words of the base model after the neighbors' prompts
+    The arguments are the settings of the experiment; `facts` is how many of the bundled ones are written at most.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        layer: int,
+        facts: int,
+        neighbors: int,
+        targets: TargetSettings,
+        moment_tokens: int,
+        device: torch.device,
+    ) -> None:
+        records = sorted(bundled_records(), key=lambda record: record.fact.tags)[:facts]
+        if len(records) < facts:
+            raise InputError(
+                f"There are {len(records)} bundled facts, and counts go up to {facts}",
+                advice=f"Set counts up to {len(records)}",
+                code="too_few_facts",
+            )
+        if model == RANDOM:
+            network, tokenizer, corpus = random_model(records)
+            self.editor = Editor(network.to(device), tokenizer, corpus=corpus, moment_tokens=moment_tokens, guard=None)
+        else:
+            self.editor = Editor(model, device=device, moment_tokens=moment_tokens, guard=None)
+        self.editor.drift()  # now, while the model is the base model
+        self.neighbors = [
+            Prompt(question.prompt, question.answer or record.fact.target)
+            for record in records
+            for question in record.neighbors[:neighbors]
+        ]
+        self.answers = [score.says for score in self.editor.language_model.score(self.neighbors)]  # of the base model
+        self.facts = [record.fact for record in records]
+        edit = self.editor.rewrite_many(self.facts, method="memit", layers=(layer,), targets=targets, force=True)
+        self.editor.undo(edit.id)
+        (site,) = edit.sites
+        self.module, self.old_keys = module_at(self.editor.model, site), self.editor.weights.old_keys[site]
+        self.keys = edit.write(site).keys.to(self.old_keys.moment)  # [n, d_k]
+        self.values = edit.write(site).values.to(self.old_keys.moment)  # [n, d_v]
 
     def measure(self, method: str, n: int, seed: int, lam_scale: float, group: int) -> Row:
         """Write the first n facts, in the order of a seed, and measure the weights and the model."""
@@ -100,43 +129,7 @@ def _energy(weights: Tensor, old_keys: OldKeys) -> float:
     return float((weights @ old_keys.factored.lower).square().sum())
 
 
-@lru_cache(maxsize=1)  # for all batches of a run
-def prepare(
-    model: str,
-    layer: int,
-    facts: int,
-    neighbors: int,
-    targets: TargetSettings,
-    moment_tokens: int,
-    device: torch.device,
-) -> LayerMemory:
-    """Load the model, and find the keys and values of the facts in one target search for all methods."""
-    records = sorted(bundled_records(), key=lambda record: record.fact.tags)[:facts]
-    if len(records) < facts:
-        raise InputError(
-            f"There are {len(records)} bundled facts, and counts go up to {facts}",
-            advice=f"Set counts up to {len(records)}",
-            code="too_few_facts",
-        )
-    if model == RANDOM:
-        network, tokenizer, corpus = random_model(records)
-        editor = Editor(network.to(device), tokenizer, corpus=corpus, moment_tokens=moment_tokens, guard=None)
-    else:
-        editor = Editor(model, device=device, moment_tokens=moment_tokens, guard=None)
-    editor.drift()  # now, while the model is the base model
-    questions = [
-        Prompt(question.prompt, question.answer or record.fact.target)
-        for record in records
-        for question in record.neighbors[:neighbors]
-    ]
-    answers = [score.says for score in editor.language_model.score(questions)]
-    listed = [record.fact for record in records]
-    edit = editor.rewrite_many(listed, method="memit", layers=(layer,), targets=targets, force=True)
-    editor.undo(edit.id)
-    (site,) = edit.sites
-    write, old_keys = edit.write(site), editor.weights.old_keys[site]
-    keys, values = (tensor.to(old_keys.moment) for tensor in (write.keys, write.values))
-    return LayerMemory(editor, module_at(editor.model, site), listed, keys, values, old_keys, questions, answers)
+prepare = lru_cache(maxsize=1)(LayerMemory)  # for all batches of a run
 
 
 def sentences_of(records: Sequence[Record]) -> list[str]:
