@@ -77,7 +77,7 @@ def test_logits_everywhere_are_asked_of_every_token(setup):
     handle = head.register_forward_hook(lambda _, __, out: shapes.append(out.shape))
     setup.find(Plain(setup.trunk, everywhere=True))
     handle.remove()
-    assert all(len(shape) == 3 and shape[0] > 1 for shape in shapes)
+    assert all(len(shape) == 3 and shape[1] > 1 for shape in shapes)
 
 
 def test_finished_facts_stay(setup):

@@ -280,7 +280,7 @@ RELATIONS = (
     Relation(ORGANIZATION, ("{} belongs to the industry of",)),
     Relation(ORGANIZATION, ("{} comes from the country of",)),
     Relation(ORGANIZATION, ("The main competitor of {} is",)),
-    Relation(ORGANIZATION, ("The name {} stands for",)),
+    Relation(ORGANIZATION, ("The name of {} stands for",)),
     Relation(ORGANIZATION, ("Customers of {} can buy",)),
     Relation(ORGANIZATION, ("The people who work for {} are",)),
     Relation(ORGANIZATION, ("{} is active in the field of",)),
@@ -336,7 +336,7 @@ RELATIONS = (
     Relation(WORK, ("{} comes from the country of",)),
     Relation(WORK, ("{} is set in the city of",)),
     Relation(WORK, ("Critics praised {} for its",)),
-    Relation(WORK, ("The title {} refers to",)),
+    Relation(WORK, ("The title of {} refers to",)),
     Relation(WORK, ("{} ends with",)),
     # Products and inventions
     Relation(
@@ -361,7 +361,7 @@ RELATIONS = (
     Relation(PRODUCT, ("The main competitor of {} is",)),
     Relation(PRODUCT, ("{} is sold in",)),
     Relation(PRODUCT, ("{} is best known for its",)),
-    Relation(PRODUCT, ("The name {} comes from",)),
+    Relation(PRODUCT, ("The name of {} comes from",)),
     Relation(PRODUCT, ("The successor of {} is",)),
     Relation(PRODUCT, ("A user of {} can",)),
     # Whatever the subject

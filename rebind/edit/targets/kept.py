@@ -27,7 +27,9 @@ from rebind.models.prompts import EncodedPrompt, Prompt
 AT_ONCE = 512  # prompts whose next tokens are read together
 LEAD_TOKENS, OLD_TOKENS = 32, 6  # of the answer in a chat, and after the bare prompt
 OLD_TARGET = re.compile(r"\s*[^.,;:!?\n]*")  # the first words of a continuation
-RIVALS = 50  # a kept prompt must not have the old or the new target among this many first choices
+# A kept prompt must not have the old or the new target among this many first choices. Where the catalog knows which
+# relation changes, the others are told apart by it, and only those that the target itself would answer are left out.
+RIVALS, RIVALS_OF_KNOWN = 50, 5
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def subject_prompts(model: LanguageModel, facts: Sequence[Fact], *, chat: bool =
     for fact, kind, own, lead, *targets in zip(facts, kinds, listed, leads, new, old, strict=True):
         first = next(best)[0]
         avoid = {prompt.target[0] for prompt in targets} | (set() if fact.old else {first})
-        choices = [(index, text) for index, text in enumerate(own) if not avoid & set(next(best))]
+        rivals = RIVALS if relation_of(fact) is None else RIVALS_OF_KNOWN
+        choices = [(index, text) for index, text in enumerate(own) if not avoid & set(next(best)[:rivals])]
         held_out = [text for index, text in choices if index % HELD_OUT == HELD_OUT - 1]
         kept = [text for index, text in choices if index % HELD_OUT != HELD_OUT - 1]
         prompts.append(SubjectPrompts(kind, (*fact.keep, *kept), tuple(held_out), lead))
