@@ -1,4 +1,7 @@
-"""The dense memory: reads against their definition, the linear limit, capacity, and exact forgetting."""
+"""The dense memory: reads against their definition, capacity, interference, and exact forgetting.
+
+`test_laws` has the linear limit.
+"""
 
 from __future__ import annotations
 
@@ -61,22 +64,6 @@ def test_a_stored_key_reads_its_value_and_a_strange_one_reads_nothing():
     assert float(dense.read(strange).abs().max()) < 0.1
 
 
-def test_the_linear_read_is_the_first_order_limit():
-    """With rows of weight ε against the empty slot, (read(q) − read(−q)) / 2εβ tends to W q with W = Σ vᵢ kᵢᵀ."""
-    draw = Draw(3)
-    keys, values, query = unit(draw, 6, 4), draw.normal(6, 3), unit(draw, 1, 4)
-    linear = query @ (values.mT @ keys).mT  # what the sum rule wrote
-    errors = []
-    for beta in (1e-1, 1e-2, 1e-3):
-        empty = beta**2  # ε: the weight of a row against that of the empty slot
-        tau = torch.full((6,), -math.log(empty) / beta, dtype=torch.float64)
-        dense = Dense(keys, values, tau, beta=beta)
-        odd = (dense.read(query) - dense.read(-query)) / (2 * empty * beta)
-        errors.append(float((odd - linear).norm() / linear.norm()))
-    assert errors[0] > errors[1] > errors[2]
-    assert errors[2] < 1e-4
-
-
 def test_a_linear_memory_is_full_where_a_dense_one_is_not():
     draw = Draw(4)
     n, d_k = 2_000, 64
@@ -101,6 +88,18 @@ def test_capacity_is_exponential_in_the_width(d_k, fits, crowds):
     assert math.sqrt(2 * math.log(crowds) / d_k) > 0.8
     assert fires[0] < 0.02
     assert fires[1] > 0.3
+
+
+@pytest.mark.parametrize(("d_k", "beta"), [(64, 10.0), (256, 30.0)])
+def test_interference_is_that_of_the_theory(d_k, beta):
+    """Overlaps of random unit keys are normal with variance 1/d_k, so n rows leak n·exp(β²/2d_k − βτ) on average."""
+    draw, n = Draw(9), 4_000
+    keys = unit(draw, n, d_k)
+    dense = Dense(keys, torch.ones(n, 1, dtype=torch.float64), torch.full((n,), 0.8).double(), beta=beta, top_k=n)
+    total = dense.read(unit(draw, 500, d_k)).squeeze(-1)
+    strength = total / (1 - total)  # against the empty slot
+    expected = n * math.exp(beta**2 / (2 * d_k) - beta * 0.8)
+    assert 0.85 < float(strength.mean()) / expected < 1.15
 
 
 def test_forgetting_is_exact_and_nothing_else_moves():

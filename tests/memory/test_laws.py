@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional
@@ -20,6 +22,7 @@ from rebind.memory import (
     ridge,
     sum_normalize,
 )
+from rebind.memory.dense import Dense
 from rebind.memory.hopfield import Classical, Modern
 from rebind.memory.ttt import Linear, run
 from tests.support import BATCHES, SIZES, Draw, assert_close, raises, recurrence
@@ -443,3 +446,22 @@ def test_a_programmer_without_squashing_is_the_sum_rule():
     written = chain(get_rule("sum").write(x @ slow_b.mT, x @ slow_a.mT))
     assert_close(memory, written.apply(torch.zeros(4, 5, dtype=x.dtype)))
     assert_close(out[-1], memory @ x[-1])
+
+
+# 15. The linear read is the first-order limit of the dense read.
+
+
+def test_the_linear_read_is_the_first_order_limit_of_the_dense_read():
+    """With rows of weight ε against the empty slot, (read(q) − read(−q)) / 2εβ tends to W q with W = Σ vᵢ kᵢᵀ."""
+    draw = Draw(15)
+    keys, values, query = draw.unit(6, 4), draw.normal(6, 3), draw.unit(1, 4)
+    linear = query @ chain(get_rule("sum").write(keys, values)).apply(torch.zeros(3, 4, dtype=torch.float64)).mT
+    errors = []
+    for beta in (1e-1, 1e-2, 1e-3):
+        empty = beta**2  # ε: the weight of a row against that of the empty slot
+        tau = torch.full((6,), -math.log(empty) / beta, dtype=torch.float64)
+        dense = Dense(keys, values, tau, beta=beta)
+        odd = (dense.read(query) - dense.read(-query)) / (2 * empty * beta)
+        errors.append(float((odd - linear).norm() / linear.norm()))
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 1e-4
