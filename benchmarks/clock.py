@@ -11,7 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from rebind.edit import editor as editor_module
+from rebind.edit import drafts
+from rebind.edit.dense import draft as dense_drafts
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.progress import Progress
@@ -67,7 +68,11 @@ def told_apart(editor: Editor, clock: Clock) -> Iterator[None]:
         with clock.aside("checks"):
             return own(facts)
 
-    with patch.object(editor_module, "SubjectStates", Timed), patch.object(editor, "score", score):
+    with (
+        patch.object(drafts, "SubjectStates", Timed),
+        patch.object(dense_drafts, "SubjectStates", Timed),
+        patch.object(editor, "score", score),
+    ):
         yield
 
 

@@ -33,7 +33,7 @@ from rebind.version import __version__
 
 if TYPE_CHECKING:
     from rebind import analysis, edit, evals, lab, memory, models, nn, ops
-    from rebind.edit import Edit, Editor, Fact, Guard, Ledger
+    from rebind.edit import Edit, Editor, Fact, Guard, Ledger, attach
     from rebind.memory import LowRank, Memory, Write, chain, get_rule
     from rebind.models import LanguageModel
 
@@ -64,6 +64,7 @@ __all__ = [
     "Write",
     "__version__",
     "analysis",
+    "attach",
     "chain",
     "edit",
     "evals",
@@ -77,7 +78,7 @@ __all__ = [
 
 _SUBPACKAGES = {"analysis", "edit", "evals", "lab", "memory", "models", "nn", "ops"}
 _HOMES = {
-    **dict.fromkeys(("Edit", "Editor", "Fact", "Guard", "Ledger"), "rebind.edit"),
+    **dict.fromkeys(("Edit", "Editor", "Fact", "Guard", "Ledger", "attach"), "rebind.edit"),
     **dict.fromkeys(("LowRank", "Memory", "Write", "chain", "get_rule"), "rebind.memory"),
     "LanguageModel": "rebind.models",
 }

@@ -36,7 +36,7 @@ def beginning(tokenizer: Any, text: str, tokens: int) -> str:
 def impossible(editor: Editor, method: Method, n: int) -> str:
     """Why so many facts are not written at once with this method; nothing if they are."""
     width = min(site.d_k for site in editor.sites)
-    if not method.several_layers and n > width:
+    if method.exact and not method.dense and n > width:
         return f"{n:,} facts exactly in one matrix, whose keys have {width:,} dimensions: there is no solution"
     return ""
 

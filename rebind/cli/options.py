@@ -56,7 +56,7 @@ DeviceMap = Annotated[
 ]
 Dtype = Annotated[str | None, model_value("NAME", f"Dtype of the weights: {', '.join(DTYPES)}.", default="as stored")]
 Chat = Annotated[bool, flag("--chat", "Put prompts into the model's chat template.", panel=MODEL)]
-Method = Annotated[str, value("NAME", "Editing method: memit, rome, emmet, alphaedit or recursive.")]
+Method = Annotated[str, value("NAME", "Editing method: memit, rome, emmet, alphaedit, recursive or dense.")]
 Layers = Annotated[str | None, value("LIST", "Layers to edit, such as 2,3,4 or 2-6.", default="chosen for the model")]
 Lambda = Annotated[float | None, value("X", "Weight of old keys against new ones (λ).", default="chosen from the keys")]
 Limit = Annotated[int | None, value("N", "Use only the first N records.", default="all", min=1)]

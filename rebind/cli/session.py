@@ -151,14 +151,14 @@ def _as_file_name(model_name: str) -> str:
 def _use_samples_of(ledger: Ledger, editor: Editor, tokens: int | None) -> None:
     """Let the editor use the same samples of the model as the ledger's edits, if these need them again.
 
-    The default number of samples depends on the device, and an edit by a method that builds on earlier edits can
-    only be applied with the moments it was solved with.
+    The default number of samples depends on the device, and an edit by a method that builds on earlier edits, or in
+    the dense memory, can only be applied with the moments it was made with.
     """
     from rebind.edit.methods import get_method
     from rebind.edit.moments import OwnSamples
 
     for edit in ledger.active:
-        if get_method(edit.method).remembers:
+        if get_method(edit.method).remembers or edit.has_rows:
             moments: Any = edit.settings["moments"]
             if (samples := OwnSamples.from_digest(moments["corpus"])) is not None:
                 editor.moments.corpus, editor.moments.tokens = samples, tokens or moments["tokens"]

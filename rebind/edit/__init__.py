@@ -12,7 +12,9 @@
 - `facts`: facts, conflicts between them, and files of them
 - `moments`: the second moments of the keys that a model already uses, and the text they are computed from
 - `targets`: the search for the hidden states that make a model say the targets
-- `solve`: from targets to one write per site
+- `drafts`, `solve`: from facts to the writes of an edit
+- `dense`: a memory beside the weights: from facts to its rows, and the files in which it travels
+- `edited_model`: the fold of edits, in weights and dense memory
 - `ledger`: the append-only list of edits, and the weights that they fold to
 - `export`: checkpoints, delta files and PEFT adapters
 - `progress`, `wording`: how an editor reports its work, and numbers as people read them
@@ -24,6 +26,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rebind.edit.dense import attach
     from rebind.edit.editor import Editor
     from rebind.edit.facts import Fact, read_facts
     from rebind.edit.guard import Guard
@@ -33,7 +36,19 @@ if TYPE_CHECKING:
     from rebind.edit.progress import Progress
     from rebind.edit.targets import TargetSettings
 
-__all__ = ["METHODS", "Edit", "Editor", "Fact", "Guard", "Ledger", "Progress", "TargetSettings", "Texts", "read_facts"]
+__all__ = [
+    "METHODS",
+    "Edit",
+    "Editor",
+    "Fact",
+    "Guard",
+    "Ledger",
+    "Progress",
+    "TargetSettings",
+    "Texts",
+    "attach",
+    "read_facts",
+]
 
 _HOMES = {
     "METHODS": "methods",
@@ -45,6 +60,7 @@ _HOMES = {
     "Progress": "progress",
     "TargetSettings": "targets",
     "Texts": "moments",
+    "attach": "dense",
     "read_facts": "facts",
 }
 

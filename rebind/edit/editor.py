@@ -11,13 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rebind.edit import export
+from rebind.edit.dense.draft import draft_rows
+from rebind.edit.dense.files import StoredMemory, save_memory
+from rebind.edit.dense.rows import unrelated
+from rebind.edit.dense.subjects import current_facts
+from rebind.edit.drafts import Workbench, draft_writes
+from rebind.edit.edited_model import EditedModel
 from rebind.edit.facts import Fact, conflicts, read_facts
 from rebind.edit.guard import (
     CANARY_PROMPTS,
@@ -27,12 +33,10 @@ from rebind.edit.guard import (
     check_earlier_edits,
     find_earlier_edits,
     measure_drift,
-    require_finite_targets,
     require_passed,
     warn_of_shared_keys,
 )
-from rebind.edit.ledger.edit import JSON, Edit, library_versions, pack_writes
-from rebind.edit.ledger.fold import EditedWeights
+from rebind.edit.ledger.edit import JSON, Edit, library_versions
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import Method, get_method
 from rebind.edit.moments import Corpus, Moments, OwnSamples
@@ -40,7 +44,6 @@ from rebind.edit.outcome import Probe
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
-from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
 from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStates, TargetStore
 from rebind.edit.targets.framings import applicable_framings, encode_framings, sample_contexts, warn_of_sinks
 from rebind.edit.targets.kept import SubjectPrompts, encode_kept, subject_prompts
@@ -106,7 +109,8 @@ class Editor:
             moment_tokens or (8_192 if on_cpu else 100_000),
             progress=progress,
         )
-        self.weights = EditedWeights(self.model, self.moments)
+        self.edited = EditedModel(self.language_model, self.moments)
+        self.weights = self.edited.weights
         self.ledger = self._open_ledger(ledger)
         self.framings = applicable_framings(self.language_model, framings)
         word_parts = self.language_model.word_parts
@@ -166,22 +170,24 @@ class Editor:
         if clashing := conflicts(listed):
             problem = f"Facts have different targets after the same prompt: {clashing[0]}"
             raise InputError(problem, advice="Keep one of them", code="conflicting_facts")
-        warn_of_shared_keys(listed)
-        warn_of_sinks(self.language_model, listed, self.framings)
         settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
-        earlier = self._earlier_edits(listed)
+        if not settings.method.dense:
+            warn_of_shared_keys(listed)
+        warn_of_sinks(self.language_model, listed, self.framings)
+        earlier = self._earlier_edits(listed, settings.method)
         check_earlier_edits(earlier, force=force)
         with self.base_model():
             before = self.score(listed)
             about = subject_prompts(self.language_model, listed, chat="chat" in self.framings)
-            edit, search = self._solve(listed, about, settings)
+            edit, search = self._draft(listed, about, settings)
             probe = None if self.guard is None else Probe(self.language_model, listed, about, self.framings)
         self.progress.phase("writing")
         with self._trial(edit):
             scores: dict[str, JSON] = {"before": [score.to_json() for score in before]}
             forced = self._check(listed, edit, settings, search, scores, probe, force=force)
             with self.ledger.locked():
-                clashes = [one for one in self._earlier_edits(listed) if one.clashes]  # of other processes, too
+                # Of other processes, too
+                clashes = [one for one in self._earlier_edits(listed, settings.method) if one.clashes]
                 check_earlier_edits([one for one in clashes if one not in earlier], force=force)
                 stored = self.ledger.append(replace(edit, scores=scores, forced=forced or bool(clashes)))
         self._target_store.clear()
@@ -190,7 +196,7 @@ class Editor:
     def undo(self, edit_id: str) -> Edit:
         """Undo an edit; the others stay as they are."""
         edit = self.ledger.get(edit_id)
-        self.weights.fold([other for other in self.ledger.active if other.id != edit.id])  # if this fails, do nothing
+        self.edited.fold([other for other in self.ledger.active if other.id != edit.id])  # if this fails, do nothing
         edit = self.ledger.undo(edit.id)
         self.refresh()
         return edit
@@ -199,9 +205,10 @@ class Editor:
         """Restore an undone edit at its old position; `force` does so even if a prompt has another target by now."""
         edit = self.ledger.get(edit_id)
         active = {other.id for other in self.ledger.active}
-        clashes = [] if edit.id in active else [one for one in self._earlier_edits(edit.facts) if one.clashes]
+        others = [] if edit.id in active or self.guard is None else unrelated(edit, self.ledger.active)
+        clashes = [one for one in find_earlier_edits(edit.facts, others) if one.clashes]
         check_earlier_edits(clashes, force=force)
-        self.weights.fold([other for other in self.ledger.edits if other.id in active | {edit.id}])
+        self.edited.fold([other for other in self.ledger.edits if other.id in active | {edit.id}])
         edit = self.ledger.redo(edit.id, forced=bool(clashes))
         self.refresh()
         return edit
@@ -209,20 +216,20 @@ class Editor:
     def use_ledger(self, ledger: Ledger) -> None:
         """Continue with another ledger of the same model."""
         ledger.require_model(self.fingerprint, self.language_model.name)
-        self.weights.fold(ledger.active)  # if this fails, do nothing
+        self.edited.fold(ledger.active)  # if this fails, do nothing
         self.ledger, self._target_store = ledger, TargetStore(ledger.work_folder)
         self.refresh()
 
     def refresh(self) -> None:
         """Set the weights to the fold of the ledger's active edits, including those of other processes."""
-        self.weights.apply(() if self._base_depth else (*self.ledger.active, *self._trial_edits))
+        self.edited.apply(() if self._base_depth else (*self.ledger.active, *self._trial_edits))
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
         """Run a block on the base model; afterwards the edits are in place again, whatever is raised."""
         self._base_depth += 1
         try:
-            self.weights.apply(())
+            self.edited.apply(())
             yield
         finally:
             self._base_depth -= 1
@@ -273,8 +280,9 @@ class Editor:
     ) -> Plan:
         """Return the layers, the cost and the conflicts of an edit, without doing any of it."""
         listed = list(read_facts(facts))
-        warn_of_shared_keys(listed)
         settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
+        if not settings.method.dense:
+            warn_of_shared_keys(listed)
         model, moments = self.language_model, self.moments
         kept = KEPT if settings.targets.keep else 0
         rows = len(self.framings) + len(self.context_settings.first_words) + kept
@@ -285,8 +293,9 @@ class Editor:
     # Export
 
     def changes(self) -> dict[str, LowRank]:
-        """Compute what the active edits add to each site, one row per key."""
+        """Compute what the active edits add to each site, one row per key; facts in the dense memory are not in it."""
         self.refresh()
+        export.warn_of_dense_facts(self.ledger.active)
         names = {site for edit in self.ledger.active for site in edit.sites}
         edited = {name: memory_of(module_at(self.model, name)) for name in names}
         return export.compute_changes(self.weights.base, self.ledger.active, edited, gain_at=self.weights.gain_at)
@@ -298,7 +307,24 @@ class Editor:
         """
         self.refresh()
         dtype, card = dtype or self.checkpoint_dtype(), self._card("transformers")
-        return export.save_model(self.model, self.tokenizer, folder, card, dtype=dtype, overwrite=overwrite)
+        memory = self.memory() if self.edited.dense.memories else None
+        return export.save_model(
+            self.model, self.tokenizer, folder, card, dtype=dtype, memory=memory, overwrite=overwrite
+        )
+
+    def memory(self) -> StoredMemory:
+        """Return the dense memory of the active edits, for `save_memory` or `rebind.attach`."""
+        self.refresh()
+        if not (memories := self.edited.dense.memories):
+            advice = "Write a fact with {method}"
+            settings = {"method": "dense"}
+            raise InputError("The dense memory is empty", advice=advice, settings=settings, code="no_dense_facts")
+        with self.base_model():
+            return self.edited.dense.stored(memories, current_facts(self.ledger.active))
+
+    def save_memory(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Save the dense memory; `rebind.attach(model, folder)` puts it onto a plain model, in any process."""
+        return save_memory(self.memory(), folder, overwrite=overwrite)
 
     def checkpoint_dtype(self) -> torch.dtype:
         """Return the dtype that `save` writes: the model's, or 16 bits for one that was widened from a GGUF file."""
@@ -363,47 +389,38 @@ class Editor:
             for fact, prompts, own in zip(facts, framed, kept, strict=True)
         ]
 
-    def _solve(
+    def _draft(
         self, facts: list[Fact], about: Sequence[SubjectPrompts], settings: EditSettings
     ) -> tuple[Edit, TargetStates]:
-        """Find the target states and the writes of an edit; the weights are those of the base model."""
-        sites = [self.sites[layer] for layer in settings.layers]
-        names = [site.name for site in sites]
-        self.progress.phase("contexts")
-        prompts = self.fact_prompts(facts, about, keep=settings.targets.keep > 0)
-        self.progress.phase("moments")
-        self.weights.remember_base(names)
-        self.weights.load_old_keys(names)
-        self.progress.phase("targets")
-        target_states = self.target_search.find(
-            sites[-1].layer, prompts, settings.targets, self._target_store, self.progress.targets
-        )
-        require_finite_targets(target_states.states)
-        self.progress.phase("solve")
-        old_keys = self.weights.old_keys
-        subjects = SubjectStates(self.language_model.trunk, prompts, several_keys=settings.method.several_keys)
-        lam = settings.lam
-        if lam is None:
-            lam = choose_lambda(subjects.keys(sites[0]), old_keys[sites[0].name], len(facts))
-        delta = target_states.states - target_states.initial
-        writes = solve_writes(subjects, sites, delta, settings.method, old_keys, lam)
+        """Find the target states and the writes or rows of an edit; the model is the base model."""
+        store, on_step = self._target_store, self.progress.targets
+
+        def search(prompts: Sequence[FactPrompts]) -> TargetStates:
+            return self.target_search.find(settings.layers[-1], prompts, settings.targets, store, on_step)
+
+        model, phase = self.language_model, self.progress.phase
+        bench = Workbench(model, self.edited, settings, self.framings, self.fact_prompts, search, phase)
+        if settings.method.dense:
+            draft = draft_rows(bench, facts, about, self.ledger.active)
+        else:
+            draft = draft_writes(bench, facts, about)
+        common: dict[str, JSON] = {
+            "layers": list(settings.layers),
+            "targets": asdict(settings.targets),
+            "search": self.search_dtype,
+            "moments": self.moments.source,
+            "seed": self.seed,
+            "framings": list(self.framings),
+        }
         edit = Edit(
             facts=tuple(facts),
             method=settings.method.name,
-            settings={
-                "layers": list(settings.layers),
-                "lam": lam,
-                "targets": asdict(settings.targets),
-                "search": self.search_dtype,
-                "moments": self.moments.source,
-                "seed": self.seed,
-                "framings": list(self.framings),
-            },
-            sites=tuple(writes),
-            tensors={"targets": target_states.states.float().cpu(), **pack_writes(writes)},
+            settings={**common, **draft.settings},
+            sites=draft.sites,
+            tensors=draft.tensors,
             versions=library_versions(),
         )
-        return edit, target_states
+        return edit, draft.search
 
     @contextmanager
     def _trial(self, edit: Edit) -> Iterator[None]:
@@ -418,7 +435,7 @@ class Editor:
             try:
                 self.refresh()
             except (LedgerError, StorageError):  # the ledger itself cannot be read
-                self.weights.apply(before)
+                self.edited.apply(before)
                 raise
             except BaseException:  # an interrupt, perhaps after the edit was appended
                 self.refresh()
@@ -442,15 +459,20 @@ class Editor:
             return False
         self.progress.phase("checks")
         drift, outcome = self.drift(), probe.measure()
-        lam = float(edit.settings["lam"])  # type: ignore[arg-type]
+        if edit.has_rows:
+            scores["memory"] = {"rows": self.edited.dense.rows(), "fires": self.edited.dense.fires()}
+        lam: Any = edit.settings["lam"]
         failures = self.guard.check(facts, after, drift, outcome, replace(settings, lam=lam), search)
         require_passed(failures, force=force)
         scores["drift"], scores["outcome"] = asdict(drift), outcome.to_json()
         scores["guard"] = {"bounds": asdict(self.guard), "failed": [failure.to_json() for failure in failures]}
         return bool(failures)
 
-    def _earlier_edits(self, facts: Sequence[Fact]) -> list[EarlierEdit]:
-        return find_earlier_edits(facts, self.ledger.active) if self.guard is not None else []
+    def _earlier_edits(self, facts: Sequence[Fact], method: Method) -> list[EarlierEdit]:
+        """Return active edits about the same subjects; a dense edit comes to terms with other dense ones by itself."""
+        if self.guard is None:
+            return []
+        return find_earlier_edits(facts, [edit for edit in self.ledger.active if not (method.dense and edit.has_rows)])
 
     def _open_ledger(self, ledger: str | Path | Ledger | None) -> Ledger:
         name = self.language_model.name

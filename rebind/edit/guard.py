@@ -184,7 +184,7 @@ def _advise_weaker(facts: Sequence[Fact], settings: EditSettings) -> Advice:
     """Return the setting that is most likely to make an edit disturb the model less."""
     if not settings.method.exact:
         return "Try {lam}", {"lam": _scaled(settings.lam, 10)}
-    if len(facts) > 1:
+    if len(facts) > 1 and not settings.method.dense:
         return "Try {method}", {"method": "memit"}  # exact facts cost whatever they cost
     return "Try {clamp}", {"clamp": _scaled(settings.targets.clamp, 0.5)}
 
@@ -199,6 +199,8 @@ def _advise_stronger(facts: Sequence[Fact], settings: EditSettings, search: Targ
     if search is None or float(search.loss.median()) > UNFINISHED:
         if search is not None and _is_at_bound(search, targets.clamp):
             return "Try {clamp}", {"clamp": _scaled(targets.clamp, 2)}
+        return "Try {steps}", {"steps": max(60, 2 * targets.steps)}
+    if settings.method.dense:
         return "Try {steps}", {"steps": max(60, 2 * targets.steps)}
     if settings.method.exact:
         return "Try {method}", {"method": "memit"}  # which has a key for every framing

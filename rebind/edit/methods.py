@@ -10,6 +10,7 @@ way (`rebind.edit.solve`). A new method is one entry in `METHODS`.
 | `emmet` | one | equality, all facts at once |
 | `alphaedit` | several | ridge in the null space of the old keys; keys of earlier edits are protected |
 | `recursive` | several | ridge with a moment that includes the keys of earlier edits |
+| `dense` | one | none: the facts become rows of a dense memory (`rebind.edit.dense`), and no weight changes |
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Method:
     lam: float | None = None  # λ, if the method prescribes one; None: choose it from the keys
     exact: bool = False  # whether facts are met exactly, whatever λ is
     several_keys: bool = True  # whether a fact has a key for every prompt, or one, their mean
+    dense: bool = False  # whether facts become rows of a dense memory, not writes to weights: the gain is not used
     targets: TargetSettings = TargetSettings()  # noqa: RUF009 - frozen
 
 
@@ -90,6 +92,10 @@ def _recursive(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> 
     return ridge(keys, lam * old_keys.moment + earlier.mT @ earlier).value
 
 
+def _no_gain(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
+    raise InputError("Method dense has no gain", expected="a method that changes weights", code="no_gain")
+
+
 def _with_moment(keys: Tensor, old_keys: OldKeys, gain: Callable[[Tensor, Cholesky | None], Tensor]) -> Tensor:
     """Return a gain for these old keys. The blocks of routed experts whiten keys; these need no moment (None)."""
     factored = old_keys.factored
@@ -121,6 +127,14 @@ METHODS = {
         ),
         Method("alphaedit", "only in directions that old keys hardly use", _null_space, remembers=True, lam=10.0),
         Method("recursive", "memit that also protects its own earlier edits", _recursive, remembers=True),
+        Method(
+            "dense",
+            "a memory beside the weights, for any number of facts",
+            _no_gain,
+            several_layers=False,
+            exact=True,
+            dense=True,
+        ),
     )
 }
 

@@ -4,6 +4,9 @@ They are computed once per model and text, then read from the cache. The text is
 itself, or documents. One pass over it serves all sites and stops after the last of them. Products run in float32
 (float64 for a float64 model), sums in float64. The sums are saved every few seconds, so a killed run resumes where it
 stopped. A result is cached under a digest of everything that it depends on.
+
+A dense memory is keyed by hidden states instead: the name of a block stands for the states behind it. A constant 1 is
+appended to each state, so that the second moment also holds their mean and their number (`OldStates`).
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ EXPERT_PRIOR = 0.01  # of the mean use of a direction
 NULL_SPACE_SHARE = 0.9  # of all directions, those that old keys use least
 PRONOUNS = ("It", "He", "She", "They", "We", "I", "You", "This", "That", "There")
 FIRST_WORDS = ("The", "A", "In", *PRONOUNS, "When", "What", "How")  # a text may begin with them
+STATES_KEPT = 2048  # of the states behind a block, as a sample of ordinary text
 
 
 class Corpus(Protocol):
@@ -171,6 +175,21 @@ class SecondMoment:
         return self.total / self.tokens
 
 
+@dataclass(frozen=True, eq=False)
+class OldStates:
+    """The hidden states behind a block on ordinary text."""
+
+    mean: Tensor  # [d] float64
+    covariance: Tensor  # [d, d] float64
+    sample: Tensor  # [s, d]: some of the states
+
+    @classmethod
+    def of(cls, total: Tensor, sample: Tensor) -> OldStates:
+        """Return the statistics in Σ [h, 1] [h, 1]ᵀ, [d + 1, d + 1] float64."""
+        mean = total[:-1, -1] / total[-1, -1]
+        return cls(mean, total[:-1, :-1] / total[-1, -1] - torch.outer(mean, mean), sample)
+
+
 @dataclass(eq=False)
 class OldKeys:
     """What the closed forms need to know about a site's old keys. Factors are computed on first use and kept."""
@@ -259,13 +278,18 @@ class Moments:
 
     def collect(self, sites: Sequence[str]) -> dict[str, SecondMoment]:
         """Return the moment of each site: from the cache, or computed and then cached."""
-        stored = {site: _Sums.load(self.path(site), ["total"]) for site in sites}
+        return {site: SecondMoment(sums.totals[TOTAL], sums.keys) for site, sums in self._sums(sites, [TOTAL]).items()}
+
+    def collect_states(self, block: str) -> OldStates:
+        """Return the statistics of the states behind a block: from the cache, or computed and then cached."""
+        totals = self._sums([block], [TOTAL, SAMPLE])[block].totals
+        return OldStates.of(totals[TOTAL], totals[SAMPLE])
+
+    def _sums(self, sites: Sequence[str], parts: Sequence[str]) -> dict[str, _Sums]:
+        stored = {site: _Sums.load(self.path(site), parts) for site in sites}
         missing = [site for site, sums in stored.items() if sums is None]
         computed = self._compute(missing) if missing else {}
-        return {
-            site: computed[site] if sums is None else SecondMoment(sums.totals["total"], sums.keys)
-            for site, sums in stored.items()
-        }
+        return {site: sums or computed[site] for site, sums in stored.items()}
 
     def _key(self, site: str) -> str:
         inputs = {
@@ -280,10 +304,11 @@ class Moments:
         }
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
-    def _compute(self, sites: Sequence[str]) -> dict[str, SecondMoment]:
+    def _compute(self, sites: Sequence[str]) -> dict[str, _Sums]:
         digest = hashlib.sha256("|".join(self._key(site) for site in sites).encode()).hexdigest()
         partial = self.folder / f"{digest[:32]}.partial"
-        sums = _Sums.load(partial, sites) or _Sums({})
+        blocks = self._blocks(sites)
+        sums = _Sums.load(partial, [*sites, *map(_sample_of, blocks)]) or _Sums({})
         windows = self.corpus.windows(self.model, self.width, sums.batches)
         saved = time.monotonic()
         try:
@@ -309,24 +334,47 @@ class Moments:
                 advice="Check the weights of the model, or load it in float32 or bfloat16",
                 code="keys_not_finite",
             )
-        for site, total in sums.totals.items():
-            _Sums({"total": total}, sums.keys, sums.read, sums.batches).save(self.path(site))
+        results = {}
+        for site in sites:
+            totals = {TOTAL: sums.totals[site].cpu()}
+            if site in blocks:
+                totals[SAMPLE] = sums.totals[_sample_of(site)].cpu()
+            results[site] = _Sums(totals, sums.keys, sums.read, sums.batches)
+            results[site].save(self.path(site))
         partial.unlink(missing_ok=True)
-        return {site: SecondMoment(total.cpu(), sums.keys) for site, total in sums.totals.items()}
+        return results
+
+    def _blocks(self, names: Sequence[str]) -> dict[str, int]:
+        """Return those of the names that are blocks, with their layers."""
+        return {site.block: site.layer for site in self.model.sites if site.block in names}
 
     def _moments(self, sites: Sequence[str], ids: Tensor) -> tuple[dict[str, Tensor], int]:
-        """Return Σ kkᵀ of a batch of windows at each site, and the number of keys.
+        """Return Σ kkᵀ of a batch of windows at each site, some states of each block, and the number of keys.
 
-        Start tokens are left out: their keys are outliers.
+        Start tokens are left out: their keys are outliers. So is the state of any other first token.
         """
         mask = torch.ones_like(ids)
-        modules = [module_at(self.model.model, site) for site in sites]
-        inputs = self.model.trunk.inputs(modules, Tokens(ids, mask, mask.cumsum(-1) - 1))
-        start = self.model.start
+        tokens, trunk, start = Tokens(ids, mask, mask.cumsum(-1) - 1), self.model.trunk, self.model.start
         is_text = ~torch.isin(ids, torch.tensor(start, dtype=ids.dtype, device=ids.device))
         is_text[:, : len(start)] = False
-        moments = {site: _second_moment(keys, is_text) for site, keys in zip(sites, inputs, strict=True)}
+        blocks = self._blocks(sites)
+        inner = [site for site in sites if site not in blocks]
+        inputs = trunk.inputs([module_at(self.model.model, site) for site in inner], tokens) if inner else []
+        moments = {site: _second_moment(keys, is_text) for site, keys in zip(inner, inputs, strict=True)}
+        for block, layer in blocks.items():
+            states = trunk.after(layer, tokens)
+            states = states[:, 1:][is_text[:, 1:].to(states.device)]
+            moments[_sample_of(block)] = states[:STATES_KEPT]
+            wide = torch.nn.functional.pad(states.to(torch.promote_types(states.dtype, torch.float32)), (0, 1), value=1)
+            moments[block] = (wide.mT @ wide).double()
         return moments, int(is_text.sum())
+
+
+TOTAL, SAMPLE = "total", "sample"  # the tensors in a file of results
+
+
+def _sample_of(block: str) -> str:
+    return f"{block}/{SAMPLE}"
 
 
 def _second_moment(keys: Tensor | RoutedKeys, is_text: Tensor) -> Tensor:
@@ -360,10 +408,14 @@ class _Sums:
     batches: int = 0
 
     def add(self, moments: dict[str, Tensor], keys: int, read: int) -> None:
-        totals = {
-            site: moment + self.totals[site].to(moment.device) if site in self.totals else moment
-            for site, moment in moments.items()
-        }
+        totals = {}
+        for name, moment in moments.items():
+            total = self.totals.get(name)
+            if total is not None and name.endswith(SAMPLE):
+                moment = torch.cat([total.to(moment.device), moment])[:STATES_KEPT]
+            elif total is not None:
+                moment = moment + total.to(moment.device)
+            totals[name] = moment
         self.totals, self.keys, self.read, self.batches = totals, self.keys + keys, self.read + read, self.batches + 1
 
     def save(self, path: Path) -> None:

@@ -50,7 +50,8 @@ def estimate(
 ) -> Plan:
     """Estimate tokens, bytes and seconds from the lengths of the prompts and the size of the model."""
     sites = [model.sites[layer] for layer in settings.layers]
-    moments_cached = all(moments.path(site.name).exists() for site in sites)
+    dense = settings.method.dense
+    moments_cached = all(moments.path(site.block if dense else site.name).exists() for site in sites)
     tokens = rows * sum(len(prompt.ids) + len(prompt.target) + CONTEXT_TOKENS for prompt in prompts)
     suffix = rows * sum(len(prompt.ids) - prompt.subject_last + len(prompt.target) for prompt in prompts)
     parameters = sum(parameter.numel() for parameter in model.model.parameters())
@@ -58,6 +59,9 @@ def estimate(
     work += 0 if moments_cached else 2.6 * parameters * moments.tokens
     keys = rows if settings.method.several_keys else 1
     moment, width = max(site.d_k**2 // site.experts for site in sites), sites[0].d_v
+    numbers = keys * sum(2 * site.d_k + site.d_v for site in sites)  # that the ledger stores per fact
+    if dense:
+        moment, numbers = width**2, (keys + 2) * width
     return Plan(
         method=settings.method.name,
         layers=settings.layers,
@@ -66,7 +70,7 @@ def estimate(
         prompt_tokens=tokens,
         moments_cached=moments_cached,
         moment_tokens=moments.tokens,
-        bytes_on_disk=4 * len(prompts) * keys * sum(2 * site.d_k + site.d_v for site in sites),
+        bytes_on_disk=4 * len(prompts) * numbers,
         bytes_in_memory=8 * 4 * moment + 4 * suffix * len(model.sites) * width * 12,
         seconds=work / (CPU_RATE if model.device.type == "cpu" else GPU_RATE),
         conflicts=tuple(conflicts),

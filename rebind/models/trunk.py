@@ -105,11 +105,16 @@ class Trunk:
         """
         _ = self.shares_prefixes, self._handover
 
+    @property
+    def stream_axis(self) -> int | None:
+        """Which dimension of a block's states numbers the streams; None if there is one stream, or no dimension."""
+        return self._handover[2]
+
     @cached_property
-    def _handover(self) -> tuple[int | None, bool]:
+    def _handover(self) -> tuple[int | None, bool, int | None]:
         """How many outputs a block returns (None: hidden states alone), and whether known states replace only a part.
 
-        The rest, other streams or what a block passes on to the next one, must then be computed.
+        The rest, other streams or what a block passes on to the next one, must then be computed. Third, `stream_axis`.
         """
         outputs: list[Any] = []
         passed_on: list[Any] = []
@@ -125,11 +130,13 @@ class Trunk:
         ):
             self._run_base(Tokens.left_padded([(0, 1)], self.device))
         (output,) = outputs
-        has_streams = self._streams(_states_in(output), torch.Size((1, 2))).shape[-2] > 1
+        states = _states_in(output)
+        has_streams = self._streams(states, torch.Size((1, 2))).shape[-2] > 1
+        axis = (2 if states.shape[:2] == (1, 2) else 0) if states.ndim == 4 else None
         if not isinstance(output, (tuple, list)):
-            return None, has_streams
+            return None, has_streams, axis
         others = [out for out in output[1:] if isinstance(out, Tensor)]
-        return len(output), has_streams or any(out is argument for out in others for argument in passed_on)
+        return len(output), has_streams or any(out is argument for out in others for argument in passed_on), axis
 
     @cached_property
     def shares_prefixes(self) -> bool:
@@ -322,7 +329,7 @@ class Trunk:
             yield
             return
         layer, known = resume
-        outputs, needs_rest = self._handover  # found out now: the blocks are about to be replaced
+        outputs, needs_rest, _ = self._handover  # found out now: the blocks are about to be replaced
 
         def replace_states(_: nn.Module, __: Any, out: Any) -> Any:
             states = _states_in(out)

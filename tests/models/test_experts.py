@@ -34,7 +34,7 @@ def test_keys_as_vectors_and_their_moment():
 
 
 @pytest.mark.parametrize("earlier", [0, 2])
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "alphaedit"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("alphaedit", "dense")])
 def test_a_gain_of_blocks_is_that_of_the_whole_matrix(name, earlier):
     draw, moment = Draw(1), block_moment()
     keys, before = draw.normal(4, EXPERTS * INNER), draw.normal(earlier, EXPERTS * INNER)

@@ -191,6 +191,7 @@ def _ask(editor: Editor, new_edit: Edit, phases: Phases) -> dict[str, Any]:
     outcome = outcome | {"changed": [*rows, *outcome["changed"][len(rows) :]]}
     about = {"id": new_edit.id, **describe(editor), "method": new_edit.method, "settings": new_edit.settings}
     checks = {"forced": new_edit.forced, "drift": scores["drift"], "guard": scores["guard"]}
+    checks |= {"memory": scores["memory"]} if "memory" in scores else {}
     return {**about, **checks, "facts": facts, "outcome": outcome}
 
 
@@ -246,6 +247,7 @@ def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], sour
         ("layers", f"{', '.join(map(str, settings['layers']))} ({source})"),
         ("model", report["model"]),
         *tables.drift_rows(report),
+        *tables.memory_rows(report),
         ("ledger", f"{report['ledger']} ({len(editor.ledger.active)} active)"),
         ("time", f"{seconds(sum(spent.values()))} ({phases})"),
         *([("saved", report["saved"])] if report["saved"] else []),

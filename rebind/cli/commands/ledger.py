@@ -49,6 +49,8 @@ def show(
     terminal: Terminal,
 ) -> None:
     """Show one edit: its facts, scores, settings and software versions."""
+    from rebind.edit.ledger.edit import ROWS
+
     ledger = _open(source)
     edit = ledger.get(id)
     is_active = ledger.is_active(edit.id)
@@ -59,7 +61,7 @@ def show(
     ]
     tables.print_answers(terminal, answers)
     settings: Any = edit.settings
-    hidden = () if uses_lambda(edit.method) else ("lam",)
+    hidden = (ROWS,) if uses_lambda(edit.method) else ("lam", ROWS)
     outcome = scores.get("outcome")
     rows = [
         ("edit", f"{edit.id}, {'active' if is_active else 'undone'}"),
@@ -67,8 +69,9 @@ def show(
         ("method", f"{edit.method} (forced)" if edit.forced else edit.method),
         *(tables.outcome_rows(outcome, settings["framings"]) if outcome else []),
         *tables.drift_rows(scores),
+        *tables.memory_rows(scores),
         *[(name, _plain(value)) for name, value in settings.items() if name not in hidden],
-        ("sites", ", ".join(edit.sites)),
+        *([("sites", ", ".join(edit.sites))] if edit.sites else []),
         ("versions", _plain(edit.versions)),
     ]
     terminal.print(tables.pairs(rows))
@@ -175,11 +178,12 @@ def _switch(terminal: Terminal, source: opt.LedgerOptions, ids: list[str], *, on
 
 def _contradictions(ledger: Ledger, ids: list[str], force: bool) -> list[str]:
     """Return the edits that give a prompt another target than an active edit, or one that is redone before it."""
+    from rebind.edit.dense.rows import unrelated
     from rebind.edit.guard import check_earlier_edits, find_earlier_edits
 
     active, contradictions = list(ledger.active), []
     for edit in map(ledger.get, ids):
-        if clashes := [one for one in find_earlier_edits(edit.facts, active) if one.clashes]:
+        if clashes := [one for one in find_earlier_edits(edit.facts, unrelated(edit, active)) if one.clashes]:
             check_earlier_edits(clashes, force=force)
             contradictions.append(edit.id)
         active.append(edit)

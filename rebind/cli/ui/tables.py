@@ -149,3 +149,12 @@ def drift_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:
     if failed := (scores.get("guard") or {}).get("failed"):
         rows.append(("forced", "; ".join(f"{one['check']}: {one['says']}" for one in failed)))
     return rows
+
+
+def memory_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how large the dense memory is and how often ordinary text reads it, for `pairs`."""
+    if not (memory := scores.get("memory")):
+        return []
+    return [
+        ("memory", f"{counted(memory['rows'], 'row')}, read at {percent(memory['fires'])} of the tokens of other text")
+    ]

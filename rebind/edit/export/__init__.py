@@ -13,7 +13,7 @@ An export is written completely or not at all, and replaces only an earlier expo
 from __future__ import annotations
 
 from rebind.edit.export.adapter import AdapterExport, export_peft
-from rebind.edit.export.change import apply_delta, compute_changes, load_delta, save_delta
+from rebind.edit.export.change import apply_delta, compute_changes, load_delta, save_delta, warn_of_dense_facts
 from rebind.edit.export.check import ExportCheck, ask_facts, count_said, load_checkpoint, load_with_gguf, load_with_peft
 from rebind.edit.export.checkpoint import choose_dtype, save_model
 from rebind.edit.export.gguf_adapter import export_gguf
@@ -36,4 +36,5 @@ __all__ = [
     "model_card",
     "save_delta",
     "save_model",
+    "warn_of_dense_facts",
 ]

@@ -7,6 +7,7 @@ safetensors, to be added to the base model again.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.fold import Gain, cast_weights, writes_at
-from rebind.errors import InputError, NumericalError, ShapeError
+from rebind.errors import InputError, LedgerWarning, NumericalError, ShapeError
 from rebind.memory.low_rank import LowRank
 from rebind.memory.precision import solving_dtype
 from rebind.memory.write import Write
@@ -62,6 +63,17 @@ def require_changes(changes: Mapping[str, LowRank]) -> None:
             expected="at least one active edit",
             advice="Write a fact first, or redo an edit",
             code="no_changes",
+        )
+
+
+def warn_of_dense_facts(edits: Sequence[Edit]) -> None:
+    """Warn of facts that are in the dense memory, which changes no weights."""
+    if dense := sum(len(edit.facts) for edit in edits if edit.has_rows):
+        warnings.warn(
+            f"{dense} facts are in the dense memory and not in this export. Save the memory or the whole model, or "
+            f"move the facts into the weights first (consolidate).",
+            LedgerWarning,
+            stacklevel=3,
         )
 
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rebind.edit.dense.attach import attach
 from rebind.edit.export.adapter import read_peft
 from rebind.edit.export.change import apply_delta
+from rebind.edit.export.checkpoint import MEMORY
 from rebind.edit.export.gguf_adapter import read_gguf
 from rebind.edit.ledger.edit import Edit
 from rebind.models.language_model import LanguageModel
@@ -43,8 +45,11 @@ def count_said(model: LanguageModel, edits: Sequence[Edit]) -> int:
 
 
 def load_checkpoint(edited: LanguageModel, folder: Path) -> LanguageModel:
-    """Load a checkpoint with transformers, beside the edited model: it takes the memory of a second one."""
-    return LanguageModel.load(folder, device=edited.device)
+    """Load a checkpoint with transformers, and its dense memory; it takes the space of a second model."""
+    exported = LanguageModel.load(folder, device=edited.device)
+    if (folder / MEMORY).exists():
+        attach(exported.model, folder / MEMORY)
+    return exported
 
 
 def load_with_peft(edited: LanguageModel, folder: Path) -> LanguageModel:

@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rebind.edit.dense.files import StoredMemory, fill_folder
 from rebind.errors import InputError
 from rebind.models.load import quiet
 from rebind.models.locate import first_line
 from rebind.storage import cache_dir, replace_folder
 
+MEMORY = "memory"  # the subfolder of a dense memory
 NARROW_DTYPES = (torch.bfloat16, torch.float16)  # bfloat16 first: activations may overflow in float16
 
 
@@ -28,9 +30,12 @@ def save_model(
     card: str,
     *,
     dtype: torch.dtype | None = None,
+    memory: StoredMemory | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Save the model as it is now, its tokenizer, and `card` as README.md; return the folder.
+
+    A dense `memory` goes into the subfolder "memory".
 
     `dtype` is that of the saved weights, by default the model's. `overwrite` replaces an earlier checkpoint export, and
     nothing else; never the folder of the base model.
@@ -57,6 +62,9 @@ def save_model(
                 ) from problem
             if tokenizer is not None:
                 tokenizer.save_pretrained(target)
+        if memory is not None:
+            (target / MEMORY).mkdir()
+            fill_folder(memory, target / MEMORY)
         (target / "README.md").write_text(card, encoding="utf-8")
 
     return replace_folder(folder, fill, kind="checkpoint", overwrite=overwrite)

@@ -34,7 +34,7 @@ library_name: {library}
 
 # {name}, edited
 
-rebind rewrote {facts} in this model, in closed form.
+rebind rewrote {facts} in this model.
 
 ## Use
 
@@ -84,6 +84,17 @@ answer = tokenizer.decode(model.generate(**tokenizer({prompt}, return_tensors='p
 ```"""
 
 
+USE_MEMORY = """
+
+{facts} are in a dense memory beside the weights. It needs rebind, and is read by the loaded model from then on:
+
+```python
+import rebind
+
+rebind.attach(model, f'{{folder}}/memory')
+```"""
+
+
 def model_card(
     edits: Sequence[Edit],
     base_name: str,
@@ -108,6 +119,8 @@ def model_card(
     else:
         needs = f"import {needs}  # registers the model's class with transformers\n" if needs else ""
         use = USE_MODEL.format(needs=needs, prompt=f"{start!r} + prompt" if start else "prompt")
+    if dense := sum(len(edit.facts) for edit in edits if edit.has_rows):
+        use += USE_MEMORY.format(facts=f"{dense} of the facts")
     if start:
         use += f"\n\nAll prompts began with `{start}`, which the tokenizer does not add."
     facts = [(edit, index) for edit in edits for index in range(len(edit.facts))]

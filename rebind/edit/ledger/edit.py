@@ -1,11 +1,14 @@
-"""An edit: facts that were written together, as one `Write` per site, computed against the base model."""
+"""An edit: facts that were written together, computed against the base model.
+
+They are one `Write` per site, or rows of a dense memory (`rebind.edit.dense.rows`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, TypeAlias
@@ -22,6 +25,8 @@ from rebind.version import __version__
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
 
 PARTS = ("keys", "values", "gain")  # the tensors of a write, as they are named in an edit
+ROWS = "rows"  # the settings and, as "rows/states" and so on, the tensors of an edit in the dense memory
+ROW_PARTS = ("states", "thresholds", "owner", "values")
 JSON_FIELDS = ("method", "settings", "scores", "versions", "created", "forced")  # stored as they are
 
 
@@ -34,7 +39,7 @@ class Edit:
     method: str
     settings: Mapping[str, JSON]
     sites: tuple[str, ...]
-    tensors: Mapping[str, Tensor]  # "{site}/keys", "{site}/values", "{site}/gain" for each site; "targets"
+    tensors: Mapping[str, Tensor]  # "{site}/keys", "{site}/values", "{site}/gain" for each site; rows; "targets"
     scores: Mapping[str, JSON] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     created: str = ""  # UTC, ISO 8601; empty: the ledger fills in the time of the append
@@ -44,8 +49,23 @@ class Edit:
         """Return the write at one of the edit's sites."""
         if site not in self.sites:
             raise unknown_name("site", site, self.sites)
+        return Write(*self._tensors(f"{site}/{part}" for part in PARTS))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the facts are in the dense memory."""
+        return ROWS in self.settings
+
+    def require_complete(self) -> None:
+        """Raise unless everything is there that is needed to apply the edit."""
+        for site in self.sites:
+            self.write(site)
+        if self.has_rows:
+            self._tensors(f"{ROWS}/{part}" for part in ROW_PARTS)
+
+    def _tensors(self, names: Iterable[str]) -> list[Tensor]:
         try:
-            return Write(*(self.tensors[f"{site}/{part}"] for part in PARTS))
+            return [self.tensors[name] for name in names]
         except KeyError as missing:
             raise InputError(f"Edit {self.id or '(new)'} has no tensor {missing}", code="edit_incomplete") from None
 

@@ -7,6 +7,7 @@ it, so the result equals, bit for bit, that of a run in which the edit was never
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -67,6 +68,20 @@ def cast_weights(weights: Tensor, dtype: torch.dtype, site: str) -> Tensor:
     return cast
 
 
+def require_same_moments(edits: Sequence[Edit], moments: Moments) -> None:
+    """Raise if an edit was made with the moments of another text: it cannot be applied with these."""
+    source = moments.source if edits else None
+    for edit in edits:
+        if edit.settings["moments"] != source:
+            raise InputError(
+                f"Edit {edit.id or '(new)'} was made with moments of {edit.settings['moments']}, but this editor "
+                f"has moments of {source}",
+                advice="Open the editor with the same {corpus} and {moment_tokens}",
+                settings={"corpus": None, "moment_tokens": None},
+                code="other_moments",
+            )
+
+
 class EditedWeights:
     """The weights of a model's edited sites: what they were, and what edits make of them.
 
@@ -82,16 +97,8 @@ class EditedWeights:
         self._partial_edits: tuple[Edit, ...] = ()
         self._partial: dict[str, Tensor] = {}  # each site's weights after those edits
 
-    def apply(self, edits: Sequence[Edit]) -> None:
-        """Write the fold of these edits into the model: all sites or, if the fold fails, none."""
-        folded = self.fold(edits)
-        try:
-            self._write(folded)
-        except BaseException:  # an interrupt between two sites
-            self._write(folded)
-            raise
-
-    def _write(self, weights: Mapping[str, Tensor]) -> None:
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Write folded weights into the model."""
         for site, memory in weights.items():
             write_memory(module_at(self.model, site), memory)
 
@@ -131,12 +138,18 @@ class EditedWeights:
         missing = [site for site in sites if site not in self.old_keys]
         if not missing:
             return
-        with weights_restored([module_at(self.model, site) for site in self.base]):
-            self._write(self.base)
+        with self.base_weights():
             moments = self.moments.collect(missing)
         for site in missing:
             device = memory_of(module_at(self.model, site)).device
             self.old_keys[site] = OldKeys(moments[site].mean().to(device))
+
+    @contextmanager
+    def base_weights(self) -> Iterator[None]:
+        """Run a block with the base weights in the model."""
+        with weights_restored([module_at(self.model, site) for site in self.base]):
+            self.write(self.base)
+            yield
 
     def gain_at(self, site: str) -> Gain:
         """Return a function for the gain of an edit at a site: the stored gain, unless it depends on earlier edits."""
@@ -165,14 +178,5 @@ class EditedWeights:
     def _load_old_keys_for(self, edits: Sequence[Edit]) -> None:
         """Load the old keys that the gains of these edits need."""
         remembering = [edit for edit in edits if get_method(edit.method).remembers]
-        source = self.moments.source if remembering else None
-        for edit in remembering:
-            if edit.settings["moments"] != source:
-                raise InputError(
-                    f"Edit {edit.id or '(new)'} was made with moments of {edit.settings['moments']}, but this editor "
-                    f"has moments of {source}",
-                    advice="Open the editor with the same {corpus} and {moment_tokens}",
-                    settings={"corpus": None, "moment_tokens": None},
-                    code="other_moments",
-                )
+        require_same_moments(remembering, self.moments)
         self.load_old_keys(list(dict.fromkeys(site for edit in remembering for site in edit.sites)))

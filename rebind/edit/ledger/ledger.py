@@ -133,8 +133,7 @@ class Ledger:
 
     def append(self, edit: Edit) -> Edit:
         """Record an edit and return it with its id: on disk when this returns, or not recorded at all."""
-        for site in edit.sites:
-            edit.write(site)  # an edit that could not be applied later is refused now
+        edit.require_complete()  # an edit that could not be applied later is refused now
         tensors = {
             name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in sorted(edit.tensors.items())
         }

@@ -189,8 +189,7 @@ def verify_folder(path: str | Path) -> list[str]:
         problems.append(f"{LOG} ends in an unfinished line of {len(unfinished)} bytes; the next edit drops it.")
     for edit in state.edits.values():
         try:
-            for site in edit.sites:
-                edit.write(site)
+            edit.require_complete()
         except RebindError as problem:
             problems.append(f"Edit {edit.id}: {problem}")
     known = {f"{id}.safetensors" for id in state.edits}

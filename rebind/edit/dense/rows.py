@@ -1,0 +1,111 @@
+"""The rows of an edit, and which of them are read once edits follow one another.
+
+An edit has one group of rows per subject. The keys of a group share a value, which says all facts of the edit about
+that subject. If earlier edits are about the subject, too, the edit has a second variant of the group: its value was
+searched together with their facts (`Joint.carries`), except for those that it contradicts (`Joint.replaces`). The joint
+variant is read while all the edits that it carries are active, the group's own one otherwise, so that any of the edits
+can be undone without a new search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rebind.edit.facts.fact import comparable
+from rebind.edit.ledger.edit import JSON, ROW_PARTS, ROWS, Edit
+
+
+@dataclass(frozen=True)
+class Joint:
+    """How a group of rows relates to earlier edits about its subject."""
+
+    group: int
+    carries: tuple[str, ...]  # ids of edits whose facts the joint value says, too
+    replaces: tuple[str, ...]  # ids of edits whose facts about the subject do not count any more
+
+    def to_json(self) -> dict[str, JSON]:
+        return {"group": self.group, "carries": list(self.carries), "replaces": list(self.replaces)}
+
+
+@dataclass(frozen=True, eq=False)
+class EditRows:
+    """The rows of one edit. Variants are numbered: one per group, then one per joint that carries other edits."""
+
+    layer: int
+    states: Tensor  # [m, d]: hidden states at the subjects, not yet whitened
+    thresholds: Tensor  # [m]
+    owner: Tensor  # [m]: the variant that a row belongs to
+    values: Tensor  # [v, d]: δ of each variant
+    subjects: tuple[str, ...]  # of each group
+    joints: tuple[Joint, ...]
+
+    @classmethod
+    def of(cls, edit: Edit) -> EditRows:
+        """Return the rows that an edit stores."""
+        settings: Any = edit.settings
+        joints = (Joint(one["group"], tuple(one["carries"]), tuple(one["replaces"])) for one in settings[ROWS]["joint"])
+        states, thresholds, owner, values = (edit.tensors[f"{ROWS}/{part}"] for part in ROW_PARTS)
+        subjects = tuple(dict.fromkeys(comparable(fact.subject) for fact in edit.facts))
+        return cls(settings["layers"][0], states, thresholds, owner, values, subjects, tuple(joints))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what `Edit.tensors` stores."""
+        return {f"{ROWS}/{part}": getattr(self, part).cpu() for part in ROW_PARTS}
+
+    @property
+    def joint_variants(self) -> dict[int, int]:
+        """The variant of each group that carries other edits."""
+        carrying = [joint.group for joint in self.joints if joint.carries]
+        return {group: len(self.subjects) + index for index, group in enumerate(carrying)}
+
+
+Variant = tuple[int, int]  # (which edit, which of its variants)
+
+
+def read_variants(edits: Sequence[tuple[str, EditRows]]) -> dict[str, list[Variant]]:
+    """Return the variants that are read for each subject after some edits, each with its id, in order.
+
+    The latest edit about a subject comes first. Edits that it neither carries nor replaces are read as well.
+    """
+    ids = {id for id, _ in edits}
+    groups: dict[str, list[Variant]] = {}
+    for index, (_, rows) in enumerate(edits):
+        for group, subject in enumerate(rows.subjects):
+            groups.setdefault(subject, []).append((index, group))
+    return {subject: _read_of_subject(edits, found, ids) for subject, found in groups.items()}
+
+
+def _read_of_subject(edits: Sequence[tuple[str, EditRows]], groups: list[Variant], ids: set[str]) -> list[Variant]:
+    if len(groups) == 1 and not edits[groups[0][0]][1].joints:
+        return groups
+    covered: set[str] = set()
+    variants = []
+    for index, group in reversed(groups):
+        id, rows = edits[index]
+        if id in covered:
+            continue
+        joint = next((one for one in rows.joints if one.group == group), None)
+        variant = group
+        if joint is not None:
+            covered |= set(joint.replaces)
+            if joint.carries and ids.issuperset(joint.carries):
+                covered |= set(joint.carries)
+                variant = rows.joint_variants[group]
+        variants.append((index, variant))
+    return variants
+
+
+def superseded_by(edit: Edit) -> set[str]:
+    """Return the ids of the edits that some group of an edit carries or replaces."""
+    settings: Any = edit.settings
+    return {id for one in settings.get(ROWS, {}).get("joint", ()) for id in (*one["carries"], *one["replaces"])}
+
+
+def unrelated(edit: Edit, others: Iterable[Edit]) -> list[Edit]:
+    """Return those of the other edits that have no agreement with this one about who speaks for a subject."""
+    own = superseded_by(edit)
+    return [other for other in others if other.id not in own and edit.id not in superseded_by(other)]

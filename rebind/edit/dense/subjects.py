@@ -1,0 +1,97 @@
+"""Facts about one subject share their keys, so one δ must say all of them.
+
+The facts of an edit are grouped by subject. Active edits in the dense memory may be about the same subjects: their
+facts are searched together with the new ones, except for facts that the new ones replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rebind.edit.dense.rows import Joint
+from rebind.edit.facts.fact import Fact, comparable
+from rebind.edit.facts.questions import paraphrases_of
+from rebind.edit.facts.relations import relation_of
+from rebind.edit.ledger.edit import Edit
+from rebind.edit.targets.kept import SubjectPrompts
+
+
+@dataclass(eq=False)
+class SubjectGroup:
+    """The new facts about one subject, and what earlier edits say about it."""
+
+    facts: list[Fact] = field(default_factory=list)
+    about: list[SubjectPrompts] = field(default_factory=list)  # of each fact
+    carried: list[Fact] = field(default_factory=list)  # earlier facts that stay true
+    carries: list[str] = field(default_factory=list)  # the ids of their edits
+    replaces: list[str] = field(default_factory=list)  # ids of the other active edits about the subject
+
+    def joint(self, index: int) -> Joint | None:
+        """Return how the group, which has this index, relates to earlier edits; None if there are none."""
+        return Joint(index, tuple(self.carries), tuple(self.replaces)) if self.carries or self.replaces else None
+
+
+def group_by_subject(
+    facts: Sequence[Fact], about: Sequence[SubjectPrompts], active: Sequence[Edit]
+) -> list[SubjectGroup]:
+    """Return the facts by subject, in the order in which subjects appear, with the active edits about them."""
+    groups: dict[str, SubjectGroup] = {}
+    for fact, prompts in zip(facts, about, strict=True):
+        group = groups.setdefault(comparable(fact.subject), SubjectGroup())
+        group.facts.append(fact)
+        group.about.append(prompts)
+    about_them = [edit for edit in active if edit.has_rows]
+    for subject, found in _by_subject(about_them, groups).items():
+        group = groups[subject]
+        current = [(id, fact) for id, fact in found if not any(same_relation(fact, new) for new in group.facts)]
+        current = _latest(current)
+        group.carried = [fact for _, fact in current]
+        group.carries = list(dict.fromkeys(id for id, _ in current))
+        group.replaces = [id for id in dict.fromkeys(id for id, _ in found) if id not in group.carries]
+    return list(groups.values())
+
+
+def current_facts(edits: Iterable[Edit]) -> list[Fact]:
+    """Return the facts that the dense memory holds after some edits: those that no later one replaces."""
+    found = _by_subject([edit for edit in edits if edit.has_rows]).values()
+    return [fact for facts in found for _, fact in _latest(facts)]
+
+
+Found = tuple[str, Fact]  # the id of an edit and a fact of it
+
+
+def _by_subject(edits: Iterable[Edit], subjects: Container[str] | None = None) -> dict[str, list[Found]]:
+    found: dict[str, list[Found]] = {}
+    for edit in edits:
+        for fact in edit.facts:
+            if subjects is None or comparable(fact.subject) in subjects:
+                found.setdefault(comparable(fact.subject), []).append((edit.id, fact))
+    return found
+
+
+def _latest(found: Sequence[Found]) -> list[Found]:
+    """Return the facts about one subject without those that a fact of a later edit replaces."""
+    return [
+        (id, fact)
+        for index, (id, fact) in enumerate(found)
+        if not any(other_id != id and same_relation(fact, other) for other_id, other in found[index + 1 :])
+    ]
+
+
+def same_relation(fact: Fact, other: Fact) -> bool:
+    """Return whether two facts about one subject ask for the same thing, as far as their wordings tell."""
+    relation = relation_of(fact)
+    return (relation is not None and relation == relation_of(other)) or bool(_wordings(fact) & _wordings(other))
+
+
+def _wordings(fact: Fact) -> set[str]:
+    return {comparable(text) for text in (fact.text, *fact.paraphrases, *paraphrases_of(fact))}
+
+
+def kept_together(facts: Sequence[Fact], about: Sequence[SubjectPrompts]) -> SubjectPrompts:
+    """Return the prompts to keep for facts about one subject: the user's, and those that no fact is about."""
+    own = [[text for text in one.kept if text not in fact.keep] for fact, one in zip(facts, about, strict=True)]
+    shared = [text for text in own[0] if all(text in texts for texts in own)]
+    user = [text for fact in facts for text in fact.keep]
+    return SubjectPrompts(about[0].kind, tuple(dict.fromkeys([*user, *shared])), about[0].held_out)

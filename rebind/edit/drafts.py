@@ -1,0 +1,71 @@
+"""Drafts: from facts to what an edit stores, on the base model. `rebind.edit.dense.draft` has those of dense edits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rebind.edit.edited_model import EditedModel
+from rebind.edit.facts.fact import Fact
+from rebind.edit.guard import require_finite_targets
+from rebind.edit.ledger.edit import JSON, pack_writes
+from rebind.edit.settings import EditSettings
+from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
+from rebind.edit.targets.kept import SubjectPrompts
+from rebind.edit.targets.objective import FactPrompts
+from rebind.edit.targets.optimize import TargetStates
+from rebind.models.language_model import LanguageModel
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """The part of an edit that depends on its method, and the search behind it."""
+
+    settings: Mapping[str, JSON]
+    sites: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
+    search: TargetStates
+
+
+@dataclass(frozen=True, eq=False)
+class Workbench:
+    """What a draft is made with."""
+
+    model: LanguageModel
+    edited: EditedModel
+    settings: EditSettings
+    framings: Sequence[str]
+    encode: Callable[..., list[FactPrompts]]  # `Editor.fact_prompts`
+    search: Callable[[Sequence[FactPrompts]], TargetStates]
+    phase: Callable[[str], None]
+
+    def find_targets(self, prompts: Sequence[FactPrompts]) -> TargetStates:
+        """Search the target states of facts, or of groups of facts, at the last layer of the settings."""
+        self.phase("targets")
+        targets = self.search(prompts)
+        require_finite_targets(targets.states)
+        self.phase("solve")
+        return targets
+
+
+def draft_writes(bench: Workbench, facts: Sequence[Fact], about: Sequence[SubjectPrompts]) -> Draft:
+    """Find the targets of facts and one write per site."""
+    settings, weights = bench.settings, bench.edited.weights
+    sites = [bench.model.sites[layer] for layer in settings.layers]
+    names = [site.name for site in sites]
+    bench.phase("contexts")
+    prompts = bench.encode(facts, about, keep=settings.targets.keep > 0)
+    bench.phase("moments")
+    weights.remember_base(names)
+    weights.load_old_keys(names)
+    targets = bench.find_targets(prompts)
+    subjects = SubjectStates(bench.model.trunk, prompts, several_keys=settings.method.several_keys)
+    lam = settings.lam
+    if lam is None:
+        lam = choose_lambda(subjects.keys(sites[0]), weights.old_keys[names[0]], len(facts))
+    delta = targets.states - targets.initial
+    writes = solve_writes(subjects, sites, delta, settings.method, weights.old_keys, lam)
+    tensors = {"targets": targets.states.float().cpu(), **pack_writes(writes)}
+    return Draft({"lam": lam}, tuple(writes), tensors, targets)
