@@ -22,7 +22,7 @@ from rebind.memory.dense import Dense, Whitening
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
 from rebind.models.sites import module_at
-from rebind.models.trunk import Tokens
+from rebind.models.tokens import Tokens
 
 PROBES = CANARY_PROMPTS[:8]
 FIRES = 0.5  # a token reads the memory if its rows weigh more than the empty slot

@@ -1,0 +1,208 @@
+"""A stored memory on a plain model: the same answers as in the editor, in any dtype, and off again without a trace."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import rebind
+from rebind.edit.dense import load_memory
+from rebind.edit.export import load_checkpoint
+from rebind.errors import InputError, RebindError
+from rebind.models.language_model import LanguageModel
+from tests import model_types, tiny
+from tests.edit.editors import FACTS, open_editor, rewrite
+from tests.edit.test_devices import dispatch
+from tests.support import raises
+
+IDS = torch.tensor([tiny.tokenizer()("The capital of France is Paris and Berlin is the capital of").input_ids])
+
+
+def logits(model: Any) -> torch.Tensor:
+    return model(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A memory of facts about a tiny Llama, and what the editor's model computes with it."""
+    folder = tmp_path_factory.mktemp("facts") / "memory"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REBIND_CACHE", str(tmp_path_factory.mktemp("cache")))
+        editor = open_editor()
+        rewrite(editor, *FACTS, method="dense")
+        editor.save_memory(folder)
+        return folder, logits(editor.model)
+
+
+def test_a_memory_is_attached_and_removed_exactly(stored):
+    folder, edited = stored
+    model = tiny.llama()
+    plain = logits(model)
+    handle = rebind.attach(model, folder)
+    assert torch.equal(logits(model), edited)
+    assert not torch.equal(edited, plain)
+    assert [fact.text for fact in handle.stored.facts] == [fact.text for fact in FACTS]
+    handle.remove()
+    handle.remove()
+    assert torch.equal(logits(model), plain)
+    assert not any(module._forward_hooks for module in model.modules())
+    with rebind.attach(model, load_memory(folder)):
+        assert torch.equal(logits(model), edited)
+    assert torch.equal(logits(model), plain)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02), (torch.float64, 1e-4)])
+def test_other_dtypes_read_the_same_memory(stored, dtype, tolerance):
+    folder, edited = stored
+    model = tiny.llama().to(dtype)
+    change = edited - logits(tiny.llama())
+    plain = logits(model)
+    with rebind.attach(model, folder):
+        got = logits(model)
+    assert got.dtype == dtype
+    assert float((got - plain - change.to(plain)).norm() / change.norm()) < tolerance
+
+
+def test_batches_padding_and_caches_make_no_difference(stored):
+    model, tokenizer = tiny.llama(), tiny.tokenizer()
+    texts = ["The capital of France is", "We know that in the north of Norway the capital of France is"]
+    with rebind.attach(model, stored[0]):
+        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+        together = model.generate(**batch, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        for row, text in enumerate(texts):
+            ids = torch.tensor([tokenizer(text).input_ids])
+            for cached in (True, False):
+                alone = model.generate(ids, max_new_tokens=5, do_sample=False, use_cache=cached, pad_token_id=0)
+                assert alone[0, ids.shape[1] :].tolist() == together[row, batch.input_ids.shape[1] :].tolist()
+
+
+def test_a_compiled_model_has_no_graph_break(stored):
+    folder, edited = stored
+    model = tiny.llama()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    plain = compiled(IDS).logits
+    handle = rebind.attach(compiled, folder)  # after the first run, so that the graph without the memory must go
+    assert torch.allclose(compiled(IDS).logits, edited, atol=1e-5)
+    handle.remove()
+    assert torch.equal(compiled(IDS).logits, plain)
+
+
+class Quantized(nn.Module):
+    """A linear map in eight bits, without a weight that rebind could edit."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.abs().amax(-1, keepdim=True) / 127
+        self.register_buffer("integers", (linear.weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.integers * self.scale, self.bias)
+
+
+def test_a_quantized_model_reads_the_memory(stored):
+    folder, edited = stored
+    model = tiny.llama()
+    for block in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(block.mlp, name, Quantized(getattr(block.mlp, name)))
+    plain = logits(model)
+    change = edited - logits(tiny.llama())
+    with rebind.attach(model, folder):
+        assert float((logits(model) - plain - change).norm() / change.norm()) < 0.2
+
+
+def test_a_dispatched_model_reads_the_memory(stored):
+    model = dispatch(tiny.llama())
+    with rebind.attach(model, stored[0]):
+        assert torch.equal(logits(model), stored[1])
+
+
+# bloom returns tuples, gemma3n and deepseek_v4 have several streams, the others mix experts or recurrent layers
+@pytest.mark.parametrize("kind", ["bloom", "mixtral", "qwen3_next", "falcon_h1", "gemma3n_text", "deepseek_v4"])
+def test_every_family_reads_what_its_editor_wrote(kind, tmp_path):
+    editor = open_editor(model_types.build(kind))
+    before = editor.score(FACTS[:1])[0].nll
+    edit = rewrite(editor, FACTS[0], method="dense")
+    assert editor.score(FACTS[:1])[0].nll < before
+    editor.save_memory(tmp_path / "memory")
+    plain = model_types.build(kind)
+    with rebind.attach(plain, tmp_path / "memory"):
+        assert torch.equal(logits(plain), logits(editor.model))
+    editor.undo(edit.id)
+    assert torch.equal(logits(plain), logits(editor.model))
+
+
+# What is refused
+
+
+def test_other_models_are_refused(stored):
+    folder, _ = stored
+    for model in (tiny.llama(1), tiny.gpt2(), tiny.llama(hidden_size=64), tiny.llama(num_hidden_layers=1)):
+        plain = logits(model)
+        with raises(InputError, "memory_of_other_model"):
+            rebind.attach(model, folder)
+        assert torch.equal(logits(model), plain)
+    with raises(InputError, "not_a_model"):
+        rebind.attach("smollm2", folder)
+    model = tiny.llama()
+    with rebind.attach(model, folder), raises(InputError, "already_attached"):
+        rebind.attach(model, folder)
+    rebind.attach(tiny.llama(1), folder, check=False)
+
+
+def test_damaged_files_are_refused(stored, tmp_path):
+    header = json.loads((stored[0] / "memory.json").read_text())
+    data = (stored[0] / "memory.safetensors").read_bytes()
+
+    def code(header: Any, data: bytes | None) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        (folder / "memory.json").write_text(header if isinstance(header, str) else json.dumps(header))
+        if data is not None:
+            (folder / "memory.safetensors").write_bytes(data)
+        with pytest.raises(RebindError) as caught:
+            load_memory(folder)
+        return caught.value.code
+
+    assert code(header, data[:-1] + bytes([data[-1] ^ 1])) == "memory_damaged"
+    assert code(header, None) == "memory_damaged"
+    assert code("{", data) == "memory_damaged"
+    assert code({**header, "layers": {"1": {}}}, data) == "memory_damaged"
+    assert code({**header, "format": "rebind-memory-9"}, data) == "memory_format"
+    with raises(InputError, "no_memory"):
+        load_memory(tmp_path / "nothing")
+
+
+def test_an_export_replaces_only_its_own_kind(stored, tmp_path):
+    editor = open_editor()
+    with raises(InputError, "no_dense_facts"):
+        editor.save_memory(tmp_path / "memory")
+    rewrite(editor, FACTS[0], method="dense")
+    editor.save_memory(tmp_path / "memory")
+    with raises(InputError, "folder_not_empty"):
+        editor.save_memory(tmp_path / "memory")
+    editor.save_memory(tmp_path / "memory", overwrite=True)
+
+
+# Checkpoints
+
+
+def test_a_saved_model_carries_its_memory(tmp_path):
+    editor = open_editor()
+    rewrite(editor, FACTS[1])
+    rewrite(editor, FACTS[0], method="dense")
+    folder = editor.save(tmp_path / "edited")
+    assert "rebind.attach(model, f'{folder}/memory')" in (folder / "README.md").read_text()
+    exported = load_checkpoint(editor.language_model, folder)
+    assert torch.allclose(logits(exported.model), logits(editor.model), atol=1e-5)
+    bare = LanguageModel.load(folder).model
+    assert not torch.allclose(logits(bare), logits(editor.model), atol=1e-5)
+    with rebind.attach(bare, folder / "memory"):
+        assert torch.allclose(logits(bare), logits(editor.model), atol=1e-5)
