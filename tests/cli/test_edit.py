@@ -212,7 +212,7 @@ def test_a_plan_does_no_work(rebind, model, tmp_path, monkeypatch):
         assert not folder.exists() or not any(folder.iterdir()), "a plan writes nothing"
 
 
-@pytest.mark.parametrize(("method", "has_lambda"), [("memit", True), ("rome", False)])
+@pytest.mark.parametrize(("method", "has_lambda"), [("memit", True), ("rome", False), ("dense", False)])
 def test_lambda_is_shown_where_the_method_uses_it(rebind, model, method, has_lambda):
     words = ("edit", *FACT, "--model", model, "--method", method)
     assert ("λ" in rebind(*words, "--plan").out) == has_lambda

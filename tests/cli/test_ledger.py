@@ -251,3 +251,18 @@ def test_a_replay_answers_as_the_edit_did(rebind, chat_model):
     edit = rebind("edit", *FACT, *place, *FAST, json=True).document
     (fact,) = rebind("ledger", "replay", *place, "--out", "out", json=True).document["facts"]
     assert fact["probability"] == pytest.approx(edit["facts"][0]["after"]["probability"], rel=1e-3)
+
+
+def test_facts_in_the_dense_memory_are_listed_undone_and_exported(rebind, fails, model, tmp_path):
+    words = ("--model", model)
+    report = rebind("edit", *FACT, *words, *FAST, "--method", "dense", json=True).document
+    assert report["memory"]["rows"] > 0
+    assert "of the tokens of other text" in rebind("ledger", "show", "e0001", *words).out
+    assert "dense" in rebind("ledger", "list", *words).out
+    saved = rebind("ledger", "export", *words, "--memory", tmp_path / "memory", json=True).document["memory"]
+    assert saved["rows"] == report["memory"]["rows"]
+    assert saved["check"]["said"] == saved["check"]["said_in_editor"]
+    assert fails("ledger", "export", *words, "--delta", tmp_path / "delta.safetensors").code == "no_changes"
+    rebind("ledger", "verify", *words)
+    rebind("ledger", "undo", "e0001", *words)
+    rebind("ledger", "redo", "e0001", *words)

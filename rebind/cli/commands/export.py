@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from rebind.edit.editor import Editor
     from rebind.edit.export import ExportCheck
 
-NAMES = {"peft": "adapter", "gguf": "GGUF adapter", "checkpoint": "checkpoint"}  # of what each option writes
+NAMES = {
+    "peft": "adapter",
+    "gguf": "GGUF adapter",
+    "memory": "dense memory",
+    "checkpoint": "checkpoint",
+}  # of what each option writes
 EXACT = 1e-6  # the relative error of an adapter that holds all of a change
 EXPORT_EXAMPLES = opt.examples(
     "rebind ledger export --peft adapter/ --rank 16",
@@ -42,6 +47,7 @@ def export(
         opt.value("R", "Rank of the adapter.", default="the smallest of vLLM's that is exact", min=1),
     ] = None,
     delta: Annotated[Path | None, opt.value("FILE", "Write the change alone into this safetensors file.")] = None,
+    memory: Annotated[Path | None, opt.value("DIR", "Write the dense memory into this folder, for attach.")] = None,
     checkpoint: Annotated[Path | None, opt.value("DIR", "Write the whole edited model into this folder.")] = None,
     checkpoint_dtype: Annotated[
         str | None, opt.value("NAME", "Dtype of the checkpoint.", default="the model's; 16 bits for a GGUF file")
@@ -55,17 +61,18 @@ def export(
     source: opt.EditorOptions,
     terminal: Terminal,
 ) -> None:
-    """Write the active edits as a LoRA adapter, as a delta file, or as a whole model."""
+    """Write the active edits as a LoRA adapter, a delta file, a dense memory, or a whole model."""
     adapters = peft is not None or gguf is not None
-    if not adapters and (rank is not None or (delta is None and checkpoint is None)):
+    if not adapters and (rank is not None or (delta is None and memory is None and checkpoint is None)):
+        names = {"peft": "DIR", "gguf": "FILE", "delta": "FILE", "memory": "DIR", "checkpoint": "DIR", "rank": None}
         raise InputError(
             "There is nothing to export" if rank is None else "A rank was given without an adapter to write",
-            advice="Use {peft}, {gguf}, {delta} or {checkpoint}; {rank} belongs to {peft} and {gguf}",
-            settings={"peft": "DIR", "gguf": "FILE", "delta": "FILE", "checkpoint": "DIR", "rank": None},
+            advice="Use {peft}, {gguf}, {delta}, {memory} or {checkpoint}; {rank} belongs to {peft} and {gguf}",
+            settings=names,
             code="nothing_to_export",
         )
     dtype = opt.parse_dtype(checkpoint_dtype)
-    for folder, kind in ((peft, "adapter"), (checkpoint, "checkpoint")):
+    for folder, kind in ((peft, "adapter"), (memory, "memory"), (checkpoint, "checkpoint")):
         if folder is not None:
             check_replaceable(folder.expanduser(), kind=kind, overwrite=overwrite)
     for file in (delta, gguf):
@@ -76,7 +83,7 @@ def export(
         editor = _open_edited(source, phases)
         document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
         said: int | None = None  # by the editor, counted when the first export is asked
-        for field, path in (("peft", peft), ("gguf", gguf), ("checkpoint", checkpoint)):
+        for field, path in (("peft", peft), ("gguf", gguf), ("memory", memory), ("checkpoint", checkpoint)):
             if path is None:
                 continue
             phases.begin(f"saving the {NAMES[field]}")
@@ -106,6 +113,9 @@ def _write(
         dtype = dtype or editor.checkpoint_dtype()
         saved, dtype_name = editor.save(path, dtype=dtype, overwrite=overwrite), str(dtype).removeprefix("torch.")
         return {"path": str(saved), "dtype": dtype_name}, dtype_name
+    if field == "memory":
+        saved, rows = editor.save_memory(path, overwrite=overwrite), editor.edited.dense.rows()
+        return {"path": str(saved), "rows": rows}, tables.counted(rows, "row")
     write = editor.export_peft if field == "peft" else editor.export_gguf
     adapter = write(path, rank=rank, overwrite=overwrite)
     error = "exact to float32" if adapter.error < EXACT else f"relative error {adapter.error:.1e}"
@@ -118,8 +128,15 @@ def _ask_again(editor: Editor, field: str, path: Path, said: int | None, phases:
     """Load an export as another program would, and ask it for the facts; the editor too, unless it was asked before."""
     from rebind.edit import export as exports
 
-    loaders = {"peft": exports.load_with_peft, "gguf": exports.load_with_gguf, "checkpoint": exports.load_checkpoint}
+    loaders = {
+        "peft": exports.load_with_peft,
+        "gguf": exports.load_with_gguf,
+        "memory": exports.load_with_memory,
+        "checkpoint": exports.load_checkpoint,
+    }
     model, edits = editor.language_model, editor.ledger.active
+    if field == "memory":
+        edits, said = tuple(edit for edit in edits if edit.has_rows), None
     phases.begin(f"loading the {NAMES[field]}")
     exported = loaders[field](model, path)
     phases.begin(f"asking the {NAMES[field]}")

@@ -14,7 +14,15 @@ from __future__ import annotations
 
 from rebind.edit.export.adapter import AdapterExport, export_peft
 from rebind.edit.export.change import apply_delta, compute_changes, load_delta, save_delta, warn_of_dense_facts
-from rebind.edit.export.check import ExportCheck, ask_facts, count_said, load_checkpoint, load_with_gguf, load_with_peft
+from rebind.edit.export.check import (
+    ExportCheck,
+    ask_facts,
+    count_said,
+    load_checkpoint,
+    load_with_gguf,
+    load_with_memory,
+    load_with_peft,
+)
 from rebind.edit.export.checkpoint import choose_dtype, save_model
 from rebind.edit.export.gguf_adapter import export_gguf
 from rebind.edit.export.model_card import model_card
@@ -32,6 +40,7 @@ __all__ = [
     "load_checkpoint",
     "load_delta",
     "load_with_gguf",
+    "load_with_memory",
     "load_with_peft",
     "model_card",
     "save_delta",

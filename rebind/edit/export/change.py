@@ -70,7 +70,7 @@ def warn_of_dense_facts(edits: Sequence[Edit]) -> None:
     """Warn of facts that are in the dense memory, which changes no weights."""
     if dense := sum(len(edit.facts) for edit in edits if edit.has_rows):
         warnings.warn(
-            f"{dense} facts are in the dense memory and not in this export. Save the memory or the whole model, or "
+            f"{dense} of the facts are in the dense memory and not in this export. Save the memory or the whole model, or "
             f"move the facts into the weights first (consolidate).",
             LedgerWarning,
             stacklevel=3,

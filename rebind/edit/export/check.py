@@ -71,6 +71,13 @@ def load_with_gguf(edited: LanguageModel, file: Path) -> LanguageModel:
     return base
 
 
+def load_with_memory(edited: LanguageModel, folder: Path) -> LanguageModel:
+    """Load the base model again and put a dense memory onto it."""
+    base = _load_base(edited)
+    attach(base.model, folder)
+    return base
+
+
 def _load_base(edited: LanguageModel) -> LanguageModel:
     base = LanguageModel.load(edited.base_name, edited.tokenizer, dtype=edited.dtype, device=edited.device)
     base.trunk  # noqa: B018 - locates the sites now, before an adapter wraps them

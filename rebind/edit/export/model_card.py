@@ -34,7 +34,7 @@ library_name: {library}
 
 # {name}, edited
 
-rebind rewrote {facts} in this model.
+rebind rewrote {facts} in this model, {how}.
 
 ## Use
 
@@ -130,6 +130,11 @@ def model_card(
         base_model=f"base_model: {base_name}\n" if on_hub else "",
         name=_escape(base_name),
         facts=f"{len(facts)} fact{'s' * (len(facts) != 1)}",
+        how="in closed form"
+        if not dense
+        else "partly beside its weights"
+        if dense < len(facts)
+        else "beside its weights",
         use=use,
         fingerprint=fingerprint,
         edit_rows="\n".join(_edit_row(edit) for edit in edits),
