@@ -7,7 +7,21 @@ from typing import Annotated
 import typer
 
 from rebind.cli.command import add_command, new_app
-from rebind.cli.commands import ask, bench, doctor, edit, generate, lab, layers, ledger, lens, moments, trace, train
+from rebind.cli.commands import (
+    ask,
+    bench,
+    consolidate,
+    doctor,
+    edit,
+    generate,
+    lab,
+    layers,
+    ledger,
+    lens,
+    moments,
+    trace,
+    train,
+)
 from rebind.cli.commands import eval as evaluation
 from rebind.version import __version__
 
@@ -44,6 +58,7 @@ def _rebind(
 add_command(app, "edit", edit.edit, edit.EXAMPLES)
 add_command(app, "ask", ask.ask, ask.EXAMPLES)
 app.add_typer(ledger.app, name="ledger")
+add_command(app, "consolidate", consolidate.consolidate, consolidate.EXAMPLES)
 add_command(app, "trace", trace.trace, trace.EXAMPLES)
 add_command(app, "lens", lens.lens, lens.EXAMPLES)
 add_command(app, "layers", layers.layers, layers.EXAMPLES)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
 from rebind.edit.edited_model import EditedModel
 from rebind.edit.facts.fact import Fact
 from rebind.edit.guard import require_finite_targets
-from rebind.edit.ledger.edit import JSON, pack_writes
+from rebind.edit.ledger.edit import JSON, Edit, library_versions, pack_writes
 from rebind.edit.settings import EditSettings
 from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
 from rebind.edit.targets.kept import SubjectPrompts
@@ -40,6 +40,34 @@ class Workbench:
     encode: Callable[..., list[FactPrompts]]  # `Editor.fact_prompts`
     search: Callable[[Sequence[FactPrompts]], TargetStates]
     phase: Callable[[str], None]
+    seed: int
+    search_dtype: str
+
+    def load_old_keys(self) -> None:
+        """Load or compute the old keys of the sites of the settings."""
+        self.phase("moments")
+        names = [self.model.sites[layer].name for layer in self.settings.layers]
+        self.edited.weights.remember_base(names)
+        self.edited.weights.load_old_keys(names)
+
+    def make_edit(self, facts: Sequence[Fact], draft: Draft) -> Edit:
+        """Return the edit of a draft, with everything that is needed to repeat it."""
+        settings: dict[str, JSON] = {
+            "layers": list(self.settings.layers),
+            "targets": asdict(self.settings.targets),
+            "search": self.search_dtype,
+            "moments": self.edited.moments.source,
+            "seed": self.seed,
+            "framings": list(self.framings),
+        }
+        return Edit(
+            facts=tuple(facts),
+            method=self.settings.method.name,
+            settings={**settings, **draft.settings},
+            sites=draft.sites,
+            tensors=draft.tensors,
+            versions=library_versions(),
+        )
 
     def find_targets(self, prompts: Sequence[FactPrompts]) -> TargetStates:
         """Search the target states of facts, or of groups of facts, at the last layer of the settings."""
@@ -52,19 +80,20 @@ class Workbench:
 
 def draft_writes(bench: Workbench, facts: Sequence[Fact], about: Sequence[SubjectPrompts]) -> Draft:
     """Find the targets of facts and one write per site."""
+    bench.phase("contexts")
+    prompts = bench.encode(facts, about, keep=bench.settings.targets.keep > 0)
+    bench.load_old_keys()
+    return draft_of_prompts(bench, prompts, bench.find_targets(prompts), len(facts))
+
+
+def draft_of_prompts(bench: Workbench, prompts: Sequence[FactPrompts], targets: TargetStates, facts: int) -> Draft:
+    """Find one write per site that moves the subjects of prompts to their targets."""
     settings, weights = bench.settings, bench.edited.weights
     sites = [bench.model.sites[layer] for layer in settings.layers]
-    names = [site.name for site in sites]
-    bench.phase("contexts")
-    prompts = bench.encode(facts, about, keep=settings.targets.keep > 0)
-    bench.phase("moments")
-    weights.remember_base(names)
-    weights.load_old_keys(names)
-    targets = bench.find_targets(prompts)
     subjects = SubjectStates(bench.model.trunk, prompts, several_keys=settings.method.several_keys)
     lam = settings.lam
     if lam is None:
-        lam = choose_lambda(subjects.keys(sites[0]), weights.old_keys[names[0]], len(facts))
+        lam = choose_lambda(subjects.keys(sites[0]), weights.old_keys[sites[0].name], facts)
     delta = targets.states - targets.initial
     writes = solve_writes(subjects, sites, delta, settings.method, weights.old_keys, lam)
     tensors = {"targets": targets.states.float().cpu(), **pack_writes(writes)}

@@ -1,15 +1,22 @@
-"""An edited model: the fold of some edits over the base model, in its weights and in its dense memory."""
+"""An edited model: the fold of some edits over the base model, in its weights and in its dense memory.
+
+Outside of `base_model` and `trial`, these are the active edits of the ledger, including those of other processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from rebind.edit.dense.layers import DenseLayers
+from rebind.edit.guard import CANARY_PROMPTS, Drift, measure_drift
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.fold import EditedWeights, require_same_moments
+from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.moments import Moments
+from rebind.errors import LedgerError, StorageError
 from rebind.memory.dense import Dense
 from rebind.models.language_model import LanguageModel
 
@@ -19,10 +26,56 @@ Folded = tuple[dict[str, Tensor], dict[int, Dense]]  # the weights of every site
 class EditedModel:
     """The weights and the dense memory of a model, which always belong to the same edits."""
 
-    def __init__(self, model: LanguageModel, moments: Moments) -> None:
-        self.moments = moments
+    def __init__(self, model: LanguageModel, moments: Moments, ledger: Ledger) -> None:
+        self.model, self.moments, self.ledger = model, moments, ledger
         self.weights = EditedWeights(model.model, moments)
         self.dense = DenseLayers(model, moments)
+        self._base_log_probs: Tensor | None = None  # of the base model, after the canary prompts
+        self._base_depth = 0  # how many `base_model` blocks are open
+        self._trial_edits: tuple[Edit, ...] = ()  # in the model but not, or not yet, in the ledger
+
+    def refresh(self) -> None:
+        """Bring the model to the fold of the ledger's active edits."""
+        self.apply(() if self._base_depth else (*self.ledger.active, *self._trial_edits))
+
+    @contextmanager
+    def base_model(self) -> Iterator[None]:
+        """Run a block on the base model; afterwards the edits are in place again, whatever is raised."""
+        self._base_depth += 1
+        try:
+            self.apply(())
+            yield
+        finally:
+            self._base_depth -= 1
+            self.refresh()
+
+    @contextmanager
+    def trial(self, edit: Edit) -> Iterator[None]:
+        """Run a block on the model with one more edit; afterwards the model equals the ledger, whatever is raised."""
+        before = self.ledger.active
+        self._trial_edits = (edit,)
+        try:
+            self.refresh()
+            yield
+        finally:
+            self._trial_edits = ()
+            try:
+                self.refresh()
+            except (LedgerError, StorageError):  # the ledger itself cannot be read
+                self.apply(before)
+                raise
+            except BaseException:  # an interrupt, perhaps after the edit was appended
+                self.refresh()
+                raise
+
+    def drift(self) -> Drift:
+        """Measure how far the model is from its base model, on canary prompts and in its weights."""
+        model = self.model.with_chat(False)
+        if self._base_log_probs is None:
+            with self.base_model():
+                self._base_log_probs = model.next_token_log_probs(CANARY_PROMPTS, truncate=True)
+        edited = model.next_token_log_probs(CANARY_PROMPTS, truncate=True)
+        return measure_drift(self._base_log_probs, edited, self.weights.growth())
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Bring the model to the fold of these edits: all of it or, if the fold fails, nothing."""

@@ -7,17 +7,17 @@ again without it: no optimization, and the same bytes as if the edit had never b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rebind.edit import export
+from rebind.edit.dense.consolidate import Consolidation, consolidate
 from rebind.edit.dense.draft import draft_rows
 from rebind.edit.dense.files import StoredMemory, save_memory
 from rebind.edit.dense.rows import unrelated
@@ -26,17 +26,15 @@ from rebind.edit.drafts import Workbench, draft_writes
 from rebind.edit.edited_model import EditedModel
 from rebind.edit.facts import Fact, conflicts, read_facts
 from rebind.edit.guard import (
-    CANARY_PROMPTS,
     Drift,
     EarlierEdit,
     Guard,
     check_earlier_edits,
     find_earlier_edits,
-    measure_drift,
     require_passed,
     warn_of_shared_keys,
 )
-from rebind.edit.ledger.edit import JSON, Edit, library_versions
+from rebind.edit.ledger.edit import JSON, Edit
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import Method, get_method
 from rebind.edit.moments import Corpus, Moments, OwnSamples
@@ -47,7 +45,7 @@ from rebind.edit.settings import EditSettings, choose_settings, measured_layers
 from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStates, TargetStore
 from rebind.edit.targets.framings import applicable_framings, encode_framings, sample_contexts, warn_of_sinks
 from rebind.edit.targets.kept import SubjectPrompts, encode_kept, subject_prompts
-from rebind.errors import InputError, LedgerError, StorageError
+from rebind.errors import InputError
 from rebind.memory import LowRank
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
@@ -109,18 +107,18 @@ class Editor:
             moment_tokens or (8_192 if on_cpu else 100_000),
             progress=progress,
         )
-        self.edited = EditedModel(self.language_model, self.moments)
+        self.edited = EditedModel(self.language_model, self.moments, self._open_ledger(ledger))
         self.weights = self.edited.weights
-        self.ledger = self._open_ledger(ledger)
         self.framings = applicable_framings(self.language_model, framings)
         word_parts = self.language_model.word_parts
         self.target_search = TargetSearch(self.language_model.trunk, self.fingerprint, word_parts)
         self._target_store = TargetStore(self.ledger.work_folder)
         self._contexts: tuple[str, ...] | None = None
-        self._base_log_probs: Tensor | None = None  # of the base model, after the canary prompts
-        self._base_depth = 0  # how many `base_model` blocks are open
-        self._trial_edits: tuple[Edit, ...] = ()  # in the weights but not, or not yet, in the ledger
         self.refresh()
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.edited.ledger
 
     @property
     def progress(self) -> Progress:
@@ -179,12 +177,17 @@ class Editor:
         with self.base_model():
             before = self.score(listed)
             about = subject_prompts(self.language_model, listed, chat="chat" in self.framings)
-            edit, search = self._draft(listed, about, settings)
+            bench = self._bench(settings)
+            if settings.method.dense:
+                draft = draft_rows(bench, listed, about, self.ledger.active)
+            else:
+                draft = draft_writes(bench, listed, about)
+            edit = bench.make_edit(listed, draft)
             probe = None if self.guard is None else Probe(self.language_model, listed, about, self.framings)
         self.progress.phase("writing")
-        with self._trial(edit):
+        with self.edited.trial(edit):
             scores: dict[str, JSON] = {"before": [score.to_json() for score in before]}
-            forced = self._check(listed, edit, settings, search, scores, probe, force=force)
+            forced = self._check(listed, edit, settings, draft.search, scores, probe, force=force)
             with self.ledger.locked():
                 # Of other processes, too
                 clashes = [one for one in self._earlier_edits(listed, settings.method) if one.clashes]
@@ -192,6 +195,31 @@ class Editor:
                 stored = self.ledger.append(replace(edit, scores=scores, forced=forced or bool(clashes)))
         self._target_store.clear()
         return stored
+
+    def consolidate(
+        self,
+        budget: int | None = None,
+        *,
+        batch: int = 100,
+        method: str | Method = "recursive",
+        layers: Sequence[int] | None = None,
+        lam: float | None = None,
+        targets: TargetSettings | None = None,
+    ) -> Consolidation:
+        """Move facts from the dense memory into the weights: the oldest first, at most `budget`, as far as they fit.
+
+        A fact moves if the weights say it wherever the dense memory said it, in batches of `batch` subjects, until the
+        guard objects to drift or growth. It is one edit; to undo it is to have the facts in the dense memory again.
+        """
+        active = self.ledger.active
+        facts = len(current_facts(active))
+        count = max(1, facts if budget is None else min(budget, facts))
+        settings = self.settings(method, facts=count, layers=layers, lam=lam, targets=targets)
+        if settings.method.dense:
+            raise InputError("Method dense changes no weights", expected="another method", code="dense_consolidation")
+        result = consolidate(self._bench(settings), active, self.guard, budget=budget, batch=batch)
+        self._target_store.clear()
+        return result
 
     def undo(self, edit_id: str) -> Edit:
         """Undo an edit; the others stay as they are."""
@@ -217,23 +245,16 @@ class Editor:
         """Continue with another ledger of the same model."""
         ledger.require_model(self.fingerprint, self.language_model.name)
         self.edited.fold(ledger.active)  # if this fails, do nothing
-        self.ledger, self._target_store = ledger, TargetStore(ledger.work_folder)
+        self.edited.ledger, self._target_store = ledger, TargetStore(ledger.work_folder)
         self.refresh()
 
     def refresh(self) -> None:
-        """Set the weights to the fold of the ledger's active edits, including those of other processes."""
-        self.edited.apply(() if self._base_depth else (*self.ledger.active, *self._trial_edits))
+        """Bring the model to the fold of the ledger's active edits, including those of other processes."""
+        self.edited.refresh()
 
-    @contextmanager
-    def base_model(self) -> Iterator[None]:
+    def base_model(self) -> AbstractContextManager[None]:
         """Run a block on the base model; afterwards the edits are in place again, whatever is raised."""
-        self._base_depth += 1
-        try:
-            self.edited.apply(())
-            yield
-        finally:
-            self._base_depth -= 1
-            self.refresh()
+        return self.edited.base_model()
 
     # Ask
 
@@ -247,12 +268,7 @@ class Editor:
 
     def drift(self) -> Drift:
         """Measure how far the model is from its base model, on canary prompts and in its weights."""
-        model = self.language_model.with_chat(False)
-        if self._base_log_probs is None:
-            with self.base_model():
-                self._base_log_probs = model.next_token_log_probs(CANARY_PROMPTS, truncate=True)
-        edited = model.next_token_log_probs(CANARY_PROMPTS, truncate=True)
-        return measure_drift(self._base_log_probs, edited, self.weights.growth())
+        return self.edited.drift()
 
     def settings(
         self,
@@ -389,57 +405,14 @@ class Editor:
             for fact, prompts, own in zip(facts, framed, kept, strict=True)
         ]
 
-    def _draft(
-        self, facts: list[Fact], about: Sequence[SubjectPrompts], settings: EditSettings
-    ) -> tuple[Edit, TargetStates]:
-        """Find the target states and the writes or rows of an edit; the model is the base model."""
-        store, on_step = self._target_store, self.progress.targets
+    def _bench(self, settings: EditSettings) -> Workbench:
+        store, on_step, phase = self._target_store, self.progress.targets, self.progress.phase
 
         def search(prompts: Sequence[FactPrompts]) -> TargetStates:
             return self.target_search.find(settings.layers[-1], prompts, settings.targets, store, on_step)
 
-        model, phase = self.language_model, self.progress.phase
-        bench = Workbench(model, self.edited, settings, self.framings, self.fact_prompts, search, phase)
-        if settings.method.dense:
-            draft = draft_rows(bench, facts, about, self.ledger.active)
-        else:
-            draft = draft_writes(bench, facts, about)
-        common: dict[str, JSON] = {
-            "layers": list(settings.layers),
-            "targets": asdict(settings.targets),
-            "search": self.search_dtype,
-            "moments": self.moments.source,
-            "seed": self.seed,
-            "framings": list(self.framings),
-        }
-        edit = Edit(
-            facts=tuple(facts),
-            method=settings.method.name,
-            settings={**common, **draft.settings},
-            sites=draft.sites,
-            tensors=draft.tensors,
-            versions=library_versions(),
-        )
-        return edit, draft.search
-
-    @contextmanager
-    def _trial(self, edit: Edit) -> Iterator[None]:
-        """Run a block on the model with one more edit; afterwards the weights equal the ledger, whatever is raised."""
-        before = self.ledger.active
-        self._trial_edits = (edit,)
-        try:
-            self.refresh()
-            yield
-        finally:
-            self._trial_edits = ()
-            try:
-                self.refresh()
-            except (LedgerError, StorageError):  # the ledger itself cannot be read
-                self.edited.apply(before)
-                raise
-            except BaseException:  # an interrupt, perhaps after the edit was appended
-                self.refresh()
-                raise
+        model, how = self.language_model, (self.seed, self.search_dtype)
+        return Workbench(model, self.edited, settings, self.framings, self.fact_prompts, search, phase, *how)
 
     def _check(
         self,

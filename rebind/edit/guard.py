@@ -141,14 +141,7 @@ class Guard:
         if broken := sum(not math.isfinite(number) for number in numbers):
             problem = f"{broken} of {len(numbers)} measurements of the edited model are NaN or infinite"
             return [Failure("finite", float(broken), 0.0, problem, IN_FLOAT32)]
-        failures = []
-        advice = _advise_weaker(facts, settings)
-        if drift.kl > self.drift:
-            moved = f"the next token on unrelated prompts moved by {drift.kl:.2f} nats, and {self.drift:g} are allowed"
-            failures.append(Failure("drift", drift.kl, self.drift, moved, *advice))
-        if drift.growth > self.growth:
-            grown = f"{drift.site} moved by {drift.growth:.2f} of its own size, and {self.growth:g} is allowed"
-            failures.append(Failure("growth", drift.growth, self.growth, grown, *advice))
+        failures = self.check_drift(drift, *_advise_weaker(facts, settings))
         said = sum(score.exact for score in scores) / len(scores)
         required = 1.0 if len(scores) == 1 and self.said > 0 else self.said
         if said < required:
@@ -163,6 +156,17 @@ class Guard:
             problem = f"{outcome.subject:.0%} of other questions about the same subjects are answered as before"
             advice = "Try {keep}", {"keep": 4 * settings.targets.keep or 4.0}
             failures.append(Failure("subject", outcome.subject, self.subject, problem, *advice))
+        return failures
+
+    def check_drift(self, drift: Drift, advice: str, settings: Mapping[str, object]) -> list[Failure]:
+        """Return the failed checks among drift and growth."""
+        failures = []
+        if drift.kl > self.drift:
+            moved = f"the next token on unrelated prompts moved by {drift.kl:.2f} nats, and {self.drift:g} are allowed"
+            failures.append(Failure("drift", drift.kl, self.drift, moved, advice, settings))
+        if drift.growth > self.growth:
+            grown = f"{drift.site} moved by {drift.growth:.2f} of its own size, and {self.growth:g} is allowed"
+            failures.append(Failure("growth", drift.growth, self.growth, grown, advice, settings))
         return failures
 
 

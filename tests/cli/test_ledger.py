@@ -266,3 +266,14 @@ def test_facts_in_the_dense_memory_are_listed_undone_and_exported(rebind, fails,
     rebind("ledger", "verify", *words)
     rebind("ledger", "undo", "e0001", *words)
     rebind("ledger", "redo", "e0001", *words)
+
+
+def test_a_consolidation_reports_what_moved_and_what_stayed(rebind, fails, model):
+    words = ("--model", model)
+    rebind("edit", *FACT, *words, *FAST, "--method", "dense")
+    report = rebind("consolidate", *words, "--moment-tokens", "256", json=True).document
+    assert len(report["moved"]) + len(report["stayed"]) == 1
+    assert (report["id"] is None) == (not report["moved"])
+    shown = rebind("consolidate", *words, "--moment-tokens", "256", "--budget", "1").out
+    assert "rows left" in shown
+    assert fails("consolidate", *words, "--method", "dense").code == "dense_consolidation"

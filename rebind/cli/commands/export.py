@@ -80,7 +80,7 @@ def export(
             check_writable(file.expanduser().parent)
     failed = False
     with Phases(terminal) as phases:
-        editor = _open_edited(source, phases)
+        editor = open_edited(source, phases)
         document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
         said: int | None = None  # by the editor, counted when the first export is asked
         for field, path in (("peft", peft), ("gguf", gguf), ("memory", memory), ("checkpoint", checkpoint)):
@@ -155,7 +155,7 @@ def replay(
     """Apply the ledger to a fresh base model, ask it for every fact again, and save it."""
     check_replaceable(out.expanduser(), kind="checkpoint", overwrite=overwrite)
     with Phases(terminal) as phases:
-        editor = _open_edited(source, phases)
+        editor = open_edited(source, phases)
         from rebind.edit.export import ask_facts
 
         phases.begin("asking")
@@ -181,7 +181,7 @@ def replay(
     terminal.result(document, str(saved))
 
 
-def _open_edited(source: opt.EditorOptions, phases: Phases) -> Editor:
+def open_edited(source: opt.EditorOptions, phases: Phases) -> Editor:
     """Load a model whose ledger has active edits."""
     if source.ledger is None and not default_ledgers(source.model):
         find_ledger(opt.LedgerOptions(source.model))  # raises before minutes of loading

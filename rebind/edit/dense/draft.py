@@ -34,7 +34,7 @@ def draft_rows(
     layer = bench.settings.layers[0]
     bench.phase("contexts")
     groups = group_by_subject(facts, about, active)
-    prompts = _variant_prompts(bench, groups)
+    prompts = joined_prompts(bench, groups)
     bench.phase("moments")
     bench.edited.dense.load(layer)
     targets = bench.find_targets(prompts)
@@ -59,7 +59,7 @@ def draft_rows(
     return Draft(settings, (), {"targets": targets.states.float().cpu(), **rows.tensors()}, targets)
 
 
-def _variant_prompts(bench: Workbench, groups: Sequence[SubjectGroup]) -> list[FactPrompts]:
+def joined_prompts(bench: Workbench, groups: Sequence[SubjectGroup]) -> list[FactPrompts]:
     """Return the prompts of every variant: those of the groups, then those of groups that carry earlier facts."""
     carrying = [group for group in groups if group.carried]
     carried = [fact for group in carrying for fact in group.carried]

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rebind.edit.dense.files import StoredLayer, StoredMemory
 from rebind.edit.dense.hook import MemoryHook
-from rebind.edit.dense.rows import EditRows, Variant, read_variants
+from rebind.edit.dense.rows import EditRows, Variant, moved_subjects, read_variants
 from rebind.edit.facts.fact import Fact
 from rebind.edit.guard import CANARY_PROMPTS
 from rebind.edit.ledger.edit import Edit
@@ -54,7 +54,7 @@ class DenseLayers:
         """Return the memory of every layer after these edits; the model is not changed. Whitenings must be loaded."""
         with_keys = [self._with_keys(edit) for edit in edits if edit.has_rows]
         ids = [edit.id for edit in edits if edit.has_rows]
-        read = read_variants([(id, one.rows) for id, one in zip(ids, with_keys, strict=True)])
+        read = read_variants([(id, one.rows) for id, one in zip(ids, with_keys, strict=True)], moved_subjects(edits))
         values = [one.values for one in with_keys]
         used = [torch.zeros(len(one.values), dtype=torch.bool) for one in with_keys]
         for variants in read.values():

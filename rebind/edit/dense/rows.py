@@ -9,14 +9,14 @@ can be undone without a new search.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from rebind.edit.facts.fact import comparable
-from rebind.edit.ledger.edit import JSON, ROW_PARTS, ROWS, Edit
+from rebind.edit.ledger.edit import CONSOLIDATES, JSON, ROW_PARTS, ROWS, Edit
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,20 @@ class EditRows:
 Variant = tuple[int, int]  # (which edit, which of its variants)
 
 
-def read_variants(edits: Sequence[tuple[str, EditRows]]) -> dict[str, list[Variant]]:
+def read_variants(
+    edits: Sequence[tuple[str, EditRows]], moved: Mapping[str, Collection[str]] | None = None
+) -> dict[str, list[Variant]]:
     """Return the variants that are read for each subject after some edits, each with its id, in order.
 
-    The latest edit about a subject comes first. Edits that it neither carries nor replaces are read as well.
+    The latest edit about a subject comes first. Edits that it neither carries nor replaces are read as well. `moved`
+    is what `moved_subjects` returns.
     """
     ids = {id for id, _ in edits}
     groups: dict[str, list[Variant]] = {}
-    for index, (_, rows) in enumerate(edits):
+    for index, (id, rows) in enumerate(edits):
         for group, subject in enumerate(rows.subjects):
-            groups.setdefault(subject, []).append((index, group))
+            if not moved or id not in moved.get(subject, ()):
+                groups.setdefault(subject, []).append((index, group))
     return {subject: _read_of_subject(edits, found, ids) for subject, found in groups.items()}
 
 
@@ -97,6 +101,16 @@ def _read_of_subject(edits: Sequence[tuple[str, EditRows]], groups: list[Variant
                 variant = rows.joint_variants[group]
         variants.append((index, variant))
     return variants
+
+
+def moved_subjects(edits: Iterable[Edit]) -> dict[str, set[str]]:
+    """Return the subjects that consolidations took out of the dense memory, with the ids of the edits about them."""
+    moved: dict[str, set[str]] = {}
+    for edit in edits:
+        settings: Any = edit.settings
+        for subject in settings.get(CONSOLIDATES, {}).get("subjects", ()):
+            moved.setdefault(subject, set()).update(edit.consolidates)
+    return moved
 
 
 def superseded_by(edit: Edit) -> set[str]:

@@ -6,10 +6,10 @@ facts are searched together with the new ones, except for facts that the new one
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from rebind.edit.dense.rows import Joint
+from rebind.edit.dense.rows import Joint, moved_subjects
 from rebind.edit.facts.fact import Fact, comparable
 from rebind.edit.facts.questions import paraphrases_of
 from rebind.edit.facts.relations import relation_of
@@ -41,8 +41,7 @@ def group_by_subject(
         group = groups.setdefault(comparable(fact.subject), SubjectGroup())
         group.facts.append(fact)
         group.about.append(prompts)
-    about_them = [edit for edit in active if edit.has_rows]
-    for subject, found in _by_subject(about_them, groups).items():
+    for subject, found in _by_subject(active, groups).items():
         group = groups[subject]
         current = [(id, fact) for id, fact in found if not any(same_relation(fact, new) for new in group.facts)]
         current = _latest(current)
@@ -52,21 +51,28 @@ def group_by_subject(
     return list(groups.values())
 
 
-def current_facts(edits: Iterable[Edit]) -> list[Fact]:
-    """Return the facts that the dense memory holds after some edits: those that no later one replaces."""
-    found = _by_subject([edit for edit in edits if edit.has_rows]).values()
-    return [fact for facts in found for _, fact in _latest(facts)]
+def current_facts(edits: Sequence[Edit]) -> list[Fact]:
+    """Return the facts that the dense memory holds after some edits, subject by subject."""
+    return [fact for found in _by_subject(edits).values() for _, fact in _latest(found)]
+
+
+def groups_in_memory(edits: Sequence[Edit]) -> list[SubjectGroup]:
+    """Return the facts in the dense memory by subject, the oldest first."""
+    return [SubjectGroup([fact for _, fact in _latest(found)]) for found in _by_subject(edits).values()]
 
 
 Found = tuple[str, Fact]  # the id of an edit and a fact of it
 
 
-def _by_subject(edits: Iterable[Edit], subjects: Container[str] | None = None) -> dict[str, list[Found]]:
+def _by_subject(edits: Sequence[Edit], subjects: Container[str] | None = None) -> dict[str, list[Found]]:
+    """Return the facts in the dense memory by subject: all, or those about some subjects."""
     found: dict[str, list[Found]] = {}
+    moved = moved_subjects(edits)
     for edit in edits:
-        for fact in edit.facts:
-            if subjects is None or comparable(fact.subject) in subjects:
-                found.setdefault(comparable(fact.subject), []).append((edit.id, fact))
+        for fact in edit.facts if edit.has_rows else ():
+            subject = comparable(fact.subject)
+            if (subjects is None or subject in subjects) and edit.id not in moved.get(subject, ()):
+                found.setdefault(subject, []).append((edit.id, fact))
     return found
 
 

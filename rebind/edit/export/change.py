@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from rebind.edit.dense.subjects import current_facts
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.fold import Gain, cast_weights, writes_at
 from rebind.errors import InputError, LedgerWarning, NumericalError, ShapeError
@@ -68,10 +69,10 @@ def require_changes(changes: Mapping[str, LowRank]) -> None:
 
 def warn_of_dense_facts(edits: Sequence[Edit]) -> None:
     """Warn of facts that are in the dense memory, which changes no weights."""
-    if dense := sum(len(edit.facts) for edit in edits if edit.has_rows):
+    if dense := len(current_facts(edits)):
         warnings.warn(
-            f"{dense} of the facts are in the dense memory and not in this export. Save the memory or the whole model, or "
-            f"move the facts into the weights first (consolidate).",
+            f"{dense} of the facts are in the dense memory and not in this export. Save the memory or the whole model, "
+            f"or move the facts into the weights first (consolidate).",
             LedgerWarning,
             stacklevel=3,
         )

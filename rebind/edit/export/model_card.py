@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rebind.edit.dense.subjects import current_facts
 from rebind.edit.ledger.edit import Edit
 from rebind.models.locate import DEFAULT_MODEL
 
@@ -119,7 +120,7 @@ def model_card(
     else:
         needs = f"import {needs}  # registers the model's class with transformers\n" if needs else ""
         use = USE_MODEL.format(needs=needs, prompt=f"{start!r} + prompt" if start else "prompt")
-    if dense := sum(len(edit.facts) for edit in edits if edit.has_rows):
+    if dense := len(current_facts(edits)):
         use += USE_MEMORY.format(facts=f"{dense} of the facts")
     if start:
         use += f"\n\nAll prompts began with `{start}`, which the tokenizer does not add."

@@ -26,6 +26,7 @@ JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | boo
 
 PARTS = ("keys", "values", "gain")  # the tensors of a write, as they are named in an edit
 ROWS = "rows"  # the settings and, as "rows/states" and so on, the tensors of an edit in the dense memory
+CONSOLIDATES = "consolidates"  # the setting of an edit that moved facts out of the dense memory
 ROW_PARTS = ("states", "thresholds", "owner", "values")
 JSON_FIELDS = ("method", "settings", "scores", "versions", "created", "forced")  # stored as they are
 
@@ -55,6 +56,12 @@ class Edit:
     def has_rows(self) -> bool:
         """Whether the facts are in the dense memory."""
         return ROWS in self.settings
+
+    @property
+    def consolidates(self) -> tuple[str, ...]:
+        """The ids of the edits whose rows this one moved into the weights."""
+        moved: Any = self.settings.get(CONSOLIDATES, {})
+        return tuple(moved.get("edits", ()))
 
     def require_complete(self) -> None:
         """Raise unless everything is there that is needed to apply the edit."""

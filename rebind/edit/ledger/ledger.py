@@ -173,11 +173,26 @@ class Ledger:
                 if on is not (id in self._state.undone):
                     state = "active" if on else "undone"
                     raise InputError(f"Edit {id} is already {state}", code=f"already_{state}")
+            self._require_consolidated_together(set(edits), on=on)
             event: dict[str, JSON] = {"event": "redo" if on else "undo", "time": utc_now()}
             events = [{**event, "id": id, **({"forced": True} if id in forced else {})} for id in edits]
             if events:
                 self._commit(chain_lines(events, self._state.digest))
             return tuple(self._state.edits[id] for id in edits)
+
+    def _require_consolidated_together(self, ids: set[str], *, on: bool) -> None:
+        """Raise if facts would be in the weights although the edit that they come from is not active."""
+        undone = self._state.undone - ids if on else self._state.undone | ids
+        for edit in self._state.edits.values():
+            sources = [id for id in edit.consolidates if id in undone]
+            if edit.id not in undone and sources:
+                first, second = (sources[0], "Redo") if on else (edit.id, "Undo")
+                raise InputError(
+                    f"Edit {edit.id} moved facts of edit {sources[0]} into the weights",
+                    expected="both of them active, or the first one undone",
+                    advice=f"{second} edit {first} first",
+                    code="consolidated_edit",
+                )
 
     def require_model(self, model: str, name: str = "", dtype: str = "") -> None:
         """Raise unless the ledger belongs to the model with this fingerprint, which another dtype changes."""

@@ -1,0 +1,178 @@
+"""Consolidation: facts move from the dense memory into the weights, as far as they fit.
+
+The facts are searched again for the weights, all facts about one subject together, and written in batches by the
+recursive ridge rule: sequential writes with an accumulating moment equal one write of all of them (docs/algebra.md,
+law 5), so the result is stored as one edit. After every batch the model is asked without the rows of these facts. What
+the dense memory said and the weights do not say stays in the dense memory, and the batches end where the guard objects.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from rebind.edit.dense.draft import joined_prompts
+from rebind.edit.dense.subjects import SubjectGroup, groups_in_memory
+from rebind.edit.drafts import Workbench, draft_of_prompts
+from rebind.edit.facts.fact import Fact, comparable
+from rebind.edit.guard import Guard
+from rebind.edit.ledger.edit import CONSOLIDATES, JSON, Edit
+from rebind.edit.outcome import TEXT
+from rebind.edit.targets.framings import framed_prompts
+from rebind.edit.targets.kept import subject_prompts
+from rebind.edit.targets.objective import FactPrompts
+from rebind.edit.targets.optimize import TargetStates
+from rebind.models.language_model import LanguageModel
+
+
+WITNESSES = 100  # facts in the dense memory that are asked again, at most
+LOST = 0.02  # the share of them that may be lost
+
+
+@dataclass(frozen=True)
+class Consolidation:
+    """What moved into the weights, and what stayed in the dense memory."""
+
+    edit: Edit | None  # None if nothing moved
+    moved: tuple[Fact, ...]
+    stayed: tuple[Fact, ...]  # of those that the budget covers
+    reason: str  # why the batches ended early; empty if all were tried
+
+
+def said_by_fact(model: LanguageModel, facts: Sequence[Fact], framings: Iterable[str]) -> list[list[bool]]:
+    """Return, for every fact, whether the model says it after each of its prompts in each of the framings."""
+    said: list[list[bool]] = [[] for _ in facts]
+    for framing in framings:
+        asked = [(index, prompt) for index, fact in enumerate(facts) for prompt in framed_prompts(fact, framing)]
+        context = TEXT if framing == "text" else ""
+        encoded = model.encode([prompt for _, prompt in asked], context=context, start=framing != "plain")
+        for (index, _), score in zip(asked, model.score_encoded(encoded), strict=True):
+            said[index].append(score.exact)
+    return said
+
+
+def consolidate(
+    bench: Workbench, active: Sequence[Edit], guard: Guard | None, *, budget: int | None = None, batch: int = 100
+) -> Consolidation:
+    """Move facts of the active edits from the dense memory into the weights, as one edit in the ledger."""
+    groups = groups_in_memory(active)
+    if not groups:
+        return Consolidation(None, (), (), "the dense memory is empty")
+    groups, others = _split(groups, budget)
+    everything = [fact for group in groups for fact in group.facts]
+    sources = tuple(edit.id for edit in active if edit.has_rows)
+    work = _Consolidator(bench, groups, others[:WITNESSES], sources, guard)
+    held, reason = work.add_batches(batch)
+    while held:
+        edit = work.edit_of(held)
+        with bench.edited.trial(edit):
+            holding = [] if work.objection(held) else work.holding(held)
+            if holding == held:
+                bench.phase("writing")
+                stored = bench.edited.ledger.append(replace(edit, scores=work.scores(edit)))
+                moved = {id(fact) for index in held for fact in groups[index].facts}
+                stayed = tuple(fact for fact in everything if id(fact) not in moved)
+                return Consolidation(stored, stored.facts, stayed, reason)
+        held = holding  # the facts compete: without some of them, others may be lost as well
+    return Consolidation(None, (), tuple(everything), reason or "the weights say none of the facts as well")
+
+
+def _split(groups: Sequence[SubjectGroup], budget: int | None) -> tuple[list[SubjectGroup], list[Fact]]:
+    """Return as many groups as a budget of facts allows, and the facts of the others."""
+    ends = list(accumulate(len(group.facts) for group in groups))
+    count = len(groups) if budget is None else bisect_right(ends, budget)
+    return list(groups[:count]), [fact for group in groups[count:] for fact in group.facts]
+
+
+def _still_said(before: Sequence[bool], now: Sequence[bool]) -> bool:
+    return all(new or not old for old, new in zip(before, now, strict=True))
+
+
+@dataclass(eq=False)
+class _Consolidator:
+    """Groups of facts about one subject each, on their way into the weights."""
+
+    bench: Workbench
+    groups: Sequence[SubjectGroup]
+    others: Sequence[Fact]  # facts that stay in the dense memory in any case
+    sources: tuple[str, ...]
+    guard: Guard | None
+
+    def __post_init__(self) -> None:
+        bench, chat = self.bench, "chat" in self.bench.framings
+        self.said_before = self._said(range(len(self.groups)))
+        self.others_before = said_by_fact(bench.model, self.others, bench.framings)
+        with bench.edited.base_model():
+            bench.phase("contexts")
+            facts = [fact for group in self.groups for fact in group.facts]
+            self.scores_before = dict(zip(map(id, facts), self._scores(facts), strict=True))
+            about = iter(subject_prompts(bench.model, facts, chat=chat))
+            for group in self.groups:
+                group.about = [next(about) for _ in group.facts]
+            self.prompts: list[FactPrompts] = joined_prompts(bench, self.groups)
+            bench.load_old_keys()
+            self.targets: TargetStates = bench.find_targets(self.prompts)
+
+    def add_batches(self, size: int) -> tuple[list[int], str]:
+        """Return the groups that the weights hold, and why the batches ended before the last one."""
+        held: list[int] = []
+        for begin in range(0, len(self.groups), size):
+            tried = [*held, *range(begin, min(begin + size, len(self.groups)))]
+            with self.bench.edited.trial(self.edit_of(tried)):
+                if reason := self.objection(tried):
+                    return held, reason
+                held = self.holding(tried)
+        return held, ""
+
+    def edit_of(self, chosen: Sequence[int]) -> Edit:
+        """Return the edit that writes some of the groups, and takes their rows out of the dense memory."""
+        facts = [fact for index in chosen for fact in self.groups[index].facts]
+        rows = torch.tensor(list(chosen), device=self.targets.states.device)
+        with self.bench.edited.base_model():
+            self.bench.phase("solve")
+            prompts = [self.prompts[index] for index in chosen]
+            draft = draft_of_prompts(self.bench, prompts, self.targets.select(rows), len(facts))
+        subjects = [comparable(self.groups[index].facts[0].subject) for index in chosen]
+        moved = {CONSOLIDATES: {"edits": list(self.sources), "subjects": subjects}}
+        return self.bench.make_edit(facts, replace(draft, settings={**draft.settings, **moved}))
+
+    def objection(self, chosen: Sequence[int]) -> str:
+        """Return what speaks against the model as it stands: drift, growth, or facts lost from the dense memory."""
+        self.bench.phase("checks")
+        drift = self.bench.edited.drift()
+        if self.guard is not None and (failures := self.guard.check_drift(drift, "", {})):
+            return "; ".join(failure.problem for failure in failures)
+        waiting = [index for index in range(len(self.groups)) if index not in chosen][:WITNESSES]
+        said = [*self._said(waiting), *said_by_fact(self.bench.model, self.others, self.bench.framings)]
+        before = [*(self.said_before[index] for index in waiting), *self.others_before]
+        lost = sum(not _still_said(old, new) for old, new in zip(before, said, strict=True))
+        if lost > LOST * len(before):
+            return f"{lost} of {len(before)} facts that are still in the dense memory would be lost"
+        return ""
+
+    def holding(self, chosen: Sequence[int]) -> list[int]:
+        """Return those of the groups of which the model says everything that it said with the dense memory."""
+        return [
+            index
+            for index, said in zip(chosen, self._said(chosen), strict=True)
+            if _still_said(self.said_before[index], said)
+        ]
+
+    def scores(self, edit: Edit) -> dict[str, JSON]:
+        """Return what the ledger records about the edit, which the model has on trial."""
+        before = [self.scores_before[id(fact)] for fact in edit.facts]
+        drift = asdict(self.bench.edited.drift())
+        return {"before": before, "after": self._scores(edit.facts), "drift": drift}
+
+    def _scores(self, facts: Sequence[Fact]) -> list[JSON]:
+        return [score.to_json() for score in self.bench.model.score([fact.as_prompt() for fact in facts])]
+
+    def _said(self, chosen: Sequence[int]) -> list[list[bool]]:
+        self.bench.phase("checks")
+        facts = [fact for index in chosen for fact in self.groups[index].facts]
+        said = iter(said_by_fact(self.bench.model, facts, self.bench.framings))
+        return [[one for _ in self.groups[index].facts for one in next(said)] for index in chosen]

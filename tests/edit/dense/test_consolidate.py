@@ -1,0 +1,120 @@
+"""Facts that move from the dense memory into the weights, as far as they fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rebind.edit.dense.consolidate import said_by_fact
+from rebind.edit.facts import Fact
+from rebind.edit.guard import Guard
+from rebind.edit.targets import TargetSettings
+from rebind.errors import InputError
+from tests import tiny
+from tests.edit.editors import open_editor
+from tests.support import raises
+
+OPEN = Guard(drift=1e9, growth=1e9, said=0.0, framings=0.0, subject=0.0)
+STRONG = TargetSettings(steps=60, clamp=20.0, keep=0.0)
+SUBJECTS = {"France": "the", "Norway": "capital", "Berlin": "sea", "Dante": "and"}
+FACTS = [Fact.parse(f"The answer is {{{subject}}}", target) for subject, target in SUBJECTS.items()]
+INTO: dict[str, Any] = {"layers": (1, 2), "targets": STRONG, "batch": 2}
+
+
+def edited(seed: int = 1) -> Any:
+    """Return an editor whose dense memory makes a model that is sure of what it says answer with every target."""
+    model = tiny.llama(seed)
+    model.lm_head.weight.data.mul_(8.0)
+    editor = open_editor(model, guard=OPEN, framings=("start",))
+    editor.rewrite_many(FACTS, method="dense", targets=STRONG)
+    assert all(score.exact for score in editor.score(FACTS))
+    return editor
+
+
+@pytest.fixture
+def editor() -> Any:
+    return edited()
+
+
+def memory(editor: Any) -> list[torch.Tensor]:
+    return [part for rows in editor.edited.dense.memories.values() for part in (rows.keys, rows.values)]
+
+
+def test_facts_that_fit_leave_the_memory(editor, tmp_path):
+    weights, rows = tiny.weights(editor.model), memory(editor)
+    result = editor.consolidate(lam=3.0, **INTO)
+    assert result.moved == tuple(FACTS)
+    assert not result.stayed
+    assert not result.reason
+    assert not editor.edited.dense.memories, "the weights can be shipped without a hook"
+    assert all(score.exact for score in editor.score(FACTS))
+    assert tiny.weights(editor.model) != weights
+    assert editor.save_delta(tmp_path / "delta.safetensors").exists()
+    editor.undo(result.edit.id)
+    assert tiny.weights(editor.model) == weights
+    assert all(torch.equal(one, two) for one, two in zip(memory(editor), rows, strict=True))
+    editor.redo(result.edit.id)
+    assert not editor.edited.dense.memories
+
+
+def test_facts_that_do_not_fit_stay(editor):
+    weights = tiny.weights(editor.model)
+    result = editor.consolidate(lam=1e4, **INTO)
+    assert (result.edit, result.moved, result.stayed) == (None, (), tuple(FACTS))
+    assert tiny.weights(editor.model) == weights
+    assert len(editor.ledger.edits) == 1
+    assert all(score.exact for score in editor.score(FACTS))
+
+
+def test_the_guard_ends_the_batches(editor):
+    editor.guard = replace(OPEN, growth=1e-6)
+    result = editor.consolidate(lam=3.0, **INTO)
+    assert not result.moved
+    assert "of its own size" in result.reason
+
+
+def test_facts_that_stay_must_not_be_lost():
+    editor = edited(0)  # in its weights, the first facts change the states of the others too much
+    result = editor.consolidate(2, lam=3.0, **INTO)
+    assert not result.moved
+    assert "would be lost" in result.reason
+    assert all(score.exact for score in editor.score(FACTS))
+
+
+def test_a_budget_moves_the_oldest_facts(editor):
+    result = editor.consolidate(2, lam=3.0, **INTO)
+    assert result.moved == tuple(FACTS[:2])
+    assert editor.edited.dense.rows() > 0
+    assert all(score.exact for score in editor.score(FACTS))
+    more = editor.consolidate(lam=3.0, **INTO)
+    assert {fact.subject for fact in (*more.moved, *more.stayed)} == {"Berlin", "Dante"}
+
+
+def test_a_fact_and_its_consolidation_are_undone_in_order(editor):
+    result = editor.consolidate(lam=3.0, **INTO)
+    with raises(InputError, "consolidated_edit"):
+        editor.undo("e0001")
+    editor.undo(result.edit.id)
+    editor.undo("e0001")
+    with raises(InputError, "consolidated_edit"):
+        editor.redo(result.edit.id)
+    editor.redo("e0001")
+    editor.redo(result.edit.id)
+    editor.ledger.switch(["e0001", result.edit.id], on=False)
+    assert not editor.ledger.active
+
+
+def test_an_empty_memory_and_a_dense_method(editor):
+    with raises(InputError, "dense_consolidation"):
+        editor.consolidate(method="dense")
+    editor.undo("e0001")
+    assert editor.consolidate().edit is None
+
+
+def test_facts_are_asked_in_every_framing(editor):
+    said = said_by_fact(editor.language_model, FACTS, ("start", "text", "paraphrase"))
+    assert all(one[0] for one in said)
+    assert all(len(one) >= 2 for one in said)
