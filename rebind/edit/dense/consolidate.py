@@ -28,7 +28,6 @@ from rebind.edit.targets.objective import FactPrompts
 from rebind.edit.targets.optimize import TargetStates
 from rebind.models.language_model import LanguageModel
 
-
 WITNESSES = 100  # facts in the dense memory that are asked again, at most
 LOST = 0.02  # the share of them that may be lost
 
