@@ -29,7 +29,7 @@ def consolidate(
     source: opt.EditorOptions,
     terminal: Terminal,
 ) -> None:
-    """Move facts from the dense memory into the weights, as far as they fit, so that they need no memory."""
+    """Move facts from the dense memory into the weights, as far as they fit."""
     from rebind.edit.methods import get_method
 
     get_method(method)
