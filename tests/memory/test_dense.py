@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rebind.errors import InputError, ShapeError
 from rebind.memory import Write
+from rebind.memory import dense as dense_module
 from rebind.memory.closed_form import ridge
-from rebind.memory.dense import Dense, Whitening
+from rebind.memory.dense import Dense, Whitening, top_rows
 from tests.support import Draw, assert_close, raises
 
 
@@ -53,6 +54,44 @@ def test_rows_beyond_the_nearest_are_left_out():
     nearest = (query @ dense.keys.mT).topk(4).indices[0]
     few = Dense(dense.keys[nearest], dense.values[nearest], dense.thresholds[nearest], beta=12.0)
     assert_close(dense.read(query), few.read(query), 1e-12)
+
+
+@pytest.mark.parametrize(("n", "count"), [(10, 3), (1_000, 3), (5_003, 16), (64 * 65, 16)])
+def test_the_largest_scores_are_found_by_groups(n, count):
+    scores = Draw(10).normal(2, 3, n)
+    values, places = top_rows(scores, count)
+    best = scores.topk(count, dim=-1)
+    assert torch.equal(values, best.values)
+    assert torch.equal(places, best.indices)
+
+
+def test_coarse_keys_find_the_same_rows():
+    draw = Draw(11)
+    dense = memory(draw, 3_000, 64, 5, top_k=8)
+    queries = torch.nn.functional.normalize(dense.keys[:200] + 0.05 * draw.normal(200, 64), dim=-1)
+    coarse = dense.with_coarse_keys()
+    assert_close(coarse.read(queries), dense.read(queries), 1e-6)
+    stays = torch.arange(2_900, 3_000)
+    assert_close(coarse.remove(stays).read(queries), dense.remove(stays).read(queries), 1e-6)
+
+
+def test_a_read_in_parts_is_the_whole_read(monkeypatch):
+    draw = Draw(12)
+    dense, queries = memory(draw, 50, 16, 3), unit(draw, 4, 30, 16)
+    whole = dense.read(queries)
+    monkeypatch.setattr(dense_module, "AT_ONCE", 50 * 7)
+    assert_close(dense.read(queries), whole, 1e-12)
+    assert dense.read(queries[:0]).shape == (0, 30, 3)
+
+
+def test_gradients_reach_queries_and_values():
+    draw = Draw(13)
+    keys, values, queries = unit(draw, 5, 4), draw.normal(5, 3), unit(draw, 6, 4)
+
+    def read(values: Tensor, queries: Tensor) -> Tensor:
+        return Dense(keys, values, torch.full((5,), 0.3).double(), beta=3.0).read(queries)
+
+    assert torch.autograd.gradcheck(read, (values.requires_grad_(), queries.requires_grad_()))
 
 
 def test_a_stored_key_reads_its_value_and_a_strange_one_reads_nothing():

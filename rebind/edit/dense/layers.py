@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,6 +39,22 @@ class _EditKeys:
     thresholds: Tensor  # [m]
     owner: Tensor  # [m]
 
+    @cached_property
+    def all_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and thresholds of all rows."""
+        return self.keys, self.values[self.owner], self.thresholds
+
+    def rows_of(self, variants: Sequence[int], values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values and thresholds of the rows of some variants, with these values of all of them."""
+        every_row = self.all_rows if values is self.values else (self.keys, values[self.owner], self.thresholds)
+        if len(variants) == len(values):
+            return every_row
+        mask = torch.zeros(len(values), dtype=torch.bool, device=self.owner.device)
+        mask[list(variants)] = True
+        rows = mask[self.owner]
+        keys, row_values, thresholds = every_row
+        return keys[rows], row_values[rows], thresholds[rows]
+
 
 class DenseLayers:
     """The memories of a model by layer, and the hooks that read them."""
@@ -49,28 +66,36 @@ class DenseLayers:
         self._whitenings: dict[int, Whitening] = {}
         self._edit_keys: WeakKeyDictionary[Edit, _EditKeys] = WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
+        self._last_edits: tuple[Edit, ...] = ()  # those that were folded last, and the result
+        self._last_fold: dict[int, Dense] = {}
 
     def fold(self, edits: Sequence[Edit]) -> dict[int, Dense]:
         """Return the memory of every layer after these edits; the model is not changed. Whitenings must be loaded."""
+        last = self._last_edits
+        if len(last) != len(edits) or any(one is not other for one, other in zip(last, edits, strict=True)):
+            self._last_fold, self._last_edits = self._fold(edits), tuple(edits)
+        return self._last_fold  # an undo folds first, to see that it can, and then applies
+
+    def _fold(self, edits: Sequence[Edit]) -> dict[int, Dense]:
         with_keys = [self._with_keys(edit) for edit in edits if edit.has_rows]
         ids = [edit.id for edit in edits if edit.has_rows]
         read = read_variants([(id, one.rows) for id, one in zip(ids, with_keys, strict=True)], moved_subjects(edits))
         values = [one.values for one in with_keys]
-        used = [torch.zeros(len(one.values), dtype=torch.bool) for one in with_keys]
+        used: list[list[int]] = [[] for _ in with_keys]  # variants
         for variants in read.values():
             for index, variant in variants:
-                used[index][variant] = True
+                used[index].append(variant)
             if len(variants) > 1:
                 _add_up(variants, with_keys, values)
-        memories: dict[int, Dense] = {}
-        for one, mask, own in zip(with_keys, used, values, strict=True):
-            rows = mask.to(one.owner.device)[one.owner]
-            layer = one.rows.layer
-            empty = Dense(one.keys[:0], own[:0], one.thresholds[:0])
-            parts = (one.keys, own[one.owner], one.thresholds)
-            chosen = parts if bool(rows.all()) else tuple(part[rows] for part in parts)
-            memories[layer] = memories.get(layer, empty).write(*chosen)
-        return {layer: memory for layer, memory in memories.items() if len(memory)}
+        parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for one, chosen, own in zip(with_keys, used, values, strict=True):
+            if chosen:
+                parts.setdefault(one.rows.layer, []).append(one.rows_of(chosen, own))
+        memories = {}
+        for layer, rows in parts.items():
+            keys, row_values, thresholds = (torch.cat(part) for part in zip(*rows, strict=True))
+            memories[layer] = Dense(keys, row_values, thresholds)
+        return memories
 
     def set(self, memories: Mapping[int, Dense]) -> None:
         """Let the model read these memories, and no others."""
