@@ -51,6 +51,7 @@ from rebind.edit.solve import SubjectStates
 from rebind.edit.targets import FactPrompts, TargetStore
 from rebind.edit.targets.kept import subject_prompts
 from rebind.evals.reading import read_records
+from rebind.models.caches import borrow_cache
 from rebind.models.sites import module_at
 from rebind.models.tokens import Tokens
 from rebind.storage import write_json
@@ -190,8 +191,7 @@ class Comparison:
         cache = model.model(ids, use_cache=True).past_key_values
 
         def decode() -> None:
-            model.model(ids[:, :1], past_key_values=cache, use_cache=True)
-            cache.crop(WINDOW)
+            model.model(ids[:, :1], past_key_values=borrow_cache(cache), use_cache=True)
 
         row = {}
         for name, run in (("read, forward", lambda: model.model(ids)), ("read, decode", decode)):
