@@ -14,7 +14,9 @@ from rebind.evals.drift import DriftMeter
 from rebind.evals.records import Records
 from rebind.evals.selection import known_records as known
 
-SEVERAL_FIRST = sorted(METHODS, key=lambda name: not METHODS[name].several_layers)
+# The methods that change weights; `benchmarks.dense` has the other one.
+WEIGHTS = [name for name, method in METHODS.items() if not method.dense]
+SEVERAL_FIRST = sorted(WEIGHTS, key=lambda name: not METHODS[name].several_layers)
 
 
 def known_records(editor: Editor, records: Records, most: int | None = None) -> Records:
@@ -36,7 +38,7 @@ def beginning(tokenizer: Any, text: str, tokens: int) -> str:
 def impossible(editor: Editor, method: Method, n: int) -> str:
     """Why so many facts are not written at once with this method; nothing if they are."""
     width = min(site.d_k for site in editor.sites)
-    if method.exact and not method.dense and n > width:
+    if not method.several_layers and n > width:
         return f"{n:,} facts exactly in one matrix, whose keys have {width:,} dimensions: there is no solution"
     return ""
 
