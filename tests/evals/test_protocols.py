@@ -6,6 +6,7 @@ import pytest
 
 from rebind.errors import InputError, UnknownNameError
 from rebind.evals.protocols import Stage, get_protocol
+from tests.support import raises
 
 
 def test_single_is_each_alone():
@@ -49,6 +50,5 @@ def test_what_is_no_protocol():
     with pytest.raises(UnknownNameError):
         get_protocol("sequental")
     for wrong in ({"batch": 0}, {"every": 0}):
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, "setting_too_small"):
             get_protocol("sequential", **wrong)
-        assert caught.value.code == "setting_too_small"

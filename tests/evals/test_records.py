@@ -17,6 +17,7 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.facts.questions import paraphrases_of, questions_of
 from rebind.errors import InputError
 from rebind.evals import Question, Record, bundled_records, read_records
+from tests.support import raises
 
 NESTED = {
     "case_id": 7,
@@ -256,9 +257,8 @@ def test_bad_records_are_skipped_and_counted():
     assert len(records) == 1
     assert len(records.skipped) == len(BAD)
     assert "case_id 8" in records.skipped[2]
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "no_records"):
         read_records(BAD, skip_bad=True)
-    assert caught.value.code == "no_records"
 
 
 KNOWEDIT = {
@@ -335,9 +335,8 @@ def test_datasets_of_the_hub(monkeypatch):
     assert (records.name, len(records), asked) == ("hf:azhx/counterfact:test", 1, [("azhx/counterfact", "test")])
     assert len(read_records("hf:some/records")) == 2
     assert asked[-1] == ("some/records", "train")
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "dataset_unavailable"):
         read_records("hf:gone/away")
-    assert caught.value.code == "dataset_unavailable"
 
 
 def test_without_the_datasets_package_it_says_what_to_install(monkeypatch):
@@ -350,9 +349,8 @@ def test_without_the_datasets_package_it_says_what_to_install(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "package_missing"):
         read_records("hf:azhx/counterfact")
-    assert caught.value.code == "package_missing"
 
 
 # What comes with the package

@@ -29,6 +29,7 @@ from rebind.evals.summary import (
 )
 from rebind.models import LanguageModel
 from tests.evals.runs import RAW, lines, run
+from tests.support import raises
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -93,9 +94,8 @@ def test_what_cannot_be_compared(runs, tmp_path):
         "run_not_finished": [runs[0], unfinished],
     }
     for code, folders in wrong.items():
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, code):
             compare(folders)
-        assert caught.value.code == code
 
 
 @pytest.mark.parametrize(

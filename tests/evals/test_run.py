@@ -17,6 +17,7 @@ from rebind.evals.run import default_folder
 from rebind.storage import JsonLines, lock
 from tests import tiny
 from tests.evals.runs import FILES, RAW, contents, lines, new_editor, run
+from tests.support import raises
 
 PROTOCOLS = ["single", "batch", "sequential"]
 every_protocol = pytest.mark.parametrize("name", PROTOCOLS)
@@ -272,24 +273,20 @@ def test_running_scores_are_reported(finished):
 def test_a_folder_is_used_only_by_its_own_run(tmp_path):
     run(tmp_path / "out", raw=RAW[1:2])
     before = contents(tmp_path / "out")
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "run_folder_differs"):
         run(tmp_path / "out", raw=RAW[1:3], steps=3)
-    assert caught.value.code == "run_folder_differs"
     lock_file = tmp_path / "out" / ".lock"
-    with lock(lock_file, 0), ThreadPoolExecutor(1) as other, pytest.raises(StorageError) as locked:
+    with lock(lock_file, 0), ThreadPoolExecutor(1) as other, raises(StorageError, "locked"):
         other.submit(run, tmp_path / "out", raw=RAW[1:2]).result()
-    assert locked.value.code == "locked"
     assert contents(tmp_path / "out") == before
     file = tmp_path / "out" / "records.jsonl"
     file.write_bytes(b"rubbish\n" + file.read_bytes())
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "damaged_row"):
         run(tmp_path / "out", raw=RAW[1:2])
-    assert caught.value.code == "damaged_row"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "not_a_run_folder"):
         run(tmp_path / "full")
-    assert caught.value.code == "not_a_run_folder"
 
 
 def test_a_run_has_the_layers_that_were_measured_before_it(tmp_path, monkeypatch):
@@ -304,9 +301,8 @@ def test_a_run_has_the_layers_that_were_measured_before_it(tmp_path, monkeypatch
     assert used["layers"] != [0, 2]
     for edit in lines(tmp_path / "out", "edits.jsonl"):
         assert (edit["layers"], edit["targets"]) == (used["layers"], used["targets"])
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "run_folder_differs"):
         run(tmp_path / "out", "sequential", raw=RAW[1:4])
-    assert caught.value.code == "run_folder_differs"
     other = run(tmp_path / "other", "batch", raw=RAW[1:2])
     assert other.config["used"]["layers"] == [0, 2]
     assert default_folder(other.config) != default_folder(result.config)
@@ -315,8 +311,7 @@ def test_a_run_has_the_layers_that_were_measured_before_it(tmp_path, monkeypatch
 def test_an_editor_with_edits_is_refused(tmp_path):
     editor = new_editor(guard=None)
     editor.rewrite("The capital of {France} is", "Rome")
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "editor_has_edits"):
         run(tmp_path, editor=editor)
-    assert caught.value.code == "editor_has_edits"
     with pytest.raises(UnknownNameError):
         run(tmp_path, method="memitt")

@@ -9,6 +9,7 @@ from rebind.errors import InputError
 from rebind.evals import get_protocol, known_records, read_records, usable_records
 from rebind.evals.selection import without_conflicts
 from tests.evals.runs import RAW, new_editor
+from tests.support import raises
 
 SINGLE, BATCH = get_protocol("single"), get_protocol("batch")
 LONG = {**RAW[1], "id": "long", "prompt": "very " * 120 + "{Ada} is"}
@@ -26,16 +27,14 @@ def ids(records) -> list[str]:
 def test_records_that_do_not_fit_are_named_or_skipped(editor):
     wide = {**RAW[2], "id": "wide", "neighbors": ["old " * 120 + "is"]}
     records = read_records([RAW[0], LONG, wide])
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "prompt_too_long") as caught:
         usable_records(editor, records, SINGLE, skip_bad=False)
-    assert caught.value.code == "prompt_too_long"
     assert caught.value.problem.startswith("Record long")
     usable = usable_records(editor, records, SINGLE, skip_bad=True)
     assert ids(usable) == ["0"]
     assert [reason.split(":")[0] for reason in usable.skipped] == ["Record long", "Record wide"]
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "no_usable_record"):
         usable_records(editor, read_records([LONG]), SINGLE, skip_bad=True)
-    assert caught.value.code == "no_usable_record"
 
 
 def test_records_after_the_limit_are_not_checked(editor):
@@ -55,9 +54,8 @@ def test_records_after_the_limit_are_not_checked(editor):
 def test_contradictions_matter_only_where_records_meet(editor):
     records = read_records([RAW[0], {**RAW[0], "id": "other", "target": "Madrid"}])
     assert usable_records(editor, records, SINGLE, skip_bad=False).records == records.records
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "conflicting_records"):
         usable_records(editor, records, BATCH, skip_bad=False)
-    assert caught.value.code == "conflicting_records"
     assert len(usable_records(editor, records, BATCH, skip_bad=True)) == 1
 
 
@@ -90,6 +88,5 @@ def test_known_records_are_those_whose_true_target_is_preferred(editor):
     new, true = editor.score([Fact.parse("The capital of {France} is", target) for target in ("Rome", "Paris")])
     assert ids(known) == ["0" if true.nll < new.nll else "swapped"]
     for unknown in (swapped if true.nll < new.nll else fact, RAW[2]):  # the latter has no true target
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, "no_known_record"):
             known_records(editor, read_records([unknown]))
-        assert caught.value.code == "no_known_record"

@@ -14,6 +14,7 @@ from rebind.models.language_model import LanguageModel, fingerprint
 from rebind.models.load import content_digest
 from rebind.storage import cache_dir
 from tests.families import HEADS, HIDDEN, INNER, LAYERS, VOCAB, tokens
+from tests.support import raises
 from tests.tiny import LETTERS
 
 load = LanguageModel.load
@@ -64,9 +65,8 @@ def gguf_file(tiny, tmp_path):
 
 
 def refused(code, file):
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, code) as caught:
         load(file)
-    assert caught.value.code == code
     return caught.value
 
 

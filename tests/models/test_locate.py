@@ -12,12 +12,12 @@ from rebind.errors import InputError
 from rebind.models import locate as locate_module
 from rebind.models.language_model import LanguageModel
 from rebind.models.locate import locate
+from tests.support import raises
 
 
 def refused(code, spec):
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, code) as caught:
         locate(spec)
-    assert caught.value.code == code
     return caught.value
 
 

@@ -8,7 +8,7 @@ import torch
 from rebind.errors import InputError, ShapeError
 from rebind.nn import State
 from tests.nn.layers import DIM, LAYERS, build
-from tests.support import Draw, assert_close
+from tests.support import Draw, assert_close, raises
 
 EVERY = pytest.mark.parametrize("name", LAYERS)
 
@@ -151,6 +151,5 @@ def test_bad_input_is_refused(name):
         (ShapeError, "state_of_other_batch", lambda: layer(x[:1], state)),
     ]
     for error, code, call in calls[: None if state.tensors else -2]:  # a layer without memory takes any state
-        with pytest.raises(error) as caught:
+        with raises(error, code):
             call()
-        assert caught.value.code == code

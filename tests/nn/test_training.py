@@ -20,6 +20,7 @@ from rebind.nn.training import DataConfig, OptimizerConfig, TrainConfig, Trainin
 from rebind.nn.training.step import TrainingStep
 from rebind.storage import JsonLines
 from tests.nn.training_runs import TINY, Killed, config, corpus, kill, losses, outcome, saved_steps, text
+from tests.support import raises
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = {
@@ -235,9 +236,8 @@ def test_the_log_goes_to_tensorboard_too(uninterrupted, tmp_path, monkeypatch):
 
 def test_without_tensorboard_nothing_is_started(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "tensorboard_not_installed"):
         train(config(corpus(tmp_path), tensorboard=True), tmp_path / "run")
-    assert caught.value.code == "tensorboard_not_installed"
     assert not (tmp_path / "run").exists()
 
 
@@ -268,9 +268,8 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(uninterrupted
 @pytest.mark.parametrize("log_every", [1, 100])  # the loss is read at once, or a layer refuses its input before that
 def test_a_learning_rate_that_is_too_high(tmp_path, log_every):
     optimizer = OptimizerConfig(learning_rate=1e30, warmup=0, clip_norm=1e30)
-    with pytest.raises(NumericalError) as caught:
+    with raises(NumericalError, "loss_not_finite"):
         train(config(corpus(tmp_path), optimizer=optimizer, log_every=log_every), tmp_path / "run")
-    assert caught.value.code == "loss_not_finite"
     train(config(corpus(tmp_path)), tmp_path / "run")  # without a checkpoint, other settings may replace these
 
 
@@ -297,9 +296,8 @@ def test_a_learning_rate_that_is_too_high(tmp_path, log_every):
     ],
 )
 def test_settings_that_cannot_be_used(tmp_path, changes, error, code):
-    with pytest.raises(error) as caught:
+    with raises(error, code):
         train(config(corpus(tmp_path), **changes), tmp_path / "run", cache=tmp_path / "cache")
-    assert caught.value.code == code
     assert not (tmp_path / "run").exists()
 
 
@@ -316,18 +314,16 @@ def test_settings_that_cannot_be_used(tmp_path, changes, error, code):
     ],
 )
 def test_invalid_numbers(settings, name, value):
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, f"invalid_{name}"):
         settings(**{name: value})
-    assert caught.value.code == f"invalid_{name}"
 
 
 def test_other_settings_do_not_resume_a_run(tmp_path):
     run = config(corpus(tmp_path))
     kill(run, tmp_path / "run", 6)
     for changes in ({"optimizer": replace(run.optimizer, learning_rate=0.5)}, {"layers": "gated_delta"}, {"steps": 20}):
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, "run_folder_differs"):
             train(replace(run, **changes), tmp_path / "run")
-        assert caught.value.code == "run_folder_differs"
     assert train(replace(run, keep_checkpoints=5, log_every=3), tmp_path / "run").resumed_from == 5
 
 
@@ -335,7 +331,6 @@ def test_another_text_does_not_resume_a_run(tmp_path):
     run = config(corpus(tmp_path))
     kill(run, tmp_path / "run", 6)
     corpus(tmp_path, text(seed=1))
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "other_text"):
         train(run, tmp_path / "run")
-    assert caught.value.code == "other_text"
     assert saved_steps(tmp_path / "run") == ["step-00000005"]

@@ -21,6 +21,7 @@ from rebind.nn.training import (
 )
 from rebind.nn.training.data import SegmentBatches, prepare_text
 from tests.nn.training_runs import corpus, text
+from tests.support import raises
 
 UNUSUAL = "Zwölf Boxkämpfer\r\njagen  Viktor.\n\n\tÜber 日本 🙂\n"
 
@@ -189,12 +190,10 @@ def test_too_few_tokens_for_a_perplexity(model):
         (sliding_perplexity, torch.tensor([1])),
         (carried_perplexity, torch.tensor([1])),
     ):
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, "text_too_short"):
             measure(model, ids, 4)
-        assert caught.value.code == "text_too_short"
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "invalid_stride"):
         sliding_perplexity(model, torch.arange(10), 4, stride=9)
-    assert caught.value.code == "invalid_stride"
 
 
 def test_the_learning_rate_climbs_and_falls():

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rebind.errors import InputError
 from rebind.nn.training import OptimizerConfig, train
 from tests.nn.training_runs import TINY, config, corpus, kill, losses, outcome
+from tests.support import raises
 
 pytestmark = pytest.mark.xdist_group("two_processes")  # their runs take longer than all tests here
 
@@ -73,9 +74,8 @@ def test_two_processes_have_the_losses_of_one(two_processes, tmp_path, name):
     run = config(source, **{**SETTINGS, **VARIANTS[name]})
     result = train(run, tmp_path / "one")
     torch.testing.assert_close(losses(folder / name), losses(result.folder), rtol=1e-5, atol=0.0)  # float32
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "other_processes"):
         train(run, folder / name)
-    assert caught.value.code == "other_processes"
     weights = AutoModelForCausalLM.from_pretrained(folder / name / "checkpoints/step-00000012").state_dict()
     for key, weight in AutoModelForCausalLM.from_pretrained(result.checkpoint).state_dict().items():
         torch.testing.assert_close(

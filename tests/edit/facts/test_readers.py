@@ -10,6 +10,7 @@ import pytest
 from rebind.edit.facts.fact import Fact
 from rebind.edit.facts.readers import Facts, read_facts
 from rebind.errors import InputError
+from tests.support import raises
 
 FRANCE = "The capital of {France} is"
 COUNTERFACT = {
@@ -128,9 +129,8 @@ def without(record, path):
 
 
 def refused(source, code, **options):
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, code) as caught:
         read_facts(source, **options)
-    assert caught.value.code == code
     return caught.value.problem
 
 

@@ -195,9 +195,8 @@ def test_the_header_names_the_model(folder):
 def test_a_ledger_refuses_another_model(folder):
     Ledger.open(folder, MODEL, model_name="tiny", dtype="bfloat16").append(new_edit(1))
     before = snapshot(folder)
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "ledger_of_other_model") as caught:
         Ledger.open(folder, OTHER, model_name="tiny", dtype="float32")
-    assert caught.value.code == "ledger_of_other_model"
     assert caught.value.settings == {"dtype": "bfloat16"}
     assert snapshot(folder) == before
 
