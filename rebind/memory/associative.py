@@ -67,6 +67,9 @@ class Memory:
         if normalize not in NORMALIZERS:
             raise unknown_name("normalization", normalize, NORMALIZERS)
         self.rule = get_rule(rule)
+        if self.rule.several:
+            problem = f"Rule {self.rule.name!r} writes several pairs per token"
+            raise InputError(problem, expected="a rule of one pair", advice="Use 'delta'", code="rule_writes_several")
         self.feature = get_feature(feature, d_k, **options)
         self.normalize = normalize
         self.weights = torch.zeros(d_v, self.feature.width, dtype=dtype, device=device)

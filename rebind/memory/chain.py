@@ -20,7 +20,7 @@ def chain(writes: Write, chunk: int = 64) -> Write:
         Ĝ = (I + U)⁻¹ G,   U = the part of G Kᵀ where the column's write comes later,
 
     which is the WY form of DeltaNet's chunks. The chunks are then composed pairwise, as a tree: composition is
-    associative. The composite has at most d_k rows.
+    associative. The composite has at most d_k rows. Writes with a factor per channel are composed pairwise throughout.
     """
     if not writes.batch_shape:
         problem = "There is a single write to compose"
@@ -33,8 +33,9 @@ def chain(writes: Write, chunk: int = 64) -> Write:
     if count == 0:
         lead = writes.batch_shape[:-1]
         retain = writes.retain.new_ones(lead) if isinstance(writes.retain, Tensor) else 1.0
-        return _map(writes, lambda tensor: tensor.new_zeros(*lead, 0, tensor.shape[-1]), retain)
-    parts = _chain_rows(_group(writes, min(chunk, count)))
+        channels = None if writes.channels is None else torch.ones_like(writes.channels[..., :0, :].sum(-2))
+        return _map(writes, lambda tensor: tensor.new_zeros(*lead, 0, tensor.shape[-1]), retain, channels)
+    parts = _chain_rows(_group(writes, min(chunk, count))) if writes.channels is None else writes
     while parts.batch_shape[-1] > 1:
         pairs = _group(_expand(parts.compact()), 2)
         parts = _select(pairs, 1) @ _select(pairs, 0)
@@ -81,22 +82,25 @@ def _group(writes: Write, size: int) -> Write:
         retain = writes.keys.new_full(writes.batch_shape, retain, dtype=working_dtype(*writes.tensors()))
     if isinstance(retain, Tensor):
         retain = split(retain, -1, 1.0)
-    return _map(writes, lambda tensor: split(tensor, -3, 0.0), retain)
+    channels = None if writes.channels is None else split(writes.channels, -2, 1.0)
+    return _map(writes, lambda tensor: split(tensor, -3, 0.0), retain, channels)
 
 
 def _select(writes: Write, index: int) -> Write:
     """Return one entry of the last batch dimension."""
     retain = writes.retain[..., index] if isinstance(writes.retain, Tensor) else writes.retain
-    return _map(writes, lambda tensor: tensor[..., index, :, :], retain)
+    channels = None if writes.channels is None else writes.channels[..., index, :]
+    return _map(writes, lambda tensor: tensor[..., index, :, :], retain, channels)
 
 
 def _expand(writes: Write) -> Write:
     """Give every tensor the whole batch shape."""
     shape = writes.batch_shape
     retain = writes.retain.expand(shape) if isinstance(writes.retain, Tensor) else writes.retain
-    return _map(writes, lambda tensor: tensor.expand(*shape, *tensor.shape[-2:]), retain)
+    channels = None if writes.channels is None else writes.channels.expand(*shape, writes.d_k)
+    return _map(writes, lambda tensor: tensor.expand(*shape, *tensor.shape[-2:]), retain, channels)
 
 
-def _map(writes: Write, change: Callable[[Tensor], Tensor], retain: float | Tensor) -> Write:
+def _map(writes: Write, change: Callable[[Tensor], Tensor], retain: float | Tensor, channels: Tensor | None) -> Write:
     keys, values, gain = (change(tensor) for tensor in writes.tensors())
-    return Write(keys, values, gain, retain)
+    return Write(keys, values, gain, retain, channels)

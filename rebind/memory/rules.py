@@ -1,8 +1,12 @@
 """The fast rules: how a memory changes at every token.
 
-A rule is a class with a name, its gates and their defaults, and its *coefficients* (α, ε, η) in the recurrence
+A rule is a class with a name, its gates and their defaults, and its *coefficients* in the recurrence
 
-    W ← α W (I − ε k kᵀ) + η v kᵀ.
+    W~ = W diag(d)          W' = W~ + η v uᵀ − ε (W~ p) eᵀ
+
+with the decay d, the key u that v is written at, the probe p that reads what is left of the memory, and the erase key e
+along which part of that is taken away. Most rules have u = p = e = k, and many have one number for d, which is then α:
+W' = α W (I − ε k kᵀ) + η v kᵀ.
 
 Everything else (the `Write`, the checks, the scan over sequences, the contract tests) follows from these, so adding a
 rule is adding a class here. Each step minimizes an online objective: docs/algebra.md, law 6.
@@ -18,20 +22,30 @@ import torch
 from torch import Tensor
 
 from rebind.errors import InputError
+from rebind.memory.chain import chain
 from rebind.memory.checks import known, require_broadcastable, require_finite, require_tensors, unknown_name
+from rebind.memory.features import l2_normalize
 from rebind.memory.precision import common_dtype, working_dtype
 from rebind.memory.write import Write
 
-Gate = float | Tensor  # a constant, or one number per key: [...]
+Gate = (
+    float | Tensor
+)  # a constant, one number per key [...], or for some gates one per channel [..., d_k] or [..., d_v]
+
+SMALLEST_DECAY = 1e-13  # of a rule that reads the memory before it decays: below it, the decay of the read stays there
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """α, ε and η of  W ← α W (I − ε k kᵀ) + η v kᵀ. A plain number is a constant of the rule."""
+    """What a rule makes of keys k [..., d_k] and its gates. A plain number is a constant of the rule."""
 
-    decay: Gate  # α: how much of the memory is retained
-    erase: Gate  # ε: how much of what k reads is removed
-    write: Gate  # η: how much of v is written at k
+    decay: Gate  # d: how much of the memory is retained, a number per key or per channel [..., d_k]
+    erase: Gate  # ε: how much of what the probe reads is removed
+    write: Gate  # η: how much of v is written
+    key: Tensor | None = None  # u [..., d_k]; None: k
+    probe: Tensor | None = None  # p [..., d_k]; None: k
+    erase_key: Tensor | None = None  # e [..., d_k]; None: u
+    value: Gate = 1.0  # [..., d_v]: what v is multiplied by
 
 
 class Rule(ABC):
@@ -40,8 +54,10 @@ class Rule(ABC):
     name: ClassVar[str]
     gates: ClassVar[dict[str, float]]  # every gate with its default
     largest: ClassVar[dict[str, float]] = {}  # upper bounds of the gates that have one
-    reads: ClassVar[bool]  # whether the write probes the memory with k; if so ε = η
-    decay: ClassVar[str | None] = None  # the gate that is α itself, if any: its logarithm may be passed instead
+    channels: ClassVar[dict[str, str]] = {}  # the gates that may be a vector, of the width of the "key" or the "value"
+    reads: ClassVar[bool]  # whether the write probes the memory; if so ε = η, except where e ≠ u
+    decay: ClassVar[str | None] = None  # the gate that is d itself, if any: its logarithm may be passed instead
+    several: ClassVar[bool] = False  # whether a token has several keys and values
 
     _known: ClassVar[dict[str, type[Rule]]] = {}
 
@@ -54,7 +70,7 @@ class Rule(ABC):
         return f"{type(self).__name__}()"
 
     def coefficients(self, k: Tensor, *, check_values: bool = True, **gates: Gate) -> Coefficients:
-        """Return α, ε, η for keys [..., d_k]; each is a constant or of shape [...].
+        """Return the coefficients of keys [..., d_k]; a gate is a constant or of shape [...], or has `channels`.
 
         `check_values=False` does not read the values of the gates, for which a GPU would have to be waited for.
         """
@@ -68,15 +84,25 @@ class Rule(ABC):
         return self._coefficients(k, {**self.gates, **gates})
 
     def write(self, k: Tensor, v: Tensor, **gates: Gate) -> Write:
-        """Return the one-row write of each key [..., d_k] and value [..., d_v]: a batch of writes."""
+        """Return the write of each key [..., d_k] and value [..., d_v]: a batch of writes of one row, two if e ≠ u."""
         require_tensors(1, v=v)
-        coefficients = self.coefficients(k, check_values=True, **gates)
+        c = self.coefficients(k, check_values=True, **gates)
         dtype = common_dtype(k, v, *(gate for gate in gates.values() if isinstance(gate, Tensor)))
-        strength = coefficients.write
-        strength = strength.unsqueeze(-1) if isinstance(strength, Tensor) else strength
-        gain = (strength * k.to(working_dtype(k))).unsqueeze(-2)
-        probe = k if self.reads else torch.zeros_like(k)
-        return Write(probe.unsqueeze(-2).to(dtype), v.unsqueeze(-2).to(dtype), gain.to(dtype), coefficients.decay)
+        wide = working_dtype(k)
+        key = (k if c.key is None else c.key).to(wide)
+        probe = k if c.probe is None else c.probe
+        rows = [((probe if self.reads else torch.zeros_like(k)), v * c.value, _times(c.write, key))]
+        if c.erase_key is not None:  # a row that only erases; both read W~
+            erases = (_times(c.erase, probe), torch.zeros_like(v), c.erase_key.to(wide))
+            rows = [erases, (torch.zeros_like(key), *rows[0][1:])]
+        parts = [torch.stack(torch.broadcast_tensors(*part), dim=-2).to(dtype) for part in zip(*rows, strict=True)]
+        number, channels = (1.0, c.decay) if self.decays_by_channel(c.decay, k) else (c.decay, None)
+        return Write(parts[0], parts[1], parts[2], number, channels)  # type: ignore[arg-type]
+
+    @staticmethod
+    def decays_by_channel(decay: Gate, k: Tensor) -> bool:
+        """Return whether a decay has a number for each channel of the keys [..., d_k], not one for each key."""
+        return isinstance(decay, Tensor) and decay.ndim == k.ndim
 
     @abstractmethod
     def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients: ...
@@ -90,7 +116,7 @@ class Rule(ABC):
         elif isinstance(gate, bool) or not isinstance(gate, (int, float)):
             raise InputError(f"Gate {name!r} is {gate!r}", expected="a number or a tensor", code="invalid_gate")
         value = gate.detach() if isinstance(gate, Tensor) else torch.tensor(float(gate))
-        require_broadcastable(f"k and {name}", k.shape[:-1], value.shape)
+        self._check_shape(k, name, value)
         if not check_values:
             return
         require_finite(**{name: value})
@@ -100,6 +126,19 @@ class Rule(ABC):
             expected = "0 or more" if most == float("inf") else f"0 to {most:g}"
             advice = "Pass it through a sigmoid or softplus"
             raise InputError(problem, expected=expected, advice=advice, code="gate_out_of_range")
+
+    def _check_shape(self, k: Tensor, name: str, gate: Tensor) -> None:
+        """Require a gate of one number per key or, if it has channels and as many dimensions as k, one for each."""
+        if name in self.channels and gate.ndim == k.ndim:
+            width = k.shape[-1] if self.channels[name] == "key" else gate.shape[-1]
+            require_broadcastable(f"k and {name}", (*k.shape[:-1], width), gate.shape)
+        else:
+            require_broadcastable(f"k and {name}", k.shape[:-1], gate.shape)
+
+
+def _times(gate: Gate, x: Tensor) -> Tensor:
+    """Return a gate, one number per row or per channel, times x [..., width]."""
+    return gate * x if not isinstance(gate, Tensor) or gate.ndim == x.ndim else gate.unsqueeze(-1) * x
 
 
 class Sum(Rule):
@@ -130,6 +169,7 @@ class Mamba2(Rule):
 
     name = "mamba2"
     gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "dt": 1.0}
+    largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
     reads = False
     decay = "alpha"
 
@@ -170,11 +210,150 @@ class GatedDelta(Rule):
 
     name = "gated_delta"
     gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "beta": 1.0}
+    largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
     reads = True
     decay = "alpha"
 
     def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
         return Coefficients(decay=gates["alpha"], erase=gates["beta"], write=gates["beta"])
+
+
+class Gla(Rule):
+    """Gated linear attention: W diag(α) + v kᵀ, with a decay α per key channel."""
+
+    name = "gla"
+    gates: ClassVar[dict[str, float]] = {"alpha": 1.0}
+    largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
+    channels: ClassVar[dict[str, str]] = {"alpha": "key"}
+    reads = False
+    decay = "alpha"
+
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
+        return Coefficients(decay=gates["alpha"], erase=0.0, write=1.0)
+
+
+class Kda(GatedDelta):
+    """Kimi Delta Attention: Gated DeltaNet with a decay α per key channel."""
+
+    name = "kda"
+    channels: ClassVar[dict[str, str]] = {"alpha": "key"}
+
+
+class Gdn2(Rule):
+    """Gated DeltaNet-2: W~ + (w ⊙ v − W~ (b ⊙ k)) kᵀ with W~ = W diag(α).
+
+    What is erased and what is written have gates of their own, b (`erase`) per key channel and w (`write`) per value
+    channel.
+    """
+
+    name = "gdn2"
+    gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "erase": 1.0, "write": 1.0}
+    largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
+    channels: ClassVar[dict[str, str]] = {"alpha": "key", "erase": "key", "write": "value"}
+    reads = True
+    decay = "alpha"
+
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
+        w = gates["write"]
+        value = w.unsqueeze(-1) if isinstance(w, Tensor) and w.ndim < k.ndim else w
+        return Coefficients(gates["alpha"], erase=1.0, write=1.0, probe=_times(gates["erase"], k), value=value)
+
+
+class Comba(Rule):
+    """Comba: α W + β (v − W p) kᵀ with p = b ⊙ k (`feedback`). It reads the memory before it decays.
+
+    The scan reads after the decay, so the probe is divided by α: exact down to α = 1e-13.
+    """
+
+    name = "comba"
+    gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "beta": 1.0, "feedback": 1.0}
+    largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
+    channels: ClassVar[dict[str, str]] = {"feedback": "key"}
+    reads = True
+    decay = "alpha"
+
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
+        probe = _undecayed(_times(gates["feedback"], k), gates["alpha"])
+        return Coefficients(gates["alpha"], gates["beta"], gates["beta"], probe=probe)
+
+
+class Preconditioned(Rule):
+    """The delta rule with a step size per channel: W~ + β (v − W~ k) (M ⊙ k)ᵀ, W~ = W diag(α).
+
+    M (`scale`) preconditions the step as Adam's second moment would. With one α per key it is PGDN, with one per
+    channel PKDA.
+    """
+
+    name = "preconditioned"
+    gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "beta": 1.0, "scale": 1.0}
+    largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
+    channels: ClassVar[dict[str, str]] = {"alpha": "key", "scale": "key"}
+    reads = True
+    decay = "alpha"
+
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
+        beta = gates["beta"]
+        return Coefficients(gates["alpha"], beta, beta, key=_times(gates["scale"], k), probe=k)
+
+
+class Rwkv7(Rule):
+    """RWKV-7: W diag(α) − (W κ̂) (a ⊙ κ̂)ᵀ + v k~ᵀ, with κ̂ = normalized κ ⊙ k and k~ = k ⊙ (1 + (a − 1) mix).
+
+    `a` is the rate at which what κ̂ reads is replaced, per channel. The memory is read before it decays, as by `comba`.
+    """
+
+    name = "rwkv7"
+    gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "a": 1.0, "kappa": 1.0, "mix": 0.0}
+    largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
+    channels: ClassVar[dict[str, str]] = dict.fromkeys(("alpha", "a", "kappa", "mix"), "key")
+    reads = True
+    decay = "alpha"
+
+    def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
+        removed = l2_normalize(_times(gates["kappa"], k))
+        rate = _times(gates["a"], torch.ones_like(k))
+        key = k * (1 + _times(gates["mix"], rate - 1))
+        probe = _undecayed(removed, gates["alpha"])
+        return Coefficients(gates["alpha"], 1.0, 1.0, key=key, probe=probe, erase_key=rate * removed)
+
+
+class DeltaProduct(Delta):
+    """DeltaProduct: several delta writes per token, one after another.
+
+    `write` takes the keys and values of a token as rows, [..., n, d_k] and [..., n, d_v]. A scan takes the rows of all
+    tokens in order, [B, T · n, H, width].
+    """
+
+    name = "delta_product"
+    several = True
+
+    def write(self, k: Tensor, v: Tensor, **gates: Gate) -> Write:
+        """Return the composition of the writes of each token's rows."""
+        return chain(super().write(k, v, **gates))
+
+
+class GatedDeltaProduct(GatedDelta):
+    """Gated DeltaProduct: the memory decays by α once per token, then come several delta writes."""
+
+    name = "gated_delta_product"
+    several = True
+
+    def write(self, k: Tensor, v: Tensor, **gates: Gate) -> Write:
+        """Return the composition of a token's decay, with α [...], and of the writes of its rows, with β [..., n]."""
+        alpha = gates.pop("alpha", 1.0)
+        decays = get_rule("mamba2").write(torch.zeros_like(k[..., 0, :]), v[..., 0, :], alpha=alpha)
+        return chain(super().write(k, v, **gates)) @ decays
+
+    def _check_shape(self, k: Tensor, name: str, gate: Tensor) -> None:
+        if name != "alpha":  # which has fewer rows: one per token
+            super()._check_shape(k, name, gate)
+
+
+def _undecayed(probe: Tensor, decay: Gate) -> Tensor:
+    """Return the probe that reads after a decay what `probe` would have read before it."""
+    if not isinstance(decay, Tensor):
+        return probe / max(decay, SMALLEST_DECAY)
+    return _times(1 / decay.clamp_min(SMALLEST_DECAY), probe)
 
 
 def get_rule(name: str | Rule) -> Rule:

@@ -5,7 +5,7 @@
   kernels on a GPU.
 - `inputs`: the arguments of a scan in one object; `dispatch`: the interface of a backend, and the choice of one;
   `autograd`: any backend as a differentiable, compilable operation.
-- `reference`, `chunked` (with `layout`), `triton`: the three backends.
+- `rows`: tokens of several writes; `reference`, `chunked` (with `layout`), `triton`: the three backends.
 - `kernels`: whether fused kernels can run here, and whether they can be trusted.
 """
 

@@ -21,16 +21,18 @@ from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.precision import without_autocast
 
 SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? erase, Tensor? write, Tensor? state, "
-    "Tensor? cu_seqlens, int? chunk, int? mini_batch, bool keep, str backend"
+    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? erase, Tensor? write, Tensor? probe, "
+    "Tensor? state, Tensor? cu_seqlens, int? chunk, int? mini_batch, bool keep, str backend"
 )  # the fields of ScanInputs and the name of the backend
-DIFFERENTIABLE = 7  # how many of them have gradients: ScanInputs.tensors
+DIFFERENTIABLE = 8  # how many of them have gradients: ScanInputs.tensors
 TENSORS = DIFFERENTIABLE + 1  # and cu_seqlens
 
 
 def run(inputs: ScanInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return the output and the final state, differentiable by every tensor of the inputs."""
-    if backend == "reference":  # plain operations: autograd and the compiler see through them
+    if (
+        backend == "reference" or inputs.by_channel or inputs.probe is not None
+    ):  # plain operations: autograd and the compiler see through them
         with without_autocast(inputs.v):
             return reference.recurrence(inputs)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors)

@@ -83,7 +83,7 @@ class Chunked:
             for grad, part in zip(grads, parts, strict=True):
                 if grad is not None and part is not None:
                     layout.store(part, grad if grad.ndim == 4 else grad.unsqueeze(-1), group)
-        return *grads, None if inputs.state is None else layout.in_order(d_state)
+        return *grads, None, None if inputs.state is None else layout.in_order(d_state)
 
 
 CHUNKED = Chunked()

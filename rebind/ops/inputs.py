@@ -36,9 +36,10 @@ class ScanInputs:
     q: Tensor  # [B, T, H_k, d_k]
     k: Tensor  # [B, T, H_k, d_k]; value head h reads and writes with key head h // (H // H_k)
     v: Tensor  # [B, T, H, d_v]
-    log_decay: Tensor | None = None  # [B, T, H] ln α ≤ 0, −inf included; None: α = 1
+    log_decay: Tensor | None = None  # [B, T, H] ln α or [B, T, H, d_k] ln d, ≤ 0, −inf included; None: α = 1
     erase: Tensor | None = None  # [B, T, H] ε; None: 0
     write: Tensor | None = None  # [B, T, H] η; None: 1
+    probe: Tensor | None = None  # [B, T, H_k, d_k] p, where something is erased; None: k
     state: Tensor | None = None  # [N, H, d_v, d_k] in the working dtype; None: zeros
     cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64
     chunk: int | None = None  # tokens per chunk; None: the backend's choice
@@ -48,7 +49,7 @@ class ScanInputs:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors that have gradients, in the order of the fields."""
-        return self.q, self.k, self.v, self.log_decay, self.erase, self.write, self.state
+        return self.q, self.k, self.v, self.log_decay, self.erase, self.write, self.probe, self.state
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -93,6 +94,11 @@ class ScanInputs:
         return self.sequences, self.v.shape[2], self.v.shape[3], self.k.shape[3]
 
     @property
+    def by_channel(self) -> bool:
+        """Whether every key channel has a decay of its own."""
+        return self.log_decay is not None and self.log_decay.ndim == 4
+
+    @property
     def solves(self) -> bool:
         """Whether a token reads what earlier tokens of its chunk have written: a triangular system to solve."""
         return self.erase is not None and self.mini_batch is None
@@ -106,10 +112,16 @@ class ScanInputs:
         """Return these inputs after all checks, with contiguous coefficients and the state in the working dtype."""
         _check_sequences(self.q, self.k, self.v)
         _check_sizes(self)
-        coefficients = {"log_decay": self.log_decay, "erase": self.erase, "write": self.write}
+        probe, erase = self.probe, self.erase
+        if probe is not None:
+            require_tensors(0, probe=probe)
+            require_like_keys(self.k, probe=probe)
+            probe = probe.to(self.k.dtype)
+            erase = self.v.new_ones(self.v.shape[:3], dtype=self.working_dtype) if erase is None else erase
+        coefficients = {"log_decay": self.log_decay, "erase": erase, "write": self.write}
         optional = coefficients | {"state": self.state}
         require_tensors(0, **{name: tensor for name, tensor in optional.items() if tensor is not None})
-        require_coefficients(self.v, **coefficients)
+        require_coefficients(self.v, self.d_k, **coefficients)
         if self.cu_seqlens is not None:
             _check_boundaries(self.cu_seqlens, self.q)
         if self.state is not None:
@@ -119,14 +131,13 @@ class ScanInputs:
         others = (*coefficients.values(), self.cu_seqlens)
         log_decay, erase, write, cu_seqlens = (None if x is None else x.contiguous() for x in others)
         state = None if self.state is None else self.state.to(self.working_dtype).contiguous()
-        return ScanInputs(
-            self.q, self.k, self.v, log_decay, erase, write, state, cu_seqlens, self.chunk, self.mini_batch
-        )
+        tensors = (self.q, self.k, self.v, log_decay, erase, write, probe, state)
+        return ScanInputs(*tensors, cu_seqlens, self.chunk, self.mini_batch)
 
 
 def check_values(inputs: ScanInputs) -> None:
     """Look for NaN, infinities and a decay that grows, as REBIND_DEBUG=1 does at every call."""
-    names = ("q", "k", "v", "log_decay", "erase", "write", "state")
+    names = ("q", "k", "v", "log_decay", "erase", "write", "probe", "state")
     for name, tensor in zip(names, inputs.tensors, strict=True):
         if tensor is None:
             continue
@@ -190,21 +201,34 @@ def _check_sizes(inputs: ScanInputs) -> None:
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             code = f"invalid_{name.replace('-', '_')}"
             raise InputError(f"The {name} size is {size!r}", expected="a whole number of 1 or more", code=code)
-    if inputs.mini_batch is not None and (inputs.log_decay is not None or inputs.chunk is not None):
+    others = (inputs.log_decay, inputs.chunk, inputs.probe)
+    if inputs.mini_batch is not None and any(x is not None for x in others):
         raise InputError(
-            "A mini-batch was requested together with a decay or a chunk size",
+            "A mini-batch was requested together with a decay, a chunk size or a probe",
             expected="a mini-batch alone: its tokens share one memory without decay, and it is the chunk",
             code="mini_batch_conflict",
         )
 
 
-def require_coefficients(v: Tensor, **coefficients: Tensor | None) -> None:
-    """Require one number for each value of v [..., d_v]."""
+def require_like_keys(k: Tensor, **tensors: Tensor | None) -> None:
+    """Require vectors of the shape of the keys."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.shape != k.shape:
+            problem = f"Tensor {name!r} has shape {list(tensor.shape)}"
+            raise ShapeError(problem, expected=f"that of k, {list(k.shape)}", code="keys_do_not_match")
+        require_device(name, tensor, k)
+
+
+def require_coefficients(v: Tensor, d_k: int, **coefficients: Tensor | None) -> None:
+    """Require one number for each value of v [..., d_v]; of the decay it may also be one per key channel."""
     shape = v.shape[:-1]
     for name, coefficient in coefficients.items():
         if coefficient is None:
             continue
-        if coefficient.shape != shape:
+        by_channel = name == "log_decay" and coefficient.shape == (*shape, d_k)
+        if coefficient.shape != shape and not by_channel:
             raise ShapeError(
                 f"Tensor {name!r} has shape {list(coefficient.shape)}",
                 expected=f"one number per token and value head, {list(shape)}",

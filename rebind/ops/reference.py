@@ -1,6 +1,8 @@
 """The recurrence token by token: the reference that every other backend is tested against.
 
-    W_t = α_t W_{t−1} (I − ε_t k_t k_tᵀ) + η_t v_t k_tᵀ        o_t = W_t q_t
+    W~ = W_{t−1} diag(d_t)        W_t = W~ + (η_t v_t − ε_t W~ p_t) k_tᵀ        o_t = W_t q_t
+
+d is one number α, or one per key channel; p is k unless there is a probe.
 
 It uses plain torch operations only, so that autograd gives gradients of every order.
 """
@@ -22,10 +24,12 @@ def recurrence(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     v = inputs.v.to(dtype)
     ones = v.new_ones(v.shape[:3])
     decay = ones if inputs.log_decay is None else inputs.log_decay.to(dtype).exp()
+    decay = decay if inputs.by_channel else decay.unsqueeze(-1)
     erase = 0 * ones if inputs.erase is None else inputs.erase.to(dtype)
     write = ones if inputs.write is None else inputs.write.to(dtype)
     state = v.new_zeros(inputs.state_shape) if inputs.state is None else inputs.state
-    tensors = (q, k, v, decay, erase, write)
+    probe = k if inputs.probe is None else inputs.probe.to(dtype).repeat_interleave(inputs.sharing, dim=2)
+    tensors = (q, k, v, decay, erase, write, probe)
     if inputs.cu_seqlens is None:
         out, final = _sequence(state, *tensors, mini_batch=inputs.mini_batch or 1)
         return out.to(inputs.v.dtype), final
@@ -40,17 +44,26 @@ def recurrence(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
 
 
 def _sequence(
-    W: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor, *, mini_batch: int
+    W: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    erase: Tensor,
+    write: Tensor,
+    probe: Tensor,
+    *,
+    mini_batch: int,
 ) -> tuple[Tensor, Tensor]:
-    """Run one sequence per row: W [B, H, d_v, d_k]; q, k, v [B, T, H, width]; the coefficients [B, T, H]."""
+    """Run one sequence per row: W [B, H, d_v, d_k]; q, k, v, decay, probe [B, T, H, width]; ε and η [B, T, H]."""
     outs = [v[:, :0]]
     W = W.clone()  # a sequence of no tokens returns its state, and never the same tensor
     for t in range(q.shape[1]):
         key, query = k[:, t, :, :, None], q[:, t, :, :, None]
-        W = decay[:, t, :, None, None] * W
+        W = decay[:, t, :, None, :] * W
         if t % mini_batch == 0:
             seen = W  # what the tokens of this mini-batch read
-        error = write[:, t, :, None] * v[:, t] - erase[:, t, :, None] * (seen @ key).squeeze(-1)
+        error = write[:, t, :, None] * v[:, t] - erase[:, t, :, None] * (seen @ probe[:, t, :, :, None]).squeeze(-1)
         W = W + error.unsqueeze(-1) @ key.mT
         outs.append((W @ query).squeeze(-1).unsqueeze(1))
     return torch.cat(outs, dim=1), W

@@ -1,9 +1,13 @@
 """The scan: a rule over whole sequences, one operation for every rule.
 
-W_t = α_t W_{t−1} (I − ε_t k_t k_tᵀ) + η_t v_t k_tᵀ        o_t = W_t q_t
+    W~ = W_{t−1} diag(d_t)        W_t = W~ + η_t v_t k_tᵀ − ε_t (W~ p_t) e_tᵀ        o_t = W_t q_t
+
+With one decay α per token and p = e = k it is W_t = α_t W_{t−1} (I − ε_t k_t k_tᵀ) + η_t v_t k_tᵀ.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +17,7 @@ from rebind.memory.rules import Coefficients, Gate, Rule, get_rule
 from rebind.ops import autograd, dispatch
 from rebind.ops.dispatch import Explanation
 from rebind.ops.inputs import DEBUG, ScanInputs
+from rebind.ops.rows import as_rows
 
 
 def scan(
@@ -23,6 +28,8 @@ def scan(
     log_decay: Tensor | None = None,
     erase: Tensor | None = None,
     write: Tensor | None = None,
+    probe: Tensor | None = None,
+    erase_key: Tensor | None = None,
     state: Tensor | None = None,
     normalize: bool = False,
     chunk: int | None = None,
@@ -35,10 +42,15 @@ def scan(
     Args:
         q: Queries [B, T, H_k, d_k].
         k: Keys [B, T, H_k, d_k]. Fewer key than value heads are shared: value head h uses key head h // (H // H_k).
+            With n writes per token, k and v and what belongs to them have n · T rows, each token's n in order; q and
+            `log_decay` have T, the memory decaying before the first write and being read after the last.
         v: Values [B, T, H, d_v].
-        log_decay: ln α [B, T, H], 0 or less; −inf forgets everything before the token, and has gradient 0. None: α = 1.
-        erase: ε [B, T, H]. None: 0.
+        log_decay: ln α [B, T, H], or ln d [B, T, H, d_k] for a decay per key channel; 0 or less. −inf forgets
+            everything before the token, and has gradient 0. None: nothing decays.
+        erase: ε [B, T, H]. None: 0, or 1 if there is a probe or an erase key.
         write: η [B, T, H]. None: 1.
+        probe: p [B, T, H_k, d_k], what reads the memory before the write. None: k.
+        erase_key: e [B, T, H_k, d_k], the key at which what the probe read is taken away. None: k.
         state: The memories to start from [N, H, d_v, d_k], N being B, or the number of packed sequences. None: zeros.
         normalize: Divide by what a further value of 1 returns (Schlag et al. eq. 19), in float32 or better. States
             then have d_v + 1 rows, the last for that value.
@@ -52,11 +64,11 @@ def scan(
         The output [B, T, H, d_v] in v's dtype, and the memories at the end [N, H, d_v, d_k], in float32 or, for float64
         inputs, float64.
     """
-    inputs = ScanInputs(q, k, v, log_decay, erase, write, state, cu_seqlens, chunk, mini_batch)
-    if not normalize:
-        return autograd.run(inputs.checked(), backend)
-    out, final = autograd.run(_append_ones(inputs).checked(), backend)
-    return (out[..., :-1] / out[..., -1:]).to(v.dtype), final
+    inputs = ScanInputs(q, k, v, log_decay, erase, write, probe, state, cu_seqlens, chunk, mini_batch)
+    inputs, number = as_rows(_append_ones(inputs) if normalize else inputs, erase_key)
+    out, final = autograd.run(inputs.checked(), backend)
+    out = out if number == 1 else out[:, number - 1 :: number]
+    return (out[..., :-1] / out[..., -1:]).to(v.dtype) if normalize else out, final
 
 
 def explain(
@@ -67,6 +79,8 @@ def explain(
     log_decay: Tensor | None = None,
     erase: Tensor | None = None,
     write: Tensor | None = None,
+    probe: Tensor | None = None,
+    erase_key: Tensor | None = None,
     state: Tensor | None = None,
     normalize: bool = False,
     chunk: int | None = None,
@@ -75,8 +89,9 @@ def explain(
     backend: str = "auto",
 ) -> Explanation:
     """Return which backend `scan` would run with these arguments, and why not the others."""
-    inputs = ScanInputs(q, k, v, log_decay, erase, write, state, cu_seqlens, chunk, mini_batch)
-    return dispatch.explain((_append_ones(inputs) if normalize else inputs).checked(), backend)
+    inputs = ScanInputs(q, k, v, log_decay, erase, write, probe, state, cu_seqlens, chunk, mini_batch)
+    inputs, _ = as_rows(_append_ones(inputs) if normalize else inputs, erase_key)
+    return dispatch.explain(inputs.checked(), backend)
 
 
 def scan_rule(
@@ -95,17 +110,13 @@ def scan_rule(
 ) -> tuple[Tensor, Tensor]:
     """Run `scan` with the coefficients of a fast rule: `scan_rule("gated_delta", q, k, v, alpha=a, beta=b)`.
 
-    A gate is a number or a tensor that broadcasts to [B, T, H]. Values of gates are checked on a CPU and, with
-    REBIND_DEBUG=1, anywhere. A decay of 0 is exact, and has gradient 0.
+    A gate is a number or a tensor that broadcasts to [B, T, H]; gates with channels may also be [B, T, H, d_k] or, for
+    values, [B, T, H, d_v]. For rules with several writes per token, k, v and the gates of a write have n · T rows, as
+    `scan` takes them. Values of gates are checked on a CPU and, with REBIND_DEBUG=1, anywhere. A decay of 0 is exact,
+    and has gradient 0.
     """
-    log_decay, erase, write = coefficients(get_rule(rule), k, v, gates)
     return scan(
-        q,
-        k,
-        v,
-        log_decay=log_decay,
-        erase=erase,
-        write=write,
+        **scan_arguments(rule, q, k, v, gates),
         state=state,
         normalize=normalize,
         chunk=chunk,
@@ -115,28 +126,33 @@ def scan_rule(
     )
 
 
-def coefficients(
-    rule: Rule,
+def scan_arguments(
+    rule: str | Rule,
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     gates: dict[str, Gate],
     *,
     log_decay: Tensor | None = None,
     check: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return a rule's ln α, ε and η, each [..., H], or None for the constants 1, 0 and 1.
+) -> dict[str, Any]:
+    """Return what `scan` and `step` take for a rule: q, k, v, log_decay, erase, write, probe and erase_key, by name.
 
     Args:
         rule: The rule.
+        q: Queries [..., H_k, d_k].
         k: Keys [..., H_k, d_k].
         v: Values [..., H, d_v].
-        gates: Numbers, or tensors that broadcast to [..., H].
-        log_decay: ln α [..., H], for a rule that has a gate for α: used as it is, instead of that gate.
+        gates: Numbers, or tensors that broadcast to [..., H] or, if they have channels, to [..., H, width].
+        log_decay: ln α [..., H] or [..., H, d_k], for a rule that has a gate for it: used instead of that gate.
         check: Whether to check the gates. A layer computes its own, which need no check.
     """
-    dtype, shape = working_dtype(v), v.shape[:-1]
+    rule = get_rule(rule)
+    dtype, heads = working_dtype(v), v.shape[:-1]
     sharing = max(v.shape[-2] // max(k.shape[-2], 1), 1)
     keys = k if sharing == 1 else k.repeat_interleave(sharing, dim=-2)
+    if log_decay is not None and rule.decay is not None:
+        gates = {**gates, rule.decay: log_decay.exp()}  # which some rules divide their probe by
     wide = _convert(gates, dtype)
     if check:
         values = rule.coefficients(keys, check_values=DEBUG or v.device.type == "cpu", **wide)
@@ -148,14 +164,33 @@ def coefficients(
             return None
         number = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device=v.device)
         number = number if number.dtype == dtype else number.to(dtype)
-        return number if number.shape == shape else number.expand(shape)
+        by_channel = number.ndim == v.ndim
+        if by_channel or (rule.several and number.ndim == v.ndim - 1):
+            shape = (*heads[:1], number.shape[1], *heads[2:]) if rule.several else heads
+            return number.expand(*shape, k.shape[-1]) if by_channel else number.expand(shape)
+        return number if number.shape == heads else number.expand(heads)
+
+    def like_keys(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.expand(*heads, k.shape[-1]).to(k.dtype)
 
     erase = expand(values.erase, 0.0)
     same = isinstance(values.write, Tensor) and values.write is values.erase
     write = erase if same else expand(values.write, 1.0)
     if log_decay is None:
         log_decay = _log_decay(rule, keys, values, gates)
-    return expand(log_decay, None), erase, write
+    key, probe, erase_key = (like_keys(x) for x in (values.key, values.probe, values.erase_key))
+    if sharing > 1 and any(x is not None for x in (key, probe, erase_key)):
+        q, k = q.repeat_interleave(sharing, dim=-2), keys  # heads that share a key no longer do
+    return {
+        "q": q,
+        "k": k if key is None else key,
+        "v": v if not isinstance(values.value, Tensor) and values.value == 1 else (values.value * v).to(v.dtype),
+        "log_decay": expand(log_decay, None),
+        "erase": erase,
+        "write": write,
+        "probe": probe,
+        "erase_key": erase_key,
+    }
 
 
 def _log_decay(rule: Rule, k: Tensor, values: Coefficients, gates: dict[str, Gate]) -> Tensor | None:

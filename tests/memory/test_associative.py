@@ -12,6 +12,8 @@ from rebind.errors import InputError, NumericalError, ShapeError, UnknownNameErr
 from rebind.memory import Memory, feature_names, get_rule, rule_names
 from tests.support import Draw, assert_close, assert_errors, raises
 
+SINGLE = [name for name in rule_names() if not get_rule(name).several]
+
 
 def memory(d_k=8, d_v=3, *args, **kwargs):
     return Memory(d_k, d_v, *args, dtype=torch.float64, **kwargs)
@@ -35,7 +37,7 @@ def test_orthogonal_keys_do_not_disturb_each_other():
     assert_close(m.interference(keys).overlap, torch.zeros(8, 8).double(), 1e-12)
 
 
-@pytest.mark.parametrize("rule", rule_names())
+@pytest.mark.parametrize("rule", SINGLE)
 def test_binding_many_is_binding_one_by_one(rule):
     draw = Draw(3)
     keys, values = draw.normal(20, 8), draw.normal(20, 3)
@@ -48,7 +50,7 @@ def test_binding_many_is_binding_one_by_one(rule):
     assert together.rows == apart.rows == 20
 
 
-@pytest.mark.parametrize("rule", rule_names())
+@pytest.mark.parametrize("rule", SINGLE)
 def test_rebind_is_exact_whatever_the_rule(rule):
     m, draw = memory(rule=rule), Draw(4)
     keys, values = draw.normal(5, 8), draw.normal(5, 3)

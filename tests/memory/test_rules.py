@@ -10,7 +10,9 @@ from rebind.errors import InputError, ShapeError, UnknownNameError
 from rebind.memory import Coefficients, Rule, get_rule, rule_names
 from tests.support import BATCHES, Draw, assert_close, assert_errors, raises, recurrence
 
-RULES = rule_names()
+RULES = [
+    name for name in rule_names() if not get_rule(name).several
+]  # those of several writes: tests/ops/test_rules.py
 
 
 def gates_of(rule: Rule, draw: Draw, *batch: int) -> dict[str, torch.Tensor]:
@@ -18,21 +20,32 @@ def gates_of(rule: Rule, draw: Draw, *batch: int) -> dict[str, torch.Tensor]:
 
 
 def objective(rule: Rule, memory, previous, k, v, **gates) -> torch.Tensor:
-    """What the step from S′ to S minimizes: ‖S − αS′‖² − 2η ⟨S k, e⟩, where e is v, less αS′k if the rule reads it.
+    """What the step from S′ to S minimizes: ‖S − S~‖² − 2η ⟨S u, v⟩ + 2ε ⟨S e, S~p⟩ with S~ = S′ diag(d).
 
     Longhorn, which reads the memory after the step, minimizes ‖S − S′‖² + β‖S k − v‖².
     """
-    read = lambda matrix: (matrix @ k.unsqueeze(-1)).squeeze(-1)
+    read = lambda matrix, key=k: (matrix @ key.unsqueeze(-1)).squeeze(-1)
     if rule.name == "longhorn":
         return (memory - previous).square().sum((-2, -1)) + gates["beta"] * (read(memory) - v).square().sum(-1)
     c = rule.coefficients(k, **gates)
-    retained = torch.as_tensor(c.decay)[..., None, None] * previous
-    error = v - read(retained) if rule.reads else v
-    return (memory - retained).square().sum((-2, -1)) - 2 * c.write * (read(memory) * error).sum(-1)
+    retained, key, probe, erase_key = parts(rule, c, previous, k)
+    gained = (read(memory, key) * c.value * v).sum(-1)
+    lost = (read(memory, erase_key) * read(retained, probe)).sum(-1)
+    return (memory - retained).square().sum((-2, -1)) - 2 * c.write * gained + 2 * c.erase * lost
+
+
+def parts(rule: Rule, c: Coefficients, memory, k):
+    """W~, u, p and e."""
+    decay = torch.as_tensor(c.decay)
+    decay = decay.unsqueeze(-2) if rule.decays_by_channel(c.decay, k) else decay[..., None, None]
+    key = k if c.key is None else c.key
+    return decay * memory, key, k if c.probe is None else c.probe, key if c.erase_key is None else c.erase_key
 
 
 def test_the_table_is_complete():
-    assert set(RULES) == {"sum", "rfa", "mamba2", "delta", "longhorn", "gated_delta"}
+    older = {"sum", "rfa", "mamba2", "delta", "longhorn", "gated_delta"}
+    newer = {"gla", "kda", "gdn2", "comba", "preconditioned", "rwkv7"}
+    assert set(rule_names()) == older | newer | {"delta_product", "gated_delta_product"}
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -43,7 +56,13 @@ class TestContract:
         gates = gates_of(rule, draw)
         c = rule.coefficients(k, **gates)
         assert isinstance(c, Coefficients)
-        assert_close(rule.write(k, v, **gates).apply(W), recurrence(W, k, v, c.decay, c.erase, c.write))
+        retained, key, probe, erase_key = parts(rule, c, W, k)
+        expected = (
+            retained + c.write * torch.outer(c.value * v, key) - c.erase * torch.outer(retained @ probe, erase_key)
+        )
+        assert_close(rule.write(k, v, **gates).apply(W), expected)
+        if c.key is c.probe is c.erase_key is None:
+            assert_close(expected, recurrence(W, k, v, c.decay, c.erase, c.write))
 
     @pytest.mark.parametrize("batch", BATCHES)
     def test_step_is_the_stationary_point_of_the_objective(self, name, batch):
@@ -117,6 +136,16 @@ class TestContract:
                 rule.write(k, v, **{gate: float("nan")})
             with raises(ShapeError, "not_broadcastable"):
                 rule.write(draw.normal(3, 6), draw.normal(3, 4), **{gate: torch.ones(2)})
+
+
+def test_a_preconditioned_step_is_a_delta_step_in_another_norm():
+    """It minimizes ‖(S − S~) M^(−1/2)‖² − 2β ⟨S k, v − S~k⟩: the delta rule's objective, channels weighed by 1/M."""
+    draw, rule = Draw(12), get_rule("preconditioned")
+    previous, k, v, alpha, scale = draw.normal(4, 6), draw.normal(6), draw.normal(4), draw.uniform(6), draw.uniform(6)
+    step = rule.write(k, v, alpha=alpha, beta=0.7, scale=scale).apply(previous).requires_grad_()
+    retained = previous * alpha
+    value = ((step - retained).square() / scale).sum() - 2 * 0.7 * (step @ k) @ (v - retained @ k)
+    assert_close(torch.autograd.grad(value, step)[0], torch.zeros(4, 6, dtype=torch.float64))
 
 
 def test_a_new_rule_is_one_class():

@@ -11,7 +11,7 @@ from rebind.ops.inputs import ScanInputs
 from tests.ops.problems import COEFFICIENTS, compare, outcome, problem
 from tests.support import Draw, assert_close, raises
 
-ORDER = ("q", "k", "v", "log_decay", "erase", "write", "state")
+ORDER = ("q", "k", "v", "log_decay", "erase", "write", "probe", "state")
 
 
 def as_function(case, backend):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from rebind.nn.parts.gates import Gates, ShortConvolution
 from rebind.nn.parts.padding import zero_padding
 from rebind.ops import scan
 from rebind.ops.inputs import DEBUG
-from rebind.ops.scan import coefficients
+from rebind.ops.scan import scan_arguments
 from rebind.ops.step import step_without_grad
 from rebind.precision import as_autocast, without_autocast
 
@@ -118,10 +118,9 @@ class FastWeight(SequenceLayer[FastWeightState]):
         else:
             window = self.conv.initial_window(len(x)) if window is None else window
             qkv, window = self.conv(mixed, window, mask, self._widths)
-        q, k, v, (log_decay, erase, write) = self._scan_inputs(qkv, gates, mask)
-        v = v.contiguous()  # a view would keep q and k before φ in memory until the backward pass
-        start = None if state is None else state.memory
-        out, memory = scan(q, k, v, log_decay=log_decay, erase=erase, write=write, state=start)
+        arguments = self._scan_inputs(qkv, gates, mask)
+        arguments["v"] = arguments["v"].contiguous()  # a view would keep q and k before φ in memory
+        out, memory = scan(**arguments, state=None if state is None else state.memory)
         return self._output(out, output_gate, x.dtype), FastWeightState(memory, window)
 
     @torch.no_grad()
@@ -133,8 +132,8 @@ class FastWeight(SequenceLayer[FastWeightState]):
         output_gate, gates = self._gates(rest)
         if self.conv is not None:
             mixed, window = self.conv.step(mixed, cast(Tensor, window), mask)
-        q, k, v, (log_decay, erase, write) = self._scan_inputs(mixed.split(self._widths, dim=-1), gates, mask)
-        out = step_without_grad(q, k, v, state.memory, log_decay=log_decay, erase=erase, write=write)
+        arguments = self._scan_inputs(mixed.split(self._widths, dim=-1), gates, mask)
+        out = step_without_grad(**arguments, state=state.memory)
         return self._output(out, output_gate, x.dtype), FastWeightState(state.memory, window)
 
     @property
@@ -149,18 +148,16 @@ class FastWeight(SequenceLayer[FastWeightState]):
         output_gate, rest = projected.tensor_split([self._widths[2]], dim=-1)
         return output_gate, self.gates(rest)
 
-    def _scan_inputs(
-        self, qkv: Sequence[Tensor], gates: TokenGates, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
-        """Return φ(q), φ(k) [..., key_heads, width of φ], v [..., heads, d_v (+ 1)] and ln α, ε, η [..., heads]."""
+    def _scan_inputs(self, qkv: Sequence[Tensor], gates: TokenGates, mask: Tensor | None) -> dict[str, Any]:
+        """Return what `scan` takes: φ(q), φ(k) [..., key_heads, width of φ], v [..., heads, d_v (+ 1)], ln α, ε, η."""
         q, k = (tensor.unflatten(-1, (self.key_heads, self.d_k)) for tensor in qkv[:2])
         v = self.phi.normalizer.value(qkv[2].unflatten(-1, (self.heads, self.d_v)))
         q, k = self.phi.query(q), zero_padding(self.phi.key(k), mask)  # a key of zeros writes and erases nothing
         values, log_alpha = gates
-        log_decay, erase, write = coefficients(self.rule, k, v, values, log_decay=log_alpha, check=DEBUG)
-        if log_decay is not None:
-            log_decay = zero_padding(log_decay, mask)  # ln α = 0 forgets nothing
-        return q, k, v, (log_decay, erase, write)
+        arguments = scan_arguments(self.rule, q, k, v, values, log_decay=log_alpha, check=DEBUG)
+        if arguments["log_decay"] is not None:
+            arguments["log_decay"] = zero_padding(arguments["log_decay"], mask)  # ln α = 0 forgets nothing
+        return arguments
 
     def _output(self, out: Tensor, output_gate: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the output [..., dim] of what the scan read [..., heads, d_v (+ 1)]."""

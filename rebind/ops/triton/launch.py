@@ -110,7 +110,7 @@ class LaunchPlan:
         if inputs.sharing > 1:
             dq, dk = (x.unflatten(2, (-1, inputs.sharing)).sum(3, dtype=torch.float32).to(x) for x in (dq, dk))
         start = None if inputs.state is None else d_state[:, 0].to(inputs.state.dtype).contiguous()
-        return dq, dk, dv, decay, erase, write, start
+        return dq, dk, dv, decay, erase, write, None, start
 
     def buffers(self) -> list[Tensor]:
         """Allocate what kernels leave for one another: inverses, products, table, sums, written, states and maps.

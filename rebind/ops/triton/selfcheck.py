@@ -69,7 +69,7 @@ def _tiny(inputs: ScanInputs) -> ScanInputs:
     value = draw((1, tokens, 2, inputs.d_v), inputs.v, 5)
     state = draw((sequences, 2, inputs.d_v, inputs.d_k), inputs.v, 6)
     sequence = (x.to(inputs.v.dtype) for x in (key(3), key(4), value))
-    drawn = (*sequence, decay.log(), erase, write, state)
+    drawn = (*sequence, decay.log(), erase, write, key(7).to(inputs.v.dtype), state)
     tensors = [None if like is None else x for x, like in zip(drawn, inputs.tensors, strict=True)]
     bounds = inputs.cu_seqlens
     if bounds is not None:
