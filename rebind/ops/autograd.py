@@ -30,9 +30,7 @@ TENSORS = DIFFERENTIABLE + 1  # and cu_seqlens
 
 def run(inputs: ScanInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return the output and the final state, differentiable by every tensor of the inputs."""
-    if (
-        backend == "reference" or inputs.by_channel or inputs.probe is not None
-    ):  # plain operations: autograd and the compiler see through them
+    if backend == "reference":  # plain operations: autograd and the compiler see through them
         with without_autocast(inputs.v):
             return reference.recurrence(inputs)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors)

@@ -1,48 +1,47 @@
 """The recurrence, one chunk of C tokens at a time, with the backward pass written out by hand.
 
-A token's write is W_t = α_t W_{t−1} + u_t k_tᵀ with u_t = η_t v_t − ε_t α_t W_{t−1} k_t: what it adds at its key.
-Unrolled over a chunk that starts from W, with γ_i = α_1⋯α_i, Γ_ij = α_{j+1}⋯α_i (0 above the diagonal) and the
-tokens' u, k, q, v as rows of U, K, Q, V,
+A token's write is W_t = W~_t + u_t k_tᵀ with W~_t = W_{t−1} diag(d_t) and u_t = η_t v_t − ε_t W~_t p_t: what it adds at
+its key. Unrolled over a chunk that starts from W, with G_i = d_1 ⊙ ⋯ ⊙ d_i and tokens as rows,
 
-    (I + Γ ⊙ L) U = diag(η) V − diag(εγ) K Wᵀ          L = tril(diag(ε) K Kᵀ, −1)
-    O  = diag(γ) Q Wᵀ + (Q Kᵀ ⊙ Γ) U
-    W' = γ_C W + Uᵀ diag(Γ_C·) K
+    W~_t = W diag(G_t) + Σ_{j<t} u_j (G_t/G_j ⊙ k_j)ᵀ
 
-Every path of L's entries from j to i picks up the same Γ_ij, so (I + Γ ⊙ L)⁻¹ = Γ ⊙ T0 with T0 = (I + L)⁻¹: the gates
-stay out of the solve, zeros among them do no harm, and a token that forgets everything needs no special case. ε = 0
-makes T0 = I, and so does the definition of a mini-batch: all of its tokens read the first W.
+Queries and probes both read it, a query after its token's write and a probe before. With rows X = [Q; −diag(ε) P] for
+both and the scores s_ij = x_i · (G_i/G_j ⊙ k_j), which `decay` computes, S_Q = tril(s) of queries and S_P =
+tril(s, −1) of probes,
 
-**Backward.** Given Ō and W̄', and with R the right-hand side of the first line,
+    (I − S_P) U = diag(η) V + X_P^ Wᵀ          X^ = X ⊙ G
+    O  = X_Q^ Wᵀ + S_Q U
+    W' = W diag(G_C) + Uᵀ K^                   K^_j = G_C/G_j ⊙ k_j
 
-    Ū = (Q Kᵀ ⊙ Γ)ᵀ Ō + diag(Γ_C·) K W̄'ᵀ              R̄ = (Γ ⊙ T0)ᵀ Ū
-    W̄ = γ_C W̄' + Ōᵀ diag(γ) Q − R̄ᵀ diag(εγ) K
-    V̄ = diag(η) R̄                                     η̄_i = R̄_i·V_i
-    Q̄ = diag(γ) Ō W + P̄ K                             P̄ = tril(Ō Uᵀ) ⊙ Γ
-    K̄ = P̄ᵀ Q + diag(Γ_C·) U W̄' − (diag(ε) Z)ᵀ K − diag(ε) M
-    ε̄_i = −M_i·K_i         M = diag(γ) R̄ W + Z K,     Z = tril(R̄ Uᵀ, −1) ⊙ Γ
+With one decay per token, d = α, and p = k this is the WY form of DeltaNet's chunks. ε = 0 leaves no system to solve,
+and so does the definition of a mini-batch: all of its tokens read the first W.
 
-where Z comes from the adjoint of the triangular system, −R̄ Uᵀ: no product of three C×C matrices anywhere.
+**Backward.** Given Ō and W̄', with R the right-hand side of the system and T = (I − S_P)⁻¹,
 
-The decay needs no products at all. Let c_i = ln γ_i. O_i and U_i − η_i V_i carry the factor e^{c_i}, and a U_j that
-is read later the factor e^{−c_j}; adding up what each of them is worth, U's own terms cancel and leave
+    Ū = S_Qᵀ Ō + K^ W̄'ᵀ          R̄ = Tᵀ Ū          V̄ = diag(η) R̄          η̄_i = R̄_i·V_i
+    W̄ = W̄' diag(G_C) + Eᵀ X^                        E = [Ō; R̄]
 
-    c̄_i = Ō_i·O_i − R̄_i·(η_i V_i) = Q̄_i·Q_i − V̄_i·V_i        c̄_C also gains ⟨W̄', W'⟩
+because R̄ is to probes what Ō is to queries: the adjoint of the triangular system is s̄_P = tril(R̄ Uᵀ, −1), no product of
+three C × C matrices. So with links L = E Uᵀ, lower triangular, everything else is the pull-back of the scores and of X^
+and K^, which `decay` also computes:
 
-(O is linear in Q, U in V). The gradient of ln α_t is the sum of c̄_i over i ≥ t, chunk by chunk.
+    x̄_i = Σ_j l_ij G_i/G_j ⊙ k_j + G_i ⊙ (E W)_i          k̄_j = Σ_i l_ij G_i/G_j ⊙ x_i + G_C/G_j ⊙ (U W̄')_j
+    Q̄ = X̄_Q          P̄ = −diag(ε) X̄_P          ε̄_i = −X̄_P,i · P_i
 
-What grows with T is the inputs, the output, T0 and the state at the start of each chunk. All else is computed for one
+and P̄ is part of K̄ where keys are the probes. The gradient of ln d is derived in `decay`.
+
+What grows with T is the inputs, the output, T and the state at the start of each chunk. All else is computed for one
 group of chunks (see `layout`) and dropped.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rebind.memory.checks import known
+from rebind.ops.decay import ChannelDecay, Decay, NoDecay, TokenDecay
 from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.layout import Group, Layout, layout_of
 
@@ -72,32 +71,38 @@ class Chunked:
         layout = layout_of(inputs, _size(inputs), self.group_size)
         from_forward = _Saved(*saved)
         grads = [
-            None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.tensors[:6]
+            None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.tensors[:-1]
         ]
         d_state = layout.in_waves(_zeros(inputs) if d_final is None else d_final)
         for group in reversed(layout.groups):
             chunks = _Chunks.load(inputs, layout, group)
-            errors = chunks.probes.new_empty(*chunks.probes.shape[:2], inputs.d_v)
+            errors = chunks.X.new_empty(*chunks.X.shape[:2], inputs.d_v)
             layout.load(d_out, group, errors[:, : layout.size])
             parts = _backward(chunks, from_forward.of(group, inputs.heads), errors, d_state)
             for grad, part in zip(grads, parts, strict=True):
                 if grad is not None and part is not None:
                     layout.store(part, grad if grad.ndim == 4 else grad.unsqueeze(-1), group)
-        return *grads, None, None if inputs.state is None else layout.in_order(d_state)
+        return *grads, None if inputs.state is None else layout.in_order(d_state)
 
 
 CHUNKED = Chunked()
 
 
 def _size(inputs: ScanInputs) -> int:
-    """Return the number of tokens per chunk, no more than there are.
+    """Return the number of tokens per chunk, no more than there are; with a decay per channel, a power of two.
 
     Work inside a chunk grows with its size; the number of states and of steps falls. For narrow heads on a CPU, where
     a step costs little, small chunks win: measured at widths 16 to 256.
     """
     narrow = max(inputs.d_k, inputs.d_v) <= 64
     best = 32 if narrow and inputs.v.device.type == "cpu" else 64
-    return min(inputs.mini_batch or inputs.chunk or best, max(inputs.length, 1))
+    size = inputs.mini_batch or inputs.chunk or best
+    if not inputs.by_channel:
+        return min(size, max(inputs.length, 1))
+    power = 1
+    while power < size and power < inputs.length:
+        power *= 2
+    return power
 
 
 def _zeros(inputs: ScanInputs) -> Tensor:
@@ -109,7 +114,7 @@ class _Saved:
     """What the backward pass needs again, chunks in the order of the layout."""
 
     starts: Tensor | None = None  # [chunks · H, d_v, d_k]: the state before each chunk
-    inverse: Tensor | None = None  # [chunks · H, C, C]: T0, where there is a system to solve
+    inverse: Tensor | None = None  # [chunks · H, C, C]: T, where there is a system to solve
 
     @classmethod
     def empty(cls, inputs: ScanInputs) -> _Saved:
@@ -131,219 +136,147 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class _Decay:
-    """How much of an earlier memory is left, between any two moments of a chunk."""
-
-    between: Tensor  # [n, C, C] Γ: from after token j to after token i; 0 for i < j
-    since: Tensor  # [n, C] γ: from the chunk's start to after token i
-    until: Tensor  # [n, C] Γ_C·: from after token j to the chunk's end
-    total: Tensor  # [n, 1, 1] γ_C
-    forgets: Tensor  # [n, C] where nothing is left
-
-    @classmethod
-    def of(cls, log: Tensor) -> _Decay:
-        """Compute it from ln α [n, C].
-
-        It takes differences of logarithms, since ratios of products underflow. Sums run in float64, so that a
-        difference of two large sums is still exact. Tokens that leave nothing, which no difference can express, are
-        counted instead of added: Γ_ij is 0 if one lies between j and i.
-        """
-        forgets = log < math.log(torch.finfo(log.dtype).smallest_normal)
-        wide = log.dtype if log.device.type == "mps" else torch.float64
-        sums = log.masked_fill(forgets, 0.0).to(wide).cumsum(-1)
-        logs = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(log.dtype)
-        since = sums.to(log.dtype).exp_()
-        if log.device.type != "cpu" or known(forgets.any()) is not False:  # elsewhere than on a CPU, reading would wait
-            times = forgets.cumsum(-1)
-            logs.masked_fill_(times.unsqueeze(-1) != times.unsqueeze(-2), -math.inf)
-            since.masked_fill_(times > 0, 0.0)
-        future = torch.full(logs.shape[-2:], -math.inf, dtype=logs.dtype, device=logs.device).triu_(1)
-        between = logs.add_(future).exp_()
-        return cls(between, since, between[:, -1], since[:, -1, None, None], forgets)
-
-    def gradient(self, slope: Tensor) -> Tensor:
-        """Return the gradient of ln α from that of every ln γ_i [n, C]."""
-        return slope.flip(-1).cumsum(-1).flip(-1).masked_fill_(self.forgets, 0.0)
-
-
-@dataclass(frozen=True)
 class _Chunks:
-    """The chunks of a group: n of them, heads included.
+    """The chunks of a group: n of them, heads included. R is 2C if something is erased, else C."""
 
-    Queries and keys both probe the memory, one for the output and one for what to erase. If keys do, both are in one
-    tensor, queries first: then R is 2C, and C if nothing is erased.
-    """
-
-    probes: Tensor  # [n, R, d_k] Q, K
-    reach: Tensor  # [n, R, d_k] diag(γ) Q, −diag(εγ) K: what each probe reads of the state at the chunk's start
+    X: Tensor  # [n, R, d_k] queries, and −ε times probes
     K: Tensor  # [n, C, d_k]
     V: Tensor  # [n, C, d_v]
-    erase: Tensor | None  # [n, C]
-    write: Tensor | None  # [n, C]
-    decay: _Decay | None
-    solves: bool  # whether a token reads what the chunk's earlier ones have written: T0 ≠ I
+    P: Tensor | None  # [n, C, d_k] probes; None: nothing is erased
+    erase: Tensor | None  # [n, C, 1]
+    write: Tensor | None  # [n, C, 1]
+    decay: Decay
+    decays: bool
+    solves: bool  # whether a token reads what the chunk's earlier ones have written
     waves: list[int]  # number of chunks in each wave
 
     @classmethod
     def load(cls, inputs: ScanInputs, layout: Layout, group: Group) -> _Chunks:
         n, size = group.chunks * inputs.heads, layout.size
-        reads = inputs.erase is not None
 
-        def empty(rows: int, width: int) -> Tensor:
-            return torch.empty((n, rows, width), dtype=inputs.working_dtype, device=inputs.v.device)
+        def load(x: Tensor | None, width: int, into: Tensor | None = None) -> Tensor | None:
+            if x is None:
+                return None
+            shape = (n, size, width)
+            into = torch.empty(shape, dtype=inputs.working_dtype, device=x.device) if into is None else into
+            return layout.load(x if x.ndim == 4 else x.unsqueeze(-1), group, into)
 
-        def numbers(x: Tensor | None) -> Tensor | None:
-            return None if x is None else layout.load(x.unsqueeze(-1), group, empty(size, 1)).squeeze(-1)
-
-        probes = empty(2 * size if reads else size, inputs.d_k)
-        keys = probes[:, size:] if reads else empty(size, inputs.d_k)
-        layout.load(inputs.q, group, probes[:, :size])
-        layout.load(inputs.k, group, keys)
-        log, erase = numbers(inputs.log_decay), numbers(inputs.erase)
-        decay = None if log is None else _Decay.of(log)
-        return cls(
-            probes,
-            _reach(probes, erase, decay),
-            keys,
-            layout.load(inputs.v, group, empty(size, inputs.d_v)),
-            erase,
-            numbers(inputs.write),
-            decay,
-            inputs.solves,
-            [count * inputs.heads for count in group.waves],
-        )
+        rows = size if inputs.erase is None else 2 * size
+        X = torch.empty((n, rows, inputs.d_k), dtype=inputs.working_dtype, device=inputs.v.device)
+        load(inputs.q, inputs.d_k, X[:, :size])
+        K, V = load(inputs.k, inputs.d_k), load(inputs.v, inputs.d_v)
+        assert K is not None
+        assert V is not None
+        erase, P = load(inputs.erase, 1), None
+        if erase is not None:
+            P = K if inputs.probe is None else load(inputs.probe, inputs.d_k)
+            assert P is not None
+            torch.mul(P, -erase, out=X[:, size:])
+        log = load(inputs.log_decay, inputs.d_k if inputs.by_channel else 1)
+        decay: Decay = NoDecay()
+        if log is not None:
+            decay = ChannelDecay(log) if inputs.by_channel else TokenDecay(log.squeeze(-1))
+        waves = [count * inputs.heads for count in group.waves]
+        return cls(X, K, V, P, erase, load(inputs.write, 1), decay, log is not None, inputs.solves, waves)
 
     @property
     def size(self) -> int:
         """C: tokens per chunk."""
         return self.V.shape[1]
 
+    @property
+    def values(self) -> Tensor:
+        """diag(η) V."""
+        return self.V if self.write is None else self.V * self.write
+
     def split(self, *tensors: Tensor | None) -> list[tuple[Tensor, ...]]:
         """Return each wave's part of the tensors [n, …]; None stays None."""
         none = [None] * len(self.waves)
         return list(zip(*(none if x is None else x.split(self.waves) for x in tensors), strict=True))
 
-    def causal(self, products: Tensor) -> Tensor:
-        """Return products [n, C, C] ⊙ Γ, in place: nothing above the diagonal."""
-        return products.tril_() if self.decay is None else products.mul_(self.decay.between)
 
-    def inverse(self, overlaps: Tensor, out: Tensor | None) -> Tensor:
-        """Return T0 = (I + L)⁻¹ from K Kᵀ [n, C, C], which is overwritten."""
-        assert self.erase is not None
-        eye = torch.eye(self.size, dtype=overlaps.dtype, device=overlaps.device).expand_as(overlaps)
-        # Into a row-major result: more than twice as fast as the column-major one torch would make.
-        into = torch.empty_like(eye, memory_format=torch.contiguous_format) if out is None else out
-        system = overlaps.mul_(self.erase.unsqueeze(-1))
-        return torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True, out=into)
-
-    def gated(self, inverse: Tensor) -> Tensor:
-        """Return T = Γ ⊙ T0."""
-        return inverse if self.decay is None else inverse * self.decay.between
-
-    def write_keys(self) -> Tensor:
-        """Return diag(Γ_C·) K."""
-        return _rows(self.K, None if self.decay is None else self.decay.until)
-
-
-def _reach(probes: Tensor, erase: Tensor | None, decay: _Decay | None) -> Tensor:
-    if erase is None:
-        return _rows(probes, None if decay is None else decay.since)
-    since = torch.ones_like(erase) if decay is None else decay.since
-    return _rows(probes, torch.cat([since, -erase * since], dim=1))
+def _inverse(scores: Tensor, out: Tensor | None) -> Tensor:
+    """Return T = (I − S_P)⁻¹ from the scores of probes [n, C, C], of which only the part below the diagonal is read."""
+    eye = torch.eye(scores.shape[-1], dtype=scores.dtype, device=scores.device).expand_as(scores)
+    # Into a row-major result: more than twice as fast as the column-major one torch would make.
+    into = torch.empty_like(eye, memory_format=torch.contiguous_format) if out is None else out
+    return torch.linalg.solve_triangular(-scores, eye, upper=False, unitriangular=True, out=into)
 
 
 def _forward(chunks: _Chunks, saved: _Saved, state: Tensor) -> Tensor:
     """Return the output of a group's chunks [n, C, d_v]; the states advance in place."""
-    C, K, decay = chunks.size, chunks.K, chunks.decay
+    C, X, K, decay = chunks.size, chunks.X, chunks.K, chunks.decay
     starts = state.new_empty(len(K), *state.shape[1:]) if saved.starts is None else saved.starts
-    write_keys, read_keys = chunks.write_keys(), None if chunks.erase is None else chunks.reach[:, C:]
-    U = _rows(chunks.V, chunks.write)
-    products = torch.bmm(chunks.probes if chunks.solves else chunks.probes[:, :C], K.mT)
+    reach, write_keys, total = decay.since(X), decay.until(K), decay.total()
+    scores = decay.scores(X if chunks.solves else X[:, :C], K)
+    U, reads = chunks.values, None if chunks.P is None else reach[:, C:]
     if chunks.solves:
-        T = chunks.gated(chunks.inverse(products[:, C:], saved.inverse))
-        U, read_keys = torch.bmm(T, U), torch.bmm(T, chunks.reach[:, C:])
-    waves = chunks.split(starts, U, read_keys, write_keys, None if decay is None else decay.total)
-    for start, u, read, write, total in waves:
+        T = _inverse(scores[:, C:], saved.inverse)
+        U, reads = torch.bmm(T, U), torch.bmm(T, reach[:, C:])
+    for start, u, read, write, left in chunks.split(starts, U, reads, write_keys, total):
         W = state[: len(start)]
         start.copy_(W)
-        if read_keys is not None:
+        if read is not None:
             u.baddbmm_(read, W.mT)
-        if decay is not None:
-            W.mul_(total)
+        if left is not None:
+            W.mul_(left)
         W.baddbmm_(u.mT, write)
-    return torch.bmm(chunks.causal(products[:, :C]), U).baddbmm_(chunks.reach[:, :C], starts.mT)
+    return torch.bmm(scores[:, :C], U).baddbmm_(reach[:, :C], starts.mT)
 
 
 def _backward(chunks: _Chunks, saved: _Saved, errors: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a group's q, k, v, log_decay, erase and write; those of the states go back in place.
+    """Return the gradients of a group's q, k, v, log_decay, erase, write and probe; those of states go back in place.
 
-    `errors` [n, R, d_v] holds Ō, and room for R̄ if keys probe the memory too.
+    `errors` [n, R, d_v] holds Ō, and room for R̄ if something is erased.
     """
-    C, K, V, erase, decay, starts = chunks.size, chunks.K, chunks.V, chunks.erase, chunks.decay, saved.starts
+    C, X, K, V, decay, starts, T = chunks.size, chunks.X, chunks.K, chunks.V, chunks.decay, saved.starts, saved.inverse
     assert starts is not None
-    T = None if saved.inverse is None else chunks.gated(saved.inverse)
-    R = _rows(V, chunks.write)
-    if erase is not None:
-        R = (R.clone() if R is V else R).baddbmm_(chunks.reach[:, C:], starts.mT)
-    U = R if T is None else torch.bmm(T, R)
+    reach = decay.since(X)
+    U = chunks.values
+    if chunks.P is not None:
+        U = torch.baddbmm(U, reach[:, C:], starts.mT)
+        U = U if T is None else torch.bmm(T, U)
+    scores = decay.scores(X if chunks.solves and chunks.decays else X[:, :C], K)
+    d_U = torch.bmm(scores[:, :C].mT, errors[:, :C])
+    d_ends = _retreat(chunks, T, errors, d_U, d_state, reach)
+    d_R = d_U if chunks.P is None else errors[:, C:]
 
-    d_U = torch.bmm(chunks.causal(torch.bmm(chunks.probes[:, :C], K.mT)).mT, errors[:, :C])
-    d_ends = _retreat(chunks, T, errors, d_U, d_state)
-
-    d_R = d_U if erase is None else errors[:, C:]
-    since = None if decay is None else decay.since if erase is None else decay.since.repeat(1, 2)
-    links = torch.bmm(errors, U.mT)  # P̄, and Z where keys probe: how much of each U_j there is in each error
-    chunks.causal(links[:, :C])
-    if erase is not None and T is not None:
-        chunks.causal(links[:, C:]).diagonal(dim1=1, dim2=2).zero_()
-    elif erase is not None:
-        links[:, C:] = 0
-    d_probes = torch.bmm(_rows(errors, since), starts).baddbmm_(links, K)  # Q̄, M
-    d_erase = None
-    if erase is not None:
-        links[:, C:] *= -erase.unsqueeze(-1)
-    later = torch.bmm(_rows(U, None if decay is None else decay.until), d_ends)  # what the keys did to W'
-    d_K = torch.bmm(links.mT, chunks.probes).add_(later)
-    if erase is not None:
-        d_K.addcmul_(d_probes[:, C:], erase.unsqueeze(-1), value=-1)
-        d_erase = -_dots(d_probes[:, C:], K)
-    d_V = _rows(d_R, chunks.write)
-    d_write = None if chunks.write is None else _dots(d_R, V)
-    d_log = None
-    if decay is not None:
-        slope = _dots(d_probes[:, :C], chunks.probes[:, :C]) - _dots(d_V, V)
-        slope[:, -1] += decay.total.flatten() * (d_ends * starts).sum((-2, -1)) + _dots(later, K).sum(-1)  # ⟨W̄', W'⟩
-        d_log = decay.gradient(slope)
-    numbers = (None if x is None else x.unsqueeze(-1) for x in (d_log, d_erase, d_write))
-    return d_probes[:, :C], d_K, d_V, *numbers
+    rows = len(scores[0]) if chunks.decays else len(X[0]) if chunks.solves else C  # a mini-batch's probes read W alone
+    links = torch.bmm(errors[:, :rows], U.mT)
+    links[:, :C].tril_()
+    links[:, C:].tril_(-1)
+    inner_X, d_K, slope = decay.inner_gradients(links, scores, X[:, :rows], K)
+    d_X, later = decay.since(torch.bmm(errors, starts)), decay.until(torch.bmm(U, d_ends))
+    if slope is not None:
+        slope = decay.outer_gradient(X, d_X, K, later, d_ends * starts).add_(slope)  # type: ignore[union-attr]
+    d_X[:, :rows] += inner_X
+    d_K += later
+    d_P = d_erase = None
+    if chunks.P is not None:
+        d_erase = -(d_X[:, C:] * chunks.P).sum(-1, keepdim=True)
+        d_P = d_X[:, C:].mul_(-chunks.erase)  # type: ignore[operator]
+        if chunks.P is K:
+            d_K, d_P = d_K.add_(d_P), None
+    d_write = None if chunks.write is None else (d_R * V).sum(-1, keepdim=True)
+    d_V = d_R if chunks.write is None else d_R * chunks.write
+    return d_X[:, :C], d_K, d_V, slope, d_erase, d_write, d_P
 
 
-def _retreat(chunks: _Chunks, T: Tensor | None, errors: Tensor, d_U: Tensor, d_state: Tensor) -> Tensor:
+def _retreat(chunks: _Chunks, T: Tensor | None, errors: Tensor, d_U: Tensor, d_state: Tensor, reach: Tensor) -> Tensor:
     """Return the gradients of the states after each chunk [n, d_v, d_k], last wave first.
 
     On the way d_U gains what later chunks read, and `errors` gains R̄ = TᵀŪ.
     """
     C, decay = chunks.size, chunks.decay
     d_ends = d_state.new_empty(len(d_U), *d_state.shape[1:])
-    totals = None if decay is None else decay.total
-    waves = chunks.split(d_ends, d_U, T, errors, chunks.reach, chunks.write_keys(), totals)
-    for d_end, d_u, t, error, reach, write, total in reversed(waves):
+    waves = chunks.split(d_ends, d_U, T, errors, reach, decay.until(chunks.K), decay.total())
+    for d_end, d_u, t, error, reads, write, left in reversed(waves):
         d_W = d_state[: len(d_end)]
         d_end.copy_(d_W)
         d_u.baddbmm_(write, d_W.mT)
-        if chunks.erase is not None:
-            error[:, C:] = d_u if T is None else torch.bmm(t.mT, d_u)
-        if decay is not None:
-            d_W.mul_(total)
-        d_W.baddbmm_(error.mT, reach)
+        if chunks.P is not None:
+            error[:, C:] = d_u if t is None else torch.bmm(t.mT, d_u)
+        if left is not None:
+            d_W.mul_(left)
+        d_W.baddbmm_(error.mT, reads)
     return d_ends
-
-
-def _rows(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Return x [n, C, width] with each row times its scale [n, C]; x itself if there is no scale."""
-    return x if scale is None else x * scale.unsqueeze(-1)
-
-
-def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of every row [n, C]."""
-    return (a * b).sum(-1)

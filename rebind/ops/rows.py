@@ -53,7 +53,7 @@ def as_rows(inputs: ScanInputs, erase_key: Tensor | None) -> tuple[ScanInputs, i
 
 
 def rows_per_token(q: Tensor | None, k: Tensor | None) -> int:
-    """Return how many keys a token has; 1 for tensors that do not fit together, which the checks will complain about."""
+    """Return how many keys a token has; 1 for tensors that do not fit together, which checks refuse later."""
     if not isinstance(q, Tensor) or not isinstance(k, Tensor) or min(q.ndim, k.ndim) < 2 or not q.shape[1]:
         return 1
     return 1 if k.shape[1] % q.shape[1] else max(k.shape[1] // q.shape[1], 1)

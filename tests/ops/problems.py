@@ -13,6 +13,7 @@ from rebind.ops import scan
 from tests.support import Draw, assert_close
 
 COEFFICIENTS = ("log_decay", "erase", "write")
+CHANNELS = ("log_decays", "erase", "write", "probe")  # a decay per key channel, and a probe that is not the key
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ def problem(
     seed: int = 0,
     **options: Any,
 ) -> Problem:
-    """Return a gated_delta problem with unit keys; `lengths` packs sequences of those lengths."""
+    """Return a gated_delta problem with unit keys; `lengths` packs sequences of those lengths.
+
+    The coefficient "log_decays" is a `log_decay` with a number per channel.
+    """
     draw = Draw(seed)
     sequences = batch
     if lengths is not None:
@@ -66,7 +70,11 @@ def problem(
         "erase": draw.uniform(batch, length, heads),
         "write": draw.uniform(batch, length, heads) + 0.1,
     }
-    tensors |= {name: numbers[name] for name in coefficients}
+    if "probe" in coefficients:
+        numbers["probe"] = draw.unit(*shape, d_k)
+    if "log_decays" in coefficients:
+        numbers["log_decays"] = -(draw.uniform(batch, length, heads, d_k) ** 3)
+    tensors |= {name.replace("decays", "decay"): numbers[name] for name in coefficients}
     if state:
         tensors["state"] = draw.normal(sequences, heads, d_v, d_k)
     return Problem(tensors, options)

@@ -8,7 +8,7 @@ import torch
 from rebind.errors import InputError, ShapeError
 from rebind.ops import dispatch, scan, scan_rule
 from rebind.ops.inputs import ScanInputs
-from tests.ops.problems import COEFFICIENTS, compare, outcome, problem
+from tests.ops.problems import CHANNELS, COEFFICIENTS, compare, outcome, problem
 from tests.support import Draw, assert_close, raises
 
 ORDER = ("q", "k", "v", "log_decay", "erase", "write", "probe", "state")
@@ -30,6 +30,7 @@ SMALL = {
     "shared": problem(4, 2, 2, batch=1, heads=2, key_heads=1, chunk=3),
     "sum": problem(5, 2, 3, batch=1, heads=1, coefficients=(), state=False, chunk=2),
     "packed": problem(d_k=2, d_v=2, heads=1, lengths=(3, 0, 2), chunk=2),
+    "channels": problem(5, 2, 3, batch=1, heads=1, coefficients=CHANNELS, chunk=4),
     "mini-batch": problem(5, 2, 2, batch=1, heads=1, coefficients=("erase", "write"), mini_batch=2),
 }
 
@@ -96,10 +97,11 @@ class TestCompile:
         [
             problem(40, chunk=16),
             problem(40, coefficients=(), state=False),
+            problem(40, coefficients=CHANNELS),
             problem(lengths=(7, 0, 33)),
             problem(40, coefficients=("erase",), mini_batch=8),
         ],
-        ids=["gated", "sum", "packed", "mini-batch"],
+        ids=["gated", "sum", "channels", "packed", "mini-batch"],
     )
     def test_same_results_and_gradients(self, case):
         self.check(case, "auto")
@@ -140,7 +142,7 @@ class TestCompile:
             torch.compile(lambda q, k, v: scan(q, k, v)[0], backend="aot_eager")(t["q"], t["k"][:, 1:], t["v"])
 
 
-@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ()], ids=["gated", "sum"])
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, (), CHANNELS], ids=["gated", "sum", "channels"])
 def test_registered_operators_keep_torchs_rules(coefficients):
     """Schema, fake kernel, autograd registration, tracing: torch's own checks of a custom operator."""
     case = problem(20, coefficients=coefficients, state=bool(coefficients))

@@ -16,7 +16,7 @@ import torch
 
 from rebind.memory import get_rule, rule_names
 from rebind.ops import scan, scan_rule
-from tests.ops.problems import COEFFICIENTS, Problem, compare, home, outcome, problem, tolerance_of
+from tests.ops.problems import CHANNELS, COEFFICIENTS, Problem, compare, home, outcome, problem, tolerance_of
 from tests.support import Draw, assert_close
 
 LENGTHS = (1, 2, 63, 64, 65, 100, 257)
@@ -74,14 +74,21 @@ def check(candidate: Candidate, *sizes: int, **options: Any) -> None:
     compare(outcome(case, candidate.name), outcome(case.double(), "reference"), candidate.tolerance)
 
 
+every_form = pytest.mark.parametrize(
+    "coefficients", [COEFFICIENTS, (), CHANNELS, ("log_decays",)], ids=["gated", "plain", "channels", "decays"]
+)
+
+
 @pytest.mark.parametrize(("candidate", "length"), over("lengths"))
-def test_lengths(candidate, length):
-    check(candidate, length)
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, CHANNELS], ids=["gated", "channels"])
+def test_lengths(candidate, length, coefficients):
+    check(candidate, length, coefficients=coefficients)
 
 
 @pytest.mark.parametrize(("candidate", "widths"), over("widths"))
-def test_widths(candidate, widths):
-    check(candidate, 65, *widths, batch=1, heads=1)
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, CHANNELS], ids=["gated", "channels"])
+def test_widths(candidate, widths, coefficients):
+    check(candidate, 65, *widths, batch=1, heads=1, coefficients=coefficients)
 
 
 @every_candidate
@@ -90,6 +97,14 @@ def test_every_coefficient_may_be_left_out(candidate, present):
     *given, state = present
     names = [name for name, there in zip(COEFFICIENTS, given, strict=True) if there]
     check(candidate, 70, coefficients=names, state=state)
+
+
+@every_candidate
+@pytest.mark.parametrize(
+    "names", [("log_decays", "erase"), ("erase", "probe"), ("log_decay", "write", "probe")], ids=str
+)
+def test_forms_between_a_number_per_token_and_a_vector(candidate, names):
+    check(candidate, 70, coefficients=names)
 
 
 @every_candidate
@@ -126,7 +141,7 @@ def test_rules(candidate, name):
 @pytest.mark.parametrize(
     "lengths", [(65,), (1,), (0,), (0, 0), (1, 0, 64, 0, 1), (3, 70, 64, 63, 1), (0, 7, 0)], ids=str
 )
-@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ()], ids=["gated", "plain"])
+@every_form
 def test_packing(candidate, lengths, coefficients):
     if candidate.name == "triton" and not sum(lengths):
         pytest.skip("nothing to compute is left to the chunked backend")
@@ -136,8 +151,9 @@ def test_packing(candidate, lengths, coefficients):
 @every_candidate
 @pytest.mark.parametrize("key_heads", [1, 2])
 @pytest.mark.parametrize("lengths", [None, (30, 0, 40)], ids=["rows", "packed"])
-def test_heads_that_share_keys(candidate, key_heads, lengths):
-    check(candidate, 70, heads=4, key_heads=key_heads, lengths=lengths)
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, CHANNELS], ids=["gated", "channels"])
+def test_heads_that_share_keys(candidate, key_heads, lengths, coefficients):
+    check(candidate, 70, heads=4, key_heads=key_heads, lengths=lengths, coefficients=coefficients)
 
 
 @every_candidate
@@ -161,13 +177,15 @@ def test_the_chunk_does_not_matter(candidate, size):
     if candidate.name == "triton":
         pytest.skip("the kernels have their own chunk")
     check(candidate, 150, chunk=size)
+    check(candidate, 150, chunk=size, coefficients=CHANNELS)
 
 
 @every_candidate
 @pytest.mark.parametrize("lengths", [None, (30, 0, 100)], ids=["rows", "packed"])
-def test_forgetting_everything(candidate, lengths):
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, CHANNELS], ids=["gated", "channels"])
+def test_forgetting_everything(candidate, lengths, coefficients):
     """ln α = −inf: the token's own write is all there is, gradients are finite, and that of ln α is 0."""
-    case = case_for(candidate, 130, lengths=lengths)
+    case = case_for(candidate, 130, lengths=lengths, coefficients=coefficients)
     log_decay = case.tensors["log_decay"].clone()
     log_decay[:, ::7] = float("-inf")
     log_decay[:, 50:53] = float("-inf")
@@ -203,7 +221,7 @@ def test_strides(candidate):
 
 @every_candidate
 @pytest.mark.parametrize("lengths", [None, (1, 0, 66, 3)], ids=["rows", "packed"])
-@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ()], ids=["gated", "plain"])
+@every_form
 def test_nothing_is_read_before_it_is_written(candidate, lengths, coefficients, monkeypatch):
     """With every fresh buffer full of NaN, results do not change."""
     case = case_for(candidate, 70, lengths=lengths, coefficients=coefficients)
@@ -227,7 +245,7 @@ def test_nothing_is_read_before_it_is_written(candidate, lengths, coefficients, 
 
 
 @pytest.mark.parametrize(("candidate", "dtype"), over("dtypes"))
-@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ("log_decay",)], ids=["gated", "decay"])
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ("log_decay",), CHANNELS], ids=["gated", "decay", "channels"])
 def test_dtypes(candidate, dtype, coefficients):
     case = problem(130, 24, 16, batch=1, coefficients=coefficients).to(dtype)
     got = outcome(case, candidate.name)

@@ -10,23 +10,24 @@ from rebind.ops.chunked import CHUNKED, Chunked
 from rebind.ops.inputs import ScanInputs
 from rebind.ops.layout import layout_of
 from rebind.ops.reference import gradients, recurrence
-from tests.ops.problems import compare, problem, tolerance_of
+from tests.ops.problems import CHANNELS, COEFFICIENTS, compare, problem, tolerance_of
 
 TOLERANCE = tolerance_of(torch.float64)
 
 
 @pytest.mark.parametrize("group_size", [1, 700, 1500])
 @pytest.mark.parametrize("lengths", [None, (40, 3, 70, 0, 71, 16), (100,)], ids=str)
-def test_groups_do_not_matter(group_size, lengths):
-    case = problem(77, lengths=lengths, chunk=8, heads=4, key_heads=2)
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, CHANNELS], ids=["gated", "channels"])
+def test_groups_do_not_matter(group_size, lengths, coefficients):
+    case = problem(77, lengths=lengths, chunk=8, heads=4, key_heads=2, coefficients=coefficients)
     inputs = ScanInputs(**case.tensors, **case.options, keep=True)
     assert len(layout_of(inputs, 8, group_size).groups) > 1, "too large a group to test anything"
 
     backend, (out, final) = Chunked(group_size), recurrence(inputs)
     slopes = out.cos(), final.sin()
-    expected = (out, final, *(grad.detach() for grad in gradients(inputs, *slopes)))
+    expected = (out, final, *(grad.detach() for grad in gradients(inputs, *slopes) if grad is not None))
     *results, saved = backend.forward(inputs)
-    got = (*results, *backend.backward(inputs, saved, *slopes))
+    got = (*results, *(grad for grad in backend.backward(inputs, saved, *slopes) if grad is not None))
     compare(dict(enumerate(got)), dict(enumerate(expected)), TOLERANCE)
 
 
@@ -45,15 +46,15 @@ def test_waves():
 
 
 def test_it_saves_what_it_says():
-    """One state per chunk and T0; nothing if no gradient is wanted."""
+    """One state per chunk and T; nothing if no gradient is wanted."""
     case = problem(70, 6, 5, chunk=16)
-    tensors = [case.tensors.get(name) for name in ("q", "k", "v", "log_decay", "erase", "write", "state")]
+    tensors = [case.tensors.get(name) for name in ("q", "k", "v", "log_decay", "erase", "write", "probe", "state")]
     for lengths in (None, [0, 10, 40, 40, 70]):
         rows = tensors if lengths is None else [None if x is None else x[:1] for x in tensors]
         bounds = None
         if lengths is not None:
             bounds = torch.tensor(lengths)
-            rows[6] = case.tensors["state"][:1].repeat(4, 1, 1, 1)
+            rows[7] = case.tensors["state"][:1].repeat(4, 1, 1, 1)
         inputs = ScanInputs(*rows, cu_seqlens=bounds, chunk=16, keep=True)
         _, _, saved = CHUNKED.forward(inputs)
         like = CHUNKED.saved_like(inputs)

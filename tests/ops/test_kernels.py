@@ -12,7 +12,7 @@ from rebind.ops import scan, step
 from rebind.ops.inputs import ScanInputs
 from rebind.ops.kernels import forget_faults, interpreted
 from rebind.ops.reference import gradients, recurrence
-from tests.ops.problems import COEFFICIENTS, compare, home, outcome, problem, tolerance_of
+from tests.ops.problems import CHANNELS, COEFFICIENTS, compare, home, outcome, problem, tolerance_of
 from tests.support import Draw, assert_close
 
 pytest.importorskip("triton")
@@ -22,6 +22,7 @@ import triton.language as tl
 
 from rebind.ops.triton import TRITON, selfcheck
 from rebind.ops.triton.calls import call, compile_ahead, kind_of
+from rebind.ops.triton.channel_plan import plan_of
 from rebind.ops.triton.decode import decode
 from rebind.ops.triton.launch import LaunchPlan
 from rebind.ops.triton.tiles import Tiles, segments_of
@@ -42,7 +43,7 @@ def compare_segments(case, segments):
         return dict(enumerate(x.detach().cpu() for x in (out, final, *backward(saved, *slopes)) if x is not None))
 
     def kernels(inputs):
-        plan = LaunchPlan(inputs, Tiles.of(inputs), segments)
+        plan = plan_of(inputs, Tiles.of(inputs), segments)
         return *plan.forward(), plan.backward
 
     def reference(inputs):
@@ -54,7 +55,7 @@ def compare_segments(case, segments):
     compare(got, results(reference, case.double().tensors, torch.float64), SINGLE)
 
 
-@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ("log_decay",), ("erase",)], ids=str)
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ("log_decay",), ("erase",), CHANNELS], ids=str)
 @pytest.mark.parametrize("state", [True, False])
 def test_a_sequence_cut_in_segments_is_the_sequence(coefficients, state):
     """Segments run side by side, from states that their composed maps give."""
@@ -123,18 +124,22 @@ def _copy(x, out, length):
 
 
 @pytest.mark.parametrize("widths", [(1, 1), (24, 40), (64, 64), (200, 16)], ids=str)
-@pytest.mark.parametrize("names", [COEFFICIENTS, ()], ids=["gated", "plain"])
+@pytest.mark.parametrize(
+    "names", [COEFFICIENTS, (), CHANNELS, ("log_decay", "erase_key"), ("probe", "erase_key", "write")], ids=str
+)
 def test_one_token_is_the_plain_step(widths, names):
     draw, there = Draw(7), home("triton")
     d_k, d_v = widths
     q, k = (draw.unit(3, 2, d_k).float().to(there) for _ in range(2))
     v, state = draw.normal(3, 4, d_v).float().to(there), draw.normal(3, 4, d_v, d_k).float().to(there)
-    numbers = [draw.uniform(3, 4).float().to(there) if name in names else None for name in COEFFICIENTS]
-    numbers[0] = None if numbers[0] is None else -numbers[0]
-    on_cpu = dict(zip(COEFFICIENTS, (None if x is None else x.cpu() for x in numbers), strict=True))
+    shapes = dict.fromkeys(COEFFICIENTS, (3, 4)) | {"log_decays": (3, 4, d_k)}
+    shapes |= dict.fromkeys(("probe", "erase_key"), (3, 2, d_k))
+    drawn = {name: draw.uniform(*shapes[name]).float().to(there) for name in names}
+    others = {name.replace("decays", "decay"): -x if "decay" in name else x for name, x in drawn.items()}
+    on_cpu = {name: x.cpu() for name, x in others.items()}
     other = state.cpu().clone()
     out = step(q.cpu(), k.cpu(), v.cpu(), other, **on_cpu)
-    assert_close(decode(q, k, v, state, *numbers).cpu(), out, 1e-5)
+    assert_close(decode(q, k, v, state, **{**dict.fromkeys(COEFFICIENTS), **others}).cpu(), out, 1e-5)
     assert_close(state.cpu(), other, 1e-5)
 
 
@@ -152,6 +157,12 @@ def test_decoding_is_the_scan():
 def inputs_of(dtype=torch.float32, **changes):
     tensors = dict(problem(70, 8, 8).to(dtype).tensors, **changes)
     return ScanInputs(**{name: x.to(home("triton")) for name, x in tensors.items()}).checked()
+
+
+def test_kernels_for_channels_are_compared_with_channels():
+    case = problem(70, 8, 8, coefficients=CHANNELS).to(torch.float32)
+    inputs = ScanInputs(**{name: x.to(home("triton")) for name, x in case.tensors.items()}, keep=True)
+    assert selfcheck.compare_kernels(inputs) is None
 
 
 @pytest.mark.parametrize("cut", [True, False])

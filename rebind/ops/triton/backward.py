@@ -11,9 +11,9 @@ With the notation of `forward.py`, a bar for a gradient, S the state before a ch
     K̄ = diag(ε) X + P̄ᵀ Q + Āᵀ diag(ε) K + diag(γ_C/γ) U S̄'ᵀ
     ε̄_i = k_i · x_i          η̄_i = v_i · r̄_i
 
-The decay's gradient needs no product of its own. α_t scales all that is left of S_{t−1}, so its gradient is
-a_t = ⟨S_t, S̄_t⟩ − η_t η̄_t, and ⟨S_t, S̄_t⟩ = a_{t+1} + o_t · ō_t with o_t · ō_t = q_t · q̄_t: a running sum from
-the chunk's end, where ⟨S', S̄'⟩ is known.
+The gradient of ln α_t is the sum over all pairs that α_t lies between (see `rebind.ops.decay`): of tokens i ≥ t and
+j < t, the entries of P̄ ⊙ QKᵀ + diag(ε) Ā ⊙ KKᵀ; of i and the chunk's first state, those of q·q̄ and ε k·x that come from
+S; of j and its end, k·k̄ from S̄'; and γ_C ⟨S, S̄'⟩.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from rebind.ops.triton.prepare import FLOOR
 def walk_backward(
     q,
     k,
+    probe,
+    totals,
     inverses,
     products,
     table,
@@ -56,6 +58,7 @@ def walk_backward(
     FINAL: tl.constexpr,
     STORE: tl.constexpr,
     PACKED: tl.constexpr,
+    CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -87,7 +90,7 @@ def walk_backward(
         if STORE:
             store_tile(d_states, ds, here, 0, local, D_K, D_V, BK, BV)
         dU = tl.dot(b_k, ds, input_precision=PRECISION)
-        if DECAY:
+        if DECAY and not CHANNELS:
             dU *= load_numbers(table, here, 1, C)[:, None]
         dU = tl.dot(tl.trans(b_p), b_do, acc=dU, input_precision=PRECISION)
         if SOLVE:
@@ -95,13 +98,19 @@ def walk_backward(
             dU = tl.dot(tl.trans(b_t), dU.to(dtype), input_precision=PRECISION)
         if STORE:
             store_rows(d_written, dU, begin, number * C, length, head, H, D_V, local, BV, C)
-        if DECAY:
+        if CHANNELS:
+            dS *= tl.load(totals + here * D_K + row, mask=row < D_K, other=0.0)[:, None]
+        elif DECAY:
             dS *= tl.load(table + here * (5 * C) + C - 1)
             b_do = (b_do * load_numbers(table, here, 0, C)[:, None]).to(dtype)
         dS = tl.dot(tl.trans(b_q), b_do, acc=dS, input_precision=PRECISION)
         if ERASE:
-            dU *= -load_numbers(table, here, 2, C)[:, None]
-            dS = tl.dot(tl.trans(b_k), dU.to(dtype), acc=dS, input_precision=PRECISION)
+            if CHANNELS:
+                b_probe = load_rows(probe, begin, number * C, length, head // G, H // G, D_K, 0, BK, C)
+                dS = tl.dot(tl.trans(b_probe), (-dU).to(dtype), acc=dS, input_precision=PRECISION)
+            else:
+                dU *= -load_numbers(table, here, 2, C)[:, None]
+                dS = tl.dot(tl.trans(b_k), dU.to(dtype), acc=dS, input_precision=PRECISION)
     tl.store(d_state + where, dS, mask=inside)
 
 
@@ -110,6 +119,7 @@ def row_gradients(
     q,
     k,
     v,
+    products,
     table,
     sums,
     written,
@@ -148,7 +158,8 @@ def row_gradients(
 ):
     """What a token does to those before it: one program per run of chunks of a head. dq and dk are per value head.
 
-    It leaves diag(ε) X in dk, P̄ and diag(ε) Ā for `column_gradients`, and q·q̄ − η η̄ in `d_sums`.
+    It leaves diag(ε) X in dk, P̄ and diag(ε) Ā for `column_gradients`, and in `d_sums` the part of the decays' gradients
+    that pairs of tokens and the chunk's first state give.
     """
     group, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
@@ -175,14 +186,13 @@ def row_gradients(
             b_do = load_rows(d_out, begin, start, length, head, H, D_V, at, BV, C)
             b_u = load_rows(written, begin, start, length, head, H, D_V, at, BV, C)
             dP = tl.dot(b_do, tl.trans(b_u), acc=dP, input_precision=PRECISION)
-            if ERASE or WRITE or DECAY:
+            if ERASE or WRITE:
                 b_dr = load_rows(d_written, begin, start, length, head, H, D_V, at, BV, C)
             if SOLVE:
                 dA = tl.dot(b_dr, tl.trans(b_u), acc=dA, input_precision=PRECISION)
-            if WRITE or DECAY:
+            if WRITE:  # else V̄ is R̄
                 b_v = load_rows(v, begin, start, length, head, H, D_V, at, BV, C)
                 d_eta += tl.sum(b_v.to(tl.float32) * b_dr.to(tl.float32), 1)
-            if WRITE:  # else it is R̄
                 store_rows(dv, b_dr.to(tl.float32) * eta[:, None], begin, start, length, head, H, D_V, at, BV, C)
         ratio = tl.exp(tl.where(lower, g[:, None] - g[None, :], FLOOR * 4).to(tl.float32))
         p = (dP * ratio).to(dtype)
@@ -191,7 +201,20 @@ def row_gradients(
         if SOLVE:
             store_tile(d_erased, a * eps[:, None], here, 0, 0, C, C, C, C)
 
-        d_g = -eta * d_eta
+        d_g = tl.zeros([C], tl.float32)
+        if DECAY:
+            pairs = dP * load_tile(products, here, 0, 0, C, C, C, C).to(tl.float32)
+            if SOLVE:
+                overlaps = tl.zeros([C, C], tl.float32)
+                for kat in tl.static_range(0, D_K, BK):
+                    b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                    overlaps = tl.dot(b_k, tl.trans(b_k), acc=overlaps, input_precision=PRECISION)
+                pairs += a * eps[:, None] * overlaps
+            pairs = tl.where(i[:, None] > i[None, :], pairs, 0.0)
+            before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
+            crossing = tl.dot(pairs, before, input_precision=PRECISION)  # over j < t
+            d_g += tl.sum(tl.where(lower, crossing, 0.0), 0)  # over i ≥ t
+        d_read = tl.zeros([C], tl.float32)
         d_eps = tl.zeros([C], tl.float32)
         for kat in tl.static_range(0, D_K, BK):
             b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
@@ -207,13 +230,15 @@ def row_gradients(
                 if ERASE:
                     X = tl.dot(b_dr, tl.trans(b_s), acc=X, input_precision=PRECISION)
             b_dq *= gamma[:, None]
-            b_dq = tl.dot(p, b_k, acc=b_dq, input_precision=PRECISION)
-            store_rows(dq, b_dq, begin, start, length, head, H, D_K, kat, BK, C)
             if DECAY:
                 b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
-                d_g += tl.sum(b_q.to(tl.float32) * b_dq, 1)
+                d_read += tl.sum(b_q.to(tl.float32) * b_dq, 1)
+            b_dq = tl.dot(p, b_k, acc=b_dq, input_precision=PRECISION)
+            store_rows(dq, b_dq, begin, start, length, head, H, D_K, kat, BK, C)
             if ERASE:
                 X *= -gamma[:, None]
+                if DECAY:
+                    d_read += eps * tl.sum(b_k.to(tl.float32) * X, 1)
                 if SOLVE:
                     X = tl.dot(a.to(dtype), b_k, acc=X, input_precision=PRECISION)
                 d_eps += tl.sum(b_k.to(tl.float32) * X, 1)
@@ -223,7 +248,7 @@ def row_gradients(
         if ERASE:
             tl.store(d_erase + flat, d_eps.to(d_erase.dtype.element_ty), mask=mask)
         if DECAY:
-            tl.store(d_sums + here * C + i, d_g)
+            tl.store(d_sums + here * C + i, d_g + tl.cumsum(d_read, 0, reverse=True))
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "G", "run"])
@@ -274,7 +299,8 @@ def column_gradients(
         b_p = load_tile(d_products, here, 0, 0, C, C, C, C)
         if SOLVE:
             b_a = load_tile(d_erased, here, 0, 0, C, C, C, C)
-        anchor = 0.0
+        kept = 0.0  # γ_C ⟨S, S̄'⟩
+        wrote = tl.zeros([C], tl.float32)
         for kat in tl.static_range(0, D_K, BK):
             b_dk = tl.zeros([C, BK], tl.float32)
             retained = tl.zeros([BK], tl.float32)  # ⟨S, S̄'⟩, for each row of the state
@@ -287,9 +313,9 @@ def column_gradients(
                     retained += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
             b_dk *= tail[:, None]
             b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
-            if DECAY:  # ⟨S', S̄'⟩: what was retained, and the chunk's own writes
-                anchor += tl.sum(retained, 0) * tl.load(table + here * (5 * C) + C - 1)
-                anchor += tl.sum(tl.sum(b_k.to(tl.float32) * b_dk, 1), 0)
+            if DECAY:
+                kept += tl.sum(retained, 0) * tl.load(table + here * (5 * C) + C - 1)
+                wrote += tl.sum(b_k.to(tl.float32) * b_dk, 1)
             b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
             b_dk = tl.dot(tl.trans(b_p), b_q, acc=b_dk, input_precision=PRECISION)
             if SOLVE:
@@ -300,8 +326,8 @@ def column_gradients(
         if DECAY:
             token = start + i
             flat = (begin + token) * H + head
-            d_g = tl.load(d_sums + here * C + i)
-            after = tl.sum(d_g, 0) - tl.cumsum(d_g, 0) + d_g  # from here to the end of the chunk
+            d_g = tl.load(d_sums + here * C + i) + kept
+            d_g += tl.sum(tl.where(i[:, None] < i[None, :], wrote[:, None], 0.0), 0)  # over j < t
             alive = tl.load(log_decay + flat, mask=token < length, other=0.0).to(tl.float32) > FLOOR
-            slope = tl.where(alive, after + anchor, 0.0).to(d_log_decay.dtype.element_ty)
+            slope = tl.where(alive, d_g, 0.0).to(d_log_decay.dtype.element_ty)
             tl.store(d_log_decay + flat, slope, mask=token < length)

@@ -4,6 +4,9 @@
     O  = diag(γ) Q S + P U
     S' = γ_C S + Kᵀ diag(γ_C/γ) U
 
+With a decay per channel, q, k and the probe are the scaled rows of `channels`, and the numbers per token fall away:
+U = T (diag(η) V − p_read S), O = q_read S + P U, S' = diag(totals) S + k_endᵀ U.
+
 A program holds some columns of one head's state in registers and walks along its sequence or one segment of it.
 """
 
@@ -26,6 +29,9 @@ def walk_forward(
     q,
     k,
     v,
+    probe,
+    totals,
+    write,
     inverses,
     products,
     table,
@@ -55,6 +61,7 @@ def walk_forward(
     KEEP: tl.constexpr,
     MAP: tl.constexpr,
     PACKED: tl.constexpr,
+    CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -103,13 +110,22 @@ def walk_forward(
         s = S.to(dtype)
         U = b_v.to(tl.float32)
         if WRITE:
-            U *= load_numbers(table, here, 4, C)[:, None]
+            if CHANNELS:
+                token = number * C + tl.arange(0, C)
+                eta = tl.load(write + (begin + token) * H + head, mask=token < length, other=0.0)
+                U *= eta.to(tl.float32)[:, None]
+            else:
+                U *= load_numbers(table, here, 4, C)[:, None]
         if MAP:
             U = tl.where(writes, U, 0.0)
         if KEEP:
             store_tile(states, s, here, 0, local, D_K, D_V, BK, BV)
         if ERASE:
-            U -= load_numbers(table, here, 2, C)[:, None] * tl.dot(b_k, s, input_precision=PRECISION)
+            if CHANNELS:
+                b_probe = load_rows(probe, begin, number * C, length, head // G, H // G, D_K, 0, BK, C)
+                U -= tl.dot(b_probe, s, input_precision=PRECISION)
+            else:
+                U -= load_numbers(table, here, 2, C)[:, None] * tl.dot(b_k, s, input_precision=PRECISION)
         if SOLVE:
             b_t = load_tile(inverses, here, 0, 0, C, C, C, C)
             U = tl.dot(b_t, U.to(dtype), input_precision=PRECISION)
@@ -120,11 +136,13 @@ def walk_forward(
             if KEEP and (ERASE or WRITE):  # else it is V
                 store_rows(written, u, begin, number * C, length, head, H, D_V, local, BV, C)
             answer = tl.dot(b_q, s, input_precision=PRECISION)
-            if DECAY:
+            if DECAY and not CHANNELS:
                 answer *= load_numbers(table, here, 0, C)[:, None]
             answer = tl.dot(b_p, u, acc=answer, input_precision=PRECISION)
             store_rows(out, answer, begin, number * C, length, head, H, D_V, local, BV, C)
-        if DECAY:
+        if CHANNELS:
+            S *= tl.load(totals + here * D_K + row, mask=row < D_K, other=0.0)[:, None]
+        elif DECAY:
             U *= load_numbers(table, here, 1, C)[:, None]
             S *= tl.load(table + here * (5 * C) + C - 1)
         S = tl.dot(tl.trans(b_k), U.to(dtype), acc=S, input_precision=PRECISION)

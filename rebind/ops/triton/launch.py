@@ -16,7 +16,7 @@ from rebind.ops.triton.calls import call, kind_of
 from rebind.ops.triton.forward import walk_forward
 from rebind.ops.triton.places import Places
 from rebind.ops.triton.prepare import NUMBERS, prepare_plain, prepare_solve
-from rebind.ops.triton.tiles import RUN, WARPS, Tiles, segments_of
+from rebind.ops.triton.tiles import RUN, WARPS, Tiles
 
 WIDEST = 256  # largest head size: a state's columns and a chunk's keys must fit in a multiprocessor
 
@@ -47,12 +47,6 @@ class LaunchPlan:
     inputs: ScanInputs
     tiles: Tiles
     segments: int = 1  # number of segments into which a sequence is cut
-
-    @classmethod
-    def of(cls, inputs: ScanInputs) -> LaunchPlan:
-        """Return the plan with the tiles and segments that suit these inputs."""
-        tiles = Tiles.of(inputs)
-        return cls(inputs, tiles, segments_of(inputs, tiles))
 
     def forward(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         inputs = self.inputs
@@ -97,7 +91,7 @@ class LaunchPlan:
                 "STAGES": self._stages(tiles.gradient_stages),
             }
             rows = (
-                *(q, k, v, table, sums, written, states, d_out, d_written),
+                *(q, k, v, products, table, sums, written, states, d_out, d_written),
                 *(dq, dk, dv, erase, write, d_products, d_erased, d_sums),
             )
             columns = (
@@ -142,6 +136,10 @@ class LaunchPlan:
     def _places(self) -> Places:
         return Places.of(self.inputs, self.tiles.chunk)
 
+    def _rows(self, buffers: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """Return what walks read of each token: q, k, v, and for a decay per channel the probe, the totals and η."""
+        return *self._sequences, None, None, None
+
     @property
     def _writes_differ(self) -> bool:
         """Whether what is written, U, differs from the values."""
@@ -172,6 +170,7 @@ class LaunchPlan:
             "SOLVE": inputs.solves,
             "WRITE": inputs.write is not None,
             "PACKED": inputs.cu_seqlens is not None,
+            "CHANNELS": False,
             # Of products of float32 numbers: three products of their parts give nearly all digits.
             "PRECISION": "tf32" if inputs.v.element_size() == 2 else "tf32x3",
         }
@@ -233,7 +232,7 @@ class LaunchPlan:
         columns = -(-inputs.d_v // tiles.value)
         if mapped:
             columns += -(-inputs.d_k // tiles.value)
-        tensors = (*self._sequences, inverses, products, table, start, out, written, states, final)
+        tensors = (*self._rows(buffers), inverses, products, table, start, out, written, states, final)
         call(
             walk_forward,
             self._walks(columns),
@@ -260,13 +259,13 @@ class LaunchPlan:
     ) -> Tensor:
         """Return the gradients of the states that segments begin with, [N, segments, H, d_v, d_k]."""
         inputs, tiles = self.inputs, self.tiles
-        q, k, _ = self._sequences
+        q, k, _, probe, totals, _ = self._rows(saved)
         d_state = inputs.v.new_empty(self._state_shape(), dtype=torch.float32)
         call(
             walk_backward,
             self._walks(-(-inputs.d_v // tiles.value)),
             (self._kind, kind_of(d_out, ends)),
-            (q, k, *saved[:3], d_out, ends, d_written, d_states, d_state, *self._along_sequences),
+            (q, k, probe, totals, *saved[:3], d_out, ends, d_written, d_states, d_state, *self._along_sequences),
             warps=WARPS,
             FINAL=ends is not None,
             STORE=store,

@@ -14,7 +14,7 @@ from rebind.ops.chunked import CHUNKED
 from rebind.ops.inputs import ScanInputs
 from rebind.ops.kernels import compare_results, draw, find_fault, interpreted
 from rebind.ops.triton.calls import compile_ahead
-from rebind.ops.triton.launch import LaunchPlan
+from rebind.ops.triton.channel_plan import plan_of
 from rebind.ops.triton.tiles import Tiles, segments_of
 from rebind.precision import tensor_float, without_autocast
 
@@ -24,7 +24,7 @@ def fault_of(inputs: ScanInputs) -> str | None:
     if interpreted() or not inputs.q.is_cuda:
         return None
     present = tuple(tensor is not None for tensor in inputs.tensors)
-    sizes = (inputs.d_k, inputs.d_v, inputs.mini_batch, inputs.cu_seqlens is not None)
+    sizes = (inputs.d_k, inputs.d_v, inputs.mini_batch, inputs.cu_seqlens is not None, inputs.by_channel)
     tiles = Tiles.of(inputs)
     cut = segments_of(inputs, tiles) > 1
     kind = ("scan", inputs.q.device, inputs.v.dtype, sizes, present, inputs.keep, tiles, cut)
@@ -38,7 +38,7 @@ def compare_kernels(inputs: ScanInputs, *, cut: bool = False) -> str | None:
     turned on, applies: torch's products compose segments, and their rounding is no fault of the kernels.
     """
     tiny = _tiny(inputs)
-    plan = LaunchPlan(tiny, Tiles.of(inputs), segments=2 if cut else 1)  # the inputs' own tiles: others, other kernels
+    plan = plan_of(tiny, Tiles.of(inputs), 2 if cut else 1)  # the inputs' own tiles: others, other kernels
     like, wide = tiny.v, tiny.with_tensors([None if x is None else x.double() for x in tiny.tensors])
     d_out, d_final = draw(like.shape, like, 8).to(like.dtype), draw(tiny.state_shape, like, 9)
 
@@ -65,7 +65,9 @@ def _tiny(inputs: ScanInputs) -> ScanInputs:
     def key(seed: int) -> Tensor:
         return torch.nn.functional.normalize(draw((1, tokens, key_heads, inputs.d_k), inputs.v, seed), dim=-1)
 
-    decay, erase, write = (draw((1, tokens, 2), inputs.v, seed).sigmoid() for seed in range(3))
+    channels = (inputs.d_k,) if inputs.by_channel else ()
+    shapes = ((1, tokens, 2, *channels), (1, tokens, 2), (1, tokens, 2))
+    decay, erase, write = (draw(shape, inputs.v, seed).sigmoid() for seed, shape in enumerate(shapes))
     value = draw((1, tokens, 2, inputs.d_v), inputs.v, 5)
     state = draw((sequences, 2, inputs.d_v, inputs.d_k), inputs.v, 6)
     sequence = (x.to(inputs.v.dtype) for x in (key(3), key(4), value))

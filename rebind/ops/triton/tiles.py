@@ -13,6 +13,7 @@ from rebind.ops.inputs import ScanInputs
 FEW = 0.3  # programs per multiprocessor below which sequences are cut: a cut sequence is walked along three times
 SHORTEST = 16  # least number of chunks in a segment
 RUN = 8  # chunks that a program of gradients processes, one after another
+CHANNEL_WARPS = 4  # of a program that processes one chunk with a decay per channel
 WARPS = 4  # of a program that walks along a sequence or computes gradients
 
 
@@ -27,6 +28,7 @@ class Tiles:
     key_part: int  # in the kernels of gradients
     value_part: int
     gradient_stages: int
+    channel_value: int  # columns of a value that a program of gradients with a decay per channel holds
     prepare_run: int
     prepare_stages: int
 
@@ -47,6 +49,7 @@ class Tiles:
             key_part=min(key, 128 if narrow else 32),
             value_part=min(value, 128 if narrow else 32),
             gradient_stages=2 if narrow and max(key, value) <= 128 else 1,
+            channel_value=min(value, 64),
             prepare_run=8 if key > 64 else 4,
             prepare_stages=1 if narrow and key > 64 and inputs.erase is not None else 2,
         )

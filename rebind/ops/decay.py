@@ -1,0 +1,249 @@
+"""How much of an earlier memory is left between two moments of a chunk: nothing lost, one decay per token, or a vector.
+
+With d_t the decay of token t, G_i = d_1 ⊙ ⋯ ⊙ d_i and rows x_i (what reads) and k_j (what was written), a chunk needs
+
+    scores    s_ij = x_i · (G_i/G_j ⊙ k_j), i ≥ j          since     x_i ⊙ G_i          until     k_j ⊙ G_C/G_j
+
+and in the backward pass, from links l_ij (the gradients of s_ij), those of x, k and ln d. A class here has one way of
+doing it for each form of the decay.
+
+**One number per token** leaves the product: s_ij = Γ_ij (x_i·k_j) with Γ_ij = γ_i/γ_j.
+
+**One per channel** does not. x_i G_i and k_j/G_j would do, but 1/G_j overflows: e^160 after 32 tokens of KDA's smallest
+ln d, −5. So the chunk is halved again and again. Between the halves of a block, with m the boundary,
+
+    s_ij = (x_i ⊙ G_i/G_m) · (G_m/G_j ⊙ k_j)          i in the second half, j in the first
+
+and both factors are at most 1: exponents are sums of numbers that are 0 or less, and no difference is ever taken. The
+halves of blocks of C, C/2, …, 2 cover every pair i > j once, at the cost of one C × C product in all. Nothing
+overflows, −inf needs no special case, and what underflows is as small as it looks.
+
+**The gradient of ln d_t** is ⟨W̄~_t, W~_t⟩, one number per channel: the sum of l_ij s_ij over all pairs that the decay
+of token t lies between, j < t ≤ i, the chunk's first state and its end among them. (The usual form, a running sum of
+q·q̄ − k·k̄, is a difference of sums that share everything *not* separated by t: for α = 1e-8 it has no correct digit in
+float32.) For one number per token the sum over the pairs is a product with a triangle of ones. Per channel, a
+pair of halves crosses t in its first half for all j before t and in its second half for all i from t on: running sums
+of k ⊙ k̄ and of x ⊙ x̄, for the parts of k̄ and x̄ that come from that pair of halves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rebind.memory.checks import known
+
+InnerGradients = tuple[Tensor, Tensor, Tensor | None]  # of x, of k, and of ln d unless there is no decay
+
+
+class Decay(Protocol):
+    """The decays of n chunks of C tokens. Rows x [n, R, d_k] are C queries and, if R = 2C, C probes after them."""
+
+    def total(self) -> Tensor | None:
+        """Return G_C as it multiplies a state [n, d_v, d_k]; None if nothing is lost."""
+
+    def since(self, x: Tensor) -> Tensor:
+        """Return rows x_i ⊙ G_i [n, R, d_k]."""
+
+    def until(self, k: Tensor) -> Tensor:
+        """Return rows k_j ⊙ G_C/G_j [n, C, d_k]."""
+
+    def scores(self, x: Tensor, k: Tensor) -> Tensor:
+        """Return s [n, R, C]: nothing above the diagonal of queries, anything on and above that of probes."""
+
+    def inner_gradients(self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor) -> InnerGradients:
+        """Return what pairs inside of the chunk give to the gradients of x, of k and of ln d.
+
+        `links` [n, R, C] has nothing above the diagonal of queries nor on and above that of probes. It may be changed.
+        """
+
+    def outer_gradient(self, x: Tensor, d_x: Tensor, k: Tensor, d_k: Tensor, kept: Tensor) -> Tensor | None:
+        """Return what the chunk's first state and its end give to the gradient of ln d.
+
+        `d_x` [n, R, d_k] is what x read of the first state, `d_k` [n, C, d_k] what k wrote for the end, and `kept`
+        [n, d_v, d_k] the first state times the gradient of the last.
+        """
+
+
+class NoDecay:
+    """Nothing is lost."""
+
+    def total(self) -> Tensor | None:
+        return None
+
+    def since(self, x: Tensor) -> Tensor:
+        return x
+
+    def until(self, k: Tensor) -> Tensor:
+        return k
+
+    def scores(self, x: Tensor, k: Tensor) -> Tensor:
+        scores = torch.bmm(x, k.mT)
+        scores[:, : k.shape[1]].tril_()
+        return scores
+
+    def inner_gradients(self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor) -> InnerGradients:
+        return torch.bmm(links, k), torch.bmm(links.mT, x), None
+
+    def outer_gradient(self, x: Tensor, d_x: Tensor, k: Tensor, d_k: Tensor, kept: Tensor) -> Tensor | None:
+        return None
+
+
+class TokenDecay:
+    """One decay α per token."""
+
+    def __init__(self, log: Tensor) -> None:
+        """Compute Γ and γ from ln α [n, C].
+
+        Γ takes differences of logarithms, since ratios of products underflow. Sums run in float64, so that a
+        difference of two large sums is still exact. Tokens that leave nothing, which no difference can express, are
+        counted instead of added: Γ_ij is 0 if one lies between j and i.
+        """
+        forgets = log < math.log(torch.finfo(log.dtype).smallest_normal)
+        wide = log.dtype if log.device.type == "mps" else torch.float64
+        sums = log.masked_fill(forgets, 0.0).to(wide).cumsum(-1)
+        logs = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(log.dtype)
+        gamma = sums.to(log.dtype).exp_()
+        if log.device.type != "cpu" or known(forgets.any()) is not False:  # elsewhere than on a CPU, reading would wait
+            times = forgets.cumsum(-1)
+            logs.masked_fill_(times.unsqueeze(-1) != times.unsqueeze(-2), -math.inf)
+            gamma.masked_fill_(times > 0, 0.0)
+        future = torch.full(logs.shape[-2:], -math.inf, dtype=logs.dtype, device=logs.device).triu_(1)
+        self.between = logs.add_(future).exp_()  # [n, C, C] Γ: from after token j to after token i; 0 for i < j
+        self.gamma = gamma.unsqueeze(-1)  # [n, C, 1]
+
+    def total(self) -> Tensor | None:
+        return self.gamma[:, -1:]
+
+    def since(self, x: Tensor) -> Tensor:
+        return self._by_token(x).mul(self.gamma.unsqueeze(1)).flatten(1, 2)
+
+    def until(self, k: Tensor) -> Tensor:
+        return k * self.between[:, -1].unsqueeze(-1)
+
+    def scores(self, x: Tensor, k: Tensor) -> Tensor:
+        return self._gate(torch.bmm(x, k.mT))
+
+    def inner_gradients(self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor) -> InnerGradients:
+        size = k.shape[1]
+        pairs = self._by_token(links * scores).sum(1) if len(links[0]) > size else links * scores  # l_ij s_ij
+        before = torch.ones(size, size, dtype=k.dtype, device=k.device).triu_(1)  # 1 where j < t
+        d_log = (pairs.tril_(-1).view(-1, size) @ before).view_as(pairs).tril_().sum(1)  # over t ≤ i
+        links = self._gate(links)
+        return torch.bmm(links, k), torch.bmm(links.mT, x), d_log.unsqueeze(-1)
+
+    def outer_gradient(self, x: Tensor, d_x: Tensor, k: Tensor, d_k: Tensor, kept: Tensor) -> Tensor:
+        read = self._by_token((x * d_x).sum(-1, keepdim=True)).sum(1)
+        kept = kept.sum((1, 2)).view(-1, 1, 1) * self.gamma[:, -1:]
+        return _crossing(read, (k * d_k).sum(-1, keepdim=True), kept)
+
+    def _by_token(self, x: Tensor) -> Tensor:
+        """Return rows [n, R, width] as [n, 1 or 2, C, width]."""
+        return x.unflatten(1, (-1, self.between.shape[1]))
+
+    def _gate(self, products: Tensor) -> Tensor:
+        """Multiply products [n, R, C] by Γ, in place."""
+        self._by_token(products).mul_(self.between.unsqueeze(1))
+        return products
+
+
+class ChannelDecay:
+    """One decay per key channel. C is a power of two."""
+
+    def __init__(self, log: Tensor) -> None:
+        """Compute the factors of all halves from ln d [n, C, d_k]."""
+        n, size, width = log.shape
+        before, after = log.clone(), torch.zeros_like(log)  # sums from a half's start to i, from after j to its end
+        self.halves = []  # (m, G_i/G_m for second halves, G_m/G_j for first halves), each [n, C/2m, m, d_k]
+        m = 1
+        while m < size:
+            first, second = before.view(n, -1, 2, m, width).unbind(2)
+            rest = after.view(n, -1, 2, m, width)[:, :, 0]
+            self.halves.append((m, second.exp(), rest.exp() if m > 1 else None))
+            rest += second[:, :, -1:]
+            second += first[:, :, -1:]
+            m *= 2
+        self.since_start, self.until_end = before.exp_(), after.exp_()
+
+    def total(self) -> Tensor | None:
+        return self.since_start[:, -1:]
+
+    def since(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, len(self.since_start[0]))).mul(self.since_start.unsqueeze(1)).flatten(1, 2)
+
+    def until(self, k: Tensor) -> Tensor:
+        return k * self.until_end
+
+    def scores(self, x: Tensor, k: Tensor) -> Tensor:
+        scores = x.new_zeros(len(x), x.shape[1], k.shape[1])
+        for part, rows in self._parts(scores, x):
+            for m, second, first in self.halves:
+                products = torch.bmm(_second(rows, m, second), _first(k, m, first).mT)
+                _corners(part, m).copy_(products.view(len(x), -1, m, m))
+        queries, here = x[:, : k.shape[1]], scores[:, : k.shape[1]]
+        here.diagonal(dim1=1, dim2=2).copy_((queries * k).sum(-1))
+        return scores
+
+    def inner_gradients(self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor) -> InnerGradients:
+        n, size, width = k.shape
+        own = links[:, :size].diagonal(dim1=1, dim2=2).unsqueeze(-1)
+        d_x, d_k, d_log = torch.zeros_like(x), own * x[:, :size], torch.zeros_like(k)
+        torch.mul(own, k, out=d_x[:, :size])
+        for m, second, first in self.halves:
+            earlier = _first(k, m, first)
+            d_earlier = torch.zeros_like(earlier)
+            read = torch.zeros_like(second)
+            for (part, rows), (_, d_rows) in zip(self._parts(links, x), self._parts(links, d_x), strict=True):
+                link = _corners(part, m).reshape(-1, m, m)
+                d_later = torch.bmm(link, earlier).view_as(second).mul_(second)
+                d_earlier.baddbmm_(link.mT, _second(rows, m, second))
+                d_rows.view(n, -1, 2, m, width)[:, :, 1] += d_later
+                read.addcmul_(d_later, rows.view(n, -1, 2, m, width)[:, :, 1])
+            d_earlier = d_earlier.view_as(second)
+            d_earlier = d_earlier if first is None else d_earlier.mul_(first)
+            d_k.view(n, -1, 2, m, width)[:, :, 0] += d_earlier
+            slope = d_log.view(n, -1, 2, m, width)
+            if m == 1:
+                slope[:, :, 1] += read
+                continue
+            written = d_earlier * k.view(n, -1, 2, m, width)[:, :, 0]
+            ones = torch.ones(m, m, dtype=k.dtype, device=k.device)
+            slope[:, :, 1] += ones.triu() @ read  # over i ≥ t
+            slope[:, :, 0] += ones.tril(-1) @ written  # over j < t
+        return d_x, d_k, d_log
+
+    def outer_gradient(self, x: Tensor, d_x: Tensor, k: Tensor, d_k: Tensor, kept: Tensor) -> Tensor:
+        read = (x * d_x).unflatten(1, (-1, k.shape[1])).sum(1)
+        return _crossing(read, k * d_k, kept.sum(1, keepdim=True) * self.since_start[:, -1:])
+
+    def _parts(self, of: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return queries and probes of two tensors [n, R, …] apart."""
+        size = len(self.since_start[0])
+        return [(of[:, at : at + size], x[:, at : at + size]) for at in range(0, x.shape[1], size)]
+
+
+def _first(k: Tensor, m: int, factor: Tensor | None) -> Tensor:
+    """Return the first halves of k [n, C, width] in blocks of 2m, times a factor: [n · C/2m, m, width]."""
+    rows = k.view(len(k), -1, 2, m, k.shape[-1])[:, :, 0]
+    return (rows if factor is None else rows * factor).reshape(-1, m, k.shape[-1])
+
+
+def _second(x: Tensor, m: int, factor: Tensor) -> Tensor:
+    """Return the second halves of x [n, C, width] in blocks of 2m, times a factor: [n · C/2m, m, width]."""
+    return (x.view(len(x), -1, 2, m, x.shape[-1])[:, :, 1] * factor).view(-1, m, x.shape[-1])
+
+
+def _corners(pairs: Tensor, m: int) -> Tensor:
+    """Return the view [n, C/2m, m, m] of pairs [n, C, C] with i in the second and j in the first half of one block."""
+    blocks = pairs.unflatten(2, (-1, 2 * m)).unflatten(1, (-1, 2 * m))
+    return blocks.diagonal(dim1=1, dim2=3)[:, m:, :m].permute(0, 3, 1, 2)
+
+
+def _crossing(read: Tensor, written: Tensor, kept: Tensor) -> Tensor:
+    """Return for every t the sum of `read` over i ≥ t, of `written` over j < t, and `kept`: all [n, C or 1, width]."""
+    after = read.flip(1).cumsum(1).flip(1)
+    after[:, 1:] += written[:, :-1].cumsum(1)
+    return after.add_(kept)
