@@ -5,7 +5,8 @@ through registered operators costs tens of microseconds, as much as a small scan
 registered operators `rebind::scan` and `rebind::scan_backward` stand in the graph, opaque, with fake kernels that know
 every shape.
 
-Gradients of gradients are those of the token-by-token recurrence, by plain autograd: slow, and right to any order.
+Inside of transforms of `torch.func`, under forward-mode differentiation, for batched gradients and for gradients of
+gradients the chunk form of `plain` runs instead, whose single operations torch follows.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rebind.ops import reference
+from rebind.ops import plain, reference
 from rebind.ops.dispatch import Backend, choose
 from rebind.ops.inputs import Gradients, ScanInputs
+from rebind.ops.kernels import is_transformed
 from rebind.precision import without_autocast
 
 SCHEMA = (
@@ -39,6 +41,9 @@ def run(inputs: ScanInputs, backend: str) -> tuple[Tensor, Tensor]:
         out, final = torch.ops.rebind.scan(*tensors, *options, backend)[:2]
         return out, final
     chosen = choose(inputs, backend)
+    if is_transformed(*tensors):
+        with without_autocast(inputs.v):
+            return plain.chunk_form(inputs)
     if keep:
         return _Scan.apply(chosen, options, *tensors)  # type: ignore[no-untyped-call]
     out, final, _ = _forward(chosen, inputs)
@@ -60,10 +65,10 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
         inputs = ScanInputs(*tensors[:DIFFERENTIABLE], *ctx.options)
-        if torch.is_grad_enabled():  # the caller wants a graph: gradients of these gradients
+        if torch.is_grad_enabled() or is_transformed(d_out, d_final):  # the caller wants a graph, or a batch
             d_out = torch.zeros_like(inputs.v) if d_out is None else d_out
             with without_autocast(inputs.v):
-                grads = reference.gradients(inputs, d_out, d_final)
+                grads = plain.gradients(inputs, d_out, d_final)
         else:
             grads = _backward(ctx.backend, inputs, list(tensors[DIFFERENTIABLE:]), d_out, d_final)
         return None, None, *grads

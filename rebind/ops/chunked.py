@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rebind.ops.decay import ChannelDecay, Decay, NoDecay, TokenDecay
+from rebind.ops.decay import ChunkDecay, DecayPerChannel, DecayPerToken, Undecayed
 from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.layout import Group, Layout, layout_of
 
@@ -145,7 +145,7 @@ class _Chunks:
     P: Tensor | None  # [n, C, d_k] probes; None: nothing is erased
     erase: Tensor | None  # [n, C, 1]
     write: Tensor | None  # [n, C, 1]
-    decay: Decay
+    decay: ChunkDecay
     decays: bool
     solves: bool  # whether a token reads what the chunk's earlier ones have written
     waves: list[int]  # number of chunks in each wave
@@ -173,9 +173,9 @@ class _Chunks:
             assert P is not None
             torch.mul(P, -erase, out=X[:, size:])
         log = load(inputs.log_decay, inputs.d_k if inputs.by_channel else 1)
-        decay: Decay = NoDecay()
+        decay: ChunkDecay = Undecayed()
         if log is not None:
-            decay = ChannelDecay(log) if inputs.by_channel else TokenDecay(log.squeeze(-1))
+            decay = DecayPerChannel(log) if inputs.by_channel else DecayPerToken(log.squeeze(-1))
         waves = [count * inputs.heads for count in group.waves]
         return cls(X, K, V, P, erase, load(inputs.write, 1), decay, log is not None, inputs.solves, waves)
 

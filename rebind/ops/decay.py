@@ -39,7 +39,7 @@ from rebind.memory.checks import known
 InnerGradients = tuple[Tensor, Tensor, Tensor | None]  # of x, of k, and of ln d unless there is no decay
 
 
-class Decay(Protocol):
+class ChunkDecay(Protocol):
     """The decays of n chunks of C tokens. Rows x [n, R, d_k] are C queries and, if R = 2C, C probes after them."""
 
     def total(self) -> Tensor | None:
@@ -68,7 +68,7 @@ class Decay(Protocol):
         """
 
 
-class NoDecay:
+class Undecayed:
     """Nothing is lost."""
 
     def total(self) -> Tensor | None:
@@ -92,7 +92,7 @@ class NoDecay:
         return None
 
 
-class TokenDecay:
+class DecayPerToken:
     """One decay α per token."""
 
     def __init__(self, log: Tensor) -> None:
@@ -150,7 +150,7 @@ class TokenDecay:
         return products
 
 
-class ChannelDecay:
+class DecayPerChannel:
     """One decay per key channel. C is a power of two."""
 
     def __init__(self, log: Tensor) -> None:

@@ -128,7 +128,14 @@ def is_followed(*tensors: Tensor | None) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        or torch._C._are_functorch_transforms_active()
+        or is_transformed(*tensors)
+    )
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Return whether a transform of torch.func, forward-mode differentiation or batched gradients are under way."""
+    return (
+        torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors)
     )

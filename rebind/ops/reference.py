@@ -9,35 +9,45 @@ It uses plain torch operations only, so that autograd gives gradients of every o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from rebind.ops.inputs import Gradients, ScanInputs
+from rebind.ops.inputs import ScanInputs
 
 
 def recurrence(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """Return the output [B, T, H, d_v] and the final state [N, H, d_v, d_k]."""
+    return over_sequences(inputs, partial(_sequence, mini_batch=inputs.mini_batch or 1))
+
+
+def over_sequences(inputs: ScanInputs, run: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return what `run` makes of every sequence, in the layout of a scan's results.
+
+    `run` takes states [B, H, d_v, d_k] and [B, T, H, width] of q, k, v, ln d, ε, η and p, with defaults filled in.
+    """
     dtype = inputs.working_dtype
-    q, k = (x.to(dtype).repeat_interleave(inputs.sharing, dim=2) for x in (inputs.q, inputs.k))
+    q, k, probe = (
+        None if x is None else x.to(dtype).repeat_interleave(inputs.sharing, dim=2)
+        for x in (inputs.q, inputs.k, inputs.probe)
+    )
     v = inputs.v.to(dtype)
-    ones = v.new_ones(v.shape[:3])
-    decay = ones if inputs.log_decay is None else inputs.log_decay.to(dtype).exp()
-    decay = decay if inputs.by_channel else decay.unsqueeze(-1)
-    erase = 0 * ones if inputs.erase is None else inputs.erase.to(dtype)
-    write = ones if inputs.write is None else inputs.write.to(dtype)
+    ones = v.new_ones((*v.shape[:3], 1))
+    decay, erase, write = (None if x is None else x.to(dtype) for x in (inputs.log_decay, inputs.erase, inputs.write))
+    decay = 0 * ones if decay is None else decay if inputs.by_channel else decay.unsqueeze(-1)
+    erase = 0 * ones if erase is None else erase.unsqueeze(-1)
+    write = ones if write is None else write.unsqueeze(-1)
     state = v.new_zeros(inputs.state_shape) if inputs.state is None else inputs.state
-    probe = k if inputs.probe is None else inputs.probe.to(dtype).repeat_interleave(inputs.sharing, dim=2)
-    tensors = (q, k, v, decay, erase, write, probe)
+    tensors = (q, k, v, decay, erase, write, k if probe is None else probe)
     if inputs.cu_seqlens is None:
-        out, final = _sequence(state, *tensors, mini_batch=inputs.mini_batch or 1)
+        out, final = run(state, *tensors)
         return out.to(inputs.v.dtype), final
-    bounds = inputs.cu_seqlens.tolist()
     outs, finals = [v[:, :0]], [state[:0]]
-    for n, (begin, end) in enumerate(pairwise(bounds)):
-        here = (x[:, begin:end] for x in tensors)
-        out, final = _sequence(state[n : n + 1], *here, mini_batch=inputs.mini_batch or 1)
+    for n, (begin, end) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
+        out, final = run(state[n : n + 1], *(x[:, begin:end] for x in tensors if x is not None))
         outs.append(out)
         finals.append(final)
     return torch.cat(outs, dim=1).to(inputs.v.dtype), torch.cat(finals)
@@ -48,37 +58,22 @@ def _sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    decay: Tensor,
+    log_decay: Tensor,
     erase: Tensor,
     write: Tensor,
     probe: Tensor,
     *,
     mini_batch: int,
 ) -> tuple[Tensor, Tensor]:
-    """Run one sequence per row: W [B, H, d_v, d_k]; q, k, v, decay, probe [B, T, H, width]; ε and η [B, T, H]."""
+    """Run one sequence per row: W [B, H, d_v, d_k]; the others [B, T, H, width]."""
     outs = [v[:, :0]]
     W = W.clone()  # a sequence of no tokens returns its state, and never the same tensor
+    decay = log_decay.exp()
     for t in range(q.shape[1]):
-        key, query = k[:, t, :, :, None], q[:, t, :, :, None]
-        W = decay[:, t, :, None, :] * W
+        W = decay[:, t].unsqueeze(-2) * W
         if t % mini_batch == 0:
             seen = W  # what the tokens of this mini-batch read
-        error = write[:, t, :, None] * v[:, t] - erase[:, t, :, None] * (seen @ probe[:, t, :, :, None]).squeeze(-1)
-        W = W + error.unsqueeze(-1) @ key.mT
-        outs.append((W @ query).squeeze(-1).unsqueeze(1))
+        error = write[:, t] * v[:, t] - erase[:, t] * (seen @ probe[:, t].unsqueeze(-1)).squeeze(-1)
+        W = W + error.unsqueeze(-1) @ k[:, t].unsqueeze(-2)
+        outs.append((W @ q[:, t].unsqueeze(-1)).squeeze(-1).unsqueeze(1))
     return torch.cat(outs, dim=1), W
-
-
-def gradients(inputs: ScanInputs, d_out: Tensor, d_final: Tensor | None) -> Gradients:
-    """Return the gradients of the recurrence, by autograd; they can be differentiated again."""
-    leaves = [x if x is None or x.requires_grad else x.detach().requires_grad_() for x in inputs.tensors]
-    with torch.enable_grad():
-        results, slopes = list(recurrence(inputs.with_tensors(leaves))), [d_out, d_final]
-        if d_final is None or not results[1].requires_grad:  # no token wrote, and there was no state
-            del results[1], slopes[1]
-        wanted = [x for x in leaves if x is not None]
-        grads = torch.autograd.grad(
-            results, wanted, slopes, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-    computed = iter(grads)
-    return tuple(None if x is None else next(computed) for x in leaves)
