@@ -58,10 +58,12 @@ class Chunked:
         layout = layout_of(inputs, _size(inputs), self.group_size)
         saved = _Saved.empty(inputs) if inputs.keep else _Saved()
         out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
-        state = layout.in_waves(_zeros(inputs) if inputs.state is None else inputs.state)
+        state = None if _starts_afresh(inputs, layout) else layout.in_waves(_zeros(inputs, inputs.state))
         for group in layout.groups:
             chunks = _Chunks.load(inputs, layout, group)
-            layout.store(_forward(chunks, saved.of(group, inputs.heads), state), out, group)
+            part, state = _forward(chunks, saved.of(group, inputs.heads), state)
+            layout.store(part, out, group)
+        assert state is not None
         return out, layout.in_order(state), saved.tensors
 
     def saved_like(self, inputs: ScanInputs) -> list[Tensor]:
@@ -73,16 +75,18 @@ class Chunked:
         grads = [
             None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.tensors[:-1]
         ]
-        d_state = layout.in_waves(_zeros(inputs) if d_final is None else d_final)
+        fresh = _starts_afresh(inputs, layout)
+        d_state = None if fresh and d_final is None else layout.in_waves(_zeros(inputs, d_final))
         for group in reversed(layout.groups):
             chunks = _Chunks.load(inputs, layout, group)
             errors = chunks.X.new_empty(*chunks.X.shape[:2], inputs.d_v)
             layout.load(d_out, group, errors[:, : layout.size])
-            parts = _backward(chunks, from_forward.of(group, inputs.heads), errors, d_state)
+            part_of_saved = from_forward.of(group, inputs.heads)
+            parts = _backward(chunks, None if fresh else part_of_saved.starts, part_of_saved.inverse, errors, d_state)
             for grad, part in zip(grads, parts, strict=True):
                 if grad is not None and part is not None:
                     layout.store(part, grad if grad.ndim == 4 else grad.unsqueeze(-1), group)
-        return *grads, None if inputs.state is None else layout.in_order(d_state)
+        return *grads, None if inputs.state is None or d_state is None else layout.in_order(d_state)
 
 
 CHUNKED = Chunked()
@@ -92,20 +96,27 @@ def _size(inputs: ScanInputs) -> int:
     """Return the number of tokens per chunk, no more than there are; with a decay per channel, a power of two.
 
     Work inside a chunk grows with its size; the number of states and of steps falls. For narrow heads on a CPU, where
-    a step costs little, small chunks win: measured at widths 16 to 256.
+    a step costs little, small chunks win: measured at widths 16 to 256. Packed sequences have chunks of their average
+    length if that is less, for the last chunk of each is filled up: a size may not depend on the boundaries.
     """
     narrow = max(inputs.d_k, inputs.d_v) <= 64
     best = 32 if narrow and inputs.v.device.type == "cpu" else 64
-    size = inputs.mini_batch or inputs.chunk or best
-    if not inputs.by_channel:
-        return min(size, max(inputs.length, 1))
-    power = 1
-    while power < size and power < inputs.length:
-        power *= 2
-    return power
+    length = inputs.length if inputs.cu_seqlens is None else -(-inputs.length // max(inputs.sequences, 1))
+    if inputs.mini_batch is not None:
+        return min(inputs.mini_batch, max(inputs.length, 1))
+    size = min(inputs.chunk or best, max(length, 1))
+    return size if not inputs.by_channel else 1 << (int(size) - 1).bit_length()
 
 
-def _zeros(inputs: ScanInputs) -> Tensor:
+def _starts_afresh(inputs: ScanInputs, layout: Layout) -> bool:
+    """Return whether no chunk starts from a state that could differ from zero: sequences of one chunk, no states."""
+    return inputs.state is None and len(layout.groups) == 1 and len(layout.groups[0].waves) == 1
+
+
+def _zeros(inputs: ScanInputs, given: Tensor | None) -> Tensor:
+    """Return states or their gradients, zeros where there are none."""
+    if given is not None:
+        return given
     return torch.zeros(inputs.state_shape, dtype=inputs.working_dtype, device=inputs.v.device)
 
 
@@ -203,16 +214,18 @@ def _inverse(scores: Tensor, out: Tensor | None) -> Tensor:
     return torch.linalg.solve_triangular(-scores, eye, upper=False, unitriangular=True, out=into)
 
 
-def _forward(chunks: _Chunks, saved: _Saved, state: Tensor) -> Tensor:
-    """Return the output of a group's chunks [n, C, d_v]; the states advance in place."""
+def _forward(chunks: _Chunks, saved: _Saved, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the output of a group's chunks [n, C, d_v], and the states, which advance in place; None: zeros."""
     C, X, K, decay = chunks.size, chunks.X, chunks.K, chunks.decay
-    starts = state.new_empty(len(K), *state.shape[1:]) if saved.starts is None else saved.starts
-    reach, write_keys, total = decay.since(X), decay.until(K), decay.total()
     scores = decay.scores(X if chunks.solves else X[:, :C], K)
-    U, reads = chunks.values, None if chunks.P is None else reach[:, C:]
-    if chunks.solves:
-        T = _inverse(scores[:, C:], saved.inverse)
-        U, reads = torch.bmm(T, U), torch.bmm(T, reach[:, C:])
+    T = _inverse(scores[:, C:], saved.inverse) if chunks.solves else None
+    U, write_keys = chunks.values if T is None else torch.bmm(T, chunks.values), decay.until(K)
+    if state is None:
+        return torch.bmm(scores[:, :C], U), torch.bmm(U.mT, write_keys)
+    starts = state.new_empty(len(K), *state.shape[1:]) if saved.starts is None else saved.starts
+    reach, total = decay.since(X), decay.total()
+    reads = None if chunks.P is None else reach[:, C:] if T is None else torch.bmm(T, reach[:, C:])
+    U = U.clone() if U is chunks.V and reads is not None else U
     for start, u, read, write, left in chunks.split(starts, U, reads, write_keys, total):
         W = state[: len(start)]
         start.copy_(W)
@@ -221,24 +234,29 @@ def _forward(chunks: _Chunks, saved: _Saved, state: Tensor) -> Tensor:
         if left is not None:
             W.mul_(left)
         W.baddbmm_(u.mT, write)
-    return torch.bmm(scores[:, :C], U).baddbmm_(reach[:, :C], starts.mT)
+    return torch.bmm(scores[:, :C], U).baddbmm_(reach[:, :C], starts.mT), state
 
 
-def _backward(chunks: _Chunks, saved: _Saved, errors: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(
+    chunks: _Chunks, starts: Tensor | None, T: Tensor | None, errors: Tensor, d_state: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of a group's q, k, v, log_decay, erase, write and probe; those of states go back in place.
 
-    `errors` [n, R, d_v] holds Ō, and room for R̄ if something is erased.
+    `starts` None: chunks start from zeros. `errors` [n, R, d_v] holds Ō, and room for R̄ if something is erased.
+    `d_state` None: nothing depends on the last states, and the gradients of the first are not wanted.
     """
-    C, X, K, V, decay, starts, T = chunks.size, chunks.X, chunks.K, chunks.V, chunks.decay, saved.starts, saved.inverse
-    assert starts is not None
-    reach = decay.since(X)
-    U = chunks.values
-    if chunks.P is not None:
+    C, X, K, V, decay = chunks.size, chunks.X, chunks.K, chunks.V, chunks.decay
+    reach, U = decay.since(X), chunks.values
+    if chunks.P is not None and starts is not None:
         U = torch.baddbmm(U, reach[:, C:], starts.mT)
-        U = U if T is None else torch.bmm(T, U)
+    U = U if T is None else torch.bmm(T, U)
     scores = decay.scores(X if chunks.solves and chunks.decays else X[:, :C], K)
     d_U = torch.bmm(scores[:, :C].mT, errors[:, :C])
-    d_ends = _retreat(chunks, T, errors, d_U, d_state, reach)
+    d_ends = None
+    if d_state is not None:
+        d_ends = _retreat(chunks, T, errors, d_U, d_state, reach)
+    elif chunks.P is not None:
+        errors[:, C:] = d_U if T is None else torch.bmm(T.mT, d_U)
     d_R = d_U if chunks.P is None else errors[:, C:]
 
     rows = len(scores[0]) if chunks.decays else len(X[0]) if chunks.solves else C  # a mini-batch's probes read W alone
@@ -246,11 +264,14 @@ def _backward(chunks: _Chunks, saved: _Saved, errors: Tensor, d_state: Tensor) -
     links[:, :C].tril_()
     links[:, C:].tril_(-1)
     inner_X, d_K, slope = decay.inner_gradients(links, scores, X[:, :rows], K)
-    d_X, later = decay.since(torch.bmm(errors, starts)), decay.until(torch.bmm(U, d_ends))
+    d_X = X.new_zeros(X.shape) if starts is None else decay.since(torch.bmm(errors, starts))
+    later = None if d_ends is None else decay.until(torch.bmm(U, d_ends))
     if slope is not None:
-        slope = decay.outer_gradient(X, d_X, K, later, d_ends * starts).add_(slope)  # type: ignore[union-attr]
+        kept = None if starts is None or d_ends is None else d_ends * starts
+        outer = decay.outer_gradient(X, None if starts is None else d_X, K, later, kept)
+        slope = slope if outer is None else outer.add_(slope)
     d_X[:, :rows] += inner_X
-    d_K += later
+    d_K = d_K if later is None else d_K.add_(later)
     d_P = d_erase = None
     if chunks.P is not None:
         d_erase = -(d_X[:, C:] * chunks.P).sum(-1, keepdim=True)

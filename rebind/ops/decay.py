@@ -36,7 +36,8 @@ from torch import Tensor
 
 from rebind.memory.checks import known
 
-InnerGradients = tuple[Tensor, Tensor, Tensor | None]  # of x, of k, and of ln d unless there is no decay
+Part = Tensor | None  # of a gradient; None: nothing
+InnerGradients = tuple[Tensor, Tensor, Part]  # of x, of k, and of ln d
 
 
 class ChunkDecay(Protocol):
@@ -60,11 +61,13 @@ class ChunkDecay(Protocol):
         `links` [n, R, C] has nothing above the diagonal of queries nor on and above that of probes. It may be changed.
         """
 
-    def outer_gradient(self, x: Tensor, d_x: Tensor, k: Tensor, d_k: Tensor, kept: Tensor) -> Tensor | None:
+    def outer_gradient(
+        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
+    ) -> Tensor | None:
         """Return what the chunk's first state and its end give to the gradient of ln d.
 
         `d_x` [n, R, d_k] is what x read of the first state, `d_k` [n, C, d_k] what k wrote for the end, and `kept`
-        [n, d_v, d_k] the first state times the gradient of the last.
+        [n, d_v, d_k] the first state times the gradient of the last. What there is nothing of is None.
         """
 
 
@@ -88,7 +91,9 @@ class Undecayed:
     def inner_gradients(self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor) -> InnerGradients:
         return torch.bmm(links, k), torch.bmm(links.mT, x), None
 
-    def outer_gradient(self, x: Tensor, d_x: Tensor, k: Tensor, d_k: Tensor, kept: Tensor) -> Tensor | None:
+    def outer_gradient(
+        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
+    ) -> Tensor | None:
         return None
 
 
@@ -135,10 +140,12 @@ class DecayPerToken:
         links = self._gate(links)
         return torch.bmm(links, k), torch.bmm(links.mT, x), d_log.unsqueeze(-1)
 
-    def outer_gradient(self, x: Tensor, d_x: Tensor, k: Tensor, d_k: Tensor, kept: Tensor) -> Tensor:
-        read = self._by_token((x * d_x).sum(-1, keepdim=True)).sum(1)
-        kept = kept.sum((1, 2)).view(-1, 1, 1) * self.gamma[:, -1:]
-        return _crossing(read, (k * d_k).sum(-1, keepdim=True), kept)
+    def outer_gradient(
+        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
+    ) -> Tensor | None:
+        read = None if d_x is None else self._by_token((x * d_x).sum(-1, keepdim=True)).sum(1)
+        kept = None if kept is None else kept.sum((1, 2)).view(-1, 1, 1) * self.gamma[:, -1:]
+        return _crossing(read, None if d_k is None else (k * d_k).sum(-1, keepdim=True), kept)
 
     def _by_token(self, x: Tensor) -> Tensor:
         """Return rows [n, R, width] as [n, 1 or 2, C, width]."""
@@ -215,9 +222,12 @@ class DecayPerChannel:
             slope[:, :, 0] += ones.tril(-1) @ written  # over j < t
         return d_x, d_k, d_log
 
-    def outer_gradient(self, x: Tensor, d_x: Tensor, k: Tensor, d_k: Tensor, kept: Tensor) -> Tensor:
-        read = (x * d_x).unflatten(1, (-1, k.shape[1])).sum(1)
-        return _crossing(read, k * d_k, kept.sum(1, keepdim=True) * self.since_start[:, -1:])
+    def outer_gradient(
+        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
+    ) -> Tensor | None:
+        read = None if d_x is None else (x * d_x).unflatten(1, (-1, k.shape[1])).sum(1)
+        kept = None if kept is None else kept.sum(1, keepdim=True) * self.since_start[:, -1:]
+        return _crossing(read, None if d_k is None else k * d_k, kept)
 
     def _parts(self, of: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return queries and probes of two tensors [n, R, …] apart."""
@@ -242,8 +252,13 @@ def _corners(pairs: Tensor, m: int) -> Tensor:
     return blocks.diagonal(dim1=1, dim2=3)[:, m:, :m].permute(0, 3, 1, 2)
 
 
-def _crossing(read: Tensor, written: Tensor, kept: Tensor) -> Tensor:
+def _crossing(read: Part, written: Part, kept: Part) -> Part:
     """Return for every t the sum of `read` over i ≥ t, of `written` over j < t, and `kept`: all [n, C or 1, width]."""
-    after = read.flip(1).cumsum(1).flip(1)
-    after[:, 1:] += written[:, :-1].cumsum(1)
-    return after.add_(kept)
+    parts = []
+    if read is not None:
+        parts.append(read.flip(1).cumsum(1).flip(1))
+    if written is not None:
+        parts.append(torch.nn.functional.pad(written[:, :-1], (0, 0, 1, 0)).cumsum(1))
+    if kept is not None:
+        parts.append(kept)
+    return sum(parts[1:], parts[0]) if parts else None

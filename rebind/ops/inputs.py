@@ -1,8 +1,8 @@
 """The arguments of a scan in one object, and the checks made before anything is computed.
 
-Shapes are always checked: they are known on the host. Values are read only where that is free (`cu_seqlens` on a
-CPU). With REBIND_DEBUG=1 in the environment every call also looks for NaN, growing decay and bad boundaries, on a GPU
-too, where reading waits for the device.
+Shapes are always checked: they are known on the host. Values (NaN, infinities, a decay that grows, boundaries that go
+back) are read where that costs little, which is on a CPU, and not while compiling. On a GPU reading waits for the
+device, and is done only with REBIND_DEBUG=1 in the environment.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ScanInputs:
             _check_boundaries(self.cu_seqlens, self.q)
         if self.state is not None:
             require_state(self.state, self.state_shape, self.q)
-        if DEBUG:
+        if DEBUG or (self.v.device.type == "cpu" and not torch.compiler.is_compiling()):
             check_values(self)
         others = (*coefficients.values(), self.cu_seqlens)
         log_decay, erase, write, cu_seqlens = (None if x is None else x.contiguous() for x in others)
@@ -136,7 +136,7 @@ class ScanInputs:
 
 
 def check_values(inputs: ScanInputs) -> None:
-    """Look for NaN, infinities and a decay that grows, as REBIND_DEBUG=1 does at every call."""
+    """Refuse NaN, infinities and a decay that grows."""
     names = ("q", "k", "v", "log_decay", "erase", "write", "probe", "state")
     for name, tensor in zip(names, inputs.tensors, strict=True):
         if tensor is None:

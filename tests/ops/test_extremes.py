@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from rebind.ops import scan, scan_rule
-from tests.ops.problems import compare, outcome, problem, tolerance_of
+from tests.ops.problems import CHANNELS, COEFFICIENTS, compare, outcome, problem, tolerance_of
 from tests.support import Draw, assert_close
 
 EXACT = tolerance_of(torch.float64)
@@ -39,6 +41,27 @@ def test_products_of_decays_that_underflow():
 def test_decays_of_very_different_sizes():
     case = problem(128, chunk=64, coefficients=("log_decay",)).to(torch.float32)
     log_decay = -(10.0 ** Draw(1).uniform(2, 128, 3).mul(9).sub(7)).float()  # −1e-7 to −1e2
+    case = case.change(log_decay=log_decay)
+    compare(outcome(case, "chunked"), outcome(case.double(), "reference"), SINGLE)
+
+
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, CHANNELS], ids=["token", "channel"])
+@pytest.mark.parametrize("decay", [0.5, 1e-2, 1e-4, 1e-6, 1e-8])
+def test_the_gradient_of_a_strong_decay_keeps_its_digits(coefficients, decay):
+    """In float32, relative to the gradient itself and not to others: it is of the size of the decay."""
+    case = problem(100, 16, 16, coefficients=coefficients).to(torch.float32)
+    log_decay = case.tensors["log_decay"]
+    case = case.change(log_decay=math.log(decay) * (0.5 + Draw(2).uniform(*log_decay.shape)).float())
+    got, exact = (outcome(c, b)["d_log_decay"].double() for c, b in ((case, "chunked"), (case.double(), "reference")))
+    assert float((got - exact).norm() / exact.norm()) < 1e-6
+    assert float(((got - exact).abs() / exact.abs()).quantile(0.9)) < 1e-5
+
+
+def test_a_decay_that_changes_from_channel_to_channel_does_not_overflow():
+    """KDA's gates reach ln d = −5: over a chunk of 64 tokens the inverse of their product is e^320."""
+    case = problem(128, 16, 16, coefficients=CHANNELS, chunk=64).to(torch.float32)
+    log_decay = -(10.0 ** Draw(1).uniform(2, 128, 3, 16).mul(9).sub(6)).float()  # −1e-6 to −1e3
+    log_decay[..., 0] = -5.0
     case = case.change(log_decay=log_decay)
     compare(outcome(case, "chunked"), outcome(case.double(), "reference"), SINGLE)
 
@@ -90,7 +113,7 @@ def test_a_long_sequence_against_the_recurrence():
 
 
 def test_memory_is_linear_in_time():
-    """What a graph keeps grows with T and not with T²: one state and T0 a chunk beside the inputs."""
+    """What a graph keeps grows with T and not with T²: one state and T per chunk beside the inputs."""
 
     def kept(length):
         t = problem(length, 8, 8, batch=1, heads=1, state=False).tensors
@@ -100,5 +123,5 @@ def test_memory_is_linear_in_time():
         return sum(held)
 
     assert kept(4096) < 2.01 * kept(2048)
-    tokens = 2048 * (3 * 8 + 2 + 32 + 8 * 8 / 32)  # inputs, T0, one state a chunk of 32
+    tokens = 2048 * (3 * 8 + 2 + 32 + 8 * 8 / 32)  # inputs, T, one state per chunk of 32
     assert kept(2048) <= tokens + 200
