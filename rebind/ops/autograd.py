@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rebind.ops import plain, reference
+from rebind.ops import reference
+from rebind.ops.chunked import plain
 from rebind.ops.dispatch import Backend, choose
 from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.kernels import is_transformed

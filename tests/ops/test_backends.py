@@ -166,14 +166,7 @@ def test_packing(candidate, lengths, coefficients):
 def test_heads_that_share_keys(candidate, key_heads, lengths, coefficients):
     if slow(candidate, coefficients) and (key_heads == 1 or lengths is None):
         pytest.skip("the interpreter is slow")
-    check(
-        candidate,
-        35 if slow(candidate, coefficients) and lengths is None else 70,
-        heads=4,
-        key_heads=key_heads,
-        lengths=lengths,
-        coefficients=coefficients,
-    )
+    check(candidate, 70, heads=4, key_heads=key_heads, lengths=lengths, coefficients=coefficients)
 
 
 @every_candidate

@@ -7,9 +7,9 @@ import torch
 
 from rebind.ops import scan
 from rebind.ops.chunked import CHUNKED, Chunked
+from rebind.ops.chunked.layout import layout_of
+from rebind.ops.chunked.plain import gradients
 from rebind.ops.inputs import ScanInputs
-from rebind.ops.layout import layout_of
-from rebind.ops.plain import gradients
 from rebind.ops.reference import recurrence
 from tests.ops.problems import CHANNELS, COEFFICIENTS, compare, problem, tolerance_of
 

@@ -9,9 +9,9 @@ import torch
 
 from rebind.errors import NumericalWarning
 from rebind.ops import scan, step
+from rebind.ops.chunked.plain import gradients
 from rebind.ops.inputs import ScanInputs
 from rebind.ops.kernels import forget_faults, interpreted
-from rebind.ops.plain import gradients
 from rebind.ops.reference import recurrence
 from tests.ops.problems import CHANNELS, COEFFICIENTS, compare, home, outcome, problem, tolerance_of
 from tests.support import Draw, assert_close

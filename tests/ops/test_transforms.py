@@ -9,8 +9,8 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 from rebind.nn import FastWeight
 from rebind.ops import scan
+from rebind.ops.chunked.plain import chunk_form
 from rebind.ops.inputs import ScanInputs
-from rebind.ops.plain import chunk_form
 from tests.ops.problems import CHANNELS, COEFFICIENTS, compare, problem
 from tests.support import Draw, assert_close
 

@@ -11,9 +11,9 @@ With the notation of `forward.py`, a bar for a gradient, S the state before a ch
     K̄ = diag(ε) X + P̄ᵀ Q + Āᵀ diag(ε) K + diag(γ_C/γ) U S̄'ᵀ
     ε̄_i = k_i · x_i          η̄_i = v_i · r̄_i
 
-The gradient of ln α_t is the sum over all pairs that α_t lies between (see `rebind.ops.decay`): of tokens i ≥ t and
-j < t, the entries of P̄ ⊙ QKᵀ + diag(ε) Ā ⊙ KKᵀ; of i and the chunk's first state, those of q·q̄ and ε k·x that come from
-S; of j and its end, k·k̄ from S̄'; and γ_C ⟨S, S̄'⟩.
+The gradient of ln α_t is the sum over all pairs that α_t lies between (see `rebind.ops.chunked.decay`): of tokens
+i ≥ t and j < t, the entries of P̄ ⊙ QKᵀ + diag(ε) Ā ⊙ KKᵀ; of i and the chunk's first state, those of q·q̄ and ε k·x
+that come from S; of j and its end, k·k̄ from S̄'; and γ_C ⟨S, S̄'⟩.
 """
 
 from __future__ import annotations

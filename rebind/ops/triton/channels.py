@@ -8,12 +8,12 @@ With G the products of decays since a chunk's start, x_q = q, x_p = ε p, and s_
 
 of which the last four let the walks of `forward` and `backward` run as they do with one decay per token. Chunks are
 processed in blocks of 16 tokens, the least that tensor cores take. Between two blocks, both factors are taken relative
-to the start of the later one; inside a block, between its halves, quarters and eighths (see `rebind.ops.decay`). So no
-exponent is positive, and a decay of any size is right.
+to the start of the later one; inside a block, between its halves, quarters and eighths. So no exponent is positive, and
+a decay of any size is right.
 
-The gradients follow the derivation in `rebind.ops.chunked`, those of decays the one in `rebind.ops.decay`: a decay in
-block b lies between a token of b and earlier ones (`row_gradients`), between a token of b and later ones
-(`column_gradients`), or between two that are both outside of b (`outside`).
+The gradients follow the derivation in `rebind.ops.chunked.backend`, those of decays that in `rebind.ops.chunked.decay`:
+a decay in block b lies between a token of b and earlier ones (`channel_rows`), between a token of b and later ones
+(`channel_columns`), or between two that are both outside of b (`outside`).
 """
 
 from __future__ import annotations

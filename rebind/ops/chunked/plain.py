@@ -1,7 +1,7 @@
 """The chunk form in plain operations, which autograd, `torch.func` and forward-mode differentiation follow.
 
 It is what runs inside of a transform (`grad`, `vmap`, `jvp`, `jacrev`), for batched gradients, and for gradients of
-gradients: slower than a backend with a backward pass of its own, and right to any order. `rebind.ops.chunked` derives
+gradients: slower than a backend with a backward pass of its own, and right to any order. `backend` derives
 the form. Here the decays between all pairs of a chunk are computed one by one, which small chunks can afford.
 """
 

@@ -41,9 +41,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rebind.ops.decay import ChunkDecay, DecayPerChannel, DecayPerToken, Undecayed
+from rebind.ops.chunked.decay import ChunkDecay, DecayPerChannel, DecayPerToken, Undecayed
+from rebind.ops.chunked.layout import Group, Layout, layout_of
 from rebind.ops.inputs import Gradients, ScanInputs
-from rebind.ops.layout import Group, Layout, layout_of
 
 
 class Chunked:
