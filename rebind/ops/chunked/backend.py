@@ -261,17 +261,19 @@ def _backward(
 
     rows = len(scores[0]) if chunks.decays else len(X[0]) if chunks.solves else C  # a mini-batch's probes read W alone
     links = torch.bmm(errors[:, :rows], U.mT)
-    links[:, :C].tril_()
-    links[:, C:].tril_(-1)
-    inner_X, d_K, slope = decay.inner_gradients(links, scores, X[:, :rows], K)
-    d_X = X.new_zeros(X.shape) if starts is None else decay.since(torch.bmm(errors, starts))
-    later = None if d_ends is None else decay.until(torch.bmm(U, d_ends))
-    if slope is not None:
+    read = later = outer = None
+    if starts is not None:
+        read = torch.bmm(errors, starts)
+        read = decay.since(read, out=read)
+    if d_ends is not None:
+        later = torch.bmm(U, d_ends)
+        later = decay.until(later, out=later)
+    if chunks.decays:
         kept = None if starts is None or d_ends is None else d_ends * starts
-        outer = decay.outer_gradient(X, None if starts is None else d_X, K, later, kept)
-        slope = slope if outer is None else outer.add_(slope)
-    d_X[:, :rows] += inner_X
-    d_K = d_K if later is None else d_K.add_(later)
+        outer = decay.outer_gradient(X, read, K, later, kept)
+    d_X, d_K = torch.zeros_like(X) if read is None else read, torch.zeros_like(K) if later is None else later
+    slope = decay.add_inner_gradients(links, scores, X[:, :rows], K, d_X[:, :rows], d_K)
+    slope = slope if outer is None or slope is None else slope.add_(outer)
     d_P = d_erase = None
     if chunks.P is not None:
         d_erase = -(d_X[:, C:] * chunks.P).sum(-1, keepdim=True)

@@ -37,7 +37,6 @@ from torch import Tensor
 from rebind.memory.checks import known
 
 Part = Tensor | None  # of a gradient; None: nothing
-InnerGradients = tuple[Tensor, Tensor, Part]  # of x, of k, and of ln d
 
 
 class ChunkDecay(Protocol):
@@ -46,19 +45,21 @@ class ChunkDecay(Protocol):
     def total(self) -> Tensor | None:
         """Return G_C as it multiplies a state [n, d_v, d_k]; None if nothing is lost."""
 
-    def since(self, x: Tensor) -> Tensor:
-        """Return rows x_i ⊙ G_i [n, R, d_k]."""
+    def since(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return rows x_i ⊙ G_i [n, R, d_k]. `out`, if it is x itself, may be what is returned."""
 
-    def until(self, k: Tensor) -> Tensor:
-        """Return rows k_j ⊙ G_C/G_j [n, C, d_k]."""
+    def until(self, k: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return rows k_j ⊙ G_C/G_j [n, C, d_k]. `out`, if it is k itself, may be what is returned."""
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
         """Return s [n, R, C]: nothing above the diagonal of queries, anything on and above that of probes."""
 
-    def inner_gradients(self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor) -> InnerGradients:
-        """Return what pairs inside of the chunk give to the gradients of x, of k and of ln d.
+    def add_inner_gradients(
+        self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor, d_x: Tensor, d_k: Tensor
+    ) -> Part:
+        """Add what pairs inside of the chunk give to the gradients of x and of k; return what they give to ln d.
 
-        `links` [n, R, C] has nothing above the diagonal of queries nor on and above that of probes. It may be changed.
+        Of `links` [n, R, C] only what is below the diagonal counts, and for queries on it. It may be changed.
         """
 
     def outer_gradient(
@@ -77,10 +78,10 @@ class Undecayed:
     def total(self) -> Tensor | None:
         return None
 
-    def since(self, x: Tensor) -> Tensor:
+    def since(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x
 
-    def until(self, k: Tensor) -> Tensor:
+    def until(self, k: Tensor, out: Tensor | None = None) -> Tensor:
         return k
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
@@ -88,8 +89,14 @@ class Undecayed:
         scores[:, : k.shape[1]].tril_()
         return scores
 
-    def inner_gradients(self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor) -> InnerGradients:
-        return torch.bmm(links, k), torch.bmm(links.mT, x), None
+    def add_inner_gradients(
+        self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor, d_x: Tensor, d_k: Tensor
+    ) -> Part:
+        links[:, : k.shape[1]].tril_()
+        links[:, k.shape[1] :].tril_(-1)
+        d_x.baddbmm_(links, k)
+        d_k.baddbmm_(links.mT, x)
+        return None
 
     def outer_gradient(
         self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
@@ -123,22 +130,28 @@ class DecayPerToken:
     def total(self) -> Tensor | None:
         return self.gamma[:, -1:]
 
-    def since(self, x: Tensor) -> Tensor:
-        return self._by_token(x).mul(self.gamma.unsqueeze(1)).flatten(1, 2)
+    def since(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _scale(x, self.gamma, out)
 
-    def until(self, k: Tensor) -> Tensor:
-        return k * self.between[:, -1].unsqueeze(-1)
+    def until(self, k: Tensor, out: Tensor | None = None) -> Tensor:
+        return _scale(k, self.between[:, -1].unsqueeze(-1), out)
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
         return self._gate(torch.bmm(x, k.mT))
 
-    def inner_gradients(self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor) -> InnerGradients:
+    def add_inner_gradients(
+        self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor, d_x: Tensor, d_k: Tensor
+    ) -> Part:
         size = k.shape[1]
-        pairs = self._by_token(links * scores).sum(1) if len(links[0]) > size else links * scores  # l_ij s_ij
+        links[:, size:].diagonal(dim1=1, dim2=2).zero_()
+        pairs = links * scores  # l_ij s_ij; those with j ≥ i lie on no two sides of anything
+        pairs = pairs[:, :size].add_(pairs[:, size:]) if len(links[0]) > size else pairs
         before = torch.ones(size, size, dtype=k.dtype, device=k.device).triu_(1)  # 1 where j < t
-        d_log = (pairs.tril_(-1).view(-1, size) @ before).view_as(pairs).tril_().sum(1)  # over t ≤ i
+        d_log = (pairs @ before).tril_().sum(1)  # over t ≤ i
         links = self._gate(links)
-        return torch.bmm(links, k), torch.bmm(links.mT, x), d_log.unsqueeze(-1)
+        d_x.baddbmm_(links, k)
+        d_k.baddbmm_(links.mT, x)
+        return d_log.unsqueeze(-1)
 
     def outer_gradient(
         self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
@@ -178,11 +191,11 @@ class DecayPerChannel:
     def total(self) -> Tensor | None:
         return self.since_start[:, -1:]
 
-    def since(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, len(self.since_start[0]))).mul(self.since_start.unsqueeze(1)).flatten(1, 2)
+    def since(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _scale(x, self.since_start, out)
 
-    def until(self, k: Tensor) -> Tensor:
-        return k * self.until_end
+    def until(self, k: Tensor, out: Tensor | None = None) -> Tensor:
+        return _scale(k, self.until_end, out)
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
         scores = x.new_zeros(len(x), x.shape[1], k.shape[1])
@@ -194,11 +207,13 @@ class DecayPerChannel:
         here.diagonal(dim1=1, dim2=2).copy_((queries * k).sum(-1))
         return scores
 
-    def inner_gradients(self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor) -> InnerGradients:
+    def add_inner_gradients(
+        self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor, d_x: Tensor, d_k: Tensor
+    ) -> Part:
         n, size, width = k.shape
-        own = links[:, :size].diagonal(dim1=1, dim2=2).unsqueeze(-1)
-        d_x, d_k, d_log = torch.zeros_like(x), own * x[:, :size], torch.zeros_like(k)
-        torch.mul(own, k, out=d_x[:, :size])
+        own, d_log = links[:, :size].diagonal(dim1=1, dim2=2).unsqueeze(-1), torch.zeros_like(k)
+        d_k.addcmul_(own, x[:, :size])
+        d_x[:, :size].addcmul_(own, k)
         for m, second, first in self.halves:
             earlier = _first(k, m, first)
             d_earlier = torch.zeros_like(earlier)
@@ -220,7 +235,7 @@ class DecayPerChannel:
             ones = torch.ones(m, m, dtype=k.dtype, device=k.device)
             slope[:, :, 1] += ones.triu() @ read  # over i ≥ t
             slope[:, :, 0] += ones.tril(-1) @ written  # over j < t
-        return d_x, d_k, d_log
+        return d_log
 
     def outer_gradient(
         self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
@@ -233,6 +248,15 @@ class DecayPerChannel:
         """Return queries and probes of two tensors [n, R, …] apart."""
         size = len(self.since_start[0])
         return [(of[:, at : at + size], x[:, at : at + size]) for at in range(0, x.shape[1], size)]
+
+
+def _scale(x: Tensor, factor: Tensor, out: Tensor | None) -> Tensor:
+    """Return rows x [n, R, width] times the factors [n, C, width or 1] of their tokens."""
+    rows = x.unflatten(1, (-1, factor.shape[1]))
+    if out is None:
+        return rows.mul(factor.unsqueeze(1)).flatten(1, 2)
+    out.unflatten(1, (-1, factor.shape[1])).mul_(factor.unsqueeze(1))
+    return out
 
 
 def _first(k: Tensor, m: int, factor: Tensor | None) -> Tensor:
