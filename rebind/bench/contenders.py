@@ -21,11 +21,14 @@ from torch.nn import functional
 
 from rebind.bench.measure import peak_of_call
 from rebind.errors import InputError
+from rebind.memory.rules import get_rule, rule_names
 from rebind.ops import scan, step
+from rebind.ops.scan import scan_arguments
 
 Shape = tuple[int, int, int, int]  # B, T, H, D
 Implementation = Callable[..., Tensor]  # (q, k, v, log_decay, beta) → the output
-OUR_RULES = ("gated_delta", "delta", "sum")
+USUAL_RULES = ("gated_delta", "delta", "sum", "kda", "softmax")  # those measured if none are named
+OUR_RULES = tuple(name for name in rule_names() if not get_rule(name).several)
 RULES = (*OUR_RULES, "softmax")
 NAMES = ("ours", "fla", "transformers", "SDPA", "loop")
 
@@ -40,6 +43,11 @@ class Contender:
     most_tokens: int = 2**62  # in all; beyond that it takes too long
     longest: int = 2**62  # sequence
     scaled: bool = False  # whether it divides queries by √D
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether the rule decays every key channel by itself."""
+        return decays_by_channel(self.rule)
 
     def takes(self, shape: Shape) -> bool:
         """Return whether it is measured at this shape."""
@@ -88,14 +96,22 @@ def find_decoders(shape: Shape, device: str) -> list[Contender]:
     return [*field, Contender("fla", "decoding", fla)]
 
 
+def decays_by_channel(rule: str) -> bool:
+    """Return whether a rule has a decay per key channel."""
+    return rule in OUR_RULES and get_rule(rule).channels.get("alpha") == "key"
+
+
 def our_scan(rule: str, backend: str = "auto") -> Implementation:
-    """Return our scan with a rule."""
+    """Return our scan with a rule; β is the value of all its gates except the decay."""
+    gates = get_rule(rule).gates
 
     def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-        if rule == "sum":
-            return scan(q, k, v)[0]
-        decay = log_decay if rule == "gated_delta" else None
-        return scan(q, k, v, log_decay=decay, erase=beta, write=beta, backend=backend)[0]
+        decay = log_decay if "alpha" in gates else None
+        if rule in USUAL_RULES:
+            rate = beta if "beta" in gates else None
+            return scan(q, k, v, log_decay=decay, erase=rate, write=rate, backend=backend)[0]
+        values: dict[str, float | Tensor] = {name: beta for name in gates if name != "alpha"}
+        return scan(**scan_arguments(rule, q, k, v, values, log_decay=decay, check=False), backend=backend)[0]
 
     return run
 
@@ -113,18 +129,26 @@ def _transformers() -> Iterator[Contender]:
         return peer(q, k, v, g=log_decay, beta=beta)[0]
 
     yield Contender("transformers", "gated_delta", run, most_tokens=2**17, longest=2**14, scaled=True)
+    kimi = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear").chunk_kimi_delta_attention
+
+    def run_kda(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        return kimi(q, k, v, log_decay, beta)[0]
+
+    yield Contender("transformers", "kda", run_kda, most_tokens=2**12, longest=2**12, scaled=True)
 
 
 def _fla() -> Iterator[Contender]:
     delta = importlib.import_module("fla.ops.delta_rule").chunk_delta_rule
     gated = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     linear = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
+    kda = importlib.import_module("fla.ops.kda").chunk_kda
+    yield Contender("fla", "kda", lambda q, k, v, g, beta: kda(q, k, v, g=g, beta=beta, scale=1.0)[0])
     yield Contender("fla", "gated_delta", lambda q, k, v, g, beta: gated(q, k, v, g=g, beta=beta, scale=1.0)[0])
     yield Contender("fla", "delta", lambda q, k, v, g, beta: delta(q, k, v, beta=beta, scale=1.0)[0])
     yield Contender("fla", "sum", lambda q, k, v, g, beta: linear(q, k, v, scale=1.0, normalize=False)[0])
 
 
-def draw_inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
+def draw_inputs(shape: Shape, device: str, dtype: torch.dtype, *, by_channel: bool = False) -> list[Tensor]:
     """Draw q, k, v, log_decay and beta as leaves: unit keys and queries, decays as large as in a trained model."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -133,7 +157,7 @@ def draw_inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
 
     q, k = (functional.normalize(normal(*shape), dim=-1).to(dtype) for _ in range(2))
     v = normal(*shape).to(dtype)
-    log_decay = functional.logsigmoid(normal(*shape[:3]) + 4)
+    log_decay = functional.logsigmoid(normal(*(shape if by_channel else shape[:3])) + 4)
     beta = normal(*shape[:3]).sigmoid().to(dtype)
     return [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta)]
 
@@ -177,7 +201,7 @@ def peak_memory(contender: Contender, shape: Shape, device: str, dtype: torch.dt
 def _peak_on_gpu(contender: Contender, shape: Shape, device: str, dtype: torch.dtype) -> float:
     gc.collect()
     torch.cuda.empty_cache()
-    leaves = draw_inputs(shape, device, dtype)
+    leaves = draw_inputs(shape, device, dtype, by_channel=contender.by_channel)
     slope = torch.randn_like(leaves[2])
     size = sum(x.numel() * x.element_size() for x in (*leaves, slope))
     before = torch.cuda.memory_allocated() - size
@@ -189,11 +213,11 @@ def _peak_on_gpu(contender: Contender, shape: Shape, device: str, dtype: torch.d
 
 def _peak_of_this_process(name: str, rule: str, dtype: torch.dtype, shape: Shape) -> float:
     (contender,) = (c for c in find_contenders("cpu", (name,))[0] if c.rule == rule)
-    small = draw_inputs((1, 64, 1, 8), "cpu", dtype)
+    small = draw_inputs((1, 64, 1, 8), "cpu", dtype, by_channel=contender.by_channel)
     run_both(contender.run, small, torch.randn_like(small[2]))  # loads libraries and creates thread pools
 
     def run() -> None:
-        leaves = draw_inputs(shape, "cpu", dtype)
+        leaves = draw_inputs(shape, "cpu", dtype, by_channel=contender.by_channel)
         run_both(contender.run, leaves, torch.randn_like(leaves[2]))
 
     return peak_of_call(run)[0]

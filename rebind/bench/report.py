@@ -36,7 +36,7 @@ COLUMNS: dict[str, Callable[[Measurement], str]] = {
 OMITTED_FIRST = ("first s", "then s", "I/O", "FLOP", "fwd alone", "both alone", "error", "MiB")  # on a narrow terminal
 
 COLORS = {"ours": BLUE, "fla": RED, "transformers": AMBER, "SDPA": GREEN, "loop": VIOLET}
-DASHES = {"gated_delta": "-", "delta": (0, (5, 2)), "sum": (0, (1.2, 1.6)), "softmax": "-"}
+DASHES = {"gated_delta": "-", "kda": (0, (3, 1, 1, 1)), "delta": (0, (5, 2)), "sum": (0, (1.2, 1.6)), "softmax": "-"}
 
 Line = list[tuple[int, float]]  # (T, value)
 Lines = dict[tuple[str, str], Line]  # by (name, rule)

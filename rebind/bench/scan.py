@@ -19,7 +19,17 @@ import torch
 from torch import Tensor
 
 from rebind.bench import contenders
-from rebind.bench.contenders import NAMES, OUR_RULES, RULES, Contender, Shape, find_decoders, name_of, parse_shape
+from rebind.bench.contenders import (
+    NAMES,
+    OUR_RULES,
+    RULES,
+    USUAL_RULES,
+    Contender,
+    Shape,
+    find_decoders,
+    name_of,
+    parse_shape,
+)
 from rebind.bench.measure import clocked, machine, measure_rates, race, try_to_record
 from rebind.memory.checks import unknown_name, usable_device
 from rebind.storage import write_json
@@ -47,7 +57,7 @@ class ScanSetup:
         rounds: int = 30,  # at most
         seconds: float = 15.0,  # per column of a shape's table, about
         only: tuple[str, ...] = (),  # contenders; empty: all
-        rules: tuple[str, ...] = (),  # empty: all, and decoding
+        rules: tuple[str, ...] = (),  # empty: the usual ones, and decoding
     ) -> None:
         """Fill in what suits this machine."""
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,7 +108,8 @@ def floors(shape: Shape, rule: str, dtype: torch.dtype) -> dict[str, tuple[float
     gradient are read and the gradients are written. Products are counted one by one, as docs/scan.md does.
     """
     b, t, h, d = shape
-    coefficients = {"gated_delta": 2, "delta": 1, "sum": 0, "softmax": 0}[rule]
+    numbers = {"delta": 1, "sum": 0, "softmax": 0}.get(rule, 2)
+    coefficients = numbers - 1 + d if contenders.decays_by_channel(rule) else numbers
     row = d * dtype.itemsize
     moved, moved_back = 4 * row + 4 * coefficients, 7 * row + 8 * coefficients
     if rule == "softmax":
@@ -143,7 +154,7 @@ def run(
     if setup.device.startswith("cuda:"):
         torch.cuda.set_device(setup.device)
     available, missing = contenders.find_contenders(setup.device, setup.only or NAMES)
-    chosen = [c for c in available if c.rule in (setup.rules or RULES)]
+    chosen = [c for c in available if c.rule in (setup.rules or USUAL_RULES)]
     if not chosen:
         raise unknown_name("implementation", ", ".join(setup.only), NAMES)
     rates = measure_rates(setup.device, setup.dtype)
@@ -176,19 +187,21 @@ def _measure(
     shape: Shape, chosen: list[Contender], setup: ScanSetup, progress: Callable[[str], None]
 ) -> list[Measurement]:
     """Measure every contender at one shape."""
-    leaves = contenders.draw_inputs(shape, setup.device, setup.dtype)
-    slope = torch.randn_like(leaves[2])
+    forms = {c.by_channel for c in chosen}
+    inputs = {form: contenders.draw_inputs(shape, setup.device, setup.dtype, by_channel=form) for form in forms}
+    slope = torch.randn_like(next(iter(inputs.values()))[2])
     rows = [Measurement(name_of(shape), c.rule, c.name) for c in chosen]
     truths: dict[str, Tensor] = {}  # the output of each of our rules in float64
-    if leaves[0].numel() <= 2**24 and leaves[0].device.type != "mps":
-        exact_leaves = [x.detach().double() for x in leaves]
-        truths = {rule: contenders.our_scan(rule)(*exact_leaves) for rule in OUR_RULES}
+    if slope.numel() <= 2**24 and slope.device.type != "mps":
+        exact = {form: [x.detach().double() for x in leaves] for form, leaves in inputs.items()}
+        truths = {c.rule: contenders.our_scan(c.rule)(*exact[c.by_channel]) for c in chosen if c.rule in OUR_RULES}
+        del exact
     forward: dict[int, Callable[[], object]] = {}
     both: dict[int, Callable[[], object]] = {}
     with torch.no_grad():
         progress("forward")
         for index, (c, row) in enumerate(zip(chosen, rows, strict=True)):
-            call = partial(c.run, *leaves)
+            call = partial(c.run, *inputs[c.by_channel])
             try:
                 row.first_s, out = clocked(call, setup.device)
                 forward[index] = call
@@ -196,16 +209,16 @@ def _measure(
                 row.note = _first_line(problem)
                 continue
             if c.rule in truths:
-                exact = truths[c.rule]
+                true = truths[c.rule]
                 out = out.double() * (shape[3] ** 0.5 if c.scaled else 1.0)
-                row.error = float((out - exact).norm() / exact.norm())
+                row.error = float((out - true).norm() / true.norm())
         del truths
         _race(rows, "forward", forward, setup)
     progress("forward and backward")
     for index in forward:
         if rows[index].rule == "decoding":
             continue
-        call_both = partial(contenders.run_both, chosen[index].run, leaves, slope)
+        call_both = partial(contenders.run_both, chosen[index].run, inputs[chosen[index].by_channel], slope)
         try:
             rows[index].first_both_s, _ = clocked(call_both, setup.device)
             both[index] = call_both

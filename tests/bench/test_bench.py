@@ -39,13 +39,13 @@ DOCUMENT = {
 
 @torch.no_grad()
 def test_all_contenders_compute_the_same():
-    leaves = draw_inputs(SHAPE, "cpu", torch.float64)
+    leaves = {form: draw_inputs(SHAPE, "cpu", torch.float64, by_channel=form) for form in (False, True)}
     field, _ = find_contenders("cpu")
-    ours = {c.rule: c.run(*leaves) for c in field if c.name == "ours"}
+    ours = {c.rule: c.run(*leaves[c.by_channel]) for c in field if c.name == "ours"}
     others = [c for c in field if c.name != "ours" and c.rule in ours]
     assert {c.name for c in others} >= {"loop"}
     for other in others:
-        out = other.run(*leaves) * (SHAPE[3] ** 0.5 if other.scaled else 1.0)
+        out = other.run(*leaves[other.by_channel]) * (SHAPE[3] ** 0.5 if other.scaled else 1.0)
         assert torch.allclose(out.double(), ours[other.rule], atol=1e-5), other.name
 
 

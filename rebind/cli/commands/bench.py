@@ -32,7 +32,10 @@ def scan(
     only: Annotated[
         str | None, opt.value("NAMES", "Implementations: ours, transformers, fla, SDPA, loop.", default="all")
     ] = None,
-    rules: Annotated[str | None, opt.value("NAMES", "Rules: gated_delta, delta, sum, softmax.", default="all")] = None,
+    rules: Annotated[
+        str | None,
+        opt.value("NAMES", "Rules: gated_delta, kda, softmax, ...", default="gated_delta,delta,sum,kda,softmax"),
+    ] = None,
     rounds: Annotated[int, opt.value("N", "Time each implementation at most N times.", min=3)] = 30,
     seconds: Annotated[float, opt.value("X", "Spend about X seconds per column of the table.", min=0.1)] = 15.0,
     threads: Annotated[int | None, opt.value("N", "Number of CPU threads.", default="torch's choice", min=1)] = None,

@@ -133,7 +133,9 @@ class _Saved:
         n, h, d_v, d_k = inputs.state_shape
         # For packed sequences, the largest possible number of chunks: a shape may not depend on the boundaries.
         chunks = n * -(-inputs.length // size) if inputs.cu_seqlens is None else inputs.length // size + n
-        starts = torch.empty((chunks * h, d_v, d_k), dtype=inputs.working_dtype, device=inputs.v.device)
+        afresh = inputs.state is None and inputs.cu_seqlens is None and inputs.length <= size
+        count = 0 if afresh else chunks * h
+        starts = torch.empty((count, d_v, d_k), dtype=inputs.working_dtype, device=inputs.v.device)
         return cls(starts, starts.new_empty((chunks * h, size, size)) if inputs.solves else None)
 
     @property
