@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rebind import LowRank, Write, chain
-from rebind.errors import InputError, ShapeError
+from rebind.errors import InputError, NumericalError, ShapeError
 from rebind.memory import NullSpace, equality, null_space, ridge
 from tests.support import BATCHES, Draw, assert_close, assert_errors
 
@@ -42,6 +42,25 @@ def test_composition(case):
 def test_associativity(case):
     W, (a, b, c) = case
     assert_close(((c @ b) @ a).apply(W), (c @ (b @ a)).apply(W))
+
+
+def test_channels_compose_and_are_undone():
+    """A factor per key channel: composition, a chain of many, the change as factors, and the inverse."""
+    draw = Draw(21)
+    W, many = draw.normal(3, 5), draw.write(2, 5, 3, 7, retain=0.9)
+    many = Write(*many.tensors(), 0.9, 0.2 + 0.8 * draw.uniform(7, 5))
+    each = [Write(*(x[i] for x in many.tensors()), 0.9, many.channels[i]) for i in range(7)]
+    expected, composed = W, Write.identity(5, 3, dtype=W.dtype)
+    for write in each:
+        expected, composed = write.apply(expected), write @ composed
+    retained, (keys, values, gain) = 0.9 * W * many.channels[0], each[0].tensors()
+    assert_close(each[0].apply(W), retained + (values - keys @ retained.mT).mT @ gain)
+    assert_close(composed.apply(W), expected)
+    assert_close(chain(many).apply(W), expected)
+    assert_close(composed.inverse().apply(expected), W, 1e-8)
+    assert_close(W + each[0].delta(W).dense(), each[0].apply(W))
+    forgets = Write(*each[1].tensors(), 1.0, torch.tensor([1.0, 0, 1, 1, 1], dtype=W.dtype))
+    assert_errors((NumericalError, "write_forgets_everything", lambda: forgets @ each[0]))
 
 
 @given(writes(1))

@@ -143,6 +143,30 @@ def test_a_log_decay_takes_the_place_of_its_gate():
     assert_close(scan(**arguments, state=state)[0], expected, OUTPUTS)
 
 
+def test_rules_contain_one_another():
+    """Law 15: with suitable gates, one rule is another."""
+    t = draw_case("kda", 20, seed=5)
+    q, k, v, beta, alphas = (t[name] for name in ("q", "k", "v", "beta", "alpha"))
+    alpha = alphas[..., 0]
+    equal = alpha.unsqueeze(-1).expand_as(k)
+    run = lambda name, value=v, **gates: scan_rule(name, q, k, value, state=t["state"], **gates)
+    kda, gated = run("kda", alpha=alphas, beta=beta), run("gated_delta", alpha=alpha, beta=beta)
+    delta = run("delta", beta=beta)
+    same = [
+        (run("gla", alpha=equal), run("mamba2", alpha=alpha)),
+        (run("kda", alpha=equal, beta=beta), gated),
+        (run("gdn2", alpha=alphas, erase=beta, write=beta), kda),
+        (run("preconditioned", alpha=alphas, beta=beta), kda),
+        (run("preconditioned", alpha=alpha, beta=beta), gated),
+        (run("comba", alpha=alpha, beta=beta, feedback=alpha), gated),
+        (run("rwkv7", beta.unsqueeze(-1) * v, a=beta), delta),
+        (run("delta_product", beta=beta), delta),
+        (run("gated_delta_product", alpha=alpha, beta=beta), gated),
+    ]
+    for ours, other in same:
+        compare(dict(enumerate(ours)), dict(enumerate(other)), OUTPUTS)
+
+
 def test_bad_input():
     t = draw_case("kda", 9)
     q, k, v, alpha = (t[name] for name in ("q", "k", "v", "alpha"))
