@@ -55,16 +55,18 @@ class Targets:
 class Requests:
     """Facts as tokens in every framing; each is tokenised once, with what is kept about its subject at that time."""
 
-    def __init__(self, make: Callable[[Sequence[Fact], Sequence[SubjectPrompts] | None], list[FactPrompts]]) -> None:
+    def __init__(self, make: Callable[..., list[FactPrompts]]) -> None:
         self.make = make
         self._made: dict[Fact, FactPrompts] = {}
 
-    def __call__(self, facts: Sequence[Fact], about: Sequence[SubjectPrompts] | None = None) -> list[FactPrompts]:
+    def __call__(
+        self, facts: Sequence[Fact], about: Sequence[SubjectPrompts] | None = None, *, keep: bool = True
+    ) -> list[FactPrompts]:
         kept = dict(zip(facts, [None] * len(facts) if about is None else about, strict=True))
         missing = [fact for fact in kept if fact not in self._made]
         if missing:
             known = [one for fact in missing if (one := kept[fact]) is not None]
-            self._made.update(zip(missing, self.make(missing, known or None), strict=True))
+            self._made.update(zip(missing, self.make(missing, known or None, keep=keep), strict=True))
         return [self._made[fact] for fact in facts]
 
 
