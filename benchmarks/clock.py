@@ -14,9 +14,9 @@ from torch import Tensor
 from rebind.edit import drafts
 from rebind.edit.dense import draft as dense_drafts
 from rebind.edit.editor import Editor
-from rebind.edit.facts.fact import Fact
 from rebind.edit.progress import Progress
 from rebind.edit.solve import SubjectStates
+from rebind.models.prompts import Prompt
 from rebind.models.scoring import FactScore
 from rebind.models.sites import Site
 
@@ -62,16 +62,17 @@ def told_apart(editor: Editor, clock: Clock) -> Iterator[None]:
             with clock.aside("keys"):
                 return super().states_after(layer)
 
-    own = editor.score
+    model = editor.edited.model
+    own = model.score
 
-    def score(facts: Sequence[Fact]) -> list[FactScore]:
+    def score(prompts: Sequence[Prompt]) -> list[FactScore]:
         with clock.aside("checks"):
-            return own(facts)
+            return own(prompts)
 
     with (
         patch.object(drafts, "SubjectStates", Timed),
         patch.object(dense_drafts, "SubjectStates", Timed),
-        patch.object(editor, "score", score),
+        patch.object(model, "score", score),
     ):
         yield
 

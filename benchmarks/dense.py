@@ -127,6 +127,7 @@ class Comparison:
     text: Text | None
     batch: int | None = None
     layers: Sequence[int] | None = None
+    keep: float | None = None  # weight of the kept prompts in the search; None: the default
 
     def __post_init__(self) -> None:
         self.editor, model = self.bench.editor, self.bench.model
@@ -147,11 +148,13 @@ class Comparison:
         editor, clock = self.editor, Clock()
         editor.progress = clock.progress
         size, layers = self.batch or len(self.facts), self.layers if method == "dense" else None
+        targets = editor.settings(method, facts=size).targets
+        targets = targets if self.keep is None else replace(targets, keep=self.keep)
         begin = time.perf_counter()
         with told_apart(editor, clock):
             edits = [
-                editor.rewrite_many(self.facts[start : start + size], method=method, layers=layers, force=True)
-                for start in range(0, len(self.facts), size)
+                editor.rewrite_many(facts, method=method, layers=layers, targets=targets, force=True)
+                for facts in (self.facts[start : start + size] for start in range(0, len(self.facts), size))
             ]
         clock.enter(None)
         seconds = time.perf_counter() - begin - clock.spent.get("moments", 0.0)
@@ -285,6 +288,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="write the facts in edits of this many")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--layers", type=int, nargs="+", help="layers of the dense memory, one row each")
+    parser.add_argument("--keep", type=float, help="weight of what else is known about subjects, in the search")
     parser.add_argument("--tau", type=float, nargs="*", default=[0.8], help="also one threshold for all rows")
     parser.add_argument("--radius", type=float, nargs="*", default=[0.3, 0.5, 0.7], help="of grace")
     parser.add_argument("--tokens", type=int, default=50_000, help="of each part of the text")
@@ -307,7 +311,7 @@ def main() -> None:
             layers = None if layer is None else [layer]
             bench = Bench(editor, [], everything, "")
             asked = [fact for fact in everything[:n] if fact.paraphrases and fact.neighbors]
-            comparison = Comparison(bench, facts, asked, split, options.batch, layers)
+            comparison = Comparison(bench, facts, asked, split, options.batch, layers, options.keep)
             methods = options.methods if layer is None or layer == options.layers[0] else ["dense"]
             for row in rows_of(comparison, methods, options.tau, options.radius):
                 content["rows"].append({"facts": len(facts), **row})

@@ -8,7 +8,7 @@
 
 - `editor`: the verbs
 - `methods`, `settings`: the editing methods, and what they run with on a model
-- `plan`, `guard`: what an edit would cost, and what an edited model must pass
+- `plan`, `guard`, `checks`: what an edit would cost, what an edited model must pass, and how it is asked
 - `facts`: facts, conflicts between them, and files of them
 - `moments`: the second moments of the keys that a model already uses, and the text they are computed from
 - `targets`: the search for the hidden states that make a model say the targets

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rebind.edit import export
+from rebind.edit.checks import EditCheck
 from rebind.edit.dense.consolidate import Consolidation, consolidate
 from rebind.edit.dense.draft import draft_rows
 from rebind.edit.dense.files import StoredMemory, save_memory
@@ -31,14 +32,12 @@ from rebind.edit.guard import (
     Guard,
     check_earlier_edits,
     find_earlier_edits,
-    require_passed,
     warn_of_shared_keys,
 )
-from rebind.edit.ledger.edit import JSON, Edit
+from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import Method, get_method
 from rebind.edit.moments import Corpus, Moments, OwnSamples
-from rebind.edit.outcome import Probe
 from rebind.edit.plan import Plan, estimate
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
@@ -175,24 +174,22 @@ class Editor:
         earlier = self._earlier_edits(listed, settings.method)
         check_earlier_edits(earlier, force=force)
         with self.base_model():
-            before = self.score(listed)
             about = subject_prompts(self.language_model, listed, chat="chat" in self.framings)
+            check = EditCheck(self.edited, self.guard, listed, about, self.framings)
             bench = self._bench(settings)
             if settings.method.dense:
                 draft = draft_rows(bench, listed, about, self.ledger.active)
             else:
                 draft = draft_writes(bench, listed, about)
             edit = bench.make_edit(listed, draft)
-            probe = None if self.guard is None else Probe(self.language_model, listed, about, self.framings)
         self.progress.phase("writing")
         with self.edited.trial(edit):
-            scores: dict[str, JSON] = {"before": [score.to_json() for score in before]}
-            forced = self._check(listed, edit, settings, draft.search, scores, probe, force=force)
+            forced = check.run(edit, settings, draft.search, self.progress.phase, force=force)
             with self.ledger.locked():
                 # Of other processes, too
                 clashes = [one for one in self._earlier_edits(listed, settings.method) if one.clashes]
                 check_earlier_edits([one for one in clashes if one not in earlier], force=force)
-                stored = self.ledger.append(replace(edit, scores=scores, forced=forced or bool(clashes)))
+                stored = self.ledger.append(replace(edit, scores=check.scores, forced=forced or bool(clashes)))
         self._target_store.clear()
         return stored
 
@@ -413,33 +410,6 @@ class Editor:
 
         model, how = self.language_model, (self.seed, self.search_dtype)
         return Workbench(model, self.edited, settings, self.framings, self.fact_prompts, search, phase, *how)
-
-    def _check(
-        self,
-        facts: Sequence[Fact],
-        edit: Edit,
-        settings: EditSettings,
-        search: TargetStates,
-        scores: dict[str, JSON],
-        probe: Probe | None,
-        *,
-        force: bool,
-    ) -> bool:
-        """Check the edited model, add the results to `scores`, and return whether a failed check was overridden."""
-        after = self.score(facts)
-        scores["after"] = [score.to_json() for score in after]
-        if self.guard is None or probe is None:
-            return False
-        self.progress.phase("checks")
-        drift, outcome = self.drift(), probe.measure()
-        if edit.has_rows:
-            scores["memory"] = {"rows": self.edited.dense.rows(), "fires": self.edited.dense.fires()}
-        lam: Any = edit.settings["lam"]
-        failures = self.guard.check(facts, after, drift, outcome, replace(settings, lam=lam), search)
-        require_passed(failures, force=force)
-        scores["drift"], scores["outcome"] = asdict(drift), outcome.to_json()
-        scores["guard"] = {"bounds": asdict(self.guard), "failed": [failure.to_json() for failure in failures]}
-        return bool(failures)
 
     def _earlier_edits(self, facts: Sequence[Fact], method: Method) -> list[EarlierEdit]:
         """Return active edits about the same subjects; a dense edit comes to terms with other dense ones by itself."""

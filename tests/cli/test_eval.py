@@ -47,6 +47,13 @@ def test_the_bundled_facts_need_no_file(rebind, model):
     assert rebind(*words, "--quiet").out == document["folder"] + "\n", "the same command resumes the same run"
 
 
+def test_the_dense_memory_is_evaluated_like_the_weights(rebind, model):
+    words = ("eval", "--limit", "2", "--protocol", "sequential", "--batch", "1", "--method", "dense")
+    document = rebind(*words, "--model", model, *FAST, json=True).document
+    assert [state["edits"] for state in document["summary"]["states"]] == [0, 1, 2]
+    assert document["summary"]["states"][-1]["scores"]["ES"]["value"] is not None
+
+
 def test_runs_are_shown_and_compared(rebind, fails, model, facts, tmp_path):
     words = (
         "eval",

@@ -21,7 +21,7 @@ OWN_QUANTILE = 0.1  # of the framings, the farthest may be missed
 ALONE = 0.9  # how far a mention may be from the key of a fact that has one key only
 MERGED = 0.95  # keys of a fact that are at least as similar become one
 NAMESAKES = ("Maria", "Robert")
-AT_ONCE = 4096  # keys that are compared with all others at once
+AT_ONCE = 2**28  # overlaps that are in memory at once
 
 
 def namesake_prompts(fact: Fact) -> list[Prompt]:
@@ -77,8 +77,8 @@ def own_spread(overlaps: Tensor) -> Tensor:
 
 def nearest_strangers(keys: Tensor, subject: Tensor, strangers: Sequence[Tensor]) -> Tensor:
     """Return the largest overlap of each key with keys of other subjects and with strangers, [m]."""
-    nearest = []
-    for part, own in zip(keys.split(AT_ONCE), subject.split(AT_ONCE), strict=True):
+    nearest, size = [], max(1, AT_ONCE // max(len(rows) for rows in (keys, *strangers)))
+    for part, own in zip(keys.split(size), subject.split(size), strict=True):
         others = (part @ keys.mT).masked_fill(own.unsqueeze(-1) == subject, -1.0)
         found = [others.max(-1).values, *((part @ rows.mT).max(-1).values for rows in strangers if len(rows))]
         nearest.append(torch.stack(found).max(0).values)
