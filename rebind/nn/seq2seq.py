@@ -81,12 +81,12 @@ def _build_layer(config: RebindSeq2SeqConfig, *, causal: bool) -> Any:
     """Return the layer with which the decoder reads its own past, or the one with which all tokens read the source."""
     width, heads = config.hidden_size, config.num_attention_heads
     if config.attention == "softmax":
-        return Attention(width, heads, rope_theta=None) if causal else CrossAttention(width, heads)
+        return Attention(width, heads, rotary=None) if causal else CrossAttention(width, heads)
     feature = build_feature(
         config.attention, width // heads, dpfp_nu=config.dpfp_nu, favor_features=config.favor_features
     )
     if causal:
-        return FastWeight(width, heads, rule="sum", feature=feature, normalizer="attention", norm=False)
+        return FastWeight(width, heads, rule="sum", feature=feature, normalizer="attention", norm_eps=None)
     return CrossFastWeight(width, heads, feature=feature)
 
 

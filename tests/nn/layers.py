@@ -9,7 +9,9 @@ import torch
 from rebind.memory.features import Dpfp, Favor
 from rebind.memory.ttt import Linear, Mlp
 from rebind.nn import Attention, FastWeight, HopfieldLayer, SequenceLayer, TTTLayer
-from rebind.nn.parts.feature_map import AttentionNormalizer
+from rebind.nn.layers.attention import Rotary
+from rebind.nn.parts.feature_map import AttentionNormalizer, L2Normalizer
+from rebind.nn.parts.gates import OutputGate, SigmoidDecay
 
 DIM, HEADS = 12, 3
 
@@ -23,18 +25,30 @@ LAYERS: dict[str, Callable[[], SequenceLayer]] = {
     "dpfp, sum": fast_weight("sum", feature=Dpfp(4, nu=2), normalizer=AttentionNormalizer(eps=1e-6)),
     "performer": fast_weight("sum", feature=Favor(4, m=8), normalizer="attention"),
     "rfa": fast_weight("rfa", feature=Favor(4, m=8), normalizer="attention"),
-    "mamba-2": fast_weight("mamba2", normalizer="none", conv_size=4, output_gate=True),
-    "delta, dpfp": fast_weight("delta", feature=Dpfp(4), normalizer="sum", norm=False),
+    "mamba-2": fast_weight("mamba2", normalizer="none", conv_size=4, output_gate="silu"),
+    "delta, dpfp": fast_weight("delta", feature=Dpfp(4), normalizer="sum", norm_eps=None),
     "delta, favor": fast_weight("delta", feature=Favor(4, m=8), normalizer="sum"),
     "delta, l2": fast_weight("delta", normalizer="l2", conv_size=4),
     "longhorn": fast_weight("longhorn", normalizer="none", conv_size=2),
-    "gated_delta": fast_weight("gated_delta", normalizer="l2", conv_size=3, output_gate=True),
+    "gated_delta": fast_weight("gated_delta", normalizer="l2", conv_size=3, output_gate="silu"),
     "shared keys": lambda: FastWeight(DIM, 4, rule="gated_delta", key_heads=2, d_k=5, d_v=7, conv_size=1),
+    "gated_delta, published": fast_weight(
+        "gated_delta",
+        normalizer=L2Normalizer(eps=1e-6, query_scale=0.5),
+        conv_size=4,
+        conv_bias=True,
+        decay=SigmoidDecay(rank=2, lowest=-3.0),
+        max_beta=2.0,
+        output_gate=OutputGate("sigmoid", rank=5, bias=True),
+        norm_eps=1e-5,
+    ),
     "ttt-linear": lambda: TTTLayer(DIM, HEADS, inner=Linear(), mini_batch=4),
     "ttt-linear, online": lambda: TTTLayer(DIM, HEADS, mini_batch=1),
     "ttt-mlp": lambda: TTTLayer(DIM, HEADS, inner=Mlp(expand=2), mini_batch=3, rate=0.1),
     "attention": lambda: Attention(DIM, HEADS),
-    "attention, shared keys": lambda: Attention(DIM, 4, head_dim=6, key_heads=2, rope_theta=None),
+    "attention, shared keys": lambda: Attention(DIM, 4, head_dim=6, key_heads=2, rotary=None),
+    "attention, window": lambda: Attention(DIM, HEADS, window=4, qk_norm="head", rotary=Rotary(100.0, 0.5)),
+    "attention, gated": lambda: Attention(DIM, HEADS, qk_norm="all", output_gate="sigmoid", window=1000),
     "hopfield": lambda: HopfieldLayer(DIM, HEADS, patterns=5, steps=3),
 }
 

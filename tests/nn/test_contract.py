@@ -85,6 +85,30 @@ def test_padding_leaves_no_trace(name, pattern):
 
 
 @EVERY
+@pytest.mark.parametrize("lengths", [(5,), (1, 7, 40, 2), (3, 3)], ids=str)
+def test_packed_documents_do_not_see_each_other(name, lengths):
+    """Outputs, states and gradients are those of the documents one by one; so is what follows them."""
+    layer, draw = build(name), Draw(20)
+    x, slope = draw.normal(1, sum(lengths), DIM).requires_grad_(), draw.normal(1, sum(lengths), DIM)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    out, states = layer(x, cu_seqlens=bounds)
+    packed = torch.autograd.grad((out * slope).sum(), [x, *layer.parameters()])
+    alone = [layer(document) for document in x.split(lengths, dim=1)]
+    expected = torch.cat([y for y, _ in alone], dim=1)
+    assert_close(out, expected)
+    for one, other in zip(packed, torch.autograd.grad((expected * slope).sum(), [x, *layer.parameters()]), strict=True):
+        assert_close(one, other)
+    after = draw.normal(len(lengths), 3, DIM)
+    continued, _ = layer(after, states)
+    ends = torch.arange(len(lengths) + 1) * 3
+    packed_again, _ = layer(after.flatten(0, 1)[None], states, cu_seqlens=ends)
+    for row, (_, state) in enumerate(alone):
+        later, _ = layer(after[row : row + 1], state)
+        assert_close(continued[row], later[0])
+        assert_close(packed_again[0, 3 * row : 3 * row + 3], later[0])
+
+
+@EVERY
 def test_a_masked_step_changes_nothing(name):
     layer, draw = build(name), Draw(5)
     _, state = layer(draw.normal(2, 5, DIM))
@@ -139,6 +163,7 @@ def test_states_are_selected_repeated_and_detached(name):
 @EVERY
 def test_bad_input_is_refused(name):
     layer, x = build(name), Draw(13).normal(2, 5, DIM)
+    mask = torch.ones(2, 5, dtype=torch.bool)
     _, state = layer(x)
     calls = [
         (ShapeError, "wrong_sequence_shape", lambda: layer(x[:, 0])),
@@ -147,6 +172,11 @@ def test_bad_input_is_refused(name):
         (ShapeError, "wrong_sequence_shape", lambda: layer(x[:, :0])),
         (InputError, "invalid_mask", lambda: layer(x, mask=torch.ones(2, 5, dtype=torch.long))),
         (InputError, "invalid_mask", lambda: layer(x, mask=torch.ones(2, 4, dtype=torch.bool))),
+        (ShapeError, "documents_need_one_row", lambda: layer(x, cu_seqlens=torch.tensor([0, 5]))),
+        (InputError, "invalid_boundaries", lambda: layer(x[:1], cu_seqlens=torch.tensor([0, 4]))),
+        (InputError, "invalid_boundaries", lambda: layer(x[:1], cu_seqlens=torch.tensor([0, 4, 3, 5]))),
+        (ShapeError, "invalid_boundaries", lambda: layer(x[:1], cu_seqlens=torch.tensor([[0, 5]]))),
+        (InputError, "mask_with_documents", lambda: layer(x, mask=mask, cu_seqlens=torch.tensor([0, 5]))),
         (InputError, "state_of_other_layer", lambda: layer(x, State())),
         (ShapeError, "state_of_other_batch", lambda: layer(x[:1], state)),
     ]

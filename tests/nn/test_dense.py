@@ -110,7 +110,7 @@ def test_a_projection_that_is_more_than_a_matrix_is_called(change):
     assert_close(mlp(x), mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x)), 1e-14)
     assert (mlp(x) - before).abs().max() > 0.01
 
-    layer, x, reads = FastWeight(4, 2, rule="delta", output_gate=True).double(), Draw(6).normal(1, 9, 4), []
+    layer, x, reads = FastWeight(4, 2, rule="delta", output_gate="silu").double(), Draw(6).normal(1, 9, 4), []
     before, _ = layer(x)
     layer.norm.register_forward_hook(lambda module, args, out: reads.append(out))
     change(layer.o_proj)

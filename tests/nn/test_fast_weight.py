@@ -43,7 +43,7 @@ class Halfway(Rule):
 def test_it_is_the_rule_token_by_token(rule):
     """β = σ(W_β x); log α = −exp(A_log) · softplus(W_a x + dt_bias)."""
     rule = get_rule(rule)
-    layer, x = FastWeight(6, 2, rule=rule, normalizer="l2", norm=False).double(), Draw(0).normal(1, 8, 6)
+    layer, x = FastWeight(6, 2, rule=rule, normalizer="l2", norm_eps=None).double(), Draw(0).normal(1, 8, 6)
     gates = {}
     if layer.gates.beta is not None:
         gates["beta"] = 1 / (1 + torch.exp(-x[0] @ layer.gates.beta.weight.T))
@@ -64,7 +64,7 @@ def test_it_is_the_rule_token_by_token(rule):
 @pytest.mark.parametrize("feature", ["elu+1", Dpfp(3, nu=2), Favor(3, m=5)])
 def test_the_sum_is_normalized_attention(feature):
     """Schlag et al. eq. 19: weights φ(k)·φ(q) over their sum."""
-    layer = FastWeight(6, 2, rule="sum", feature=feature, normalizer="attention", norm=False).double()
+    layer = FastWeight(6, 2, rule="sum", feature=feature, normalizer="attention", norm_eps=None).double()
     x = Draw(1).normal(1, 8, 6)
     q, k, v = projected(layer, x[0])
     phi = layer.phi.feature
@@ -75,7 +75,7 @@ def test_the_sum_is_normalized_attention(feature):
 
 def test_sparse_features_that_never_meet_read_zero():
     """DPFP keys and queries with nothing in common: 0, not 0/0."""
-    layer = FastWeight(4, 1, rule="sum", feature=Dpfp(4), normalizer="attention", norm=False).double()
+    layer = FastWeight(4, 1, rule="sum", feature=Dpfp(4), normalizer="attention", norm_eps=None).double()
     torch.nn.init.eye_(layer.q_proj.weight)
     torch.nn.init.zeros_(layer.k_proj.weight)
     assert torch.equal(layer(Draw(2).normal(1, 3, 4))[0], torch.zeros(1, 3, 4, dtype=torch.float64))
@@ -83,7 +83,7 @@ def test_sparse_features_that_never_meet_read_zero():
 
 def test_repeated_delta_writes_converge_to_the_value():
     """Schlag et al. A.2: sum-normalized keys that see one value again and again read exactly that value."""
-    layer = FastWeight(4, 1, rule="delta", feature="elu+1", normalizer="sum", norm=False).double()
+    layer = FastWeight(4, 1, rule="delta", feature="elu+1", normalizer="sum", norm_eps=None).double()
     x = Draw(3).normal(1, 1, 4).expand(1, 5_000, 4)
     _, state = layer(x)
     key = layer.phi.key(layer.k_proj(x[0, 0]))

@@ -115,7 +115,7 @@ def test_one_step_is_softmax_attention():
 
 
 def test_attention_written_out():
-    layer, x = Attention(8, 2, rope_theta=None).double(), Draw(4).normal(1, 5, 8)
+    layer, x = Attention(8, 2, rotary=None).double(), Draw(4).normal(1, 5, 8)
     q, k, v = (project(x[0]).unflatten(-1, (2, 4)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     scores = torch.einsum("thd,shd->hts", q, k) / 2
     scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)

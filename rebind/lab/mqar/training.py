@@ -41,7 +41,7 @@ def state_size(settings: Recall, rule: str, width: int) -> int:
     """Return how many numbers a layer carries from token to token; for attention at the longest tested sequence."""
     if rule == SOFTMAX:
         longest = max(task.length for task in settings.tasks(settings.tested))
-        return longest * Attention(width, settings.heads, rope_theta=None).state_size
+        return longest * Attention(width, settings.heads, rotary=None).state_size
     return FastWeight(width, settings.heads, rule=rule, conv_size=settings.conv).state_size
 
 

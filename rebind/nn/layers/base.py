@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rebind.errors import InputError
 from rebind.nn.parts.checks import head_width, require_rows, require_sequence
+from rebind.nn.parts.documents import Documents, as_documents
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,38 +85,60 @@ class SequenceLayer(nn.Module, Generic[S]):
     def state_size(self) -> int:
         """Numbers in the memory of one sequence, or per token of it if the state grows."""
 
+    def forward(
+        self,
+        x: Tensor,
+        state: S | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | Documents | None = None,
+    ) -> tuple[Tensor, S]:
+        """Read a sequence x [B, T, dim]; return the output [B, T, dim] and the state after it.
+
+        With boundaries `cu_seqlens` [N + 1] = 0, …, T, x [1, T, dim] is N documents end to end, which do not see each
+        other. There is then one state for each of them.
+        """
+        require_sequence("x", x, self.dim, mask)
+        if cu_seqlens is None:
+            self._check_state(state, len(x))
+            return self._run(x, state, mask)
+        if not isinstance(cu_seqlens, Documents):
+            cu_seqlens = as_documents(cu_seqlens, len(x), x.shape[1], mask)
+        self._check_state(state, len(cu_seqlens))
+        return self._run_documents(x, state, cu_seqlens)
+
     @abstractmethod
-    def forward(self, x: Tensor, state: S | None = None, mask: Tensor | None = None) -> tuple[Tensor, S]:
-        """Read a sequence x [B, T, dim]; return the output [B, T, dim] and the state after it."""
+    def _run(self, x: Tensor, state: S | None, mask: Tensor | None) -> tuple[Tensor, S]:
+        """Do what `forward` does, for arguments that were checked and rows that are one sequence each."""
+
+    def _run_documents(self, x: Tensor, state: S | None, documents: Documents) -> tuple[Tensor, S]:
+        """Do what `forward` does for documents, here with a row for each of them."""
+        out, state = self._run(documents.to_rows(x), state, documents.mask)
+        return documents.from_rows(out), state
 
     @torch.no_grad()
     def step(self, x: Tensor, state: S, mask: Tensor | None = None) -> tuple[Tensor, S]:
         """Read one token x [B, dim] without gradients. Its memory may be changed in place: do not use `state` again."""
-        self._check(x, state, mask, rank=2)
+        require_sequence("x", x, self.dim, mask, rank=2)
         out, state = self.forward(x.unsqueeze(1), state, None if mask is None else mask.unsqueeze(1))
         return out.squeeze(1), state
 
-    def advance(self, x: Tensor, state: S | None, mask: Tensor | None = None) -> tuple[Tensor, S]:
+    def advance(
+        self, x: Tensor, state: S | None, mask: Tensor | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, S]:
         """Do what `forward` does, by the faster `step` where one token follows a state and nothing is trained."""
         if x.shape[1] != 1 or state is None or torch.is_grad_enabled() or self.training:
-            out: tuple[Tensor, S] = self(x, state, mask)
+            out: tuple[Tensor, S] = self(x, state, mask, documents)
             return out
         y, state = self.step(x.squeeze(1), state, None if mask is None else mask.squeeze(1))
         return y.unsqueeze(1), state
 
-    def _check(self, x: Tensor, state: S | None, mask: Tensor | None, *, rank: int = 3) -> None:
-        """Check the arguments of `forward`, or of `step` for `rank` 2."""
-        require_sequence("x", x, self.dim, mask, rank=rank)
+    def _check_state(self, state: S | None, sequences: int) -> None:
+        """Check that the state is of this kind of layer, and for so many sequences."""
         if state is not None and not isinstance(state, self.state_type):
             expected = f"the {self.state_type.__name__} that this layer returned, or None to begin"
             raise InputError(f"The state is {type(state).__name__}", expected=expected, code="state_of_other_layer")
         for tensor in [] if state is None else state.tensors:
-            require_rows(x, len(tensor))
-
-    def _check_or_begin(self, x: Tensor, state: S | None, mask: Tensor | None) -> S:
-        """Check the arguments and return the state to start from."""
-        self._check(x, state, mask)
-        return self.initial_state(x.shape[0]) if state is None else state
+            require_rows(sequences, len(tensor))
 
 
 class CrossLayer(nn.Module, Generic[S]):
@@ -146,7 +169,7 @@ class CrossLayer(nn.Module, Generic[S]):
     def forward(self, x: Tensor, state: S) -> Tensor:
         """Return what targets x [B, T, dim] read from the source, [B, T, dim]. The state does not change."""
         require_sequence("x", x, self.dim, None)
-        require_rows(x, len(state.tensors[0]))
+        require_rows(len(x), len(state.tensors[0]))
         read = self._read(self.q_proj(x).unflatten(-1, (self.heads, -1)), state)
         return self.o_proj(read.flatten(-2).to(x.dtype))
 

@@ -20,10 +20,11 @@ from rebind.memory.features import Feature
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Rule, get_rule
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
-from rebind.nn.parts.checks import head_width, require_multiple
-from rebind.nn.parts.dense import RMSNorm, project_gated, project_jointly
+from rebind.nn.parts.checks import head_width, require_multiple, require_sequence
+from rebind.nn.parts.dense import RMSNorm, project_jointly
+from rebind.nn.parts.documents import Documents
 from rebind.nn.parts.feature_map import FeatureMap, Normalizer
-from rebind.nn.parts.gates import Gates, ShortConvolution
+from rebind.nn.parts.gates import DecayGate, Gates, OutputGate, ShortConvolution, gate_projections, get_output_gate
 from rebind.nn.parts.padding import zero_padding
 from rebind.ops import scan
 from rebind.ops.inputs import DEBUG
@@ -55,8 +56,11 @@ class FastWeight(SequenceLayer[FastWeightState]):
         d_v: Width of the values of a head. None: dim / heads.
         key_heads: Number of key heads, each shared by equally many memories. None: as many as `heads`.
         conv_size: Tokens that a short convolution over q, k and v sees. None: no convolution.
-        output_gate: Whether reads are multiplied by silu(W_g x).
-        norm: Whether the read of each head goes through RMSNorm.
+        conv_bias: Whether the convolution has a bias.
+        decay: How the decay is computed: "softplus", "sigmoid", `SoftplusDecay` or `SigmoidDecay`.
+        max_beta: The least upper bound of β: 1, or 2 for writes that may turn a value into its opposite.
+        output_gate: What reads are multiplied by: "none", "silu" or "sigmoid" of W_g x, or an `OutputGate`.
+        norm_eps: ε of the RMSNorm that the read of each head goes through. None: no norm.
     """
 
     state_type = FastWeightState
@@ -73,8 +77,11 @@ class FastWeight(SequenceLayer[FastWeightState]):
         d_v: int | None = None,
         key_heads: int | None = None,
         conv_size: int | None = None,
-        output_gate: bool = False,
-        norm: bool = True,
+        conv_bias: bool = False,
+        decay: str | DecayGate = "softplus",
+        max_beta: float = 1.0,
+        output_gate: str | OutputGate | None = None,
+        norm_eps: float | None = 1e-6,
     ) -> None:
         super().__init__(dim, heads, d_v)
         self.rule = get_rule(rule)
@@ -88,10 +95,11 @@ class FastWeight(SequenceLayer[FastWeightState]):
         self.k_proj = nn.Linear(dim, keys, bias=False)
         self.v_proj = nn.Linear(dim, values, bias=False)
         self.phi = FeatureMap(feature, normalizer, self.d_k)
-        self.gates = Gates(self.rule, dim, heads)
-        self.conv = None if conv_size is None else ShortConvolution(2 * keys + values, conv_size)
-        self.g_proj = nn.Linear(dim, values, bias=False) if output_gate else None
-        self.norm = RMSNorm(self.d_v) if norm else None
+        self.gates = Gates(self.rule, dim, heads, decay=decay, max_beta=max_beta)
+        self.conv = None if conv_size is None else ShortConvolution(2 * keys + values, conv_size, bias=conv_bias)
+        self.output_gate = get_output_gate(output_gate)
+        self.g_proj, self.g_expand = gate_projections(self.output_gate, dim, values)
+        self.norm = None if norm_eps is None else RMSNorm(self.d_v, norm_eps)
         self.o_proj = nn.Linear(values, dim, bias=False)
 
     @property
@@ -105,10 +113,13 @@ class FastWeight(SequenceLayer[FastWeightState]):
         memory = weight.new_zeros(batch, self.heads, rows, self.phi.width, dtype=working_dtype(weight))
         return FastWeightState(memory, None if self.conv is None else self.conv.initial_window(batch))
 
-    def forward(
-        self, x: Tensor, state: FastWeightState | None = None, mask: Tensor | None = None
+    def _run(
+        self,
+        x: Tensor,
+        state: FastWeightState | None,
+        mask: Tensor | None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, FastWeightState]:
-        self._check(x, state, mask)
         x = as_autocast(zero_padding(x, mask))
         mixed = project_jointly(x, self.q_proj, self.k_proj, self.v_proj)
         output_gate, gates = self._gates(project_jointly(x, *self._gate_projections))
@@ -116,16 +127,24 @@ class FastWeight(SequenceLayer[FastWeightState]):
         if self.conv is None:
             qkv = mixed.split(self._widths, dim=-1)
         else:
-            window = self.conv.initial_window(len(x)) if window is None else window
-            qkv, window = self.conv(mixed, window, mask, self._widths)
+            sequences = len(x) if documents is None else len(documents)
+            window = self.conv.initial_window(sequences) if window is None else window
+            qkv, window = self.conv(mixed, window, mask, self._widths, documents)
         arguments = self._scan_inputs(qkv, gates, mask)
         arguments["v"] = arguments["v"].contiguous()  # a view would keep q and k before φ in memory
-        out, memory = scan(**arguments, state=None if state is None else state.memory)
+        start, bounds = None if state is None else state.memory, None if documents is None else documents.bounds
+        out, memory = scan(**arguments, state=start, cu_seqlens=bounds)
         return self._output(out, output_gate, x.dtype), FastWeightState(memory, window)
+
+    def _run_documents(
+        self, x: Tensor, state: FastWeightState | None, documents: Documents
+    ) -> tuple[Tensor, FastWeightState]:
+        return self._run(x, state, None, documents)
 
     @torch.no_grad()
     def step(self, x: Tensor, state: FastWeightState, mask: Tensor | None = None) -> tuple[Tensor, FastWeightState]:
-        self._check(x, state, mask, rank=2)
+        require_sequence("x", x, self.dim, mask, rank=2)
+        self._check_state(state, len(x))
         x, window = as_autocast(zero_padding(x, mask)), state.window
         everything = project_jointly(x, self.q_proj, self.k_proj, self.v_proj, *self._gate_projections)
         mixed, rest = everything.tensor_split([sum(self._widths)], -1)
@@ -142,11 +161,11 @@ class FastWeight(SequenceLayer[FastWeightState]):
         return [*([] if self.g_proj is None else [self.g_proj]), *self.gates.projections]
 
     def _gates(self, projected: Tensor) -> tuple[Tensor | None, TokenGates]:
-        """Return the output gate before its silu [..., heads · d_v], and the gates of the rule."""
+        """Return the output gate before its activation [..., heads · d_v], and the gates of the rule."""
         if self.g_proj is None:
             return None, self.gates(projected)
-        output_gate, rest = projected.tensor_split([self._widths[2]], dim=-1)
-        return output_gate, self.gates(rest)
+        output_gate, rest = projected.tensor_split([self.g_proj.out_features], dim=-1)
+        return output_gate if self.g_expand is None else self.g_expand(output_gate), self.gates(rest)
 
     def _scan_inputs(self, qkv: Sequence[Tensor], gates: TokenGates, mask: Tensor | None) -> dict[str, Any]:
         """Return what `scan` takes: φ(q), φ(k) [..., key_heads, width of φ], v [..., heads, d_v (+ 1)], ln α, ε, η."""
@@ -165,9 +184,9 @@ class FastWeight(SequenceLayer[FastWeightState]):
         if self.norm is not None:
             read = self.norm(read)
         read = read.flatten(-2)
-        if output_gate is None:
+        if self.output_gate is None or output_gate is None:
             return self.o_proj(read.to(dtype))
-        return project_gated(output_gate, read, self.o_proj, dtype)
+        return self.output_gate.project(output_gate, read, self.o_proj, dtype)
 
     def extra_repr(self) -> str:
         return f"rule={self.rule!r}, heads={self.heads}, d_k={self.d_k}, d_v={self.d_v}"

@@ -50,8 +50,7 @@ class HopfieldLayer(SequenceLayer[State]):
     def initial_state(self, batch: int) -> State:
         return State()
 
-    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
-        self._check(x, state, mask)
+    def _run(self, x: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, State]:
         query = self.q_proj(zero_padding(x, mask)).unflatten(-1, (self.heads, self.head_dim))
         wide = working_dtype(query)
         query, patterns = query.to(wide), self.patterns.to(wide)

@@ -108,8 +108,8 @@ class TTTLayer(SequenceLayer[TTTState]):
         weights = tuple(weight.to(wide).expand(batch, *weight.shape) for weight in self.initial_weights)
         return TTTState(weights, weights, torch.zeros(batch, dtype=torch.long, device=self.norm_weight.device))
 
-    def forward(self, x: Tensor, state: TTTState | None = None, mask: Tensor | None = None) -> tuple[Tensor, TTTState]:
-        start = self._check_or_begin(x, state, mask)
+    def _run(self, x: Tensor, state: TTTState | None, mask: Tensor | None) -> tuple[Tensor, TTTState]:
+        start = self.initial_state(len(x)) if state is None else state
         tokens, length = self._project(x), x.shape[1]
         fresh = state is None and mask is None  # every row begins a mini-batch at its first token
         if fresh or length == 1:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from rebind.errors import ShapeError
 from rebind.memory import ttt
 from rebind.memory.checks import unknown_name
-from rebind.nn.layers.attention import Attention
+from rebind.nn.layers.attention import Attention, Rotary
 from rebind.nn.layers.base import SequenceLayer
 from rebind.nn.layers.fast_weight import FastWeight
 from rebind.nn.layers.hopfield import HopfieldLayer
@@ -81,7 +81,7 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
 LayerBuilder = Callable[[RebindConfig], SequenceLayer[Any]]
 
 
-def _fast_weight(rule: str, normalizer: str, *, feature: str = "identity", output_gate: bool = False) -> LayerBuilder:
+def _fast_weight(rule: str, normalizer: str, *, feature: str = "identity", output_gate: str = "none") -> LayerBuilder:
     """Return the builder of a fast-weight layer with a feature map or, without one, behind a short convolution."""
 
     def build(config: RebindConfig) -> FastWeight:
@@ -108,7 +108,11 @@ def _ttt(inner: ttt.InnerModel, rate: float) -> LayerBuilder:
 
 
 KINDS: dict[str, LayerBuilder] = {
-    "attention": lambda config: Attention(config.hidden_size, config.num_attention_heads, rope_theta=config.rope_theta),
+    "attention": lambda config: Attention(
+        config.hidden_size,
+        config.num_attention_heads,
+        rotary=None if config.rope_theta is None else Rotary(config.rope_theta),
+    ),
     "linear-sum": _fast_weight("sum", "attention", feature="linear"),  # the Linear Transformer
     "linear-delta": _fast_weight("delta", "sum", feature="linear"),  # the Delta Net of Schlag et al.
     "performer-sum": _fast_weight("sum", "attention", feature="performer"),
@@ -116,10 +120,10 @@ KINDS: dict[str, LayerBuilder] = {
     "dpfp-sum": _fast_weight("sum", "attention", feature="dpfp"),
     "dpfp-delta": _fast_weight("delta", "sum", feature="dpfp"),
     "rfa": _fast_weight("rfa", "attention", feature="performer"),
-    "mamba2": _fast_weight("mamba2", "none", output_gate=True),
+    "mamba2": _fast_weight("mamba2", "none", output_gate="silu"),
     "delta": _fast_weight("delta", "l2"),  # DeltaNet as it is built today
     "longhorn": _fast_weight("longhorn", "none"),
-    "gated_delta": _fast_weight("gated_delta", "l2", output_gate=True),
+    "gated_delta": _fast_weight("gated_delta", "l2", output_gate="silu"),
     "ttt-linear": _ttt(ttt.Linear(), rate=1.0),
     "ttt-mlp": _ttt(ttt.Mlp(), rate=0.1),
     "hopfield": lambda config: HopfieldLayer(  # mixes no tokens: put it between layers that do

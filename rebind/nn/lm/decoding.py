@@ -115,7 +115,7 @@ def _is_next_token(token: Tensor | None, mask: Tensor | None, cache: Any, kwargs
     if token is None or not isinstance(cache, RebindCache) or None in cache.states or torch.is_grad_enabled():
         return False
     requested = {name for name, value in kwargs.items() if value is not None and value is not False}
-    if kwargs.get("return_dict") is False or requested - {"use_cache", "return_dict", "logits_to_keep"}:
+    if kwargs.get("return_dict") is False or requested - {"use_cache", "return_dict", "logits_to_keep", "position_ids"}:
         return False
     single = token.ndim == 2 and token.shape[1] == 1 and can_record(token)
     return single and (mask is None or bool(mask[:, -1].all()))

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from rebind.errors import InputError
 from rebind.memory.checks import known
 from rebind.memory.precision import working_dtype
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
@@ -21,6 +22,7 @@ from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.config import KINDS, RebindConfig
 from rebind.nn.parts.checks import boolean_mask, require_tokens
 from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm, head_loss, is_plain_linear
+from rebind.nn.parts.documents import Documents, PackedBatch, pack_batch
 from rebind.nn.parts.gates import Decay, ShortConvolution
 from rebind.ops.entropy import IGNORED
 
@@ -50,9 +52,11 @@ class Block(GradientCheckpointingLayer, Generic[Mixer]):
 class RebindBlock(Block[SequenceLayer[Any]]):
     """x + layer(norm(x)), then x + mlp(norm(x))."""
 
-    def forward(self, x: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x: Tensor, state: State | None, mask: Tensor | None, documents: Documents | None = None
+    ) -> tuple[Tensor, State]:
         x, normed = add_and_norm(self.mixer_norm, x)
-        read, state = self.mixer.advance(normed, state, mask)
+        read, state = self.mixer.advance(normed, state, mask, documents)
         return self.add_mlp(x, read), state
 
 
@@ -98,36 +102,88 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        position_ids: Tensor | None = None,
+        packed: PackedBatch | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Read tokens [B, T]. `attention_mask` [B, T], or longer for the context too, is 0 for padding, wherever it is.
 
         With `use_cache` the returned `past_key_values` continue the sequence. A cache that is passed in is changed.
+        Documents packed in a row do not see each other. They are recognized by `position_ids` that start again, and by
+        `cu_seqlens`, `cu_seq_lens_q` or `seq_idx` among the `kwargs`. They have no cache.
         """
         if input_ids is not None:
             require_tokens("input_ids", input_ids)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        mask = boolean_mask("attention_mask", attention_mask, *x.shape[:2], longer=True)
-        if mask is not None:  # without padding there is no mask
-            mask = mask[:, mask.shape[1] - x.shape[1] :]
-            mask = None if known(mask.all()) else mask
+        mask = _real_tokens(attention_mask, x)
+        if packed is None:
+            packed = find_documents(x, mask, position_ids, kwargs)
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not self.training and packed is None
         cache = RebindCache.resolve(past_key_values, len(self.layers), use_cache=use_cache)
+        if packed is not None and cache is not None:
+            advice = "Pass the documents as rows with an attention mask to continue them, or {use_cache}"
+            settings = {"use_cache": False}
+            raise InputError(
+                "Packed documents have no cache", advice=advice, settings=settings, code="cache_with_documents"
+            )
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        documents = None
+        if packed is not None:
+            x, mask, documents = packed.flatten(x), None, packed.documents
         hidden_states = [x]
         x = self.dropout(x)
         for index, block in enumerate(self.layers):
-            x, *state = block(x, None if cache is None else cache.states[index], mask)
+            x, *state = block(x, None if cache is None else cache.states[index], mask, documents)
             hidden_states.append(x)
             if cache is not None and state:  # a block that `rebind.models.trunk` skips returns no state
                 cache.states[index] = state[0]
         if cache is not None:
             cache.tokens_seen += x.shape[1]
-        x = self.norm(x)
-        shown: Any = (*hidden_states[:-1], x) if output_hidden_states else None
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=shown)
+        hidden_states[-1] = self.norm(x)
+        if packed is not None:
+            hidden_states = [packed.restore(x) for x in hidden_states[0 if output_hidden_states else -1 :]]
+        shown: Any = tuple(hidden_states) if output_hidden_states else None
+        last: Any = hidden_states[-1]
+        return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=cache, hidden_states=shown)
+
+
+# What `DataCollatorWithFlattening` sends beside `position_ids`; the lengths follow from the boundaries.
+DOCUMENT_ARGUMENTS = {"cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+IGNORED_ARGUMENTS = {"output_attentions", "return_dict", "cache_position"}  # if they are None or false
+
+
+def _real_tokens(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return the mask of the tokens x [B, T, ...], or None if there is no padding among them."""
+    mask = boolean_mask("attention_mask", attention_mask, *x.shape[:2], longer=True)
+    if mask is None:
+        return None
+    mask = mask[:, mask.shape[1] - x.shape[1] :]
+    return None if known(mask.all()) else mask
+
+
+def find_documents(
+    x: Tensor, mask: Tensor | None, position_ids: Tensor | None, arguments: dict[str, Any]
+) -> PackedBatch | None:
+    """Return the documents of x [B, T, ...] that a call names, or None; refuse arguments that no model knows."""
+    unknown = set(arguments) - DOCUMENT_ARGUMENTS
+    unknown -= {name for name in unknown & IGNORED_ARGUMENTS if not isinstance(arguments[name], Tensor)}
+    for name in sorted(unknown):
+        expected = ", ".join(sorted({"position_ids", *DOCUMENT_ARGUMENTS}))
+        raise InputError(
+            f"The model has no argument {name!r}",
+            expected=f"the arguments that its signature names, or {expected}",
+            advice="Remove it from the batch or from the call",
+            code="unknown_argument",
+        )
+    names = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+    bounds = [arguments[name] for name in names if arguments.get(name) is not None]
+    if any(not torch.equal(bounds[0], other) for other in bounds[1:]):
+        problem = "cu_seqlens, cu_seq_lens_q and cu_seq_lens_k differ"
+        raise InputError(problem, expected="the same boundaries", code="documents_disagree")
+    cu_seqlens = bounds[0] if bounds else None
+    return pack_batch((x.shape[0], x.shape[1]), mask, position_ids, arguments.get("seq_idx"), cu_seqlens)
 
 
 class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -169,19 +225,34 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
         output_hidden_states: bool | None = None,
         return_logits: bool = True,
         num_items_in_batch: int | Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, vocab], and with `labels` (−100 is ignored) the mean cross-entropy of the next tokens.
 
         `shift_labels` are labels that are shifted already. `logits_to_keep` asks for the logits of the last tokens
         alone, or of these positions; 0 means all. With `return_logits=False` only the loss is returned: it is computed
-        piece by piece, so that the logits of a large vocabulary never take memory all at once.
+        piece by piece, so that the logits of a large vocabulary never take memory all at once. For packed documents
+        (see `RebindModel.forward`), no document predicts the first token of the next.
         """
-        base = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states)
+        shift_labels = kwargs.pop("shift_labels", None)  # not named, since Trainer would require it of every batch
+        tokens, packed = input_ids if inputs_embeds is None else inputs_embeds, None
+        if tokens is not None and (kwargs or position_ids is not None):
+            packed = find_documents(tokens, _real_tokens(attention_mask, tokens), position_ids, kwargs)
+        base = self.model(
+            input_ids,
+            attention_mask,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            packed=packed,
+        )
         hidden, loss, logits = base.last_hidden_state, cast(Any, None), None
-        shift_labels = kwargs.get("shift_labels")  # no named parameter, since Trainer would require it of every batch
         if shift_labels is None and labels is not None:
             shift_labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            if packed is not None:
+                shift_labels = shift_labels.masked_fill(~packed.has_next, IGNORED)
         if return_logits or shift_labels is None or not is_plain_linear(self.lm_head):
             positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, positions])

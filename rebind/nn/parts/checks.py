@@ -50,10 +50,10 @@ def require_sequence(name: str, x: Tensor, width: int, mask: Tensor | None, *, r
         )
 
 
-def require_rows(x: Tensor, state_rows: int) -> None:
-    """Require a state for as many sequences as x has."""
-    if len(x) != state_rows:
-        problem = f"The batch has {len(x)} sequences and the state {state_rows}"
+def require_rows(sequences: int, state_rows: int) -> None:
+    """Require a state for as many sequences as the batch has."""
+    if sequences != state_rows:
+        problem = f"The batch has {sequences} sequences and the state {state_rows}"
         advice = "Start without a state, or choose its rows with state.select"
         raise ShapeError(problem, advice=advice, code="state_of_other_batch")
 

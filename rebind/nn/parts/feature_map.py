@@ -97,25 +97,41 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class NoNormalizer(Normalizer):
-    """Uses φ(k) and φ(q) unscaled."""
+    """Uses φ(k) unscaled, and φ(q) times `query_scale`."""
+
+    query_scale: float = 1.0
 
     name = "none"
+
+    def query(self, feature: Feature, q: Tensor) -> Tensor:
+        return feature(q) if self.query_scale == 1 else feature(q) * self.query_scale
 
 
 @dataclass(frozen=True)
 class L2Normalizer(Normalizer):
     """Scales to φ(k)/‖φ(k)‖ and φ(q)/‖φ(q)‖, so that a delta write with β = 1 replaces exactly. Usual in DeltaNets.
 
-    Rows of zeros stay zero. To bound the gradient, rows with entries below the machine epsilon (1e-7 in float32) come
-    out shorter than 1.
+    Args:
+        eps: Added to ‖φ(k)‖² (published models have 1e-6). None: enough to bound the gradient, with which rows of
+            entries below the machine epsilon (1e-7 in float32) come out shorter than 1. Rows of zeros stay zero.
+        query_scale: The norm of queries. Published models have d_k^−½.
     """
+
+    eps: float | None = None
+    query_scale: float = 1.0
 
     name = "l2"
 
     def key(self, feature: Feature, k: Tensor) -> Tensor:
-        phi = feature(k)
-        eps = torch.finfo(working_dtype(phi)).eps
-        return rms_norm(phi, phi.shape[-1] ** -0.5, eps**2)  # the weight 1/√width makes the norm 1
+        return self._unit(feature(k))
+
+    def query(self, feature: Feature, q: Tensor) -> Tensor:
+        return self._unit(feature(q), self.query_scale)
+
+    def _unit(self, phi: Tensor, norm: float = 1.0) -> Tensor:
+        width = phi.shape[-1]
+        eps = torch.finfo(working_dtype(phi)).eps ** 2 if self.eps is None else self.eps / width
+        return rms_norm(phi, norm * width**-0.5, eps)  # the weight 1/√width makes the norm 1
 
 
 @dataclass(frozen=True)
