@@ -11,7 +11,7 @@ from rebind.memory.ttt import Linear, Mlp
 from rebind.nn import Attention, FastWeight, HopfieldLayer, SequenceLayer, TTTLayer
 from rebind.nn.layers.attention import Rotary
 from rebind.nn.parts.feature_map import AttentionNormalizer, L2Normalizer
-from rebind.nn.parts.gates import OutputGate, SigmoidDecay
+from rebind.nn.parts.gates import OutputGate, SigmoidDecay, SoftplusDecay
 
 DIM, HEADS = 12, 3
 
@@ -42,6 +42,12 @@ LAYERS: dict[str, Callable[[], SequenceLayer]] = {
         output_gate=OutputGate("sigmoid", rank=5, bias=True),
         norm_eps=1e-5,
     ),
+    "gla": fast_weight("gla", normalizer="none", output_gate="silu"),
+    "kda": fast_weight("kda", conv_size=4, decay=SoftplusDecay(rank=3), output_gate=OutputGate("sigmoid", rank=4)),
+    "kda, bounded": lambda: FastWeight(DIM, 4, rule="kda", key_heads=2, d_k=5, d_v=7, decay="sigmoid"),
+    "gdn2": fast_weight("gdn2", conv_size=2),
+    "comba": fast_weight("comba"),
+    "rwkv7": fast_weight("rwkv7", normalizer="none", decay="sigmoid"),
     "ttt-linear": lambda: TTTLayer(DIM, HEADS, inner=Linear(), mini_batch=4),
     "ttt-linear, online": lambda: TTTLayer(DIM, HEADS, mini_batch=1),
     "ttt-mlp": lambda: TTTLayer(DIM, HEADS, inner=Mlp(expand=2), mini_batch=3, rate=0.1),

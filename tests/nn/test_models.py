@@ -333,3 +333,43 @@ def test_bad_configs_are_refused(changes, error, code):
 def test_bad_calls_are_refused(call, error, code):
     with raises(error, code):
         call(model(), tokens(2, 5))
+
+
+def test_a_config_exposes_what_layers_have(tmp_path):
+    options = {
+        "layer_kinds": ["kda", "gated_delta", "attention"],
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "memory_heads": 6,
+        "key_heads": 3,
+        "d_k": 5,
+        "d_v": 7,
+        "conv_bias": True,
+        "max_beta": 2.0,
+        "decay_gate": "sigmoid",
+        "decay_rank": 4,
+        "lowest_decay": -3.0,
+        "output_gate": "sigmoid",
+        "output_gate_rank": 3,
+        "output_gate_bias": True,
+        "query_scale": 0.5,
+        "key_norm_eps": 1e-6,
+        "norm_eps": 1e-5,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "qk_norm": "head",
+        "sliding_window": 5,
+        "rotary_fraction": 0.4,
+        "attention_gate": "sigmoid",
+    }
+    lm, ids = model(**options), tokens(2, 12)
+    kda, _, attention = (block.mixer for block in lm.model.layers)
+    assert (kda.heads, kda.key_heads, kda.d_k, kda.d_v) == (6, 3, 5, 7)
+    assert (kda.gates.max_beta, kda.gates.decay.gate.lowest, kda.gates.decay.expand.in_features) == (2.0, -3.0, 4)
+    assert (kda.conv.bias.shape, kda.norm.eps, kda.output_gate.rank) == ((6 * 7 + 2 * 15,), 1e-5, 3)
+    assert (attention.key_heads, attention.head_dim, attention.window, attention.qk_norm) == (2, 6, 5, "head")
+    lm.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert_close(again(ids).logits, lm(ids).logits)
+    for name, value in options.items():
+        assert getattr(again.config, name) == value

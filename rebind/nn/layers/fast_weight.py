@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rebind.errors import InputError
 from rebind.memory.features import Feature
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Rule, get_rule
@@ -85,6 +86,9 @@ class FastWeight(SequenceLayer[FastWeightState]):
     ) -> None:
         super().__init__(dim, heads, d_v)
         self.rule = get_rule(rule)
+        if self.rule.several:
+            problem, advice = f"Rule {self.rule.name!r} writes several times per token", "Call rebind.ops.scan_rule"
+            raise InputError(problem, expected="a rule with one write", advice=advice, code="several_writes")
         self.d_k = head_width(dim, heads, d_k)
         self.d_v = self.head_dim
         self.key_heads = heads if key_heads is None else key_heads
@@ -95,7 +99,8 @@ class FastWeight(SequenceLayer[FastWeightState]):
         self.k_proj = nn.Linear(dim, keys, bias=False)
         self.v_proj = nn.Linear(dim, values, bias=False)
         self.phi = FeatureMap(feature, normalizer, self.d_k)
-        self.gates = Gates(self.rule, dim, heads, decay=decay, max_beta=max_beta)
+        widths = {"key": self.phi.width, "value": self.d_v}
+        self.gates = Gates(self.rule, dim, heads, widths, decay=decay, max_beta=max_beta)
         self.conv = None if conv_size is None else ShortConvolution(2 * keys + values, conv_size, bias=conv_bias)
         self.output_gate = get_output_gate(output_gate)
         self.g_proj, self.g_expand = gate_projections(self.output_gate, dim, values)

@@ -22,7 +22,8 @@ from rebind.nn.layers.hopfield import HopfieldLayer
 from rebind.nn.layers.ttt import TTTLayer
 from rebind.nn.parts.checks import head_width, require_positive
 from rebind.nn.parts.dense import MLPS
-from rebind.nn.parts.feature_map import build_feature
+from rebind.nn.parts.feature_map import L2Normalizer, NoNormalizer, Normalizer, build_feature
+from rebind.nn.parts.gates import DECAYS, DecayGate, OutputGate, SigmoidDecay, SoftplusDecay
 
 ConfigValue = str | int | float | list[str] | None
 
@@ -40,14 +41,35 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     intermediate_size: int = 1_408  # width of the hidden layer of the MLPs
     layer_kinds: str | list[str] = "gated_delta"  # of `KINDS`; a list is repeated to the depth
     mlp: str = "swiglu"  # or "relu"
-    d_k: int | None = None  # width of the keys of a head, before φ; None: hidden_size / heads
-    d_v: int | None = None  # width of the values of a head; None: hidden_size / heads
+    # Fast weights
+    memory_heads: int | None = None  # memories of a layer; None: num_attention_heads
+    key_heads: int | None = None  # heads of keys and queries, each shared by equally many memories; None: as many
+    d_k: int | None = None  # width of the keys of a head, before φ; None: hidden_size / memory heads
+    d_v: int | None = None  # width of the values of a head; None: hidden_size / memory heads
     conv_size: int | None = 4  # tokens that the short convolution of today's kinds sees; None: no convolution
+    conv_bias: bool = False
+    max_beta: float = 1.0  # least upper bound of β; 2 lets a write turn a value into its opposite
+    decay_gate: str = "softplus"  # or "sigmoid", whose ln α is at least `lowest_decay`
+    decay_rank: int | None = None  # of the projection of the decay gate; None: full
+    lowest_decay: float = -5.0
+    output_gate: str | None = None  # "none", "silu" or "sigmoid"; None: that of the kind
+    output_gate_rank: int | None = None  # of its projection; None: full
+    output_gate_bias: bool = False
+    query_scale: float = 1.0  # what queries are multiplied by, after their norm
+    key_norm_eps: float | None = None  # ε of L2-normalized keys and queries; None: as little as rounding allows
+    # Attention
+    num_key_value_heads: int | None = None  # each shared by equally many heads; None: num_attention_heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    qk_norm: str = "none"  # RMSNorm of queries and keys: of each "head", or of "all" heads side by side
+    sliding_window: int | None = None  # tokens that a token sees; None: all before it
+    rope_theta: float | None = 10_000.0  # base of the rotary positions; None: no positions
+    rotary_fraction: float = 1.0  # part of the channels that is rotated
+    attention_gate: str = "none"  # what reads are multiplied by: "none", "silu" or "sigmoid" of a projection
+    # Other kinds
     dpfp_nu: int = 1  # ν of DPFP: features 2ν times as wide as d_k
     favor_features: int = 16  # m of FAVOR+: features 2m wide
     ttt_mini_batch: int = 16
     hopfield_patterns: int = 64  # per head
-    rope_theta: float | None = 10_000.0  # base of the rotary positions of attention; None: no positions
     dropout: float = 0.0  # after the embedding, every layer and every MLP
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
@@ -61,9 +83,11 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         require_positive(vocab_size=self.vocab_size, num_hidden_layers=self.num_hidden_layers)
         for width in (self.d_k, self.d_v):
-            head_width(self.hidden_size, self.num_attention_heads, width)
+            head_width(self.hidden_size, self.memory_heads or self.num_attention_heads, width)
         if self.mlp not in MLPS:
             raise unknown_name("mlp", self.mlp, MLPS)
+        if self.decay_gate not in DECAYS:
+            raise unknown_name("decay gate", self.decay_gate, DECAYS)
         for kind in self.kinds:  # which raises an error for a pattern that does not fit
             if kind not in KINDS:
                 raise unknown_name("layer kind", kind, KINDS)
@@ -85,20 +109,51 @@ def _fast_weight(rule: str, normalizer: str, *, feature: str = "identity", outpu
     """Return the builder of a fast-weight layer with a feature map or, without one, behind a short convolution."""
 
     def build(config: RebindConfig) -> FastWeight:
-        d_k = head_width(config.hidden_size, config.num_attention_heads, config.d_k)
+        heads = config.memory_heads or config.num_attention_heads
+        d_k = head_width(config.hidden_size, heads, config.d_k)
+        normalizers: dict[str, Normalizer] = {
+            "none": NoNormalizer(config.query_scale),
+            "l2": L2Normalizer(config.key_norm_eps, config.query_scale),
+        }
+        decay: DecayGate = SoftplusDecay(config.decay_rank)
+        if config.decay_gate != "softplus":
+            decay = SigmoidDecay(config.decay_rank, config.lowest_decay)
+        activation = output_gate if config.output_gate is None else config.output_gate
+        gate = (
+            None if activation == "none" else OutputGate(activation, config.output_gate_rank, config.output_gate_bias)
+        )
         return FastWeight(
             config.hidden_size,
-            config.num_attention_heads,
+            heads,
             rule=rule,
             feature=build_feature(feature, d_k, dpfp_nu=config.dpfp_nu, favor_features=config.favor_features),
-            normalizer=normalizer,
+            normalizer=normalizers.get(normalizer, normalizer),
             d_k=d_k,
             d_v=config.d_v,
+            key_heads=config.key_heads,
             conv_size=config.conv_size if feature == "identity" else None,
-            output_gate=output_gate,
+            conv_bias=config.conv_bias,
+            decay=decay,
+            max_beta=config.max_beta,
+            output_gate=gate,
+            norm_eps=config.norm_eps,
         )
 
     return build
+
+
+def _attention(config: RebindConfig) -> Attention:
+    return Attention(
+        config.hidden_size,
+        config.num_attention_heads,
+        head_dim=config.head_dim,
+        key_heads=config.num_key_value_heads,
+        rotary=None if config.rope_theta is None else Rotary(config.rope_theta, config.rotary_fraction),
+        qk_norm=config.qk_norm,
+        window=config.sliding_window,
+        output_gate=config.attention_gate,
+        norm_eps=config.norm_eps,
+    )
 
 
 def _ttt(inner: ttt.InnerModel, rate: float) -> LayerBuilder:
@@ -108,11 +163,7 @@ def _ttt(inner: ttt.InnerModel, rate: float) -> LayerBuilder:
 
 
 KINDS: dict[str, LayerBuilder] = {
-    "attention": lambda config: Attention(
-        config.hidden_size,
-        config.num_attention_heads,
-        rotary=None if config.rope_theta is None else Rotary(config.rope_theta),
-    ),
+    "attention": _attention,
     "linear-sum": _fast_weight("sum", "attention", feature="linear"),  # the Linear Transformer
     "linear-delta": _fast_weight("delta", "sum", feature="linear"),  # the Delta Net of Schlag et al.
     "performer-sum": _fast_weight("sum", "attention", feature="performer"),
@@ -124,6 +175,11 @@ KINDS: dict[str, LayerBuilder] = {
     "delta": _fast_weight("delta", "l2"),  # DeltaNet as it is built today
     "longhorn": _fast_weight("longhorn", "none"),
     "gated_delta": _fast_weight("gated_delta", "l2", output_gate="silu"),
+    "gla": _fast_weight("gla", "none", output_gate="silu"),
+    "kda": _fast_weight("kda", "l2", output_gate="sigmoid"),
+    "gdn2": _fast_weight("gdn2", "l2", output_gate="silu"),
+    "comba": _fast_weight("comba", "l2", output_gate="silu"),
+    "rwkv7": _fast_weight("rwkv7", "none", output_gate="silu"),
     "ttt-linear": _ttt(ttt.Linear(), rate=1.0),
     "ttt-mlp": _ttt(ttt.Mlp(), rate=0.1),
     "hopfield": lambda config: HopfieldLayer(  # mixes no tokens: put it between layers that do

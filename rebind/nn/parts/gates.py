@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -179,63 +179,85 @@ class Decay(nn.Module):
 
         Near 1, α itself would lose its digits.
         """
-        projected = projected if self.expand is None else self.expand(projected.to(self.expand.weight.dtype))
-        x, rate = projected.to(working_dtype(projected)) + self.dt_bias, self.A_log.to(working_dtype(projected)).exp()
+        wide = working_dtype(projected)
+        x = (projected if self.expand is None else self.expand(projected)).to(wide) + self.dt_bias
+        rate = self.A_log.to(wide).exp()
         if self.channels is not None:
             x, rate = x.unflatten(-1, (-1, self.channels)), rate.unsqueeze(-1)
         return self.gate(x, rate)
 
 
 class Gates(nn.Module):
-    """The gates `alpha`, `beta` and `dt` of a rule, [..., heads] each; gates of other names keep their defaults.
+    """The gates of a rule, [..., heads] each, or [..., heads, width] where the rule has one per channel.
+
+    `alpha` is a decay and `dt` its step, `beta` is max_beta · σ(W x), other gates with channels are σ(W x), and the
+    rest keep their defaults.
 
     Args:
         rule: The rule.
         dim: Width of the input.
         heads: Number of memories.
+        widths: Channels of a "key", after φ, and of a "value".
         decay: How `alpha` is computed.
         max_beta: The least upper bound of `beta`: 1, or 2 for writes that may turn a value into its opposite.
     """
 
     def __init__(
-        self, rule: Rule, dim: int, heads: int, *, decay: str | DecayGate = "softplus", max_beta: float = 1.0
+        self,
+        rule: Rule,
+        dim: int,
+        heads: int,
+        widths: Mapping[str, int],
+        *,
+        decay: str | DecayGate = "softplus",
+        max_beta: float = 1.0,
     ) -> None:
         super().__init__()
         self.rule, self.max_beta = rule, max_beta
         self.beta = nn.Linear(dim, heads, bias=False) if "beta" in rule.gates else None  # W_β of Schlag et al. eq. 21
-        self.decay = Decay(dim, heads, gate=decay) if {"alpha", "dt"} & set(rule.gates) else None
+        channels = widths["key"] if rule.channels.get("alpha") == "key" else None
+        decays = bool({"alpha", "dt"} & set(rule.gates))
+        self.decay = Decay(dim, heads, channels=channels, gate=decay) if decays else None
+        others = {name: widths[of] for name, of in rule.channels.items() if name not in ("alpha", "beta")}
+        self.others = nn.ModuleDict({name: nn.Linear(dim, heads * width, bias=False) for name, width in others.items()})
+        self._other_widths = others
         if not 0 < max_beta <= rule.largest.get("beta", 2.0):
             expected = f"more than 0, and at most {rule.largest.get('beta', 2.0):g} for rule {rule.name!r}"
             raise InputError(f"max_beta is {max_beta}", expected=expected, code="gate_out_of_range")
-        if "dt" in rule.gates and self.decay is not None and not isinstance(self.decay.gate, SoftplusDecay):
+        if "dt" in rule.gates and not isinstance(get_decay(decay), SoftplusDecay):
             expected = f"'softplus', whose step rule {rule.name!r} also writes with"
-            raise InputError(
-                f"The decay gate is {self.decay.gate.name!r}", expected=expected, code="decay_without_step"
-            )
+            raise InputError(f"The decay gate is {decay!r}", expected=expected, code="decay_without_step")
 
     @property
     def projections(self) -> list[nn.Linear]:
         """The projections of x that `forward` takes side by side."""
-        both = self.beta, None if self.decay is None else self.decay.project
-        return [project for project in both if project is not None]
+        first = self.beta, None if self.decay is None else self.decay.project
+        return [project for project in (*first, *self.others.values()) if isinstance(project, nn.Linear)]
 
     def forward(self, projected: Tensor) -> tuple[dict[str, float | Tensor], Tensor | None]:
         """Return the gates by name, and ln α in place of the gate `Rule.decay`."""
+        parts = iter(projected.split([project.out_features for project in self.projections], dim=-1))
         gates: dict[str, float | Tensor] = {}
-        projected = projected.to(working_dtype(projected))
         if self.beta is not None:
-            rate, projected = projected.tensor_split([self.beta.out_features], dim=-1)
-            gates["beta"] = torch.sigmoid(rate) if self.max_beta == 1 else torch.sigmoid(rate) * self.max_beta
+            rate = torch.sigmoid(_widen(next(parts)))
+            gates["beta"] = rate if self.max_beta == 1 else rate * self.max_beta
+        decay = None if self.decay is None else next(parts)
+        for name, width in self._other_widths.items():
+            gates[name] = torch.sigmoid(_widen(next(parts))).unflatten(-1, (-1, width))
         if self.decay is None:
             return gates, None
-        log_alpha, dt = self.decay(projected)
-        if "dt" in self.rule.gates and dt is not None:
+        log_alpha, dt = self.decay(decay)
+        if "dt" in self.rule.gates:
             gates["dt"] = dt
         if self.rule.decay == "alpha":
             return gates, log_alpha
         if "alpha" in self.rule.gates:  # the rule computes its decay from α, which needs all digits
             gates["alpha"] = log_alpha.to(torch.float32 if log_alpha.device.type == "mps" else torch.float64).exp()
         return gates, None
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(working_dtype(x))
 
 
 # The output
