@@ -69,6 +69,11 @@ class TestPlain:
         for length, channels in product(LENGTHS, WIDTHS):
             agree("torch", problem(length, channels, size, window=window), torch.float64)
 
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_several_blocks(self, dtype):
+        channels = convolution.BLOCK // 32  # in blocks of 16 tokens, with two rows
+        agree("torch", problem(40, channels, 4), dtype, 1e-10 if dtype == torch.float64 else 1e-5)
+
     @pytest.mark.parametrize("size", [1, 3])
     def test_gradients_of_gradients(self, size):
         leaves = [tensor.requires_grad_() for tensor in problem(4, 2, size)]
