@@ -3,6 +3,7 @@
 - `rebind.edit`: edit facts in pretrained language models (`Editor`)
 - `rebind.memory`: the algebra of writes (`Memory`, `Write`)
 - `rebind.ops`, `rebind.nn`: many writes, fast; sequence layers and models built on them
+- `rebind.optimize`, `rebind.compat`: models of transformers on these operations; the functions of fla
 - `rebind.models`: someone else's language model behind one object (`LanguageModel`)
 - `rebind.analysis`, `rebind.evals`, `rebind.lab`: tracing, evaluation of edits, experiments
 """
@@ -32,7 +33,8 @@ from rebind.errors import (
 from rebind.version import __version__
 
 if TYPE_CHECKING:
-    from rebind import analysis, edit, evals, lab, memory, models, nn, ops
+    from rebind import analysis, compat, edit, evals, lab, memory, models, nn, ops
+    from rebind.compat.optimize import optimize
     from rebind.edit import Edit, Editor, Fact, Guard, Ledger, attach
     from rebind.memory import LowRank, Memory, Write, chain, get_rule
     from rebind.models import LanguageModel
@@ -66,6 +68,7 @@ __all__ = [
     "analysis",
     "attach",
     "chain",
+    "compat",
     "edit",
     "evals",
     "get_rule",
@@ -74,13 +77,15 @@ __all__ = [
     "models",
     "nn",
     "ops",
+    "optimize",
 ]
 
-_SUBPACKAGES = {"analysis", "edit", "evals", "lab", "memory", "models", "nn", "ops"}
+_SUBPACKAGES = {"analysis", "compat", "edit", "evals", "lab", "memory", "models", "nn", "ops"}
 _HOMES = {
     **dict.fromkeys(("Edit", "Editor", "Fact", "Guard", "Ledger", "attach"), "rebind.edit"),
     **dict.fromkeys(("LowRank", "Memory", "Write", "chain", "get_rule"), "rebind.memory"),
     "LanguageModel": "rebind.models",
+    "optimize": "rebind.compat.optimize",
 }
 
 

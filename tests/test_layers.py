@@ -29,6 +29,7 @@ BELOW: dict[str, set[str]] = {
     "ops": FOUNDATION | {"memory"},
     "bench": ALGEBRA,
     "nn": ALGEBRA,
+    "compat": ALGEBRA | {"nn"},
     "models": ALGEBRA | {"nn"},
     "edit": ALGEBRA | {"nn", "models"},
     "analysis": EDITING,
