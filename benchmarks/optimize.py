@@ -30,7 +30,13 @@ from rebind.bench.measure import machine
 from rebind.storage import write_json
 
 VOCABULARY = 2_048  # so that the output layer has the share of the parameters of a token that it has in Qwen3-Next, 8 %
-SHARED = {"vocab_size": VOCABULARY, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+SHARED = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 LINEAR = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,

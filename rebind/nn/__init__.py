@@ -2,6 +2,7 @@
 
 - `layers`: fast weights, test-time training, attention, Hopfield retrieval
 - `parts`: what layers and models are built of
+- `convert`: layers and models of transformers and fla as ours, and back
 - `lm`: language models, and decoding with CUDA graphs
 - `seq2seq`: an encoder-decoder for translation
 - `training`: training runs
@@ -12,6 +13,7 @@ enough for `AutoModelForCausalLM.from_pretrained` and `AutoModelForSeq2SeqLM.fro
 
 from __future__ import annotations
 
+from rebind.nn.convert import from_pretrained_layer, to_pretrained_layer
 from rebind.nn.layers import (
     Attention,
     CrossAttention,
@@ -57,9 +59,11 @@ __all__ = [
     "SequenceLayer",
     "State",
     "TTTLayer",
+    "from_pretrained_layer",
     "get_normalizer",
     "preset",
     "recorded_decoding",
+    "to_pretrained_layer",
 ]
 
 

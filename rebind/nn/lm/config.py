@@ -40,7 +40,7 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     num_attention_heads: int = 8  # of every layer
     intermediate_size: int = 1_408  # width of the hidden layer of the MLPs
     layer_kinds: str | list[str] = "gated_delta"  # of `KINDS`; a list is repeated to the depth
-    mlp: str = "swiglu"  # or "relu"
+    mlp: str = "swiglu"  # or "relu", or "experts" of which a token uses a few
     # Fast weights
     memory_heads: int | None = None  # memories of a layer; None: num_attention_heads
     key_heads: int | None = None  # heads of keys and queries, each shared by equally many memories; None: as many
@@ -56,6 +56,7 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     output_gate_rank: int | None = None  # of its projection; None: full
     output_gate_bias: bool = False
     query_scale: float = 1.0  # what queries are multiplied by, after their norm
+    read_norm_eps: float | None = None  # ε of the norm of reads; None: norm_eps
     key_norm_eps: float | None = None  # ε of L2-normalized keys and queries; None: as little as rounding allows
     # Attention
     num_key_value_heads: int | None = None  # each shared by equally many heads; None: num_attention_heads
@@ -65,6 +66,13 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     rope_theta: float | None = 10_000.0  # base of the rotary positions; None: no positions
     rotary_fraction: float = 1.0  # part of the channels that is rotated
     attention_gate: str = "none"  # what reads are multiplied by: "none", "silu" or "sigmoid" of a projection
+    attention_norm: str = "before"  # where the norms of a block with attention are: "before" its parts, or "after"
+    # Experts
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 352  # width of the hidden layer of an expert
+    shared_expert_intermediate_size: int | None = None  # of the expert that every token uses; None: there is none
+    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
     # Other kinds
     dpfp_nu: int = 1  # ν of DPFP: features 2ν times as wide as d_k
     favor_features: int = 16  # m of FAVOR+: features 2m wide
@@ -84,8 +92,10 @@ class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         require_positive(vocab_size=self.vocab_size, num_hidden_layers=self.num_hidden_layers)
         for width in (self.d_k, self.d_v):
             head_width(self.hidden_size, self.memory_heads or self.num_attention_heads, width)
-        if self.mlp not in MLPS:
-            raise unknown_name("mlp", self.mlp, MLPS)
+        if self.mlp not in (*MLPS, "experts"):
+            raise unknown_name("mlp", self.mlp, (*MLPS, "experts"))
+        if self.attention_norm not in ("before", "after"):
+            raise unknown_name("attention norm", self.attention_norm, ("before", "after"))
         if self.decay_gate not in DECAYS:
             raise unknown_name("decay gate", self.decay_gate, DECAYS)
         for kind in self.kinds:  # which raises an error for a pattern that does not fit
@@ -136,7 +146,7 @@ def _fast_weight(rule: str, normalizer: str, *, feature: str = "identity", outpu
             decay=decay,
             max_beta=config.max_beta,
             output_gate=gate,
-            norm_eps=config.norm_eps,
+            norm_eps=config.norm_eps if config.read_norm_eps is None else config.read_norm_eps,
         )
 
     return build

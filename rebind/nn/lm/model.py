@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from transformers.utils.generic import can_return_tuple
 from rebind.errors import InputError
 from rebind.memory.checks import known
 from rebind.memory.precision import working_dtype
+from rebind.nn.convert.links import copy_to_ours, copy_to_theirs
+from rebind.nn.convert.models import plan_model
+from rebind.nn.layers.attention import Attention
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
 from rebind.nn.layers.hopfield import HopfieldLayer
 from rebind.nn.layers.ttt import TTTLayer
@@ -23,10 +26,25 @@ from rebind.nn.lm.config import KINDS, RebindConfig
 from rebind.nn.parts.checks import boolean_mask, require_tokens
 from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm, head_loss, is_plain_linear
 from rebind.nn.parts.documents import Documents, PackedBatch, pack_batch
+from rebind.nn.parts.experts import ExpertMlp
 from rebind.nn.parts.gates import Decay, ShortConvolution
 from rebind.ops.entropy import IGNORED
 
 Mixer = TypeVar("Mixer", bound=nn.Module)
+
+
+def build_mlp(config: PreTrainedConfig) -> nn.Module:
+    """Return the MLP that a config names."""
+    if config.mlp != "experts":
+        return MLPS[config.mlp](config.hidden_size, config.intermediate_size)
+    return ExpertMlp(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        shared=config.shared_expert_intermediate_size,
+        normalize=config.norm_topk_prob,
+    )
 
 
 class Block(GradientCheckpointingLayer, Generic[Mixer]):
@@ -40,7 +58,7 @@ class Block(GradientCheckpointingLayer, Generic[Mixer]):
             self.cross_norm = RMSNorm(config.hidden_size, config.norm_eps)
             self.cross = cross
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size)
+        self.mlp = build_mlp(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def add_mlp(self, x: Tensor, read: Tensor) -> Tensor:
@@ -50,11 +68,19 @@ class Block(GradientCheckpointingLayer, Generic[Mixer]):
 
 
 class RebindBlock(Block[SequenceLayer[Any]]):
-    """x + layer(norm(x)), then x + mlp(norm(x))."""
+    """x + layer(norm(x)), then x + mlp(norm(x)); or x + norm(layer(x)), then x + norm(mlp(x))."""
+
+    def __init__(self, config: RebindConfig, mixer: SequenceLayer[Any]) -> None:
+        super().__init__(config, mixer)
+        self.norms_after = config.attention_norm == "after" and isinstance(mixer, Attention)
 
     def forward(
         self, x: Tensor, state: State | None, mask: Tensor | None, documents: Documents | None = None
     ) -> tuple[Tensor, State]:
+        if self.norms_after:
+            read, state = self.mixer.advance(x, state, mask, documents)
+            x = x + self.dropout(self.mixer_norm(read))
+            return x + self.dropout(self.mlp_norm(self.mlp(x))), state
         x, normed = add_and_norm(self.mixer_norm, x)
         read, state = self.mixer.advance(normed, state, mask, documents)
         return self.add_mlp(x, read), state
@@ -72,6 +98,8 @@ class RebindPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Decay | ShortConvolution | TTTLayer | HopfieldLayer):
             module.reset_parameters()
+        elif isinstance(module, ExpertMlp):
+            module.reset_parameters(self.config.initializer_range)
         else:
             super()._init_weights(module)  # type: ignore[no-untyped-call]
 
@@ -198,6 +226,23 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
         self.model = RebindModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def from_transformers(cls, model: PreTrainedModel) -> Self:
+        """Return our model with the weights of a causal language model of transformers, and with its logits.
+
+        Args:
+            model: Qwen3-Next, Qwen3.5 (the language model), OLMo Hybrid, or one with the same parts.
+        """
+        config, links = plan_model(model)
+        ours = cls(config)
+        nn.Module.to(ours, model.device, model.dtype)
+        copy_to_ours(links, model, ours)
+        return ours.train(model.training)
+
+    def to_transformers(self, model: PreTrainedModel) -> None:
+        """Copy the weights into a model of transformers of the same shape, such as the one this model came from."""
+        copy_to_theirs(plan_model(model)[1], self, model)
 
     @property
     def grows(self) -> bool:
