@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.optimize
     OMP_NUM_THREADS=1 python -m benchmarks.optimize --models kimi_linear --tokens 512
 
-Models have random weights and the proportions of the published ones, at a quarter of their width or less: a hybrid
-block of four layers, and few experts. Per model: prefill of --tokens tokens without gradients, a training step
+Models have random weights and about the proportions of the published ones, at an eighth or a quarter of their width: a
+hybrid block of four layers, and few experts. Per model: prefill of --tokens tokens without gradients, a training step
 (forward and backward), and one token after that context. Both models take turns and the best of --rounds turns counts,
 in processor time on a CPU (--wall for wall time), since other programs lengthen only wall time. The benchmark fails if
 the losses differ by more than rounding.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,62 +31,57 @@ from rebind.bench.measure import machine
 from rebind.storage import write_json
 
 VOCABULARY = 2_048  # so that the output layer has the share of the parameters of a token that it has in Qwen3-Next, 8 %
-SHARED = {
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "hidden_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
-LINEAR = {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-MIXED = {"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        **SHARED,
-        **LINEAR,
-        **EXPERTS,
-        "num_key_value_heads": 1,
-        "head_dim": 128,
-        "shared_expert_intermediate_size": 128,
-    },
-    "qwen3_5_text": {**SHARED, **LINEAR, "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 1_536},
-    "olmo_hybrid": {
-        **SHARED,
+
+
+def sizes(kind: str, width: int) -> dict[str, Any]:
+    """Return the options of a config with that width."""
+    head = width // 4
+    shared = {"vocab_size": VOCABULARY, "pad_token_id": 0, "hidden_size": width, "num_hidden_layers": 4}
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": head}
+    linear = {
         "linear_num_key_heads": 4,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 96,
-        "linear_value_head_dim": 192,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1_408,
-    },
-    "kimi_linear": {
-        **SHARED,
-        **MIXED,
-        "linear_num_heads": 4,
-        "linear_head_dim": 128,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 128,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
-        "intermediate_size": 1_408,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-    },
-}
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": head,
+        "linear_value_head_dim": head,
+    }
+    grouped = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": head}
+    options: dict[str, dict[str, Any]] = {
+        "qwen3_next": {**linear, **grouped, **experts, "num_experts": 8, "shared_expert_intermediate_size": head},
+        "qwen3_5_text": {**linear, **grouped, "intermediate_size": 3 * width},
+        "olmo_hybrid": {
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 3 * head // 4,
+            "linear_value_head_dim": 3 * head // 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "intermediate_size": 3 * width,
+        },
+        "kimi_linear": {
+            **experts,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": head,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": head,
+            "qk_nope_head_dim": head // 2,
+            "qk_rope_head_dim": head // 4,
+            "v_head_dim": head // 2,
+            "intermediate_size": 3 * width,
+            "num_local_experts": 8,
+        },
+    }
+    return {**shared, **options[kind]}
 
 
-def build(kind: str, device: str) -> PreTrainedModel:
+MODELS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear")
+
+
+def build(kind: str, width: int, device: str) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**MODELS[kind]))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes(kind, width)))
     return model
 
 
@@ -117,10 +113,10 @@ def tasks(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], float]]
     return {"prefill": prefill, "train": train, "decode, 8 tokens": decode}
 
 
-def measure(kind: str, tokens: int, rounds: int, device: str, *, wall: bool) -> list[dict[str, Any]]:
+def measure(kind: str, width: int, tokens: int, rounds: int, device: str, *, wall: bool) -> list[dict[str, Any]]:
     clock = time.perf_counter if wall or device != "cpu" else time.process_time
     ids = torch.randint(1, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    models = {"transformers": build(kind, device), "rebind": build(kind, device)}
+    models = {name: build(kind, width, device) for name in ("transformers", "rebind")}
     rebind.optimize(models["rebind"])
     work = {name: tasks(model, ids) for name, model in models.items()}
     rows = []
@@ -138,14 +134,18 @@ def measure(kind: str, tokens: int, rounds: int, device: str, *, wall: bool) -> 
         if abs(one - other) > 1e-4 * abs(other):
             raise SystemExit(f"{kind}, {task}: the losses are {losses}")
         speedup = best["transformers"] / best["rebind"]
-        print(f"{kind:14} {task:18} {best['transformers']:9.3f} s {best['rebind']:9.3f} s {speedup:6.2f}x", flush=True)
-        rows.append({"model": kind, "task": task, "tokens": tokens, **best, "speedup": speedup})
+        print(
+            f"{kind:14} {width:5} {task:18} {best['transformers']:9.3f} s {best['rebind']:9.3f} s {speedup:6.2f}x",
+            flush=True,
+        )
+        rows.append({"model": kind, "width": width, "task": task, "tokens": tokens, **best, "speedup": speedup})
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Speed of published models with and without rebind.optimize.")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="Families to measure.")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="Families to measure.")
+    parser.add_argument("--widths", nargs="+", type=int, default=[256, 512], help="Widths of the models.")
     parser.add_argument("--tokens", type=int, default=2_048, help="Length of the sequence.")
     parser.add_argument("--rounds", type=int, default=3, help="Turns of both; the best counts.")
     parser.add_argument("--device", default="cpu", help="Where to run.")
@@ -153,10 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "optimize-cpu.json", help="File for the results.")
     options = parser.parse_args(arguments)
     logging.set_verbosity_error()  # transformers says once that its functions are the slow ones
-    print(f"{'model':14} {'task':18} {'transformers':>11} {'rebind':>11}", flush=True)
+    print(f"{'model':14} {'width':5} {'task':18} {'transformers':>11} {'rebind':>11}", flush=True)
     rows = []
-    for kind in options.models:
-        rows += measure(kind, options.tokens, options.rounds, options.device, wall=options.wall)
+    for kind, width in product(options.models, options.widths):
+        rows += measure(kind, width, options.tokens, options.rounds, options.device, wall=options.wall)
         write_json(options.out, {"machine": machine("transformers"), "rows": rows})
 
 

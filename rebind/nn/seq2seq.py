@@ -11,12 +11,12 @@ own. There is no dropout inside attention, since fast weights have no attention 
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -27,6 +27,7 @@ from rebind.nn.layers.attention import Attention, CrossAttention
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
 from rebind.nn.layers.fast_weight import CrossFastWeight, FastWeight
 from rebind.nn.lm.cache import RebindCache
+from rebind.nn.lm.config import SavedConfig
 from rebind.nn.lm.model import Block, RebindPreTrainedModel
 from rebind.nn.parts.checks import boolean_mask, head_width, require_positive, require_tokens
 from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm
@@ -40,10 +41,14 @@ SEQ2SEQ_KINDS = ("softmax", "linear", "performer", "dpfp")
 LONGEST_WAVE = 10_000.0  # over 2π, of the slowest sine of the positions
 
 
-class RebindSeq2SeqConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
+class RebindSeq2SeqConfig(SavedConfig):  # type: ignore[no-untyped-call]
     """An encoder and a decoder with one kind of attention in all three places."""
 
     model_type = "rebind-seq2seq"
+    auto_classes: ClassVar[dict[str, str]] = {
+        "AutoConfig": "RebindSeq2SeqConfig",
+        "AutoModelForSeq2SeqLM": "RebindForSeq2SeqLM",
+    }
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     vocab_size: int = 8_000  # the same tokens for source and target

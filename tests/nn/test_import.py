@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import rebind.nn
+from rebind.nn import RebindConfig, RebindForCausalLM
 from tests.test_docs import ROOT, run_blocks
 
 WITHOUT_TRANSFORMERS = """
@@ -33,6 +34,31 @@ assert type(AutoModel.from_config(config)) is rebind.nn.RebindModel
 config = AutoConfig.for_model("rebind-seq2seq", encoder_layers=1, decoder_layers=1, **small)
 assert type(AutoModelForSeq2SeqLM.from_config(config)) is rebind.nn.RebindForSeq2SeqLM
 """
+
+AS_LM_EVAL = """
+import sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+folder, imported = sys.argv[1:]
+if imported == "yes":
+    import rebind.nn
+options = {"trust_remote_code": imported == "no"}  # what lm_eval passes on
+assert AutoConfig.from_pretrained(folder, **options).model_type == "rebind"
+model = AutoModelForCausalLM.from_pretrained(folder, **options)
+assert "rebind" in sys.modules and type(model).__name__ == "RebindForCausalLM"
+ids = torch.tensor([[1, 2, 3, 4]])
+scores = torch.log_softmax(model(ids[:, :-1]).logits, -1).gather(-1, ids[:, 1:, None])
+assert torch.isfinite(scores).all()
+"""
+
+
+@pytest.mark.parametrize("imported", ["yes", "no"])
+def test_programs_that_know_only_the_auto_classes_read_a_saved_folder(imported, tmp_path, monkeypatch):
+    """As `lm_eval --model hf` does, with `import rebind.nn` before it or with `trust_remote_code=True`."""
+    config = RebindConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    RebindForCausalLM(config).save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))  # where the module of the folder is copied to
+    command = [sys.executable, "-c", AS_LM_EVAL, str(tmp_path / "model"), imported]
+    subprocess.run(command, check=True, timeout=120, cwd=ROOT)
 
 
 @pytest.mark.parametrize("code", [WITHOUT_TRANSFORMERS, WITH_TRANSFORMERS], ids=["without", "with"])

@@ -133,7 +133,7 @@ def test_old_checkpoints_and_leftovers_are_removed(tmp_path):
     train(run, tmp_path / "run")
     assert saved_steps(tmp_path / "run") == ["step-00000009", "step-00000012"]
     suffixes = {file.suffix for file in (tmp_path / "run/checkpoints").rglob("*.*") if file.is_file()}
-    assert suffixes == {".json", ".safetensors"}, "there may be no pickle"
+    assert suffixes == {".json", ".py", ".safetensors"}, "there may be no pickle"
 
 
 def test_when_to_evaluate_and_save_may_change(uninterrupted, tmp_path):

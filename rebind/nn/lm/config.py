@@ -8,7 +8,9 @@ built as in today's papers. To add a kind, add an entry to `KINDS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -24,14 +26,40 @@ from rebind.nn.parts.checks import head_width, require_positive
 from rebind.nn.parts.dense import MLPS
 from rebind.nn.parts.feature_map import L2Normalizer, NoNormalizer, Normalizer, build_feature
 from rebind.nn.parts.gates import DECAYS, DecayGate, OutputGate, SigmoidDecay, SoftplusDecay
+from rebind.storage import read_json_object, write_file, write_json
 
 ConfigValue = str | int | float | list[str] | None
 
 
-class RebindConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
+CODE = "modeling_rebind"  # the module in a saved folder that programs import which do not know rebind
+
+
+class SavedConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
+    """A config whose folder names the classes that read it.
+
+    Programs that have not imported `rebind.nn` find them there with `trust_remote_code=True`, if rebind is installed.
+    """
+
+    auto_classes: ClassVar[dict[str, str]]  # the class for each Auto class
+
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, *args, **kwargs)
+        file = Path(save_directory) / "config.json"
+        names = {auto: f"{CODE}.{name}" for auto, name in self.auto_classes.items()}
+        write_json(file, {**(read_json_object(file) or {}), "auto_map": names})
+        imported = ", ".join(sorted(self.auto_classes.values()))
+        write_file(file.with_name(f"{CODE}.py"), f"from rebind.nn import {imported}  # noqa: F401\n".encode())
+
+
+class RebindConfig(SavedConfig):  # type: ignore[no-untyped-call]
     """A stack of sequence layers, each followed by an MLP."""
 
     model_type = "rebind"
+    auto_classes: ClassVar[dict[str, str]] = {
+        "AutoConfig": "RebindConfig",
+        "AutoModel": "RebindModel",
+        "AutoModelForCausalLM": "RebindForCausalLM",
+    }
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     vocab_size: int = 32_000
