@@ -78,3 +78,10 @@ def test_the_document_runs(tmp_path, monkeypatch):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         assert run_blocks(ROOT / "docs" / "models.md") > 5
+
+
+def test_the_page_for_people_from_elsewhere_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        assert run_blocks(ROOT / "docs" / "coming-from-fla.md") == 3
