@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from rebind.compat import fla
 from rebind.errors import InputError
+from rebind.memory.precision import working_dtype
 from rebind.nn.parts.documents import Documents
 from rebind.ops import short_convolution
 
@@ -96,8 +97,14 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule, with a decay per token or per channel, over a sequence or one token."""
-    return fla.chunk_gated_delta_rule(
+    """The gated delta rule, with a decay per token or per channel, over a sequence or one token.
+
+    On a CPU everything is converted to float32 first, as transformers does; kernels compute in it from what they read.
+    """
+    dtype = value.dtype
+    if value.device.type == "cpu":
+        query, key, value = (x.to(working_dtype(x)) for x in (query, key, value))
+    out, state = fla.chunk_gated_delta_rule(
         query,
         key,
         value,
@@ -108,6 +115,7 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=_boundaries(kwargs),
     )
+    return out.to(dtype), state
 
 
 def causal_conv1d_fn(
@@ -118,12 +126,12 @@ def causal_conv1d_fn(
     **kwargs: Any,
 ) -> Tensor:
     """A causal convolution of each channel of [B, C, T], of each document by itself."""
-    tokens, before = hidden_states.mT, weight.shape[-1] - 1
+    tokens, before = hidden_states.mT.contiguous(), weight.shape[-1] - 1
     bounds = _boundaries(kwargs)
     places = None
     if bounds is not None:
         windows = tokens.new_zeros(len(bounds) - 1, before, tokens.shape[-1])
-        tokens, places = Documents(bounds.long()).insert_windows(tokens, windows)
+        tokens, places = Documents(bounds.long(), tokens.shape[1]).insert_windows(tokens, windows)
     window = tokens.new_zeros(len(tokens), before, tokens.shape[-1])
     if bias is None and activation in SILU:
         out = short_convolution(tokens.to(weight.dtype), weight, window)

@@ -48,6 +48,21 @@ def test_logits_and_gradients(kind):
 
 @EVERY
 @torch.no_grad()
+def test_bfloat16(kind):
+    """No farther from the same model in float32 than transformers is."""
+    model = build(kind).eval()
+    ids = tokens(model, 2, 70)
+    true = model(ids).logits
+    model = model.bfloat16()
+    theirs = (model(ids).logits - true).norm()
+    with rebind.optimize(model):
+        out = model(ids).logits
+    assert out.dtype == torch.bfloat16
+    assert (out - true).norm() <= 1.5 * theirs
+
+
+@EVERY
+@torch.no_grad()
 def test_greedy_text_with_left_padding(kind):
     model = build(kind).eval()
     ids = tokens(model, 2, 20)

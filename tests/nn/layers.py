@@ -47,6 +47,7 @@ LAYERS: dict[str, Callable[[], SequenceLayer]] = {
     "kda, bounded": lambda: FastWeight(DIM, 4, rule="kda", key_heads=2, d_k=5, d_v=7, decay="sigmoid"),
     "gdn2": fast_weight("gdn2", conv_size=2),
     "comba": fast_weight("comba"),
+    "preconditioned": fast_weight("preconditioned", max_beta=2.0),
     "rwkv7": fast_weight("rwkv7", normalizer="none", decay="sigmoid"),
     "ttt-linear": lambda: TTTLayer(DIM, HEADS, inner=Linear(), mini_batch=4),
     "ttt-linear, online": lambda: TTTLayer(DIM, HEADS, mini_batch=1),

@@ -65,6 +65,21 @@ def test_both_gates_of_kda(bound):
     assert_close(ours(x)[0], theirs(x), 1e-5)
 
 
+@torch.no_grad()
+def test_the_layer_of_glm():
+    modeling = pytest.importorskip("transformers.models.glm5_next.modeling_glm5_next")
+    config = modeling.Glm5NextTextConfig(hidden_size=32, linear_num_heads=3, linear_head_dim=8)
+    torch.manual_seed(0)
+    theirs, x = modeling.Glm5NextTextLinearAttention(config, 0).eval(), torch.randn(2, 30, 32)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    expected, ours = theirs(x), from_pretrained_layer(theirs)
+    assert ours.gates.decay.gate.lowest == -5.0
+    assert_close(ours(x)[0], expected, 1e-5)
+    with rebind.optimize(theirs):
+        assert_close(theirs(x), expected, 1e-5)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @torch.no_grad()
 def test_attention(kind):

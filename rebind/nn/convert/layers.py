@@ -110,46 +110,42 @@ def _gated_deltanet(layer: Any) -> LayerPlan:
 def _kda(layer: Any) -> LayerPlan:
     heads = getattr(layer, "num_v_heads", layer.num_heads)
     d_k, d_v = getattr(layer, "head_k_dim", layer.head_dim), getattr(layer, "head_v_dim", layer.head_dim)
-    links = [*_projections("q_proj", "k_proj", "v_proj"), same("b_proj.weight", "gates.beta.weight")]
-    project, expand = "gates.decay.project.weight", "gates.decay.expand.weight"
     if hasattr(layer, "forget_gate"):  # transformers
         gate, prefix = layer.forget_gate, "forget_gate."
-        ranked = hasattr(gate, "f_a_proj")
-        first, second = ("f_a_proj", "f_b_proj") if ranked else ("f_proj", None)
-        lowest = getattr(gate, "safe_gate_lower_bound", None)
-        if getattr(gate, "safe_gate", False):
-            lowest = gate.lower_bound
-        rank = gate.f_a_proj.out_features if ranked else None
-        output_ranked = hasattr(layer, "g_a_proj")
-        output = ("g_a_proj", "g_b_proj") if output_ranked else ("g_proj", None)
+        decay_names = ["f_a_proj", "f_b_proj"] if hasattr(gate, "f_a_proj") else ["f_proj"]
+        output_names = ["g_a_proj", "g_b_proj"] if hasattr(layer, "g_a_proj") else ["g_proj"]
+        bounded = getattr(gate, "safe_gate", True)
+        lowest = getattr(gate, "safe_gate_lower_bound", getattr(gate, "lower_bound", None)) if bounded else None
     else:  # fla
-        prefix, first, second = "", "f_proj.0", "f_proj.1"
-        lowest, rank, output_ranked, output = (
-            layer.lower_bound,
-            layer.f_proj[0].out_features,
-            True,
-            ("g_proj.0", "g_proj.1"),
-        )
-    links += [same(f"{prefix}{first}.weight", project)]
-    links += [] if second is None else [same(f"{prefix}{second}.weight", expand)]
-    links += [same(f"{prefix}{name}", f"gates.decay.{name}") for name in ("A_log", "dt_bias")]
-    links += [same(f"{output[0]}.weight", "g_proj.weight")]
-    widths = {name: part.out_features for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
-    has_bias = False
-    if output[1] is not None:
-        has_bias = layer.get_submodule(output[1]).bias is not None
-        links += [same(f"{output[1]}.weight", "g_expand.weight")]
-        links += [same(f"{output[1]}.bias", "g_expand.bias")] if has_bias else []
-    decay: DecayGate = SoftplusDecay(rank) if lowest is None else SigmoidDecay(rank, lowest)
+        prefix, lowest = "", layer.lower_bound
+        decay_names, output_names = ["f_proj.0", "f_proj.1"], ["g_proj.0", "g_proj.1"]
+    decay_rank, decay_links = _ranked(layer, [prefix + name for name in decay_names], ("project", "expand"))
+    output_rank, output_links = _ranked(layer, output_names, ("g_proj", "g_expand"))
+    decay: DecayGate = SoftplusDecay(decay_rank) if lowest is None else SigmoidDecay(decay_rank, lowest)
     arguments = {
         "rule": "kda",
         "heads": heads,
         "key_heads": layer.num_heads,
         "decay": decay,
         "max_beta": 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0,
-        "output_gate": OutputGate(_activation(layer), widths[output[0]] if output_ranked else None, has_bias),
+        "output_gate": OutputGate(_activation(layer), output_rank, bias=_has(output_links, "g_expand.bias")),
     }
+    links = [*_projections("q_proj", "k_proj", "v_proj"), same("b_proj.weight", "gates.beta.weight")]
+    links += [link.inside("", "gates.decay.") for link in decay_links] + output_links
+    links += [same(f"{prefix}{name}", f"gates.decay.{name}") for name in ("A_log", "dt_bias")]
     return _fast_weight(layer, arguments, links, d_k, d_v)
+
+
+def _ranked(layer: nn.Module, theirs: list[str], ours: tuple[str, str]) -> tuple[int | None, list[Link]]:
+    """Return the rank and the links of one projection, or of two in a row, with their biases."""
+    parts: list[Any] = [layer.get_submodule(name) for name in theirs]
+    links = [same(f"{name}.weight", f"{own}.weight") for name, own in zip(theirs, ours, strict=False)]
+    links += [
+        same(f"{name}.bias", f"{own}.bias")
+        for name, own, part in zip(theirs, ours, parts, strict=False)
+        if part.bias is not None
+    ]
+    return parts[0].out_features if len(parts) == 2 else None, links
 
 
 def _deltanet(layer: Any) -> LayerPlan:

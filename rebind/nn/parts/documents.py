@@ -19,6 +19,7 @@ class Documents:
     """The boundaries of N documents in a row of T tokens: document n is the tokens from bounds[n] to bounds[n + 1]."""
 
     bounds: Tensor  # [N + 1]: 0, …, T
+    length: int  # T, which a GPU would have to be waited for
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -31,12 +32,13 @@ class Documents:
     @cached_property
     def owner(self) -> Tensor:
         """The document of each token [T]."""
-        return torch.repeat_interleave(torch.arange(len(self), device=self.bounds.device), self.lengths)
+        numbers = torch.arange(len(self), device=self.bounds.device)
+        return torch.repeat_interleave(numbers, self.lengths, output_size=self.length)
 
     @cached_property
     def position(self) -> Tensor:
         """The position of each token in its document [T]."""
-        return torch.arange(len(self.owner), device=self.bounds.device) - self.bounds[self.owner]
+        return torch.arange(self.length, device=self.bounds.device) - self.bounds[self.owner]
 
     @cached_property
     def mask(self) -> Tensor:
@@ -60,7 +62,7 @@ class Documents:
     def insert_windows(self, x: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens [1, T, ...] with windows [N, size, ...] before their documents, and where each token is now."""
         size = windows.shape[1]
-        places = torch.arange(len(self.owner), device=x.device) + (self.owner + 1) * size
+        places = torch.arange(self.length, device=x.device) + (self.owner + 1) * size
         fronts = self.bounds[:-1, None] + torch.arange(len(self), device=x.device)[:, None] * size
         slots = (fronts + torch.arange(size, device=x.device)).flatten()
         longer = x.new_zeros(1, x.shape[1] + len(slots), *x.shape[2:])
@@ -89,7 +91,7 @@ def as_documents(cu_seqlens: Tensor, batch: int, length: int, mask: Tensor | Non
         problem = f"cu_seqlens goes from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}"
         expected = f"boundaries that never decrease, from 0 to {length}, the number of tokens"
         raise InputError(problem, expected=expected, code="invalid_boundaries")
-    return Documents(cu_seqlens.long())
+    return Documents(cu_seqlens.long(), length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +105,7 @@ class PackedBatch:
     @property
     def has_next(self) -> Tensor:
         """Which tokens are followed by another of their document [B, T]."""
-        bounds, count = self.documents.bounds, len(self.documents.owner)
+        bounds, count = self.documents.bounds, self.documents.length
         return self.restore(
             torch.ones(1, count, dtype=torch.bool, device=bounds.device).index_fill(1, bounds[1:] - 1, False)
         )
@@ -153,7 +155,8 @@ def pack_batch(
     if not sources or sources[0].sum(1).max() < 2:
         return None
     starts = sources[0].flatten() if mask is None else sources[0][mask]
-    return PackedBatch(Documents(functional.pad(starts.nonzero()[:, 0], (0, 1), value=len(starts))), mask, shape)
+    bounds = functional.pad(starts.nonzero()[:, 0], (0, 1), value=len(starts))
+    return PackedBatch(Documents(bounds, len(starts)), mask, shape)
 
 
 def _find_starts(name: str, values: Tensor, shape: tuple[int, int], mask: Tensor | None) -> Tensor:
