@@ -46,6 +46,9 @@ Resume = tuple[int, Hidden]  # a layer and the output that its block is taken to
 ATTENTION_CACHES = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)  # keys and values only
 
 
+SKIPPED = "_rebind_skipped"  # marks blocks that do not compute: hooks that change states have nothing to add
+
+
 class _Stop(Exception):  # noqa: N818 - a signal, not an error
     """Raised in a hook once everything that is needed has been computed."""
 
@@ -377,9 +380,11 @@ class Trunk:
 def _replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     own = block.__dict__.get("forward")  # accelerate replaces the method on the instance
     block.forward = forward
+    setattr(block, SKIPPED, True)
     try:
         yield
     finally:
+        delattr(block, SKIPPED)
         if own is None:
             del block.forward
         else:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rebind.edit.dense.files import StoredLayer, StoredMemory, load_memory
-from rebind.edit.dense.hook import MemoryHook, mean_states
+from rebind.edit.dense.hook import MemoryHook, mean_states, require_no_memory
 from rebind.errors import InputError
 from rebind.models.language_model import fingerprint
 
@@ -94,13 +94,7 @@ def _block(model: nn.Module, layer: StoredLayer, stored: StoredMemory) -> nn.Mod
     width = config.get_text_config().hidden_size
     if width != layer.memory.keys.shape[-1]:
         raise _other_model(stored, f"its hidden states are {width} wide, not {layer.memory.keys.shape[-1]}")
-    if any(isinstance(hook, MemoryHook) for hook in block._forward_hooks.values()):
-        raise InputError(
-            f"{layer.block} already reads a dense memory",
-            expected="a model without one",
-            advice="Remove the other memory first",
-            code="already_attached",
-        )
+    require_no_memory(block, layer.block)
     return block
 
 

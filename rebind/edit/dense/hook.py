@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rebind.errors import InputError
 from rebind.memory.dense import Dense, Whitening
+from rebind.models.trunk import SKIPPED
 
 MANY = 4096  # rows
 
@@ -32,7 +34,9 @@ class MemoryHook:
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         return cls(*_moved(whitening, memory, parameter.device, dtype), stream_axis)
 
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, block: nn.Module, args: Any, output: Any) -> Any:
+        if hasattr(block, SKIPPED):  # known states stand for its output, with what was read in them
+            return output
         states = output[0] if isinstance(output, (tuple, list)) else output
         if self.memory.keys.device != states.device:  # the model has moved since
             dtype = self.memory.keys.dtype
@@ -46,6 +50,17 @@ class MemoryHook:
         if self.stream_axis is not None:  # all streams change alike
             return read.unsqueeze(self.stream_axis)
         return read if states.shape[-1] == width else read.repeat(*[1] * (read.ndim - 1), states.shape[-1] // width)
+
+
+def require_no_memory(block: nn.Module, name: str) -> None:
+    """Raise if a block already reads a dense memory."""
+    if any(isinstance(hook, MemoryHook) for hook in block._forward_hooks.values()):
+        raise InputError(
+            f"{name} already reads a dense memory",
+            expected="a model without one",
+            advice="Remove the other memory first",
+            code="already_attached",
+        )
 
 
 def mean_states(states: Tensor, width: int, stream_axis: int | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from rebind.edit.dense.files import StoredLayer, StoredMemory
-from rebind.edit.dense.hook import MemoryHook
+from rebind.edit.dense.hook import MemoryHook, require_no_memory
 from rebind.edit.dense.rows import EditRows, Variant, moved_subjects, read_variants
 from rebind.edit.facts.fact import Fact
 from rebind.edit.guard import CANARY_PROMPTS
@@ -60,6 +60,8 @@ class DenseLayers:
     """The memories of a model by layer, and the hooks that read them."""
 
     def __init__(self, model: LanguageModel, moments: Moments) -> None:
+        for site in model.sites:  # the base model of an editor has no memory
+            require_no_memory(module_at(model.model, site.block), site.block)
         self.model, self.moments = model, moments
         self.memories: dict[int, Dense] = {}  # as the model stands
         self.old_states: dict[int, OldStates] = {}

@@ -152,8 +152,10 @@ def test_other_models_are_refused(stored):
     with raises(InputError, "not_a_model"):
         rebind.attach("smollm2", folder)
     model = tiny.llama()
-    with rebind.attach(model, folder), raises(InputError, "already_attached"):
-        rebind.attach(model, folder)
+    with rebind.attach(model, folder):
+        for again in (lambda: rebind.attach(model, folder), lambda: open_editor(model)):
+            with raises(InputError, "already_attached"):
+                again()
     rebind.attach(tiny.llama(1), folder, check=False)
 
 

@@ -79,6 +79,17 @@ def test_a_value_is_added_at_every_mention_and_nowhere_else():
     assert float(moved[0].norm() / value.norm()) < 1e-3
 
 
+def test_a_run_that_resumes_reads_the_memory_once():
+    editor = open_editor()
+    dense(editor, FACTS[0])
+    trunk, ids = editor.language_model.trunk, tiny.tokenizer()("The capital of France is").input_ids
+    tokens, last = Tokens.left_padded([ids], torch.device("cpu")), torch.tensor([[0, len(ids) - 1]])
+    whole = trunk.logits(tokens, last)
+    for layer in range(tiny.LAYERS):
+        resumed = trunk.logits(tokens, last, resume=(layer, trunk.after(layer, tokens)))
+        assert torch.allclose(resumed, whole, atol=1e-5), layer
+
+
 def test_undoing_the_first_equals_never_having_had_it(tmp_path):
     """Edits do not depend on what else is in the ledger, and an editor that opens it reads the same memory."""
     with_it, without = open_editor(ledger=tmp_path / "ledger"), open_editor()
