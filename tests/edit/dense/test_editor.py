@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rebind.edit.ledger import Ledger
 from rebind.errors import InputError, LedgerWarning
 from rebind.models.tokens import Tokens
 from tests import tiny
-from tests.edit.editors import FACTS, open_editor, rewrite
+from tests.edit.editors import FACTS, QUICK, open_editor, rewrite
 from tests.support import raises
 
 OPEN = Guard(drift=1e9, growth=1e9, said=0.0, framings=0.0, subject=0.0)
@@ -81,7 +82,7 @@ def test_a_value_is_added_at_every_mention_and_nowhere_else():
 
 def test_a_run_that_resumes_reads_the_memory_once():
     editor = open_editor()
-    dense(editor, FACTS[0])
+    dense(editor, FACTS[0], targets=replace(QUICK, clamp=0.1))  # the changed state is still near its key
     trunk, ids = editor.language_model.trunk, tiny.tokenizer()("The capital of France is").input_ids
     tokens, last = Tokens.left_padded([ids], torch.device("cpu")), torch.tensor([[0, len(ids) - 1]])
     whole = trunk.logits(tokens, last)
