@@ -2,6 +2,7 @@
 
     python -m benchmarks.framings --split held
     python -m benchmarks.framings --split held --device cuda --facts counterfact.json --text held.txt --n 100 600
+    python -m benchmarks.framings --split tune --limit 12 --variants "nothing kept" default "keep 4" "keep 8" --figure F
 
 For each variant, everyday facts of a split are written one at a time into SmolLM2 and judged by free greedy decoding
 (`benchmarks.everyday`). With --facts, the first facts of a CounterFact file whose true object the unedited model
@@ -16,15 +17,16 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
 
 import torch
 
-from benchmarks.everyday import DATA, EverydayFact, answers, judge, summarize
+from benchmarks.everyday import DATA, SAID, EverydayFact, answers, judge, summarize
 from benchmarks.report import RESULTS
 from rebind.bench.measure import machine
 from rebind.edit import Editor, Fact, TargetSettings
@@ -38,6 +40,7 @@ from rebind.memory import Write
 from rebind.models.prompts import Prompt
 from rebind.models.scoring import FactScore, score_prompts
 from rebind.models.sites import memory_of, module_at, write_memory
+from rebind.plotting import COLORS, panels, render
 from rebind.storage import write_json
 
 CONTEXT = "The weather was fine that day, and we went for a walk along the river. "
@@ -52,6 +55,7 @@ class Variant:
     several_keys: bool = True
     layers: tuple[int, ...] | None = None  # by default those of the model
     search: dict[str, float] = field(default_factory=dict)  # what differs from the default search
+    method: str = "memit"  # or dense, which is written by the editor alone
 
 
 VARIANTS = {
@@ -60,10 +64,12 @@ VARIANTS = {
     "all framings, mean key": Variant(several_keys=False),
     "nothing kept": Variant(search={"keep": 0.0}),
     "keep 1": Variant(search={"keep": 1.0}),
+    "keep 4": Variant(search={"keep": 4.0}),
     "keep 8": Variant(search={"keep": 8.0}),
     "40 steps of rate .3": Variant(search={"steps": 40, "rate": 0.3}),
     "clamp .5": Variant(search={"clamp": 0.5}),
     "layers 4 to 8": Variant(layers=(4, 5, 6, 7, 8)),
+    "dense": Variant(method="dense"),
 }
 
 
@@ -115,14 +121,29 @@ class Bench:
 
     def singles(self, variant: Variant) -> dict[str, Any]:
         """Write each everyday fact alone, and judge what the model says then."""
+        edited = self.dense_edits(variant) if variant.method == "dense" else self.weight_edits(variant)
+        texts = [answers(self.model, [one])[0] for one, _ in zip(self.everyday, edited, strict=False)]
+        edited.close()
+        return summarize([judge(*row) for row in zip(self.everyday, self.before, texts, strict=True)])
+
+    def weight_edits(self, variant: Variant) -> Generator[None]:
+        """Put each everyday fact into the weights, until the next one is asked for."""
         prompts, delta = self.search(variant, [one.fact for one in self.everyday], 1)
-        rows = []
-        for index, one in enumerate(self.everyday):
+        for index in range(len(self.everyday)):
             writes = self.write(variant, prompts[index : index + 1], delta[index : index + 1])
             with weights_restored([module_at(self.model.model, name) for name in writes]):
                 self.apply(writes)
-                rows.append(judge(one, self.before[index], answers(self.model, [one])[0]))
-        return summarize(rows)
+                yield
+
+    def dense_edits(self, variant: Variant) -> Generator[None]:
+        """Put each everyday fact into the dense memory, until the next one is asked for."""
+        targets = replace(self.editor.settings("dense").targets, **variant.search)
+        for one in self.everyday:
+            edit = self.editor.rewrite_many([one.fact], method="dense", layers=variant.layers, targets=targets)
+            try:
+                yield
+            finally:
+                self.editor.undo(edit.id)
 
     def together(self, variant: Variant, n: int) -> dict[str, Any]:
         """Write n records at once, and ask in every framing."""
@@ -170,8 +191,21 @@ class Bench:
         return score_prompts(self.model.trunk, self.model.tokenizer, self.model.encode(prompts, **options))
 
 
-def _mean(values: Sequence[bool]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the share of facts that are said against the share of the subject that is kept, a point per variant."""
+    labels = [("", "other answers about the subject as before", "framings in which a fact is said")]
+    figure, (panel,) = panels(
+        "A fact said, and its subject kept", "everyday facts, one per edit, judged by free decoding", labels
+    )
+    for color, row in zip(cycle(COLORS), rows):
+        said = _mean([row["alone"][name] for name in SAID])
+        panel.plot(row["alone"]["same subject"], said, "o", color=color)
+        panel.annotate(row["variant"], (row["alone"]["same subject"], said), (6, 4), textcoords="offset points")
+    path.write_bytes(render(figure))
 
 
 def known_facts(editor: Editor, path: Path, n: int) -> list[Fact]:
@@ -196,6 +230,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, nargs="*", default=[100], help="how many of its facts to write at once")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS / "framings.json")
+    parser.add_argument("--figure", type=Path, help="draw the variants into this file")
     options = parser.parse_args()
     editor = Editor("smollm2", device=options.device, guard=None)
     everyday = EverydayFact.read(DATA, options.split)[: options.limit]
@@ -213,6 +248,8 @@ def main() -> None:
     print("\n| variant | " + " | ".join(content["rows"][0]["alone"]) + " |")
     for row in content["rows"]:
         print(f"| {row['variant']} | " + " | ".join(f"{value:.2f}" for value in row["alone"].values()) + " |")
+    if options.figure:
+        draw(content["rows"], options.figure)
 
 
 if __name__ == "__main__":
