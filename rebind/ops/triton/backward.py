@@ -119,7 +119,6 @@ def row_gradients(
     q,
     k,
     v,
-    products,
     table,
     sums,
     written,
@@ -159,7 +158,7 @@ def row_gradients(
     """What a token does to those before it: one program per run of chunks of a head. dq and dk are per value head.
 
     It leaves diag(ε) X in dk, P̄ and diag(ε) Ā for `column_gradients`, and in `d_sums` the part of the decays' gradients
-    that pairs of tokens and the chunk's first state give.
+    that the chunk's first state gives.
     """
     group, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
@@ -201,19 +200,6 @@ def row_gradients(
         if SOLVE:
             store_tile(d_erased, a * eps[:, None], here, 0, 0, C, C, C, C)
 
-        d_g = tl.zeros([C], tl.float32)
-        if DECAY:
-            pairs = dP * load_tile(products, here, 0, 0, C, C, C, C).to(tl.float32)
-            if SOLVE:
-                overlaps = tl.zeros([C, C], tl.float32)
-                for kat in tl.static_range(0, D_K, BK):
-                    b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
-                    overlaps = tl.dot(b_k, tl.trans(b_k), acc=overlaps, input_precision=PRECISION)
-                pairs += a * eps[:, None] * overlaps
-            pairs = tl.where(i[:, None] > i[None, :], pairs, 0.0)
-            before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
-            crossing = tl.dot(pairs, before, input_precision=PRECISION)  # over j < t
-            d_g += tl.sum(tl.where(lower, crossing, 0.0), 0)  # over i ≥ t
         d_read = tl.zeros([C], tl.float32)
         d_eps = tl.zeros([C], tl.float32)
         for kat in tl.static_range(0, D_K, BK):
@@ -248,7 +234,7 @@ def row_gradients(
         if ERASE:
             tl.store(d_erase + flat, d_eps.to(d_erase.dtype.element_ty), mask=mask)
         if DECAY:
-            tl.store(d_sums + here * C + i, d_g + tl.cumsum(d_read, 0, reverse=True))
+            tl.store(d_sums + here * C + i, tl.cumsum(d_read, 0, reverse=True))
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "G", "run"])
@@ -326,7 +312,19 @@ def column_gradients(
         if DECAY:
             token = start + i
             flat = (begin + token) * H + head
-            d_g = tl.load(d_sums + here * C + i) + kept
+            pairs = tl.zeros([C, C], tl.float32)
+            for kat in tl.static_range(0, D_K, BK):
+                if D_K > BK:  # else they are still loaded
+                    b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                    b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                pairs += b_p.to(tl.float32) * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                if SOLVE:
+                    pairs += b_a.to(tl.float32) * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+            pairs = tl.where(i[:, None] > i[None, :], pairs, 0.0)
+            before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
+            crossing = tl.dot(pairs, before, input_precision=PRECISION)  # over j < t
+            d_g = tl.sum(tl.where(i[:, None] >= i[None, :], crossing, 0.0), 0)  # over i ≥ t
+            d_g += tl.load(d_sums + here * C + i) + kept
             d_g += tl.sum(tl.where(i[:, None] < i[None, :], wrote[:, None], 0.0), 0)  # over j < t
             alive = tl.load(log_decay + flat, mask=token < length, other=0.0).to(tl.float32) > FLOOR
             slope = tl.where(alive, d_g, 0.0).to(d_log_decay.dtype.element_ty)

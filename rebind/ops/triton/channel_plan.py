@@ -12,7 +12,7 @@ from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.triton.calls import call, kind_of
 from rebind.ops.triton.channels import channel_columns, channel_rows, invert, prepare_channels
 from rebind.ops.triton.launch import LaunchPlan
-from rebind.ops.triton.tiles import CHANNEL_WARPS, Tiles, segments_of
+from rebind.ops.triton.tiles import CHANNEL_STAGES, WARPS, Tiles, segments_of
 
 ROWS = 6  # index of the first buffer of scaled rows: queries, probes, keys, totals
 
@@ -55,7 +55,8 @@ class ChannelPlan(LaunchPlan):
                 *(d_out, d_written, slopes, outside, dk, decay),
             )
             for kernel, tensors in ((channel_rows, rows), (channel_columns, columns)):
-                self._on_chunks(kernel, (*tensors, *self._all_chunks), d_out, BV=self.tiles.channel_value)
+                arguments = (*tensors, *self._all_chunks)
+                self._on_chunks(kernel, arguments, d_out, self.tiles.channel_warps, BV=self.tiles.channel_value)
         if inputs.probe is None and dp is not None:
             dk, dp = dk + dp, None
         if inputs.sharing > 1:
@@ -116,8 +117,11 @@ class ChannelPlan(LaunchPlan):
             _, first, _, _, chunks = self._places
             self._on_chunks(invert, (systems, inverses, first, chunks, inputs.sequences, inputs.heads), q)
 
-    def _on_chunks(self, kernel: object, arguments: tuple[object, ...], like: Tensor, **constants: object) -> None:
+    def _on_chunks(
+        self, kernel: object, arguments: tuple[object, ...], like: Tensor, warps: int = WARPS, **constants: object
+    ) -> None:
         """Launch a kernel with one program per chunk and head."""
         grid = (self._places.chunks, self.inputs.v.shape[0] * self.inputs.heads)
         kind = (self._kind, kind_of(like))
-        call(kernel, grid, kind, arguments, warps=CHANNEL_WARPS, **{**self._constants, **constants})
+        constants = {**self._constants, "STAGES": CHANNEL_STAGES, **constants}
+        call(kernel, grid, kind, arguments, warps=warps, **constants)

@@ -85,6 +85,7 @@ def prepare_channels(
     PACKED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One program per chunk and head: P, the system that T inverts, and scaled queries, probes and keys."""
     chunk, row_head = tl.program_id(0), tl.program_id(1)
@@ -102,7 +103,7 @@ def prepare_channels(
             last += tl.sum(_logs(log_decay, begin, number * C + b * 16, length, head, H, D_K, BK, WIDE), 0)
         tl.store(totals + place * D_K + column, tl.exp(last.to(tl.float32)), mask=column < D_K)
         base = tl.zeros([BK], WIDE)
-        for r in tl.static_range(0, C // 16):
+        for r in tl.range(0, C // 16, num_stages=1):
             at = number * C + r * 16
             logs = _logs(log_decay, begin, at, length, head, H, D_K, BK, WIDE)
             c = tl.cumsum(logs, 0)
@@ -125,7 +126,7 @@ def prepare_channels(
             corner = (products + place * (C * C)) + r * 16 * C + square
             system = (systems + place * (C * C)) + r * 16 * C + square
             earlier = tl.zeros([BK], WIDE)
-            for s in tl.static_range(0, r):
+            for s in tl.range(0, r, num_stages=STAGES):
                 behind = number * C + s * 16
                 logs_s = _logs(log_decay, begin, behind, length, head, H, D_K, BK, WIDE)
                 rest = tl.exp(((base - earlier)[None, :] - tl.cumsum(logs_s, 0)).to(tl.float32))
@@ -139,18 +140,17 @@ def prepare_channels(
             P = tl.where(i[:, None] == i[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
             A = nothing
             for level in tl.static_range(0, 4):
-                m: tl.constexpr = 8 >> level
-                later, sooner = _halves(c, m, BK)
+                later, sooner = _halves(c, 8 >> level, BK)
                 y = tl.trans((b_k * sooner).to(dtype))
                 s_q = tl.dot((b_q * later).to(dtype), y, input_precision=PRECISION)
-                P += tl.where(_pairs(m), s_q, 0.0)
+                P += tl.where(_pairs(8 >> level), s_q, 0.0)
                 if ERASE:
                     s_p = tl.dot((b_p * later).to(dtype), y, input_precision=PRECISION)
-                    A += tl.where(_pairs(m), s_p, 0.0)
+                    A += tl.where(_pairs(8 >> level), s_p, 0.0)
             tl.store(corner + r * 16, P.to(products.dtype.element_ty))
             if ERASE:
                 tl.store(system + r * 16, A)
-            for s in tl.static_range(r + 1, C // 16):
+            for s in tl.range(r + 1, C // 16, num_stages=1):
                 tl.store(corner + s * 16, nothing.to(products.dtype.element_ty))
             base += tl.sum(logs, 0)
 
@@ -218,6 +218,7 @@ def channel_rows(
     PACKED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """What a token reads of earlier ones, for one chunk of a head: Q̄, P̄, V̄, ε̄, η̄, and part of the decays' gradient."""
     chunk, row_head = tl.program_id(0), tl.program_id(1)
@@ -231,7 +232,7 @@ def channel_rows(
         column = tl.arange(0, BK)
         out = tl.zeros([C // 16, BK], tl.float32)  # of pairs on both sides of a block
         base = tl.zeros([BK], WIDE)
-        for r in tl.static_range(0, C // 16):
+        for r in tl.range(0, C // 16, num_stages=1):
             at = number * C + r * 16
             token = at + i
             flat = (begin + token) * H + head
@@ -277,7 +278,7 @@ def channel_rows(
 
             # What earlier blocks give.
             earlier = tl.zeros([BK], WIDE)
-            for s in tl.static_range(0, r):
+            for s in tl.range(0, r, num_stages=STAGES):
                 behind = number * C + s * 16
                 logs_s = _logs(log_decay, begin, behind, length, head, H, D_K, BK, WIDE)
                 rest = tl.exp(((base - earlier)[None, :] - tl.cumsum(logs_s, 0)).to(tl.float32))
@@ -307,17 +308,19 @@ def channel_rows(
             # What the block's own earlier tokens give.
             d_q += tl.sum(tl.where(i[:, None] == i[None, :], l_q, 0.0), 1)[:, None] * b_k
             for level in tl.static_range(0, 4):
-                m: tl.constexpr = 8 >> level
-                later, sooner = _halves(c, m, BK)
+                later, sooner = _halves(c, 8 >> level, BK)
                 left = (b_k * sooner).to(dtype)
-                more = tl.dot(tl.where(_pairs(m), l_q, 0.0).to(dtype), left, input_precision=PRECISION) * later
+                more = tl.dot(tl.where(_pairs(8 >> level), l_q, 0.0).to(dtype), left, input_precision=PRECISION) * later
                 d_q += more
                 z = b_q * more
                 if ERASE:
-                    more = -tl.dot(tl.where(_pairs(m), l_p, 0.0).to(dtype), left, input_precision=PRECISION) * later
+                    more = (
+                        -tl.dot(tl.where(_pairs(8 >> level), l_p, 0.0).to(dtype), left, input_precision=PRECISION)
+                        * later
+                    )
                     d_p += more
                     z += x_p * more
-                after = ((i[:, None] // m) == (i[None, :] // m)) & (i[:, None] <= i[None, :])
+                after = ((i[:, None] // (8 >> level)) == (i[None, :] // (8 >> level))) & (i[:, None] <= i[None, :])
                 slope = tl.dot(tl.where(after, 1.0, 0.0), z, acc=slope, input_precision=PRECISION)
             store_rows(dq, d_q, begin, at, length, head, H, D_K, 0, BK, 16)
             store_rows(slopes, slope, begin, at, length, head, H, D_K, 0, BK, 16)
@@ -366,6 +369,7 @@ def channel_columns(
     PACKED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """What later tokens read of a token, for one chunk of a head: K̄, and the gradient of the decays."""
     chunk, row_head = tl.program_id(0), tl.program_id(1)
@@ -387,7 +391,7 @@ def channel_columns(
                 kept += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
             kept *= tl.exp(last.to(tl.float32))
         base = tl.zeros([BK], WIDE)
-        for s in tl.static_range(0, C // 16):
+        for s in tl.range(0, C // 16, num_stages=1):
             at = number * C + s * 16
             logs = _logs(log_decay, begin, at, length, head, H, D_K, BK, WIDE)
             c = tl.cumsum(logs, 0)
@@ -416,7 +420,7 @@ def channel_columns(
 
             # What later blocks give.
             between = tl.sum(logs, 0)  # from the start of this block to that of block r
-            for r in tl.static_range(s + 1, C // 16):
+            for r in tl.range(s + 1, C // 16, num_stages=STAGES):
                 ahead = number * C + r * 16
                 logs_r = _logs(log_decay, begin, ahead, length, head, H, D_K, BK, WIDE)
                 since = tl.exp(tl.cumsum(logs_r, 0).to(tl.float32))
@@ -445,16 +449,15 @@ def channel_columns(
             # What the block's own later tokens give.
             d_k += tl.sum(tl.where(i[:, None] == i[None, :], l_q, 0.0), 1)[:, None] * b_q
             for level in tl.static_range(0, 4):
-                m: tl.constexpr = 8 >> level
-                later, before = _halves(c, m, BK)
+                later, before = _halves(c, 8 >> level, BK)
                 x_q = (b_q * later).to(dtype)
-                more = tl.dot(tl.where(_pairs(m), l_q, 0.0).to(dtype), x_q, input_precision=PRECISION)
+                more = tl.dot(tl.where(_pairs(8 >> level), l_q, 0.0).to(dtype), x_q, input_precision=PRECISION)
                 if ERASE:
                     x_l = (x_p * later).to(dtype)
-                    more -= tl.dot(tl.where(_pairs(m), l_p, 0.0).to(dtype), x_l, input_precision=PRECISION)
+                    more -= tl.dot(tl.where(_pairs(8 >> level), l_p, 0.0).to(dtype), x_l, input_precision=PRECISION)
                 more *= before
                 d_k += more
-                crossed = ((i[:, None] // m) == (i[None, :] // m)) & (i[:, None] > i[None, :])
+                crossed = ((i[:, None] // (8 >> level)) == (i[None, :] // (8 >> level))) & (i[:, None] > i[None, :])
                 slope = tl.dot(tl.where(crossed, 1.0, 0.0), b_k * more, acc=slope, input_precision=PRECISION)
             store_rows(dk, d_k, begin, at, length, head, H, D_K, 0, BK, 16)
             if DECAY:

@@ -91,7 +91,7 @@ class LaunchPlan:
                 "STAGES": self._stages(tiles.gradient_stages),
             }
             rows = (
-                *(q, k, v, products, table, sums, written, states, d_out, d_written),
+                *(q, k, v, table, sums, written, states, d_out, d_written),
                 *(dq, dk, dv, erase, write, d_products, d_erased, d_sums),
             )
             columns = (

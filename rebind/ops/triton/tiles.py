@@ -13,8 +13,8 @@ from rebind.ops.inputs import ScanInputs
 FEW = 0.3  # programs per multiprocessor below which sequences are cut: a cut sequence is walked along three times
 SHORTEST = 16  # least number of chunks in a segment
 RUN = 8  # chunks that a program of gradients processes, one after another
-CHANNEL_WARPS = 4  # of a program that processes one chunk with a decay per channel
-WARPS = 4  # of a program that walks along a sequence or computes gradients
+CHANNEL_STAGES = 2  # how far loads of other blocks of a chunk run ahead, with a decay per channel
+WARPS = 4  # of a program that walks along a sequence, prepares channels or computes gradients
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Tiles:
     value_part: int
     gradient_stages: int
     channel_value: int  # columns of a value that a program of gradients with a decay per channel holds
+    channel_warps: int  # of such a program; with fewer, wide keys do not fit in its registers
     prepare_run: int
     prepare_stages: int
 
@@ -41,15 +42,18 @@ class Tiles:
         # Wide blocks read keys less often; narrow ones fill a device that few heads would leave idle.
         filled = inputs.sequences * inputs.heads * -(-value // 64) >= 0.9 * multiprocessors(inputs.v.device)
         columns = min(value, 64 if filled and key <= 128 and narrow else 32)
+        # A decay per channel has one more tile of rows to load: with a stage less, all fit in 227 KiB of shared memory.
+        channels = inputs.by_channel or inputs.probe is not None
         return cls(
             chunk=chunk,
             key=key,
             value=columns,
-            walk_stages=(3 if key <= 128 else 2) if narrow else 1,
+            walk_stages=(3 if key <= 128 else 2) - channels if narrow else 1,
             key_part=min(key, 128 if narrow else 32),
             value_part=min(value, 128 if narrow else 32),
             gradient_stages=2 if narrow and max(key, value) <= 128 else 1,
             channel_value=min(value, 64),
+            channel_warps=8 if key > 64 else 4,
             prepare_run=8 if key > 64 else 4,
             prepare_stages=1 if narrow and key > 64 and inputs.erase is not None else 2,
         )
