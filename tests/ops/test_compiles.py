@@ -22,8 +22,8 @@ from triton.compiler import ASTSource
 from rebind.ops.triton import backward, channels, forward
 
 NUMBERS = {"T", "NT", "N", "H", "G", "run", "segment"}
-SINGLE = {"log_decay", "erase", "write", "systems", "totals", "table", "state", "final", "d_final", "d_state", "d_erase",
-          "d_write", "slopes", "outside", "d_log_decay"}
+SINGLE = {"log_decay", "erase", "write", "systems", "totals", "table", "state", "final", "d_final", "d_state",
+          "d_erase", "d_write", "slopes", "outside", "d_log_decay"}
 ABSENT = {"boundaries", "first", "owner"}
 WIDTH = 128
 constants = {"D_K": WIDTH, "D_V": WIDTH, "BK": WIDTH, "BV": 64, "C": 64, "WIDE": tl.float32, "PRECISION": "tf32",
