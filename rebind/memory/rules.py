@@ -58,6 +58,7 @@ class Rule(ABC):
     reads: ClassVar[bool]  # whether the write probes the memory; if so ε = η, except where e ≠ u
     decay: ClassVar[str | None] = None  # the gate that is d itself, if any: its logarithm may be passed instead
     several: ClassVar[bool] = False  # whether a token has several keys and values
+    reads_before_decay: ClassVar[bool] = False  # whether its probe is divided by `alpha`, the decay
 
     _known: ClassVar[dict[str, type[Rule]]] = {}
 
@@ -270,6 +271,7 @@ class Comba(Rule):
     largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
     channels: ClassVar[dict[str, str]] = {"feedback": "key"}
     reads = True
+    reads_before_decay = True
     decay = "alpha"
 
     def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
@@ -307,6 +309,7 @@ class Rwkv7(Rule):
     largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
     channels: ClassVar[dict[str, str]] = dict.fromkeys(("alpha", "a", "kappa", "mix"), "key")
     reads = True
+    reads_before_decay = True
     decay = "alpha"
 
     def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:

@@ -151,24 +151,27 @@ def scan_arguments(
     dtype, heads = working_dtype(v), v.shape[:-1]
     sharing = max(v.shape[-2] // max(k.shape[-2], 1), 1)
     keys = k if sharing == 1 else k.repeat_interleave(sharing, dim=-2)
-    if log_decay is not None and rule.decay is not None:
-        gates = {**gates, rule.decay: log_decay.exp()}  # which some rules divide their probe by
+    if log_decay is not None and rule.reads_before_decay:
+        gates = {**gates, "alpha": log_decay.exp()}  # which the probe is divided by
     wide = _convert(gates, dtype)
     if check:
         values = rule.coefficients(keys, check_values=DEBUG or v.device.type == "cpu", **wide)
     else:
         values = rule.unchecked_coefficients(keys, wide)
 
-    def expand(value: Gate | None, absent: float | None) -> Tensor | None:
-        if value is None or (not isinstance(value, Tensor) and value == absent):
+    def expand(value: Gate, absent: float) -> Tensor | None:
+        if not isinstance(value, Tensor) and value == absent:
             return None
         number = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device=v.device)
         number = number if number.dtype == dtype else number.to(dtype)
-        by_channel = number.ndim == v.ndim
-        if by_channel or (rule.several and number.ndim == v.ndim - 1):
-            shape = (*heads[:1], number.shape[1], *heads[2:]) if rule.several else heads
-            return number.expand(*shape, k.shape[-1]) if by_channel else number.expand(shape)
         return number if number.shape == heads else number.expand(heads)
+
+    def expand_decay(decay: Tensor | None) -> Tensor | None:
+        if decay is None:
+            return None
+        tokens = (*q.shape[:-2], v.shape[-2])  # not rows, of which a token may have several
+        shape = (*tokens, k.shape[-1]) if decay.ndim > len(tokens) else tokens
+        return decay.to(dtype).expand(shape)
 
     def like_keys(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.expand(*heads, k.shape[-1]).to(k.dtype)
@@ -185,7 +188,7 @@ def scan_arguments(
         "q": q,
         "k": k if key is None else key,
         "v": v if not isinstance(values.value, Tensor) and values.value == 1 else (values.value * v).to(v.dtype),
-        "log_decay": expand(log_decay, None),
+        "log_decay": expand_decay(log_decay),
         "erase": erase,
         "write": write,
         "probe": probe,

@@ -96,11 +96,7 @@ def test_one_token_at_a_time(case):
         pick = lambda name, x: x[:, t] if number == 1 or name in ("q", "alpha") else x[:, here]  # noqa: B023
         token = {name: pick(name, x) for name, x in tensors.items() if name != "state"}
         q, k, v = (token.pop(name) for name in "qkv")
-        if number > 1:
-            log_decay = token.pop("alpha").log() if "alpha" in token else None
-            out = step(q, k, v, memory, log_decay=log_decay, erase=token["beta"], write=token["beta"])
-        else:
-            out = step(**scan_arguments(rule, q, k, v, token), state=memory)
+        out = step(**scan_arguments(rule, q, k, v, token), state=memory)
         assert_close(out, expected[:, t], OUTPUTS)
     assert_close(memory, final, OUTPUTS)
 
@@ -132,6 +128,14 @@ def test_heads_that_share_keys(case):
     loop = with_gradients(lambda q, k, **t: run_loop(case, repeat(q), repeat(k), **t), tensors)
     compare(ours[0], loop[0], OUTPUTS)
     compare(ours[1], loop[1], GRADIENTS)
+
+
+def test_a_token_of_several_writes_decays_once():
+    """Also if the decay is a constant."""
+    tensors = draw_case("gated_delta_product", 9)
+    tensors["alpha"] = torch.full_like(tensors["alpha"], 0.7)
+    expected, _ = run_loop("gated_delta_product", **tensors)
+    assert_close(scan_rule("gated_delta_product", **{**tensors, "alpha": 0.7})[0], expected, OUTPUTS)
 
 
 def test_a_log_decay_takes_the_place_of_its_gate():
