@@ -20,11 +20,12 @@ from rebind.nn.layers import (
     CrossFastWeight,
     FastWeight,
     HopfieldLayer,
+    Rotary,
     SequenceLayer,
     State,
     TTTLayer,
 )
-from rebind.nn.parts import Normalizer, get_normalizer
+from rebind.nn.parts import L2Normalizer, Normalizer, OutputGate, SigmoidDecay, SoftplusDecay, get_normalizer
 
 try:
     from rebind.nn.lm import (
@@ -48,7 +49,9 @@ __all__ = [
     "CrossFastWeight",
     "FastWeight",
     "HopfieldLayer",
+    "L2Normalizer",
     "Normalizer",
+    "OutputGate",
     "RebindCache",
     "RebindConfig",
     "RebindForCausalLM",
@@ -56,7 +59,10 @@ __all__ = [
     "RebindModel",
     "RebindSeq2SeqCache",
     "RebindSeq2SeqConfig",
+    "Rotary",
     "SequenceLayer",
+    "SigmoidDecay",
+    "SoftplusDecay",
     "State",
     "TTTLayer",
     "from_pretrained_layer",

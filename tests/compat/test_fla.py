@@ -154,6 +154,25 @@ def test_what_fla_computes_in_its_kernels(name):
         assert_close(final, last.mT)
 
 
+@pytest.mark.parametrize("length", [1, T])
+@torch.no_grad()
+def test_gates_of_gdn2(length):
+    x, draw = inputs(length=length), Draw(11)
+    b, w = torch.sigmoid(draw.normal(B, length, HV, K)), torch.sigmoid(draw.normal(B, length, HV, V))
+    out, final = fla.chunk_gdn2(
+        x["q"], x["k"], x["v"], x["gk"], b, w, initial_state=x["state"], output_final_state=True
+    )
+    state, outs = x["state"], []
+    q, k = (y.repeat_interleave(HV // H, dim=2) for y in (x["q"], x["k"]))
+    for t in range(length):
+        state = state * x["gk"][:, t].exp().unsqueeze(-1)
+        value = w[:, t] * x["v"][:, t] - torch.einsum("bhkv,bhk->bhv", state, b[:, t] * k[:, t])
+        state = state + k[:, t].unsqueeze(-1) * value.unsqueeze(-2)
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * K**-0.5)
+    assert_close(out, torch.stack(outs, dim=1))
+    assert_close(final, state)
+
+
 def test_a_constant_decay_per_head():
     x, gamma = inputs(), -torch.rand(HV).double()
     out, _ = fla.chunk_simple_gla(x["q"], x["k"], x["v"], g_gamma=gamma, initial_state=x["state"])

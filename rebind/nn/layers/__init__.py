@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from rebind.nn.layers.attention import Attention, CrossAttention
+from rebind.nn.layers.attention import Attention, CrossAttention, Rotary
 from rebind.nn.layers.base import SequenceLayer, State
 from rebind.nn.layers.fast_weight import CrossFastWeight, FastWeight
 from rebind.nn.layers.hopfield import HopfieldLayer
@@ -21,6 +21,7 @@ __all__ = [
     "CrossFastWeight",
     "FastWeight",
     "HopfieldLayer",
+    "Rotary",
     "SequenceLayer",
     "State",
     "TTTLayer",
