@@ -56,6 +56,14 @@ def test_the_memory_of_a_state_does_not_depend_on_the_length(name):
 
 
 @EVERY
+def test_the_size_of_a_state_is_known_before(name):
+    layer = build(name)
+    _, state = layer(Draw(8).normal(1, 20, DIM))
+    extra = state.size - layer.size_after(20)  # a denominator's row, a convolution's window, a mini-batch
+    assert extra == 0 if layer.grows else extra >= 0
+
+
+@EVERY
 def test_it_is_causal(name):
     layer, x = build(name), Draw(3).normal(1, 9, DIM)
     changed = x.clone()

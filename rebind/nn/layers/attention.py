@@ -119,6 +119,9 @@ class Attention(SequenceLayer[AttentionState]):
         """Numbers stored per token of the context: a key and a value."""
         return 2 * self.key_heads * self.head_dim
 
+    def size_after(self, tokens: int) -> int:
+        return self.state_size * (tokens if self.window is None else min(tokens, self.window - 1))
+
     def initial_state(self, batch: int) -> AttentionState:
         empty = self.k_proj.weight.new_zeros(batch, self.key_heads, 0, self.head_dim)
         return AttentionState(empty, empty)

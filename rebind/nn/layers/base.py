@@ -85,6 +85,10 @@ class SequenceLayer(nn.Module, Generic[S]):
     def state_size(self) -> int:
         """Numbers in the memory of one sequence, or per token of it if the state grows."""
 
+    def size_after(self, tokens: int) -> int:
+        """Return the numbers in the memory of one sequence of so many tokens."""
+        return self.state_size * tokens if self.grows else self.state_size
+
     def forward(
         self,
         x: Tensor,

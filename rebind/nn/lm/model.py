@@ -251,7 +251,7 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
 
     def state_size(self, context: int = 0) -> int:
         """Return the numbers stored for one sequence of `context` tokens, which matter for softmax attention alone."""
-        return sum(layer.state_size * (context if layer.grows else 1) for layer in self._sequence_layers)
+        return sum(layer.size_after(context) for layer in self._sequence_layers)
 
     @property
     def _sequence_layers(self) -> list[SequenceLayer[Any]]:
