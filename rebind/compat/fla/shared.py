@@ -60,6 +60,10 @@ def scale_queries(q: Tensor, k: Tensor, scale: float | None, norm: bool) -> tupl
     scale = width**-0.5 if scale is None else scale
     if not norm:
         return q if scale == 1 else q * scale, k
+    if q.shape[1] == 1 and q.device.type == "cpu" and not needs_gradients(q, k):  # few operations, for one token
+        both = torch.stack([q, k]).to(working_dtype(q, k))
+        both = both * (both.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+        return (both[0] * scale).to(q.dtype), both[1].to(k.dtype)
     # rms_norm divides by √(mean of squares + ε): its weight and ε make that the norm
     return rms_norm(q, scale * width**-0.5, NORM_EPS / width), rms_norm(k, width**-0.5, NORM_EPS / width)
 
@@ -81,7 +85,7 @@ def run_scan(
     beta = None if beta is None else beta.to(wide)
     start = None if state is None else (state if value_first else state.mT).to(wide)
     run: Callable[..., tuple[Tensor, Tensor]] = scan
-    if v.shape[1] == 1 and cu_seqlens is None and not _needs_gradients(q, k, v, log_decay, beta, start, probe):
+    if v.shape[1] == 1 and cu_seqlens is None and not needs_gradients(q, k, v, log_decay, beta, start, probe):
         run = _step
     others = {"log_decay": log_decay, "erase": beta, "write": beta, "probe": probe}
     out, final = run(q, k, v, **others, state=start, cu_seqlens=cu_seqlens)
@@ -100,5 +104,5 @@ def _step(
     return step(q[:, 0], k[:, 0], v[:, 0], state, **token).unsqueeze(1), state  # type: ignore[arg-type]
 
 
-def _needs_gradients(*tensors: Tensor | None) -> bool:
+def needs_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
