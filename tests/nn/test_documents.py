@@ -115,6 +115,7 @@ def test_what_no_model_knows_is_refused():
     calls = [
         (InputError, "unknown_argument", {"token_type_ids": torch.zeros_like(ids)}),
         (InputError, "unknown_argument", {"cu_seqlen": BOUNDS}),
+        (InputError, "unknown_argument", {"output_attentions": True}),
         (InputError, "documents_disagree", {"cu_seqlens": BOUNDS, "position_ids": torch.arange(18)[None]}),
         (InputError, "documents_disagree", {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[:-1]}),
         (InputError, "position_ids_with_gaps", {"position_ids": 2 * POSITIONS}),

@@ -25,7 +25,7 @@ from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.config import KINDS, RebindConfig
 from rebind.nn.parts.checks import boolean_mask, require_tokens
 from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm, head_loss, is_plain_linear
-from rebind.nn.parts.documents import Documents, PackedBatch, pack_batch
+from rebind.nn.parts.documents import Documents, PackedBatch, find_documents
 from rebind.nn.parts.experts import ExpertMlp
 from rebind.nn.parts.gates import Decay, ShortConvolution
 from rebind.ops.entropy import IGNORED
@@ -177,43 +177,6 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
         return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=cache, hidden_states=shown)
 
 
-# What `DataCollatorWithFlattening` sends beside `position_ids`; the lengths follow from the boundaries.
-DOCUMENT_ARGUMENTS = {"cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-IGNORED_ARGUMENTS = {"output_attentions", "return_dict", "cache_position"}  # if they are None or false
-
-
-def _real_tokens(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the mask of the tokens x [B, T, ...], or None if there is no padding among them."""
-    mask = boolean_mask("attention_mask", attention_mask, *x.shape[:2], longer=True)
-    if mask is None:
-        return None
-    mask = mask[:, mask.shape[1] - x.shape[1] :]
-    return None if known(mask.all()) else mask
-
-
-def find_documents(
-    x: Tensor, mask: Tensor | None, position_ids: Tensor | None, arguments: dict[str, Any]
-) -> PackedBatch | None:
-    """Return the documents of x [B, T, ...] that a call names, or None; refuse arguments that no model knows."""
-    unknown = set(arguments) - DOCUMENT_ARGUMENTS
-    unknown -= {name for name in unknown & IGNORED_ARGUMENTS if not isinstance(arguments[name], Tensor)}
-    for name in sorted(unknown):
-        expected = ", ".join(sorted({"position_ids", *DOCUMENT_ARGUMENTS}))
-        raise InputError(
-            f"The model has no argument {name!r}",
-            expected=f"the arguments that its signature names, or {expected}",
-            advice="Remove it from the batch or from the call",
-            code="unknown_argument",
-        )
-    names = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
-    bounds = [arguments[name] for name in names if arguments.get(name) is not None]
-    if any(not torch.equal(bounds[0], other) for other in bounds[1:]):
-        problem = "cu_seqlens, cu_seq_lens_q and cu_seq_lens_k differ"
-        raise InputError(problem, expected="the same boundaries", code="documents_disagree")
-    cu_seqlens = bounds[0] if bounds else None
-    return pack_batch((x.shape[0], x.shape[1]), mask, position_ids, arguments.get("seq_idx"), cu_seqlens)
-
-
 class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """A language model."""
 
@@ -315,6 +278,15 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
             flat = logits.to(working_dtype(logits)).flatten(0, 1)
             total = functional.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / ((targets != IGNORED).sum() if count is None else count)
+
+
+def _real_tokens(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return the mask of the tokens x [B, T, ...], or None if there is no padding among them."""
+    mask = boolean_mask("attention_mask", attention_mask, *x.shape[:2], longer=True)
+    if mask is None:
+        return None
+    mask = mask[:, mask.shape[1] - x.shape[1] :]
+    return None if known(mask.all()) else mask
 
 
 AutoConfig.register("rebind", RebindConfig, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,6 +121,40 @@ class PackedBatch:
             return x[0].unflatten(0, self.shape)
         rows = x.new_zeros(*self.shape, *x.shape[2:])
         return rows.index_put((self.real,), x[0])
+
+
+# What `DataCollatorWithFlattening` of transformers sends beside `position_ids`; lengths follow from the boundaries.
+DOCUMENT_ARGUMENTS = {"cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+DEFAULTS = {"output_attentions": False, "return_dict": True}  # what a model does anyway
+
+
+def find_documents(
+    x: Tensor, mask: Tensor | None, position_ids: Tensor | None, arguments: dict[str, Any]
+) -> PackedBatch | None:
+    """Return the documents of x [B, T, ...] that a call of a model names, or None if every row is one sequence.
+
+    Args:
+        x: Tokens or their vectors.
+        mask: Real tokens [B, T]. None: all are.
+        position_ids: As for `pack_batch`.
+        arguments: The arguments that the signature of the model does not name; those that mean nothing are refused.
+    """
+    for name, value in arguments.items():
+        if value is not None and name not in DOCUMENT_ARGUMENTS and (name not in DEFAULTS or value != DEFAULTS[name]):
+            expected = ", ".join(sorted({"position_ids", *DOCUMENT_ARGUMENTS}))
+            raise InputError(
+                f"The model has no argument {name!r}",
+                expected=f"the arguments that its signature names, or {expected}",
+                advice="Remove it from the batch or from the call",
+                code="unknown_argument",
+            )
+    names = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+    bounds = [arguments[name] for name in names if arguments.get(name) is not None]
+    if any(not torch.equal(bounds[0], other) for other in bounds[1:]):
+        problem = "cu_seqlens, cu_seq_lens_q and cu_seq_lens_k differ"
+        raise InputError(problem, expected="the same boundaries", code="documents_disagree")
+    cu_seqlens = bounds[0] if bounds else None
+    return pack_batch((x.shape[0], x.shape[1]), mask, position_ids, arguments.get("seq_idx"), cu_seqlens)
 
 
 def pack_batch(
