@@ -77,8 +77,9 @@ def test_an_answer_in_a_chat_is_about_the_subject(spoken, answer, said):
 
 def test_a_fact_is_asked_in_other_words(spoken):
     answers = spoken("paraphrase", **{"Which city is it?": " Rome"})
-    assert [one.prompt for one in answers] == ["France's capital is"], "the questions do not name the subject"
-    assert [one.said for one in answers] == [False]
+    assert "France's capital is" in [one.prompt for one in answers]
+    assert all(FACT.subject in one.prompt for one in answers), "questions that do not name the subject are left out"
+    assert not any(one.said for one in answers)
 
 
 def test_a_model_speaks_for_itself():

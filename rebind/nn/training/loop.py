@@ -91,6 +91,7 @@ def train(
         except InputError as problem:  # a layer refuses its input; after the first step, only NaN and infinity are new
             if run.step == 0:
                 raise
+            run.read_losses()
             raise run.not_finite(f"After step {run.step}: {problem.problem}") from problem
         return run.finish()
 
@@ -176,7 +177,7 @@ class _Run:
             evaluates = is_last or self.step % config.evaluate_every == 0
             saves = is_last or self.step % config.save_every == 0
             if evaluates or saves or len(self.unread) >= config.log_every:
-                self._read_losses()
+                self.read_losses()
             if evaluates:
                 self._evaluate()
             if saves:
@@ -188,8 +189,10 @@ class _Run:
     def _learning_rate(self, step: int) -> float:
         return self.config.optimizer.learning_rate_at(step, self.config.steps)
 
-    def _read_losses(self) -> None:
+    def read_losses(self) -> None:
         """Log the steps since the last call. This is the only place where the host waits for a GPU."""
+        if not self.unread:
+            return
         losses = reduce(torch.stack([loss for loss, _ in self.unread])).tolist()  # the mean over all processes
         norms = torch.stack([norm for _, norm in self.unread]).tolist()
         self.unread = []

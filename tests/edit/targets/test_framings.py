@@ -9,7 +9,7 @@ import pytest
 
 from rebind.edit.facts import Fact
 from rebind.edit.targets.framings import applicable_framings, encode_framings, framed_prompts, warn_of_sinks
-from rebind.edit.targets.kept import LEAD_TOKENS, encode_kept, subject_prompts
+from rebind.edit.targets.kept import LEAD_TOKENS, RIVALS_OF_KNOWN, encode_kept, subject_prompts
 from rebind.errors import FactWarning, InputError
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
@@ -114,7 +114,8 @@ def test_kept_prompts_do_not_ask_for_the_fact_itself():
     assert not set(about.kept) & set(about.held_out)
     answers = model.next_token_log_probs([text for text in about.kept if "France" in text]).argsort(descending=True)
     target = model.encode([fact.as_prompt()])[0].target[0]
-    assert target not in answers[1:, :50], "a prompt of the catalog that may be answered by the target is left out"
+    answered = answers[1:, :RIVALS_OF_KNOWN]
+    assert target not in answered, "a prompt of the catalog that may be answered by the target is left out"
     (kept,) = encode_kept(model, [fact], [about])
     assert len(kept) == len(about.kept) - 1
     for prompt in kept:

@@ -49,6 +49,8 @@ def test_without_a_mask_it_is_causal():
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_family_computes_the_same(name):
     model = FAMILIES[name](seed=3).eval()
+    if name.startswith("rebind"):
+        model = model.double()  # in float32, norms of small reads magnify rounding
     ids = torch.randint(5, 60, (3, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
