@@ -16,6 +16,7 @@ from rebind.cli.commands import (
     generate,
     lab,
     layers,
+    learn,
     ledger,
     lens,
     moments,
@@ -57,6 +58,7 @@ def _rebind(
 
 add_command(app, "edit", edit.edit, edit.EXAMPLES)
 add_command(app, "ask", ask.ask, ask.EXAMPLES)
+add_command(app, "learn", learn.learn, learn.EXAMPLES)
 app.add_typer(ledger.app, name="ledger")
 add_command(app, "consolidate", consolidate.consolidate, consolidate.EXAMPLES)
 add_command(app, "trace", trace.trace, trace.EXAMPLES)

@@ -10,6 +10,7 @@
 - `methods`, `settings`: the editing methods, and what they run with on a model
 - `plan`, `guard`, `checks`: what an edit would cost, what an edited model must pass, and how it is asked
 - `facts`: facts, conflicts between them, and files of them
+- `learning`: facts in a text, sorted by what the model knows
 - `moments`: the second moments of the keys that a model already uses, and the text they are computed from
 - `targets`: the search for the hidden states that make a model say the targets
 - `drafts`, `solve`: from facts to the writes of an edit

@@ -34,6 +34,7 @@ from rebind.edit.guard import (
     find_earlier_edits,
     warn_of_shared_keys,
 )
+from rebind.edit.learning import Lesson, facts_in_text
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import Method, get_method
@@ -192,6 +193,26 @@ class Editor:
                 stored = self.ledger.append(replace(edit, scores=check.scores, forced=forced or bool(clashes)))
         self._target_store.clear()
         return stored
+
+    def learn(
+        self,
+        text: str,
+        *,
+        method: str | Method = "dense",
+        layers: Sequence[int] | None = None,
+        lam: float | None = None,
+        targets: TargetSettings | None = None,
+        force: bool = False,
+    ) -> Lesson:
+        """Write the facts that a text states and the model does not say, as one edit.
+
+        The result lists what was written, what is known already, what the text contradicts itself about (nothing of
+        that is written), and what was not understood. `facts_in_text` in `rebind.edit.learning` only looks.
+        """
+        facts = facts_in_text(self.language_model, text)
+        new = [statement.fact for statement in facts.new]
+        choices = {"method": method, "layers": layers, "lam": lam, "targets": targets, "force": force}
+        return Lesson(facts, self.rewrite_many(new, **choices) if new else None)  # type: ignore[arg-type]
 
     def consolidate(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rebind.edit.facts.fact import Fact, comparable
+from rebind.edit.facts.relations import relation_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ def conflicts(facts: Sequence[Fact]) -> list[Conflict]:
     """Return facts with different targets after the same prompt, ignoring case and spacing."""
     groups = _group(facts, [comparable(fact.text) for fact in facts])
     return [group for group in groups if len(set(group.targets)) > 1]
+
+
+def contradictions(facts: Sequence[Fact]) -> list[Conflict]:
+    """Return facts with different targets for the same relation of the same subject, however it is worded.
+
+    The catalog knows which wordings ask for the same relation; other prompts are compared as in `conflicts`.
+    """
+    keys = [(comparable(fact.subject), relation_of(fact) or comparable(fact.text)) for fact in facts]
+    return [group for group in _group(facts, keys) if len({comparable(target) for target in group.targets}) > 1]
 
 
 def shared_keys(facts: Sequence[Fact]) -> list[Conflict]:
