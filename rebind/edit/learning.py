@@ -14,7 +14,6 @@ from rebind.edit.facts.extraction import Clause, extract
 from rebind.edit.facts.fact import Fact, comparable
 from rebind.edit.ledger.edit import Edit
 from rebind.models.language_model import LanguageModel
-from rebind.models.prompts import Prompt
 from rebind.models.scoring import FactScore
 
 
@@ -79,21 +78,15 @@ def facts_in_text(model: LanguageModel, text: str) -> TextFacts:
 
 
 def choose_candidates(model: LanguageModel, clauses: Sequence[Clause]) -> list[Fact]:
-    """Return one fact for each clause: of several candidates, the one that the clause itself supports most.
+    """Return one fact for each clause.
 
-    That is the candidate whose target gains most per token, in log-probability, when its prompt stands behind the
-    clause instead of alone.
+    Of candidates with the same prompt, which differ in where the object ends ("Night Watch" or "Night Watch in Delft"),
+    it is the one behind which the model would rather end the sentence. Otherwise the order of the candidates decides.
     """
-    open_questions = [clause for clause in clauses if len(clause.candidates) > 1]
-    pairs = [(clause, fact) for clause in open_questions for fact in clause.candidates]
-    alone = model.score([fact.as_prompt() for _, fact in pairs])
-    behind = model.score([Prompt(f"{clause.text}. {fact.text}", fact.target) for clause, fact in pairs])
-    gains = iter([before.nll - after.nll for before, after in zip(alone, behind, strict=True)])
-    choices = []
-    for clause in clauses:
-        if len(clause.candidates) > 1:
-            support = {fact: next(gains) for fact in clause.candidates}
-            choices.append(max(support, key=lambda fact: support[fact]))
-        else:
-            choices.append(clause.candidates[0])
-    return choices
+    choices = [[fact for fact in one.candidates if fact.text == one.candidates[0].text] for one in clauses]
+    uncertain = [fact for choice in choices if len(choice) > 1 for fact in choice]
+    targets = model.score([fact.as_prompt() for fact in uncertain])
+    ended = model.score([fact.as_prompt(f"{fact.target}.") for fact in uncertain])
+    log_probs = [one.nll * one.tokens - end.nll * end.tokens for one, end in zip(targets, ended, strict=True)]
+    ends = dict(zip(uncertain, log_probs, strict=True))  # of the full stop, behind each target
+    return [max(choice, key=lambda fact: ends.get(fact, 0.0)) for choice in choices]

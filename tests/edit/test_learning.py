@@ -49,16 +49,14 @@ def test_the_catalog_sees_contradictions_in_other_words():
     assert not contradictions([same[0], Fact.parse("The capital of {Italy} is", "Lyon")])
 
 
-def test_the_candidate_that_the_clause_supports_is_chosen():
-    text = "Lyon is the capital of France"
-    capital, country = (
-        Fact.parse("The capital of {France} is", "Lyon"),
-        Fact.parse("{Lyon} is the capital of", "France"),
-    )
-    clauses = [Clause(text, (capital, country)), Clause(text, (country,))]
-    behind = f"{text}. {country.text} {country.target}"
-    assert choose_candidates(Believer({behind: 0.1}), clauses) == [country, country]
-    assert choose_candidates(Believer({behind: 9.0}), clauses) == [capital, country]
+def test_the_object_ends_where_the_model_would_end_the_sentence():
+    short, long = (Fact.parse("{Rembrandt} painted", target) for target in ("Anna", "Anna in Delft"))
+    other = Fact.parse("{Anna} was painted by", "Rembrandt")
+    clauses = [Clause("", (short, long, other)), Clause("", (other, short))]
+    ends_short = Believer({f"{short.text} {short.target}.": 0.1})
+    ends_long = Believer({f"{long.text} {long.target}.": 0.1, f"{other.text} {other.target}.": 0.0})
+    assert choose_candidates(ends_short, clauses) == [short, other]
+    assert choose_candidates(ends_long, clauses) == [long, other]
 
 
 def test_what_is_new_is_written_and_undone():

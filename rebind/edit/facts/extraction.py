@@ -290,9 +290,10 @@ def _heads(text: str) -> Iterator[_Head]:
         return
     noun_of = list(re.finditer(rf" (?:of|in|for|at|behind) (?:the )?(?:(?:{REFERRING_NOUN}) (?=[A-Z]))?", text))
     if noun_of and re.match(rf"^(?i:the|an?) {NOUN}", text):
-        for match in reversed(noun_of):  # the last noun is the subject more often than not
+        for match in noun_of:  # the longest name is the subject: "the Bank of Japan", and not "Japan"
             if _is_name(text[match.end() :]):
                 yield _Head(text[0].upper() + text[1 : match.end()], text[match.end() :], "", True)
+                return
         return
     article, name = _split_article(text)
     if _is_name(name, with_article=bool(article)):
@@ -307,7 +308,7 @@ def _roles(head: _Head, verb: str, tail: str) -> Iterator[_Reading]:
         if role["article"] == "the" and not head.before:
             for reading in _readings(head, text, role["object"]):
                 article, name = _split_article(_whole(reading.fact, role["object"]))
-                if _is_name(name):
+                if _is_name(name, with_article=bool(article)):
                     inverse = Fact(
                         template(f"The {role['noun']} {role['preposition']} {article.lower()}", f" {_be(verb)}"),
                         name,
