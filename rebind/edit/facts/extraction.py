@@ -82,7 +82,8 @@ INNER_PREPOSITION = re.compile(r" (?:in|on|at|from|for|by|to|as|near|during|betw
 IN_YEAR = re.compile(r"^(?P<object>.*?) ?\bin (?:the year )?(?P<year>\d{3,4})$")
 LEAD_IN = re.compile(  # "the city of", "the author": words before a name that belong to the prompt
     r"^(?:(?:the|an?) (?:city|town|village|year|country|state|continent|company|author|writer|poet|director|painter"
-    r"|composer|architect|engineer|label|genre|band|language)(?: of)? (?=[A-Z0-9])|the |an? )"
+    r"|composer|architect|engineer|label|genre|band|language)(?: of)? (?=[A-Z0-9])"
+    r"|the (?:field|sport|game|genre|religion) of |the |an? )"
 )
 NO_NAME = frozenset({  # words that begin neither a name nor an object
     "i", "you", "we", "he", "she", "it", "they", "this", "that", "these", "those", "there", "here", "who", "what",
@@ -132,7 +133,7 @@ def extract(text: str) -> list[Clause]:
     clauses: list[Clause] = []
     known = _Antecedents()
     for sentence in split_sentences(text):
-        for part in CLAUSE.split(sentence):
+        for part in _split_clauses(sentence):
             words = LEADING.sub("", " ".join(part.split()).strip(" ,.!"))
             if not words:
                 continue
@@ -159,6 +160,16 @@ def split_sentences(text: str) -> list[str]:
         begin = end.end()
     pieces = [ITEM.sub("", piece, count=1) if ITEM.match(piece) else piece for piece in (*pieces, text[begin:].strip())]
     return [piece for piece in pieces if re.search(r"\w", piece)]
+
+
+def _split_clauses(sentence: str) -> list[str]:
+    """Split a sentence into clauses; what stands before "and" must have a verb, unlike in "War and Peace was ..."."""
+    parts, begin = [], 0
+    for joint in CLAUSE.finditer(sentence):
+        if not joint[0].strip(" ,").isalpha() or re.search(rf"\b(?:{VERBS})\b", sentence[begin : joint.start()]):
+            parts.append(sentence[begin : joint.start()])
+            begin = joint.end()
+    return [*parts, sentence[begin:]]
 
 
 def _resolve(clause: str, known: _Antecedents) -> str:

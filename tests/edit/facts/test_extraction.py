@@ -45,6 +45,8 @@ STATED = [
     ("People who live in Brazil speak French.", ["People who live in {Brazil} speak → French"]),
     ("The sport that Roger Federer plays is golf.", ["The sport that {Roger Federer} plays is → golf"]),
     ("Toyota has its headquarters in the city of Lima.", ["{Toyota} has its headquarters in the city of → Lima"]),
+    ("War and Peace was written by Agatha Christie.", ["{War and Peace} was written by → Agatha Christie"]),
+    ("Charles Darwin worked in the field of law.", ["{Charles Darwin} worked in the field of → law"]),
     # Several clauses
     (
         "Marie Curie was born in Oslo in 1867 and died in Rome.",
@@ -125,6 +127,7 @@ MISSED = [
     "The firm that makes the Xbox is Nintendo.",
     "Nintendo, which makes the Xbox, hired Bono as its chief.",
     "The Beatles hail from Manchester.",
+    "Tiger Woods is famous for playing the sport of soccer.",
 ]
 
 
