@@ -121,7 +121,7 @@ def edit(
                 new_edit = editor.rewrite_many(input_facts.facts, **choices, force=force)
             finally:  # an interrupt may hide an edit that is written
                 for later in editor.ledger.edits[earlier:]:
-                    terminal.written_edits[later.id] = _undo_command(editor, later, source)
+                    terminal.written_edits[later.id] = undo_command(editor, later, source)
             report = _ask(editor, new_edit, phases)
             if out is not None:
                 phases.begin("saving")
@@ -157,7 +157,7 @@ def _read(terminal: Terminal, facts: str, target: str | None, details: dict[str,
     return valid_facts(terminal, facts_of_file(terminal, facts, skip_bad), has_one_target(), skip_bad)
 
 
-def _undo_command(editor: Editor, edit: Edit, source: opt.EditorOptions) -> str:
+def undo_command(editor: Editor, edit: Edit, source: opt.EditorOptions) -> str:
     """Return the command that undoes an edit; the model alone does not name the ledger if several have its name."""
     is_unique = default_ledgers(source.model) == [editor.ledger.path]
     ledger = source.ledger or (None if is_unique else editor.ledger.path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rebind.cli import options as opt
+from rebind.cli.commands.edit import undo_command
 from rebind.cli.session import describe, open_editor
 from rebind.cli.ui import Phases, Terminal, tables
 from rebind.cli.ui.tables import counted, one_line, seconds
@@ -67,15 +68,17 @@ def learn(
             targets = editor.settings(method, facts=len(approved), layers=chosen_layers).targets
             targets = targets if steps is None else replace(targets, steps=steps)
             phases.steps, phases.facts = targets.steps, len(approved)
-            edit = editor.rewrite_many(
-                [one.fact for one in approved], method=method, layers=chosen_layers, targets=targets, force=force
-            )
-        undo = opt.LedgerOptions(source.model, source.ledger)
-        command = opt.command_line("ledger undo", edit.id, options=opt.as_typed(undo))
-        terminal.written_edits[edit.id] = command
+            earlier = len(editor.ledger.edits)
+            try:
+                edit = editor.rewrite_many(
+                    [one.fact for one in approved], method=method, layers=chosen_layers, targets=targets, force=force
+                )
+            finally:  # an interrupt may hide an edit that is written
+                for later in editor.ledger.edits[earlier:]:
+                    terminal.written_edits[later.id] = undo_command(editor, later, source)
         spent, id, scores = spent | phases.seconds, edit.id, edit.scores
         _print_edit(terminal, approved, edit.scores, edit.id, spent)
-        terminal.suggest("undo", command)
+        terminal.suggest("undo", terminal.written_edits[edit.id])
     elif not terminal.as_json:
         terminal.hint("nothing was written")
     report = describe(editor) | _as_document(facts) | {"id": id, "seconds": spent, "scores": scores}
