@@ -27,7 +27,7 @@ algebra: $(READY)  ## the same verbs on a bare matrix, and the picture in docs/
 	@$(BIN)/python examples/algebra.py
 
 test: $(READY)  ## run the test suite
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 slow: $(READY)  ## run the tests that take the real model
 	$(BIN)/python -m pytest -m slow

@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -17,8 +16,6 @@ from rebind.errors import InputError
 from rebind.nn.training import OptimizerConfig, train
 from tests.nn.training_runs import TINY, config, corpus, kill, losses, outcome
 from tests.support import raises
-
-pytestmark = pytest.mark.xdist_group("two_processes")  # their runs take longer than all tests here
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {  # a larger learning rate would magnify the order of a sum
@@ -46,10 +43,8 @@ def train_all(source: str, folder: Path) -> None:
     train(run, folder / "resumed")
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    """Return the folder of the runs that two processes trained, and their text."""
-    folder = tmp_path_factory.mktemp("two")
+def train_in_two_processes(folder: Path) -> str:
+    """Let two processes train every variant, and return their text."""
     source = corpus(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -65,26 +60,28 @@ def two_processes(tmp_path_factory):
     finally:
         for process in both:
             process.kill()
-    return folder, source
+    return source
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_two_processes_have_the_losses_of_one(two_processes, tmp_path, name):
-    folder, source = two_processes
+def test_two_processes_learn_what_one_does(tmp_path):
+    """One test, because the processes take longer than everything that is asked about them."""
+    source = train_in_two_processes(tmp_path)
+    for name in VARIANTS:
+        require_same_run(source, tmp_path, name)
+    assert outcome(tmp_path / "resumed") == outcome(tmp_path / "whole"), "a sharded run resumes bit for bit"
+    config_file = tmp_path / "whole/checkpoints/step-00000012/config.json"
+    assert '"RebindForCausalLM"' in config_file.read_text()
+
+
+def require_same_run(source: str, folder: Path, name: str) -> None:
+    """Compare losses and weights of a variant with those of one process, which cannot resume the run of two."""
     run = config(source, **{**SETTINGS, **VARIANTS[name]})
-    result = train(run, tmp_path / "one")
+    result = train(run, folder / f"{name}, one process")
     torch.testing.assert_close(losses(folder / name), losses(result.folder), rtol=1e-5, atol=0.0)  # float32
     with raises(InputError, "other_processes"):
         train(run, folder / name)
     weights = AutoModelForCausalLM.from_pretrained(folder / name / "checkpoints/step-00000012").state_dict()
     for key, weight in AutoModelForCausalLM.from_pretrained(result.checkpoint).state_dict().items():
         torch.testing.assert_close(
-            weights[key], weight, rtol=0.0, atol=1e-3, msg=lambda text, key=key: f"{key}: {text}"
+            weights[key], weight, rtol=0.0, atol=1e-3, msg=lambda text, key=key: f"{name}, {key}: {text}"
         )
-
-
-def test_a_sharded_run_resumes_bit_for_bit(two_processes):
-    folder, _ = two_processes
-    assert outcome(folder / "resumed") == outcome(folder / "whole")
-    config_file = folder / "whole/checkpoints/step-00000012/config.json"
-    assert '"RebindForCausalLM"' in config_file.read_text()
