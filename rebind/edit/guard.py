@@ -152,10 +152,10 @@ class Guard:
             problem = f"the facts are said in {outcome.framings:.0%} of their framings ({listed})"
             advice = _advise_framings(facts, settings, search, outcome)
             failures.append(Failure("framings", outcome.framings, self.framings, problem, *advice))
-        if outcome.subject is not None and outcome.subject < self.subject:
-            problem = f"{outcome.subject:.0%} of other questions about the same subjects are answered as before"
+        if (unchanged := outcome.about_subject) is not None and unchanged < self.subject:
+            problem = f"{unchanged:.0%} of other questions about the same subjects are answered as before"
             advice = "Try {keep}", {"keep": 4 * settings.targets.keep or 4.0}
-            failures.append(Failure("subject", outcome.subject, self.subject, problem, *advice))
+            failures.append(Failure("subject", unchanged, self.subject, problem, *advice))
         return failures
 
     def check_drift(self, drift: Drift, advice: str, settings: Mapping[str, object]) -> list[Failure]:

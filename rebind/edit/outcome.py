@@ -44,6 +44,17 @@ class Outcome:
     changed: tuple[ChangedAnswer, ...] = ()  # those among them that are answered differently
 
     @property
+    def about_subject(self) -> float | None:
+        """The share of all questions about the subjects that are answered as before, held out or searched with.
+
+        One fact has two or three held-out questions, which are too few to refuse it by.
+        """
+        asked = self.asked.get("subject", 0) + self.asked.get("kept", 0)
+        if not asked:
+            return self.subject
+        return 1 - sum(one.about in ("subject", "kept") for one in self.changed) / asked
+
+    @property
     def framings(self) -> float:
         """The mean of all framings."""
         return sum(self.said.values()) / len(self.said)

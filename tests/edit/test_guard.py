@@ -14,7 +14,7 @@ from rebind.edit.facts import Fact
 from rebind.edit.guard import CANARY_PROMPTS, Drift, Guard, find_earlier_edits, measure_drift, require_passed
 from rebind.edit.ledger import Edit, Ledger
 from rebind.edit.methods import METHODS
-from rebind.edit.outcome import Outcome
+from rebind.edit.outcome import ChangedAnswer, Outcome
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings
 from rebind.edit.targets import TargetSearch, TargetSettings, TargetStates
@@ -166,6 +166,16 @@ def test_advice_is_one_setting_that_the_method_takes(method, facts):
 def test_advice_follows_from_how_far_the_search_came(loss, moved, facts, advice):
     failures = Guard().check([FACT] * facts, [NOT_SAID] * facts, STILL, HOLDS, settings(), searched(loss, moved))
     assert [failure.settings for failure in failures] == [advice]
+
+
+def test_a_subject_is_judged_by_all_questions_about_it():
+    """Two held-out questions alone are too few: here both have changed, and one of six that the search kept."""
+    changed = tuple(ChangedAnswer(about, "", "a", "b") for about in ("subject", "subject", "kept"))
+    outcome = replace(HOLDS, subject=0.0, asked={"subject": 2, "kept": 6}, changed=changed)
+    assert outcome.about_subject == 5 / 8
+    assert not Guard().check([FACT], [SAID], STILL, outcome, settings())
+    (failure,) = Guard(subject=0.7).check([FACT], [SAID], STILL, outcome, settings())
+    assert (failure.check, failure.value) == ("subject", 5 / 8)
 
 
 def test_facts_without_a_question_are_advised_to_have_one():
