@@ -7,23 +7,10 @@ from typing import Annotated
 import typer
 
 from rebind.cli.command import add_command, new_app
-from rebind.cli.commands import (
-    ask,
-    bench,
-    consolidate,
-    doctor,
-    edit,
-    generate,
-    lab,
-    layers,
-    learn,
-    ledger,
-    lens,
-    moments,
-    trace,
-    train,
-)
-from rebind.cli.commands import eval as evaluation
+from rebind.cli.commands import ask, consolidate, doctor, edit, learn, ledger, moments
+from rebind.cli.commands.analysis import eval as evaluation
+from rebind.cli.commands.analysis import layers, lens, trace
+from rebind.cli.commands.building import bench, generate, lab, train
 from rebind.version import __version__
 
 HELP = "Edit facts in a language model, see what changed, and undo any edit exactly."

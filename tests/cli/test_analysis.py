@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from rebind.analysis import Tracer
-from rebind.cli.commands.lens import layer_table
+from rebind.cli.commands.analysis.lens import layer_table
 from rebind.cli.ui.heatmap import heatmap
 from rebind.edit.editor import Editor
 from rebind.storage import ledgers_dir

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rebind.cli.commands.eval import print_states
+from rebind.cli.commands.analysis.eval import print_states
 from rebind.cli.ui import Terminal
 
 from .conftest import write_records

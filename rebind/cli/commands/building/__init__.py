@@ -1,0 +1,1 @@
+"""Commands for model builders and researchers: training, generation, benchmarks and the lab."""
