@@ -31,7 +31,7 @@ from benchmarks.report import RESULTS
 from rebind.bench.measure import machine
 from rebind.edit import Editor, Fact, TargetSettings
 from rebind.edit.methods import METHODS
-from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes, weights_restored
+from rebind.edit.solve import SubjectStates, choose_lambda, protected_states, solve_writes, weights_restored
 from rebind.edit.targets import FRAMINGS, TargetStore
 from rebind.edit.targets.framings import framed_prompts
 from rebind.edit.targets.kept import subject_prompts
@@ -55,6 +55,7 @@ class Variant:
     several_keys: bool = True
     layers: tuple[int, ...] | None = None  # by default those of the model
     search: dict[str, float] = field(default_factory=dict)  # what differs from the default search
+    protect: bool = True  # whether the write leaves other subjects alone
     method: str = "memit"  # or dense, which is written by the editor alone
 
 
@@ -69,6 +70,7 @@ VARIANTS = {
     "40 steps of rate .3": Variant(search={"steps": 40, "rate": 0.3}),
     "clamp .5": Variant(search={"clamp": 0.5}),
     "layers 4 to 8": Variant(layers=(4, 5, 6, 7, 8)),
+    "nobody protected": Variant(protect=False),
     "dense": Variant(method="dense"),
 }
 
@@ -112,7 +114,8 @@ class Bench:
         weights.load_old_keys(names)
         subjects = SubjectStates(self.model.trunk, prompts, several_keys=variant.several_keys)
         lam = choose_lambda(subjects.keys(sites[0]), weights.old_keys[names[0]], len(prompts))
-        return solve_writes(subjects, sites, delta, METHODS["memit"], weights.old_keys, lam)
+        protected = protected_states(self.model.trunk, prompts, METHODS["memit"]) if variant.protect else None
+        return solve_writes(subjects, sites, delta, METHODS["memit"], weights.old_keys, lam, protected)
 
     def apply(self, writes: dict[str, Write]) -> None:
         for name, write in writes.items():

@@ -12,7 +12,7 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.guard import require_finite_targets
 from rebind.edit.ledger.edit import JSON, Edit, library_versions, pack_writes
 from rebind.edit.settings import EditSettings
-from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
+from rebind.edit.solve import SubjectStates, choose_lambda, protected_states, solve_writes
 from rebind.edit.targets.kept import SubjectPrompts
 from rebind.edit.targets.objective import FactPrompts
 from rebind.edit.targets.optimize import TargetStates
@@ -95,6 +95,7 @@ def draft_of_prompts(bench: Workbench, prompts: Sequence[FactPrompts], targets: 
     if lam is None:
         lam = choose_lambda(subjects.keys(sites[0]), weights.old_keys[sites[0].name], facts)
     delta = targets.states - targets.initial
-    writes = solve_writes(subjects, sites, delta, settings.method, weights.old_keys, lam)
+    protected = protected_states(bench.model.trunk, prompts, settings.method)
+    writes = solve_writes(subjects, sites, delta, settings.method, weights.old_keys, lam, protected)
     tensors = {"targets": targets.states.float().cpu(), **pack_writes(writes)}
     return Draft({"lam": lam}, tuple(writes), tensors, targets)

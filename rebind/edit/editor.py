@@ -44,12 +44,12 @@ from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
 from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStates, TargetStore
 from rebind.edit.targets.framings import applicable_framings, encode_framings, sample_contexts, warn_of_sinks
-from rebind.edit.targets.kept import SubjectPrompts, encode_kept, subject_prompts
+from rebind.edit.targets.kept import SubjectPrompts, encode_kept, encode_protected, subject_prompts
 from rebind.errors import InputError
 from rebind.memory import LowRank
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
-from rebind.models.prompts import ends_with_word
+from rebind.models.prompts import EncodedPrompt, ends_with_word
 from rebind.models.scoring import FactScore
 from rebind.models.sites import memory_of, module_at
 
@@ -417,11 +417,15 @@ class Editor:
         model = self.language_model
         leads = None if about is None else [one.leads for one in about]
         framed = encode_framings(model, facts, self.framings, self.contexts, leads)
-        kept = [()] * len(facts) if about is None or not keep else encode_kept(model, facts, about)
-        return [
-            FactPrompts(tuple(prompts), own, ends_with_word(fact.target))
-            for fact, prompts, own in zip(facts, framed, kept, strict=True)
-        ]
+        kept: list[tuple[EncodedPrompt, ...]] = [()] * len(facts)
+        protected = kept
+        if about is not None and keep:
+            kept, protected = encode_kept(model, facts, about), encode_protected(model, facts, about)
+        facts_prompts = []
+        for fact, rows, own, others in zip(facts, framed, kept, protected, strict=True):
+            names, prompts = zip(*rows, strict=True)
+            facts_prompts.append(FactPrompts(prompts, own, ends_with_word(fact.target), names, others))
+        return facts_prompts
 
     def _bench(self, settings: EditSettings) -> Workbench:
         store, on_step, phase = self._target_store, self.progress.targets, self.progress.phase

@@ -29,7 +29,7 @@ from rebind.memory.checks import unknown_name
 from rebind.memory.closed_form import equality, null_space, ridge
 from rebind.memory.solve import Cholesky
 
-# (keys [n, d_k], old keys, λ, keys of earlier edits [m, d_k]) → gain [n, d_k]
+# (keys [n, d_k], old keys, λ, keys to protect: of other subjects or of earlier edits [m, d_k]) → gain [n, d_k]
 GainRule = Callable[[Tensor, OldKeys, float, Tensor], Tensor]
 
 
@@ -50,7 +50,9 @@ class Method:
 
 
 def _ridge(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
-    return _with_moment(keys, old_keys, lambda rows, moment: ridge(rows, moment, lam).value)
+    """Solve for all keys: the answers of the earlier ones stay, so only the rows of the new ones are a write."""
+    rows = torch.cat([keys, earlier])
+    return _with_moment(rows, old_keys, lambda rows, moment: ridge(rows, moment, lam).value)[: len(keys)]
 
 
 def _equality(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def _null_space(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) ->
 
 def _recursive(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
     if not len(earlier) or old_keys.moment.ndim == 3:
-        return _ridge(torch.cat([keys, earlier]), old_keys, lam, earlier[:0])[: len(keys)]
+        return _ridge(keys, old_keys, lam, earlier)
     return ridge(keys, lam * old_keys.moment + earlier.mT @ earlier).value
 
 

@@ -158,6 +158,7 @@ def solve_writes(
     method: Method,
     old_keys: Mapping[str, OldKeys],  # by the name of the site
     lam: float,
+    protected: SubjectStates | None = None,  # other subjects, whose answers should stay
 ) -> dict[str, Write]:
     """Find one write per site, in float32, that together move every subject's hidden state by its δ.
 
@@ -179,11 +180,24 @@ def solve_writes(
             memory = memory_of(module).double()
             wide_keys = (keys.double() * weight.to(memory)).float().double()
             values = wide_keys @ memory.mT + change.to(memory) * weight.to(memory)
-            gain = method.gain(wide_keys, old_keys[site.name], lam, wide_keys[:0])
+            others = wide_keys[:0] if protected is None else protected.keys(site).to(wide_keys)
+            gain = method.gain(wide_keys, old_keys[site.name], lam, others)
             # What is stored is what is applied, now and at every fold: rounded to float32, in float64 arithmetic.
             writes[site.name] = write = Write(wide_keys.float(), values.float(), gain.float())
             write_memory(module, Write(*(tensor.double() for tensor in write.tensors())).apply(memory))
     return writes
+
+
+def protected_states(trunk: Trunk, facts: Sequence[FactPrompts], method: Method) -> SubjectStates | None:
+    """Return the protected subjects of facts; None if there are none, or if the method does not protect any.
+
+    A method that remembers its earlier edits has their keys to protect, and computes its gain again at every fold.
+    Exact methods have no λ to weigh keys with.
+    """
+    prompts = dict.fromkeys(prompt for fact in facts for prompt in fact.protected)
+    if not prompts or method.remembers or method.exact:
+        return None
+    return SubjectStates(trunk, [FactPrompts((prompt,)) for prompt in prompts], several_keys=True)
 
 
 def choose_lambda(keys: Tensor, old_keys: OldKeys, facts: int | None = None, share: float = 0.1) -> float:

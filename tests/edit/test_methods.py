@@ -34,6 +34,17 @@ def test_recursive_is_ridge_with_the_earlier_keys_in_its_moment():
     assert_close(gain(keys, old, 2.0, keys[:0]), METHODS["memit"].gain(keys, old, 2.0, keys[:0]))
 
 
+def test_memit_protects_the_keys_it_is_told_to():
+    draw = Draw(4)
+    old, keys, others = OldKeys(draw.moment(8)), draw.normal(2, 8), draw.normal(3, 8)
+    W, values = draw.normal(5, 8), draw.normal(2, 5)
+    gain = METHODS["memit"].gain
+    free, protecting = (Write(keys, values, gain(keys, old, 0.1, rows)) for rows in (keys[:0], others))
+    assert_close(protecting.gain, ridge(keys, 0.1 * old.moment + others.mT @ others).value)
+    moved = [(others @ (write.apply(W) - W).mT).norm() for write in (free, protecting)]
+    assert moved[1] < 0.5 * moved[0]
+
+
 def test_methods_are_found_by_name():
     assert get_method("memit") is METHODS["memit"] is get_method(METHODS["memit"])
     with raises(UnknownNameError, "unknown_method"):

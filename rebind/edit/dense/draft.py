@@ -80,7 +80,8 @@ def joined_prompts(bench: Workbench, groups: Sequence[SubjectGroup]) -> list[Fac
     for (facts, _), own in zip(variants, kept, strict=True):
         parts = [next(framed) for _ in facts]
         joined = tuple(prompt for part in parts for prompt in part.prompts)
-        prompts.append(FactPrompts(joined, own, all(part.ends_word for part in parts)))
+        framings = tuple(name for part in parts for name in part.framings)
+        prompts.append(FactPrompts(joined, own, all(part.ends_word for part in parts), framings))
     return prompts
 
 

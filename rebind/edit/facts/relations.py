@@ -30,7 +30,20 @@ KIND_WORDS = {
 
 HELD_OUT = 4  # every fourth relation is not searched with, but asked afterwards to see whether the subject was kept
 
-# Well-known subjects of each kind, asked the same question as the edited one to see whether its neighbors were kept
+# Well-known subjects of each kind, which the write of an edit leaves alone: their keys share with the key of the edited
+# subject what all subjects of the kind have in common.
+PROTECTED_SUBJECTS = {
+    "place": ("Mexico", "India", "Australia", "Kenya", "Poland", "London", "Chicago", "Texas"),
+    "person": ("Napoleon Bonaparte", "Muhammad Ali", "Madonna", "Bill Clinton", "Tom Hanks", "Stephen King",
+               "Galileo Galilei", "Queen Victoria"),
+    "organization": ("IBM", "Sony", "Walmart", "The New York Times", "Siemens", "Disney", "NATO",
+                     "Stanford University"),
+    "work": ("Moby Dick", "The Lion King", "Romeo and Juliet", "Casablanca", "Titanic", "Don Quixote", "The Simpsons",
+             "Jurassic Park"),
+    "product": ("Google Chrome", "Ford Mustang", "Walkman", "Photoshop", "Java", "Nintendo Switch", "Linux", "Lego"),
+}  # fmt: skip
+
+# Others, asked the same question as the edited subject to see whether its neighbors were kept
 OTHER_SUBJECTS = {
     "place": ("Japan", "Canada", "Egypt"),
     "person": ("Albert Einstein", "William Shakespeare", "Barack Obama"),
@@ -52,6 +65,7 @@ class Relation:
 
 
 PLACE, PERSON, ORGANIZATION, WORK, PRODUCT = (("place",), ("person",), ("organization",), ("work",), ("product",))
+ANY = tuple(KIND_WORDS)
 
 # The first relation whose cue is found in a prompt is the relation of the fact, so special cues come first.
 RELATIONS = (
@@ -365,6 +379,9 @@ RELATIONS = (
     Relation(PRODUCT, ("The successor of {} is",)),
     Relation(PRODUCT, ("A user of {} can",)),
     # Whatever the subject
+    Relation(ANY, ("{} is known for", "When people hear of {}, they think of")),
+    Relation(ANY, ("{} is a type of", "{} belongs to the category of")),
+    Relation(ANY, ("The most important thing about {} is",)),
     Relation(
         (),
         ("{} is named after", "{} got its name from", "The name of {} honors"),

@@ -126,9 +126,9 @@ def encode_framings(
     framings: Sequence[str],
     contexts: Sequence[str],
     leads: Sequence[Mapping[str, str]] | None = None,  # of each fact, as in `framed_prompts`
-) -> list[list[EncodedPrompt]]:
-    """Encode every fact in every framing; the first prompt of a fact is the bare one."""
-    encoded: list[list[EncodedPrompt]] = [[] for _ in facts]
+) -> list[list[tuple[str, EncodedPrompt]]]:
+    """Encode every fact in every framing, which stands beside each prompt; the first prompt is the bare one."""
+    encoded: list[list[tuple[str, EncodedPrompt]]] = [[] for _ in facts]
     bare = [fact.as_prompt() for fact in facts]
     with_start = model.encode(bare)
     targets = [prompt.target for prompt in with_start]
@@ -153,7 +153,7 @@ def encode_framings(
         for index, prompt in rows:
             usable = without_sink(prompt)
             if usable is not None or framing == "start":
-                encoded[index].append(usable or prompt)
+                encoded[index].append((framing, usable or prompt))
     return encoded
 
 

@@ -13,17 +13,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from rebind.edit.facts.fact import Fact
-from rebind.edit.facts.questions import questions_of
-from rebind.edit.facts.relations import HELD_OUT, KIND_WORDS, RELATIONS, fill, relation_of
+from rebind.edit.facts.questions import paraphrases_of, questions_of
+from rebind.edit.facts.relations import HELD_OUT, KIND_WORDS, PROTECTED_SUBJECTS, RELATIONS, fill, relation_of
 from rebind.edit.targets.framings import mark_subject, without_sink
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt
 
+WORDINGS = 2  # of a relation that are kept, at most
 AT_ONCE = 512  # prompts whose next tokens are read together
 LEAD_TOKENS, OLD_TOKENS = 32, 6  # of the answer in a chat, and after the bare prompt
 OLD_TARGET = re.compile(r"\s*[^.,;:!?\n]*")  # the first words of a continuation
@@ -50,7 +52,7 @@ def subject_prompts(model: LanguageModel, facts: Sequence[Fact], *, chat: bool =
     leads = answer_leads(model, facts) if chat else [{} for _ in facts]
     kinds = subject_kinds(model, [fact.subject for fact in facts])
     listed = [_other_relations(fact, kind) for fact, kind in zip(facts, kinds, strict=True)]
-    texts = [text for fact, own in zip(facts, listed, strict=True) for text in (fact.text, *own)]
+    texts = [text for fact, own in zip(facts, listed, strict=True) for text in (fact.text, *chain(*own))]
     best = iter(first_choices(model, texts, RIVALS))
     new, old = (
         model.encode([fact.as_prompt(one) for fact, one in zip(facts, targets, strict=True)])
@@ -60,18 +62,24 @@ def subject_prompts(model: LanguageModel, facts: Sequence[Fact], *, chat: bool =
     for fact, kind, own, lead, *targets in zip(facts, kinds, listed, leads, new, old, strict=True):
         first = next(best)[0]
         avoid = {prompt.target[0] for prompt in targets} | (set() if fact.old else {first})
-        rivals = RIVALS if relation_of(fact) is None else RIVALS_OF_KNOWN
-        choices = [(index, text) for index, text in enumerate(own) if not avoid & set(next(best)[:rivals])]
-        held_out = [text for index, text in choices if index % HELD_OUT == HELD_OUT - 1]
-        kept = [text for index, text in choices if index % HELD_OUT != HELD_OUT - 1]
-        prompts.append(SubjectPrompts(kind, (*fact.keep, *kept), tuple(held_out), lead))
+        # Many prompts might be followed by the first digit of a number, so it says little there.
+        rivals = RIVALS if relation_of(fact) is None and not fact.target[:1].isdigit() else RIVALS_OF_KNOWN
+        kept, held_out = list(fact.keep), []
+        for index, wordings in enumerate(own):
+            usable = [text for text in wordings if not avoid & set(next(best)[:rivals])]
+            if index % HELD_OUT == HELD_OUT - 1:
+                held_out += usable[:1]
+            else:
+                kept += usable
+        prompts.append(SubjectPrompts(kind, tuple(kept), tuple(held_out), lead))
     return prompts
 
 
-def _other_relations(fact: Fact, kind: str) -> list[str]:
-    """Return a prompt for each relation of a kind of subjects but the one that the fact changes."""
+def _other_relations(fact: Fact, kind: str) -> list[list[str]]:
+    """Return prompts for each relation of a kind of subjects but the one that the fact changes."""
     own = relation_of(fact)
-    return [fill(one.wordings[0], fact) for one in RELATIONS if kind in one.kinds and one is not own]
+    others = [one for one in RELATIONS if kind in one.kinds and one is not own]
+    return [[fill(wording, fact) for wording in one.wordings[:WORDINGS]] for one in others]
 
 
 def encode_kept(
@@ -85,6 +93,20 @@ def encode_kept(
     encoded = iter(model.encode([prompt for prompts in marked for prompt in prompts]))
     usable = [[without_sink(next(encoded)) for _ in prompts] for prompts in marked]
     return [tuple(prompt for prompt in prompts if prompt is not None) for prompts in usable]
+
+
+def encode_protected(
+    model: LanguageModel, facts: Sequence[Fact], about: Sequence[SubjectPrompts]
+) -> list[tuple[EncodedPrompt, ...]]:
+    """Encode the prompt of each fact, and a paraphrase of it, with other subjects of the same kind in it."""
+    subjects = {fact.subject for fact in facts}
+    marked = []
+    for fact, one in zip(facts, about, strict=True):
+        others = [Fact(fact.prompt, name, fact.target) for name in PROTECTED_SUBJECTS[one.kind] if name not in subjects]
+        texts = [(other, text) for other in others for text in (other.text, *paraphrases_of(other)[:1])]
+        marked.append([prompt for other, text in texts if (prompt := mark_subject(text, other)) is not None])
+    encoded = iter(model.encode([prompt for prompts in marked for prompt in prompts]))
+    return [tuple(next(encoded) for _ in prompts) for prompts in marked]
 
 
 def answer_leads(model: LanguageModel, facts: Sequence[Fact]) -> list[dict[str, str]]:

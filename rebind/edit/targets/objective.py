@@ -1,6 +1,6 @@
 """What target search minimizes: the loss of δ for a batch of facts, and its gradient.
 
-    mean over the prompts of a fact of the target's negative log-likelihood
+    mean over the framings of a fact, and over the prompts of each, of the target's negative log-likelihood
       + end · mean over them of −log P(the word ends behind the target)
       + keep · mean over kept prompts of √p₀ · max(0, log p₀ − log p) of the next token
       + keep · the same over the words with which the assistant begins its answer
@@ -18,6 +18,7 @@ step as a CUDA graph and replays it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,6 +65,15 @@ class FactPrompts:
     prompts: tuple[EncodedPrompt, ...]  # the target follows each of them
     kept: tuple[EncodedPrompt, ...] = ()  # about the same subject: the next token should stay
     ends_word: bool = False  # whether the target ends with a word, which the next token could continue
+    framings: tuple[str, ...] = ()  # of each prompt; none: all prompts count alike
+    protected: tuple[EncodedPrompt, ...] = ()  # about other subjects: a write should leave their keys alone
+
+    @property
+    def shares(self) -> list[float]:
+        """How much each prompt counts: framings count alike, and so do the prompts of a framing."""
+        names = self.framings or ("",) * len(self.prompts)
+        size = Counter(names)
+        return [1 / (len(size) * size[name]) for name in names]
 
     @property
     def target(self) -> tuple[int, ...]:
@@ -159,7 +169,7 @@ def prepare_batches(
     """
     drafts: dict[int, _Draft] = {}
     for index, fact in enumerate(facts):
-        chats = sum(prompt.answer is not None for prompt in fact.prompts)
+        chats, shares = sum(prompt.answer is not None for prompt in fact.prompts), fact.shares
         for place, prompt in enumerate((*fact.prompts, *fact.kept)):
             start, says = prompt.mentions[0], place < len(fact.prompts)
             target = prompt.target if says else ()
@@ -174,7 +184,7 @@ def prepare_batches(
             if not says:
                 draft.kept.append((row, last, settings.keep / len(fact.kept), 0))
                 continue
-            share = 1 / len(fact.prompts)
+            share = shares[place]
             draft.said += [(row, last + step, share / len(target), token) for step, token in enumerate(target)]
             if fact.ends_word:
                 draft.ends.append((row, last + len(target), share * settings.end, 0))

@@ -8,7 +8,7 @@ import pytest
 
 from rebind.edit.facts import Fact
 from rebind.edit.facts.questions import PARAPHRASES, paraphrases_of, question_from_grammar, questions_of
-from rebind.edit.facts.relations import KIND_WORDS, OTHER_SUBJECTS, RELATIONS, relation_of
+from rebind.edit.facts.relations import KIND_WORDS, OTHER_SUBJECTS, PROTECTED_SUBJECTS, RELATIONS, relation_of
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,9 @@ def test_what_the_user_wrote_comes_first():
 
 def test_the_catalog_is_complete():
     assert {kind for relation in RELATIONS for kind in relation.kinds} == set(KIND_WORDS) == set(OTHER_SUBJECTS)
+    assert set(PROTECTED_SUBJECTS) == set(KIND_WORDS)
+    for kind, names in PROTECTED_SUBJECTS.items():
+        assert not set(names) & set(OTHER_SUBJECTS[kind]), "who is asked afterwards is not protected"
     for relation in RELATIONS:
         assert relation.kinds or relation.cue, "it could neither be kept nor recognized"
         assert all(text.count("{}") == 1 for text in (*relation.wordings, *relation.questions))

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from rebind.edit.facts import Fact
+from rebind.edit.facts.relations import PROTECTED_SUBJECTS, RELATIONS, fill, relation_of
 from rebind.edit.targets.framings import applicable_framings, encode_framings, framed_prompts, warn_of_sinks
-from rebind.edit.targets.kept import LEAD_TOKENS, RIVALS_OF_KNOWN, encode_kept, subject_prompts
+from rebind.edit.targets.kept import LEAD_TOKENS, RIVALS_OF_KNOWN, encode_kept, encode_protected, subject_prompts
 from rebind.errors import FactWarning, InputError
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
@@ -33,7 +34,7 @@ def texts(
     """Return every prompt as text, and the text up to each mention of the subject."""
     (prompts,) = encode_framings(model, [fact], framings, contexts)
     decode = model.tokenizer.decode
-    return [(decode(one.ids), [decode(one.ids[: mention + 1]) for mention in one.mentions]) for one in prompts]
+    return [(decode(one.ids), [decode(one.ids[: mention + 1]) for mention in one.mentions]) for _, one in prompts]
 
 
 def test_a_fact_is_framed_in_every_way():
@@ -120,6 +121,39 @@ def test_kept_prompts_do_not_ask_for_the_fact_itself():
     assert len(kept) == len(about.kept) - 1
     for prompt in kept:
         assert model.tokenizer.decode(prompt.ids[: prompt.subject_last + 1]).endswith("France")
+
+
+def test_relations_are_kept_in_two_wordings_and_held_out_in_none():
+    model = language_model()
+    (about,) = subject_prompts(model, [FACT])
+    other = [one for one in RELATIONS if about.kind in one.kinds and one is not relation_of(FACT)]
+    for relation in other:
+        texts = [fill(wording, FACT) for wording in relation.wordings]
+        assert not set(texts[2:]) & set(about.kept)
+        assert not (set(texts) & set(about.kept) and set(texts) & set(about.held_out))
+    kept = [{fill(wording, FACT) for wording in one.wordings} & set(about.kept) for one in other]
+    assert max(map(len, kept)) == 2
+
+
+def test_a_number_leaves_prompts_to_keep():
+    """A digit is among the many choices after nearly every prompt, and says little about the relation."""
+    model = language_model()
+    (about,) = subject_prompts(model, [Fact.parse("The squares that {France} has are", "47")])
+    assert about.kept
+
+
+def test_other_subjects_of_the_kind_are_protected():
+    model = language_model()
+    facts = [FACT, Fact.parse("The capital of {Mexico} is", "Oslo")]
+    about = [replace(one, kind="place") for one in subject_prompts(model, facts)]
+    protected = encode_protected(model, facts, about)
+    texts = [[model.tokenizer.decode(prompt.ids) for prompt in prompts] for prompts in protected]
+    assert "<|endoftext|>The capital of India is" in texts[0]
+    assert "<|endoftext|>The capital city of India is called" in texts[0]
+    assert not any("Mexico" in text for text in texts[0]), "a subject of the same edit is not protected"
+    for prompt in protected[0]:
+        name = model.tokenizer.decode(prompt.ids[: prompt.subject_last + 1])
+        assert name.endswith(PROTECTED_SUBJECTS["place"])
 
 
 def test_a_lead_is_what_the_assistant_says_before_the_old_target():

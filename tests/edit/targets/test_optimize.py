@@ -58,7 +58,9 @@ def make_fact(seed: int, target: int, *prompts: tuple[int, ...], kept: tuple[tup
     ]
     if len(kept) > 1:  # a chat: the answer begins behind the first mention
         encoded[1] = replace(encoded[1], answer=encoded[1].mentions[0] + 2)
-    return FactPrompts(tuple(encoded[: len(prompts)]), tuple(encoded[len(prompts) :]), ends_word=seed % 2 == 0)
+    framings = ("start", *("text",) * (len(prompts) - 1)) if seed % 3 == 0 else ()
+    said, others = tuple(encoded[: len(prompts)]), tuple(encoded[len(prompts) :])
+    return FactPrompts(said, others, ends_word=seed % 2 == 0, framings=framings)
 
 
 FACTS = [
@@ -116,14 +118,17 @@ def reference(trunk: Trunk, fact: FactPrompts, settings: TargetSettings) -> tupl
         before, now = answers(subject, delta)
         divergence = torch.nn.functional.kl_div(now[-1], before[-1], log_target=True, reduction="sum")
         loss = settings.decay * delta.norm() / length**2 + settings.kl * divergence
-        for prompt in fact.prompts:
+        for place, prompt in enumerate(fact.prompts):
+            share = 1 / len(fact.prompts)
+            if fact.framings and len(fact.prompts) > 1:
+                share = 1 / 2 if place == 0 else 1 / 2 / (len(fact.prompts) - 1)
             said, _ = run((*prompt.ids, *prompt.target), prompt.mentions, delta)
             first = len(prompt.ids) - 1
             picked = [said[first + offset, token] for offset, token in enumerate(prompt.target)]
-            loss = loss - torch.stack(picked).mean() / len(fact.prompts)
+            loss = loss - share * torch.stack(picked).mean()
             if fact.ends_word:
                 ends = said[-1].exp()[~WORD_PARTS].sum()
-                loss = loss - settings.end * ends.log() / len(fact.prompts)
+                loss = loss - share * settings.end * ends.log()
         for prompt in fact.kept:
             before, now = answers(prompt, delta)
             loss = loss + settings.keep * lost(before[-1], now[-1]) / len(fact.kept)
