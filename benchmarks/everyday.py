@@ -4,6 +4,9 @@
 alone, asks the edited model in every framing, about the same subject and about other subjects, and compares its answers
 with those of the base model. Some of the questions are so natural that target search asks them, too; the share among
 the others is reported beside.
+
+`data/everyday-fresh.jsonl` has 32 more facts, the split "fresh": another author wrote them without sight of the
+library's catalog of relations and questions, and checked them on the base model alone, never on an edited one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation
 
 DATA = Path(__file__).parent / "data" / "everyday.jsonl"
+FRESH = DATA.with_name("everyday-fresh.jsonl")
 SAID = ("start", "plain", "paraphrase", "chat", "paragraph")
 TOKENS = 24
 
@@ -38,8 +42,10 @@ class EverydayFact:
     other_subjects: tuple[str, ...]
 
     @classmethod
-    def read(cls, path: Path, split: str) -> list[EverydayFact]:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    def read(cls, split: str) -> list[EverydayFact]:
+        """Return the facts of a split: "tune", "held" or both ("all"), or "fresh", which is a file of its own."""
+        path = FRESH if split == "fresh" else DATA
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         facts = []
         for row in rows:
             if split in ("all", row["split"]):

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.everyday import DATA, SAID, EverydayFact, answers, judge, summarize
+from benchmarks.everyday import SAID, EverydayFact, answers, judge, summarize
 from benchmarks.report import RESULTS
 from rebind.bench.measure import machine
 from rebind.edit import Editor, Fact, TargetSettings
@@ -225,7 +225,7 @@ def known_facts(editor: Editor, path: Path, n: int) -> list[Fact]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--split", default="held", choices=["tune", "held", "all"])
+    parser.add_argument("--split", default="held", choices=["tune", "held", "all", "fresh"])
     parser.add_argument("--limit", type=int, help="write only the first of the everyday facts")
     parser.add_argument("--variants", nargs="*", default=["default"], help=f"some of: {'; '.join(VARIANTS)}; or all")
     parser.add_argument("--facts", type=Path, help="a CounterFact file")
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="draw the variants into this file")
     options = parser.parse_args()
     editor = Editor("smollm2", device=options.device, guard=None)
-    everyday = EverydayFact.read(DATA, options.split)[: options.limit]
+    everyday = EverydayFact.read(options.split)[: options.limit]
     facts = known_facts(editor, options.facts, max(options.n)) if options.facts else []
     bench = Bench(editor, everyday, facts, options.text.read_text() if options.text else "")
     content: dict[str, Any] = {"machine": machine(), "split": options.split, "facts": len(everyday)}
