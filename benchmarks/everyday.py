@@ -19,6 +19,7 @@ from typing import Any
 
 from rebind.edit import Fact
 from rebind.edit.facts.questions import paraphrases_of, questions_of
+from rebind.edit.facts.relations import RELATIONS, fill
 from rebind.models.generation import continue_prompts
 from rebind.models.judging import first_word, says, says_of_subject
 from rebind.models.language_model import LanguageModel
@@ -84,6 +85,9 @@ def judge(one: EverydayFact, before: Sequence[str], after: Sequence[str]) -> dic
         ("chat", one.question, questions_of(one.fact)),
     ):
         row[f"{name}, not seen by the search"] = [] if asked in seen else [row[name]]
+    wordings = {fill(wording, one.fact) for relation in RELATIONS for wording in relation.wordings}
+    pairs = zip(one.same_subject, same, strict=False)
+    row["same subject, not in the catalog"] = [value for text, value in pairs if text not in wordings]
     row["same subject"], row["other subjects"] = same[: len(one.same_subject)], same[len(one.same_subject) :]
     return row
 

@@ -34,13 +34,14 @@ HELD_OUT = 4  # every fourth relation is not searched with, but asked afterwards
 # subject what all subjects of the kind have in common.
 PROTECTED_SUBJECTS = {
     "place": ("Mexico", "India", "Australia", "Kenya", "Poland", "London", "Chicago", "Texas"),
-    "person": ("Napoleon Bonaparte", "Muhammad Ali", "Madonna", "Bill Clinton", "Tom Hanks", "Stephen King",
-               "Galileo Galilei", "Queen Victoria"),
+    "person": ("George Washington", "Muhammad Ali", "Madonna", "Bill Clinton", "Tom Hanks", "Stephen King",
+               "Galileo Galilei", "Julius Caesar"),
     "organization": ("IBM", "Sony", "Walmart", "The New York Times", "Siemens", "Disney", "NATO",
                      "Stanford University"),
     "work": ("Moby Dick", "The Lion King", "Romeo and Juliet", "Casablanca", "Titanic", "Don Quixote", "The Simpsons",
-             "Jurassic Park"),
-    "product": ("Google Chrome", "Ford Mustang", "Walkman", "Photoshop", "Java", "Nintendo Switch", "Linux", "Lego"),
+             "Spider-Man"),
+    "product": ("Google Chrome", "Ford Mustang", "Walkman", "Photoshop", "Microsoft Excel", "Nintendo Switch",
+                "Honda Civic", "Lego"),
 }  # fmt: skip
 
 # Others, asked the same question as the edited subject to see whether its neighbors were kept

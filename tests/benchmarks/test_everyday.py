@@ -1,0 +1,23 @@
+"""The everyday facts: nothing that is asked about other subjects is protected by the search that is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.everyday import EverydayFact
+from rebind.edit.facts.relations import PROTECTED_SUBJECTS
+
+
+@pytest.mark.parametrize("split", ["tune", "held", "fresh"])
+def test_no_protected_subject_is_asked_about(split):
+    names = [name for kind in PROTECTED_SUBJECTS.values() for name in kind]
+    for one in EverydayFact.read(split):
+        for text in (one.fact.text, *one.same_subject, *one.other_subjects):
+            assert not [name for name in names if name in text]
+
+
+def test_the_sets_share_no_subject():
+    tune, held, fresh = ({one.fact.subject for one in EverydayFact.read(split)} for split in ("tune", "held", "fresh"))
+    assert not (tune & held)
+    assert not (tune & fresh)
+    assert not (held & fresh)
