@@ -32,7 +32,7 @@ from rebind.bench.measure import machine
 from rebind.edit import Editor, Fact, TargetSettings
 from rebind.edit.methods import METHODS
 from rebind.edit.solve import SubjectStates, choose_lambda, protected_states, solve_writes, weights_restored
-from rebind.edit.targets import FRAMINGS, TargetStore
+from rebind.edit.targets import FRAMINGS, TargetSearch, TargetStore
 from rebind.edit.targets.framings import framed_prompts
 from rebind.edit.targets.kept import subject_prompts
 from rebind.evals.reading import read_records
@@ -56,6 +56,7 @@ class Variant:
     layers: tuple[int, ...] | None = None  # by default those of the model
     search: dict[str, float] = field(default_factory=dict)  # what differs from the default search
     protect: bool = True  # whether the write leaves other subjects alone
+    construct: str = "spread"  # how layers get their targets: see `Bench.edit_alone`
     method: str = "memit"  # or dense, which is written by the editor alone
 
 
@@ -71,6 +72,9 @@ VARIANTS = {
     "clamp .5": Variant(search={"clamp": 0.5}),
     "layers 4 to 8": Variant(layers=(4, 5, 6, 7, 8)),
     "nobody protected": Variant(protect=False),
+    "norm of the state kept": Variant(construct="anchor"),
+    "forward replay": Variant(construct="replay"),
+    "first and last layer, two searches": Variant(construct="twice"),
     "dense": Variant(method="dense"),
 }
 
@@ -97,17 +101,28 @@ class Bench:
         chosen = self.editor.settings("memit", facts=facts, layers=variant.layers)
         return chosen.layers, replace(chosen.targets, **variant.search)
 
-    def search(self, variant: Variant, facts: Sequence[Fact], count: int) -> tuple[Any, torch.Tensor]:
-        """Return the prompts and δ of some facts, with the settings for `count` facts in one edit."""
+    def search(
+        self, variant: Variant, facts: Sequence[Fact], count: int, layer: int | None = None
+    ) -> tuple[Any, torch.Tensor]:
+        """Return the prompts and δ of some facts, with the settings for `count` facts in one edit.
+
+        By default, δ belongs to the last layer of these settings.
+        """
         layers, targets = self.settings(variant, count)
         self.editor.framings = tuple(name for name in FRAMINGS if name in variant.framings)
         about = subject_prompts(self.model, facts, chat="chat" in variant.framings)
         prompts = self.editor.fact_prompts(facts, about, keep=targets.keep > 0)
-        found = self.editor.target_search.find(layers[-1], prompts, targets, TargetStore(None))
+        at = layers[-1] if layer is None else layer
+        found = self.editor.target_search.find(at, prompts, targets, TargetStore(None))
+        if variant.construct == "anchor":  # the state keeps its norm and only turns
+            scale = torch.linalg.vector_norm(found.initial, dim=-1) / torch.linalg.vector_norm(found.states, dim=-1)
+            return prompts, found.states * scale.unsqueeze(-1) - found.initial
         return prompts, found.states - found.initial
 
-    def write(self, variant: Variant, prompts: Any, delta: torch.Tensor) -> dict[str, Write]:
-        layers, _ = self.settings(variant, len(prompts))
+    def write(
+        self, variant: Variant, prompts: Any, delta: torch.Tensor, layers: Sequence[int] | None = None
+    ) -> dict[str, Write]:
+        layers = layers or self.settings(variant, len(prompts))[0]
         weights, sites = self.editor.weights, [self.editor.sites[layer] for layer in layers]
         names = [site.name for site in sites]
         weights.remember_base(names)
@@ -131,12 +146,53 @@ class Bench:
 
     def weight_edits(self, variant: Variant) -> Generator[None]:
         """Put each everyday fact into the weights, until the next one is asked for."""
-        prompts, delta = self.search(variant, [one.fact for one in self.everyday], 1)
-        for index in range(len(self.everyday)):
-            writes = self.write(variant, prompts[index : index + 1], delta[index : index + 1])
-            with weights_restored([module_at(self.model.model, name) for name in writes]):
-                self.apply(writes)
+        layers, _ = self.settings(variant, 1)
+        first = layers[0] if variant.construct in ("replay", "twice") else None
+        prompts, delta = self.search(variant, [one.fact for one in self.everyday], 1, first)
+        for index, one in enumerate(self.everyday):
+            with weights_restored([module_at(self.model.model, self.editor.sites[layer].name) for layer in layers]):
+                self.edit_alone(variant, one.fact, prompts[index : index + 1], delta[index : index + 1])
                 yield
+
+    def edit_alone(self, variant: Variant, fact: Fact, prompts: Any, delta: torch.Tensor) -> None:
+        """Write one fact into the weights.
+
+        By default each layer takes a share of what is missing at the last one. `twice` searches and writes at the first
+        layer, then again at the last one on the edited model. `replay` searches at the first layer only, and lets each
+        later layer have the states of a run with δ as its own target.
+        """
+        layers, _ = self.settings(variant, 1)
+        if variant.construct == "twice":
+            self.apply(self.write(variant, prompts, delta, layers[:1]))
+            base = self.editor.target_search
+            self.editor.target_search = TargetSearch(base.trunk, base.fingerprint, base.word_parts)
+            self.apply(self.write(variant, *self.search(variant, [fact], 1, layers[-1]), layers[-1:]))
+            self.editor.target_search = base
+        elif variant.construct == "replay":
+            targets = self.replay(prompts, delta, layers)
+            for layer, target in zip(layers, targets, strict=True):
+                missing = target - self.states(prompts, layer)
+                self.apply(self.write(variant, prompts, missing.mean(0, keepdim=True), [layer]))
+        else:
+            self.apply(self.write(variant, prompts, delta))
+
+    def replay(self, prompts: Any, delta: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:
+        """Return the states of the subjects after each layer, in a run with δ behind the first one."""
+        block = self.model.trunk.blocks[layers[0]]
+
+        def add(_: Any, __: Any, out: Any) -> Any:
+            states = (out[0] if isinstance(out, tuple) else out).clone()
+            states[:, -1] += delta[0].to(states)  # prompts are cut behind the subject
+            return (states, *out[1:]) if isinstance(out, tuple) else states
+
+        handle = block.register_forward_hook(add)
+        try:
+            return [self.states(prompts, layer) for layer in layers]
+        finally:
+            handle.remove()
+
+    def states(self, prompts: Any, layer: int) -> torch.Tensor:
+        return SubjectStates(self.model.trunk, prompts, several_keys=True).states_after(layer)
 
     def dense_edits(self, variant: Variant) -> Generator[None]:
         """Put each everyday fact into the dense memory, until the next one is asked for."""
