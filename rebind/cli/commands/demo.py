@@ -42,6 +42,7 @@ def demo(
     """Edit two facts in a real language model, see what else changed, undo one edit, and export the result."""
     with Phases(terminal) as phases:
         editor = load_editor(source, phases)
+        phases.steps, phases.facts = editor.settings().targets.steps, 1  # one fact at a time
         from rebind.evals.demo import run_demo
 
         report = run_demo(editor)
