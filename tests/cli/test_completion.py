@@ -16,8 +16,6 @@ from rebind.edit.targets.framings import FRAMINGS
 from rebind.lab.catalogue import EXPERIMENTS
 from rebind.nn.lm.config import KINDS, PRESETS
 
-from .conftest import FACT, FAST
-
 COMPLETE = """
 import sys
 from rebind.cli import main
@@ -85,12 +83,11 @@ def test_models_of_the_hubs_cache_are_completed(complete, monkeypatch, tmp_path)
     assert complete("rebind ask --model Q") == ["Qwen/Qwen3-0.6B"]
 
 
-def test_ids_of_edits_are_completed(rebind, complete, model, tmp_path):
-    rebind("edit", *FACT, "--model", model, *FAST)
-    rebind("edit", *FACT, "--model", model, *FAST, "--ledger", tmp_path / "other")
-    rebind("edit", *FACT, "--model", model, *FAST, "--ledger", tmp_path / "other")
-    assert complete(f"rebind ledger undo --model {model} e") == ["e0001"]
-    assert complete(f"rebind ledger show --ledger {tmp_path / 'other'} e") == ["e0001", "e0002"]
+def test_ids_of_edits_are_completed(rebind, complete, edited, model, tmp_path):
+    assert complete(f"rebind ledger undo --model {model} e") == [edited["id"]]
+    (folder,) = (tmp_path / "ledgers").iterdir()
+    assert complete(f"rebind ledger show --ledger {folder} e0") == [edited["id"]]
+    assert complete(f"rebind ledger show --ledger {folder} x") == []
     assert complete("rebind ledger show --ledger /nowhere e") == []
 
 
