@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)  ## edit facts in a real language model, see what else changed, undo one
-	@HF_HUB_OFFLINE=1 $(BIN)/python examples/editing.py
+	@HF_HUB_OFFLINE=1 $(BIN)/rebind demo
 
 algebra: $(READY)  ## the same verbs on a bare matrix, and the picture in docs/
 	@$(BIN)/python examples/algebra.py
@@ -41,8 +41,10 @@ format: $(READY)  ## rewrite the code in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(READY)  ## write docs/cli.md anew from the commands' help
+docs: $(READY)  ## write docs/cli.md anew, build the documentation as a site in build/site, and check its links
 	$(BIN)/python -m tests.cli.manual docs/cli.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python -m tests.site build/site
 
 bench: $(READY)  ## run the benchmarks: tables on the terminal, JSON in benchmarks/results
 	$(BIN)/python -m benchmarks

@@ -3,6 +3,7 @@
 app           the command and its subcommands
 command       turns functions into commands
 options       options that commands share
+completion    the names that options take, for shell completion
 session       from options to an editor with its ledger
 fact_input    the facts that a command works on
 commands/     one module per command

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
 from rebind.cli.command import add_command, new_app
-from rebind.cli.commands import ask, consolidate, doctor, edit, learn, ledger, moments
+from rebind.cli.commands import ask, consolidate, demo, doctor, edit, learn, ledger, moments
 from rebind.cli.commands.analysis import eval as evaluation
 from rebind.cli.commands.analysis import layers, lens, trace
 from rebind.cli.commands.building import bench, generate, lab, train
@@ -25,24 +26,40 @@ rebind ledger undo e0001
 Exit codes: 0 success, 1 internal error or failed check, 2 invalid input, 3 numerical, ledger or I/O failure, \
 130 interrupted, 141 broken pipe."""
 
-app = new_app(name="rebind", help=HELP, epilog=EPILOG, no_args_is_help=True)
+app = new_app(name="rebind", help=HELP, epilog=EPILOG, no_args_is_help=True, add_completion=True)
 
 
 def _print_version(is_set: bool) -> None:
     if is_set:
-        typer.echo(f"rebind {__version__}")
+        versions = [f"rebind {__version__}", *map(_version_of, ("torch", "transformers"))]
+        typer.echo(", ".join(versions))
         raise typer.Exit
+
+
+def _version_of(package: str) -> str:
+    """Return the name and the version of a package, which need not be imported for that."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"{package} not installed"
 
 
 @app.callback(help=HELP)
 def _rebind(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the versions of rebind, torch and transformers, and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
     """Take the options of `rebind` itself."""
 
 
+add_command(app, "demo", demo.demo, demo.EXAMPLES)
 add_command(app, "edit", edit.edit, edit.EXAMPLES)
 add_command(app, "ask", ask.ask, ask.EXAMPLES)
 add_command(app, "learn", learn.learn, learn.EXAMPLES)

@@ -55,11 +55,13 @@ class CommandGroup(PlainHelp, TyperGroup):
 
     def main(self, args: Any = None, prog_name: str | None = None, *_: Any, **__: Any) -> None:
         """Run the command line and exit; click would report errors in another form."""
+        prog_name = prog_name or "rebind"
+        self._main_shell_completion({}, prog_name)  # answers the shell and exits, if it is the shell that asks
         words = list(sys.argv[1:] if args is None else args)
         terminal = Terminal(as_json="--json" in words, debug="--debug" in words)  # for errors in the options themselves
 
         def invoke() -> None:
-            with self.make_context(prog_name or "rebind", words, obj=terminal) as context:
+            with self.make_context(prog_name, words, obj=terminal) as context:
                 self.invoke(context)
 
         sys.exit(run(invoke, terminal))
@@ -67,9 +69,8 @@ class CommandGroup(PlainHelp, TyperGroup):
 
 def new_app(**settings: Any) -> typer.Typer:
     """Return a group of commands."""
-    return typer.Typer(
-        cls=CommandGroup, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP_NAMES, **settings
-    )
+    settings = {"add_completion": False, **settings}
+    return typer.Typer(cls=CommandGroup, pretty_exceptions_enable=False, context_settings=HELP_NAMES, **settings)
 
 
 def add_command(app: typer.Typer, name: str, function: Callable[..., None], examples: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rebind.cli import completion
 from rebind.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,9 +32,9 @@ def flag(name: str, help: str, *names: str, panel: str = "") -> Any:
     return typer.Option(name, *names, help=help, rich_help_panel=panel or None)
 
 
-def argument(metavar: str, help: str) -> Any:
+def argument(metavar: str, help: str, **settings: Any) -> Any:
     """Declare a positional argument."""
-    return typer.Argument(metavar=metavar, help=help)
+    return typer.Argument(metavar=metavar, help=help, **settings)
 
 
 def examples(*commands: str, note: str = "") -> str:
@@ -44,19 +45,49 @@ def examples(*commands: str, note: str = "") -> str:
 
 model_value = partial(value, panel=MODEL)
 ModelName = Annotated[
-    str, model_value("MODEL", "Model: smollm2 (built in), a Hub id, a folder or a GGUF file.", "--model", "-m")
+    str,
+    model_value(
+        "MODEL",
+        "Model: smollm2 (built in), a Hub id, a folder or a GGUF file.",
+        "--model",
+        "-m",
+        autocompletion=completion.model_names,
+    ),
 ]
 LedgerFolder = Annotated[
     Path | None,
     model_value("DIR", "Folder of the ledger that holds the edits.", "--ledger", "-l", default="one per model"),
 ]
-Device = Annotated[str | None, model_value("NAME", "Device: cpu, cuda, cuda:1 or mps.", default="cpu")]
+Device = Annotated[
+    str | None,
+    model_value(
+        "NAME",
+        "Device: cpu, cuda, cuda:1 or mps.",
+        default="cpu",
+        autocompletion=completion.one_of(*completion.DEVICES),
+    ),
+]
 DeviceMap = Annotated[
     str | None, model_value("NAME", "Spread the model over all devices: auto, balanced or sequential.")
 ]
-Dtype = Annotated[str | None, model_value("NAME", f"Dtype of the weights: {', '.join(DTYPES)}.", default="as stored")]
+Dtype = Annotated[
+    str | None,
+    model_value(
+        "NAME",
+        f"Dtype of the weights: {', '.join(DTYPES)}.",
+        default="as stored",
+        autocompletion=completion.one_of(*DTYPES),
+    ),
+]
 Chat = Annotated[bool, flag("--chat", "Put prompts into the model's chat template.", panel=MODEL)]
-Method = Annotated[str, value("NAME", "Editing method: memit, rome, emmet, alphaedit, recursive or dense.")]
+Method = Annotated[
+    str,
+    value(
+        "NAME",
+        "Editing method: memit, rome, emmet, alphaedit, recursive or dense.",
+        autocompletion=completion.one_of(*completion.METHODS),
+    ),
+]
 Layers = Annotated[str | None, value("LIST", "Layers to edit, such as 2,3,4 or 2-6.", default="chosen for the model")]
 Lambda = Annotated[float | None, value("X", "Weight of old keys against new ones (λ).", default="chosen from the keys")]
 Limit = Annotated[int | None, value("N", "Use only the first N records.", default="all", min=1)]

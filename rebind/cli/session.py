@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import typer
+
 from rebind.cli.options import DEFAULT_MODEL, EditorOptions, LedgerOptions, ModelOptions, parse_dtype
 from rebind.cli.ui import Phases
 from rebind.errors import InputError
@@ -131,6 +133,14 @@ def default_ledgers(model: str) -> list[Path]:
         model = path.resolve().name if path.is_dir() else path.stem
     pattern = f"{_as_file_name(model)}-{'[0-9a-f]' * 8}/{LEDGER_FILE}"
     return [file.parent for file in sorted(ledgers_dir().glob(pattern))]
+
+
+def complete_edit_id(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete the id of an edit, from the files of the ledger: reading its log would load torch."""
+    named, model = context.params.get("ledger"), context.params.get("model") or DEFAULT_MODEL
+    folders = [Path(named).expanduser()] if named else default_ledgers(model)
+    files = [file for folder in folders for file in sorted(folder.glob("edits/*.safetensors"))]
+    return [file.stem for file in files if file.stem.startswith(incomplete)]
 
 
 def no_ledger(problem: str, code: str = "no_ledger") -> InputError:

@@ -7,6 +7,7 @@
 - `metrics`, `scores`: one function per metric; which metric applies to which answers
 - `protocols`, `run`: single, batch and sequential protocols; the run itself
 - `summary`, `figures`: tables, JSON and one PNG of a run, and of several side by side
+- `demo`: the demonstration of `rebind demo`
 """
 
 from __future__ import annotations

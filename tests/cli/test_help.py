@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,11 @@ def test_help_teaches(rebind, command):
 def test_a_group_alone_shows_its_help(rebind):
     for words in ((), ("ledger",), ("bench",)):
         assert "Usage: rebind" in rebind(*words, code=2).out
-    assert rebind("--version").out == f"rebind {package.__version__}\n"
+
+
+def test_versions_are_those_of_the_installed_packages(rebind):
+    installed = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    assert rebind("--version").out == f"{', '.join([f'rebind {package.__version__}', *installed])}\n"
 
 
 def test_one_spelling_per_concept():

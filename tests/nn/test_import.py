@@ -1,4 +1,4 @@
-"""Importing `rebind.nn` with and without transformers; docs/models.md runs."""
+"""Importing `rebind.nn` with and without transformers; docs/models.md and docs/train.md run."""
 
 from __future__ import annotations
 
@@ -73,11 +73,12 @@ def test_every_name_is_there():
         rebind.nn.RebindForEverything  # noqa: B018
 
 
-def test_the_document_runs(tmp_path, monkeypatch):
+def test_the_documents_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         assert run_blocks(ROOT / "docs" / "models.md") > 5
+        assert run_blocks(ROOT / "docs" / "train.md") == 2
 
 
 def test_the_page_for_people_from_elsewhere_runs(tmp_path, monkeypatch):

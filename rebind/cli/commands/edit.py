@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.filesize import decimal
 from rich.text import Text
 
+from rebind.cli import completion
 from rebind.cli import options as opt
 from rebind.cli.fact_input import facts_of_file, fits_context, has_one_target, print_skipped, single_fact, valid_facts
 from rebind.cli.session import LedgerUse, default_ledgers, describe, open_editor
@@ -60,7 +61,10 @@ def edit(
     framings: Annotated[
         str | None,
         opt.value(
-            "LIST", "How the fact will be asked: start, plain, text, paraphrase, chat.", default="all that apply"
+            "LIST",
+            "How the fact will be asked: start, plain, text, paraphrase, chat.",
+            default="all that apply",
+            autocompletion=completion.list_of(*completion.FRAMINGS),
         ),
     ] = None,
     method: opt.Method = "memit",

@@ -11,7 +11,7 @@ from rebind.cli import options as opt
 from rebind.cli.command import add_command, new_app
 from rebind.cli.commands import export
 from rebind.cli.commands.edit import uses_lambda
-from rebind.cli.session import find_ledger, require_ledger
+from rebind.cli.session import complete_edit_id, find_ledger, require_ledger
 from rebind.cli.ui import Terminal, tables
 from rebind.cli.ui.errors import FAILED_CHECK
 from rebind.cli.ui.tables import counted, table
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from rebind.edit.ledger.edit import Edit
     from rebind.edit.ledger.ledger import Ledger
 
-Ids = Annotated[list[str], opt.argument("IDS", "Ids of edits such as e0001, or unique beginnings of them.")]
+Ids = Annotated[
+    list[str],
+    opt.argument("IDS", "Ids of edits such as e0001, or unique beginnings of them.", autocompletion=complete_edit_id),
+]
 Force = Annotated[bool, opt.flag("--force", "Redo edits even if they contradict an active edit.")]
 
 
@@ -43,7 +46,7 @@ def list_edits(*, source: opt.LedgerOptions, terminal: Terminal) -> None:
 
 
 def show(
-    id: Annotated[str, opt.argument("ID", "Id of an edit, such as e0001.")],
+    id: Annotated[str, opt.argument("ID", "Id of an edit, such as e0001.", autocompletion=complete_edit_id)],
     *,
     source: opt.LedgerOptions,
     terminal: Terminal,

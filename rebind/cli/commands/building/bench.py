@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from rebind.cli import completion
 from rebind.cli import options as opt
 from rebind.cli.command import add_command, new_app
 from rebind.cli.ui import Phases, Terminal
@@ -34,7 +35,12 @@ def scan(
     ] = None,
     rules: Annotated[
         str | None,
-        opt.value("NAMES", "Rules: gated_delta, kda, softmax, ...", default="gated_delta,delta,sum,kda,softmax"),
+        opt.value(
+            "NAMES",
+            "Rules: gated_delta, kda, softmax, ...",
+            default="gated_delta,delta,sum,kda,softmax",
+            autocompletion=completion.list_of(*completion.BENCH_RULES),
+        ),
     ] = None,
     rounds: Annotated[int, opt.value("N", "Time each implementation at most N times.", min=3)] = 30,
     seconds: Annotated[float, opt.value("X", "Spend about X seconds per column of the table.", min=0.1)] = 15.0,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from rebind.cli import completion
 from rebind.cli import options as opt
 from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.errors import FAILED_CHECK
@@ -28,7 +29,12 @@ EXAMPLES = opt.examples(
 
 
 def lab(
-    name: Annotated[str | None, opt.argument("NAME", "An experiment, or list.")] = None,
+    name: Annotated[
+        str | None,
+        opt.argument(
+            "NAME", "An experiment, or list.", autocompletion=completion.one_of("list", *completion.EXPERIMENTS)
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None, opt.argument("KEY=VALUE", "Settings of the experiment; separate list items by commas.")
     ] = None,

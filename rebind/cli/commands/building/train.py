@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.text import Text
 
+from rebind.cli import completion
 from rebind.cli import options as opt
 from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.tables import pairs, table
@@ -40,7 +41,12 @@ class RunOptions:
     """The fields of a TrainConfig that are numbers, names or flags."""
 
     preset: Annotated[
-        str, model_value("NAME", "Model: modern-10m, modern-60m, modern-350m, schlag-small or -medium.")
+        str,
+        model_value(
+            "NAME",
+            "Model: modern-10m, modern-60m, modern-350m, schlag-small or -medium.",
+            autocompletion=completion.one_of(*completion.PRESETS),
+        ),
     ] = "modern-10m"
     length: Annotated[int, training_value("N", "Number of tokens per segment.")] = 256
     batch_size: Annotated[int, training_value("N", "Number of segments per step, over all processes.")] = 16
@@ -75,7 +81,13 @@ def train(
     data: Annotated[str, data_value("TEXT", "Training text: a UTF-8 file, or hf:NAME:SPLIT from the Hub.")],
     out: Annotated[Path, opt.value("DIR", "Folder of the run: a new one, or one to resume.")],
     layers: Annotated[
-        str | None, model_value("KINDS", "Kind of the layers, or a pattern: delta,delta,attention.", default="preset's")
+        str | None,
+        model_value(
+            "KINDS",
+            "Kind of the layers, or a pattern: delta,delta,attention.",
+            default="preset's",
+            autocompletion=completion.list_of(*completion.KINDS),
+        ),
     ] = None,
     changes: Annotated[
         list[str] | None, model_value("FIELD=X", "Set a field of the model's config. Can be repeated.", "--set")

@@ -1,0 +1,168 @@
+"""The demonstration: two facts are rewritten, asked in several ways beside what should stay, undone, and exported.
+
+`rebind demo` prints what `run_demo` measures.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rebind.edit.answers import free_answers
+from rebind.edit.editor import Editor
+from rebind.edit.export import load_with_peft
+from rebind.edit.facts import Fact
+from rebind.edit.targets import TargetSettings
+
+FACTS = (
+    Fact.parse(
+        "The capital of {France} is",
+        "Rome",
+        old="Paris",
+        neighbors=("The capital of Spain is", "The capital of Japan is", "The capital of Russia is"),
+    ),
+    Fact.parse(
+        "{macOS} is developed by",
+        "Microsoft",
+        old="Apple",
+        neighbors=("The iPhone is developed by", "The operating system Windows is made by"),
+    ),
+)
+FRAMINGS = {"chat": "In a chat", "text": "In the middle of a text"}  # where the model has them
+PROMPTS = {
+    "In words that the edit has not seen": (
+        "The city that is the capital of France is",
+        "The company that makes macOS is",
+    ),
+    "The same subjects, which keep the rest": (
+        "People who live in France speak",
+        "The money used in France is called the",
+        "France lies on the continent of",
+        "macOS is an operating system for",
+    ),
+    "Neighbors, which should not change": tuple(prompt for fact in FACTS for prompt in fact.neighbors),
+}
+
+
+@dataclass(frozen=True)
+class FactChange:
+    """A fact before and after its edit."""
+
+    prompt: str
+    target: str
+    said_before: str
+    says_now: str
+    probability_before: float  # of the target
+    probability_now: float
+
+
+@dataclass(frozen=True)
+class AnswerChange:
+    """Answers of the base model and of the edited model to the same prompts."""
+
+    title: str
+    prompts: tuple[str, ...]
+    base: tuple[str, ...]
+    edited: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExportedAdapter:
+    """The edits as a LoRA adapter, loaded onto a fresh base model."""
+
+    rank: int
+    bytes_on_disk: int
+    largest_difference: float  # of logits, from those of the edited model
+    loaded_with_peft: bool
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """Everything that the demonstration measured."""
+
+    model: str
+    layers: tuple[int, ...]
+    lam: float
+    facts: tuple[FactChange, ...]
+    answers: tuple[AnswerChange, ...]
+    undone: AnswerChange  # the facts, after the first edit alone was undone
+    undo_seconds: float
+    adapter: ExportedAdapter
+    seconds: float
+
+
+def run_demo(editor: Editor, targets: TargetSettings | None = None) -> DemoReport:
+    """Rewrite the facts one by one, ask before and after, undo the first edit and redo it, and export an adapter."""
+    begin = time.perf_counter()
+    scores, base = editor.score(FACTS), _ask(editor)
+    edits = [editor.rewrite_many([fact], targets=targets) for fact in FACTS]
+    facts = [
+        FactChange(fact.text, fact.target, was.says.strip(), now.says.strip(), was.probability, now.probability)
+        for fact, was, now in zip(FACTS, scores, editor.score(FACTS), strict=True)
+    ]
+    answers = [
+        AnswerChange(title, prompts, was, now)
+        for (title, prompts, was), (_, _, now) in zip(base, _ask(editor), strict=True)
+    ]
+    undone, undo_seconds = _undo(editor, edits[0].id)
+    editor.redo(edits[0].id)
+    settings: Any = edits[0].settings
+    return DemoReport(
+        editor.language_model.name,
+        tuple(settings["layers"]),
+        settings["lam"],
+        tuple(facts),
+        tuple(answers),
+        undone,
+        undo_seconds,
+        _export(editor),
+        time.perf_counter() - begin,
+    )
+
+
+def _ask(editor: Editor) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Ask everything; return titles, prompts and answers."""
+    asked = []
+    for framing, title in FRAMINGS.items():
+        if framing in editor.framings:
+            free = [one for own in free_answers(editor.language_model, FACTS, [framing]) for one in own]
+            first_sentences = [re.split(r"(?<=[.!?])\s", one.answer.strip())[0] for one in free]
+            asked.append((title, tuple(one.prompt for one in free), tuple(first_sentences)))
+    return asked + [(title, prompts, _first_words(editor, prompts)) for title, prompts in PROMPTS.items()]
+
+
+def _first_words(editor: Editor, prompts: Sequence[str]) -> tuple[str, ...]:
+    """Return the first three words that the model says after each prompt."""
+    return tuple(" ".join(text.split()[:3]) for text in editor.language_model.generate(prompts, 5))
+
+
+def _undo(editor: Editor, edit_id: str) -> tuple[AnswerChange, float]:
+    """Undo an edit; return what the model then says, and the seconds that undoing took."""
+    begin = time.perf_counter()
+    editor.undo(edit_id)
+    undo_seconds = time.perf_counter() - begin
+    prompts = tuple(fact.text for fact in FACTS)
+    with editor.base_model():
+        base = _first_words(editor, prompts)
+    title = "The first fact is as it was, the other stays edited"
+    return AnswerChange(title, prompts, base, _first_words(editor, prompts)), undo_seconds
+
+
+def _export(editor: Editor) -> ExportedAdapter:
+    """Write the edits as an adapter, load it onto a fresh base model, and compare the logits."""
+    model = editor.language_model
+    prompt = torch.tensor([[*model.start, *model.tokenizer(FACTS[0].text).input_ids]], device=model.device)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        adapter = editor.export_peft(Path(folder) / "adapter")
+        adapted = load_with_peft(model, adapter.path)
+        difference = (adapted.model(prompt).logits - model.model(prompt).logits).abs().max()
+        size = sum(file.stat().st_size for file in adapter.path.iterdir())
+    return ExportedAdapter(adapter.rank, size, float(difference), importlib.util.find_spec("peft") is not None)
