@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from tests.bounds import watched
+from tests.interpreter import quick
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported, which is later
@@ -22,9 +23,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_stay_inside() -> Iterator[None]:
-    """Wherever kernels are interpreted, they are watched."""
+    """Wherever kernels are interpreted, they are watched, and interpreted without repeated work."""
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0") or importlib.util.find_spec("triton") is None:
         yield
         return
-    with watched():
+    with watched(), quick():
         yield
