@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.fresh import failures
 
-import pytest
-
+IMPORTS = "import torch\nfrom rebind.precision import tensor_float"
 CHOICES = [
     "pass",
     "torch.set_float32_matmul_precision('high')",
@@ -15,18 +13,7 @@ CHOICES = [
     "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
     "torch.backends.fp32_precision = 'tf32'",
 ]
-
-
-def run(program):
-    """In a process of its own: torch's old switch may not be read after the new one has been used."""
-    subprocess.run(
-        [sys.executable, "-c", f"import torch\nfrom rebind.precision import tensor_float\n{program}"], check=True
-    )
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_the_programs_choice_comes_back(choice):
-    run(f"""
+THE_PROGRAMS_CHOICE_COMES_BACK = """
 torch.cuda.is_available = lambda: True
 def told():
     try:
@@ -40,23 +27,25 @@ for on in (True, False):
         assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if on else "ieee")
         told()
     assert told() == before, (told(), before)
-""")
-
-
-def test_what_is_said_for_all_operations_counts_again():
-    run("""
+"""
+WHAT_IS_SAID_FOR_ALL_OPERATIONS_COUNTS_AGAIN = """
 torch.cuda.is_available = lambda: True
 torch.backends.fp32_precision = "tf32"
 with tensor_float(False):
     pass
 torch.backends.fp32_precision = "ieee"
 assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-""")
-
-
-def test_nothing_happens_without_a_gpu():
-    run("""
+"""
+NOTHING_HAPPENS_WITHOUT_A_GPU = """
 torch.cuda.is_available = lambda: False
 with tensor_float(True):
     assert torch.get_float32_matmul_precision() == "highest"
-""")
+"""
+
+
+def test_the_programs_choice_comes_back():
+    """Each case has a process of its own: torch's old switch may not be read after the new one has been used."""
+    programs = {choice: THE_PROGRAMS_CHOICE_COMES_BACK.format(choice=choice) for choice in CHOICES}
+    programs["all operations"] = WHAT_IS_SAID_FOR_ALL_OPERATIONS_COUNTS_AGAIN
+    programs["no GPU"] = NOTHING_HAPPENS_WITHOUT_A_GPU
+    assert failures(IMPORTS, programs) == []

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
 
 import rebind.nn
 from rebind.nn import RebindConfig, RebindForCausalLM
+from tests.fresh import failures
 from tests.test_docs import ROOT, run_blocks
 
+IMPORTS = "import sys, torch, torch._dynamo"  # most of the time that rebind.nn and transformers take
 WITHOUT_TRANSFORMERS = """
-import sys
 sys.modules["transformers"] = None  # its import fails
-import torch, rebind.nn
+import rebind.nn
 rebind.nn.FastWeight(8, 2)(torch.zeros(1, 2, 8))
 try:
     rebind.nn.RebindForCausalLM
@@ -34,14 +34,12 @@ assert type(AutoModel.from_config(config)) is rebind.nn.RebindModel
 config = AutoConfig.for_model("rebind-seq2seq", encoder_layers=1, decoder_layers=1, **small)
 assert type(AutoModelForSeq2SeqLM.from_config(config)) is rebind.nn.RebindForSeq2SeqLM
 """
-
 AS_LM_EVAL = """
-import sys, torch
 from transformers import AutoConfig, AutoModelForCausalLM
-folder, imported = sys.argv[1:]
-if imported == "yes":
+folder, imported = {folder!r}, {imported}
+if imported:
     import rebind.nn
-options = {"trust_remote_code": imported == "no"}  # what lm_eval passes on
+options = dict(trust_remote_code=not imported)  # what lm_eval passes on
 assert AutoConfig.from_pretrained(folder, **options).model_type == "rebind"
 model = AutoModelForCausalLM.from_pretrained(folder, **options)
 assert "rebind" in sys.modules and type(model).__name__ == "RebindForCausalLM"
@@ -51,19 +49,22 @@ assert torch.isfinite(scores).all()
 """
 
 
-@pytest.mark.parametrize("imported", ["yes", "no"])
-def test_programs_that_know_only_the_auto_classes_read_a_saved_folder(imported, tmp_path, monkeypatch):
-    """As `lm_eval --model hf` does, with `import rebind.nn` before it or with `trust_remote_code=True`."""
+def test_programs_that_know_only_the_auto_classes_read_a_saved_folder(tmp_path):
+    """As `lm_eval --model hf` does, with `import rebind.nn` before it or with `trust_remote_code=True`.
+
+    In the same processes, to import torch once: the package with transformers after it, and without transformers.
+    """
     config = RebindConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     RebindForCausalLM(config).save_pretrained(tmp_path / "model")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))  # where the module of the folder is copied to
-    command = [sys.executable, "-c", AS_LM_EVAL, str(tmp_path / "model"), imported]
-    subprocess.run(command, check=True, timeout=120, cwd=ROOT)
-
-
-@pytest.mark.parametrize("code", [WITHOUT_TRANSFORMERS, WITH_TRANSFORMERS], ids=["without", "with"])
-def test_importing_the_package_with_and_without_transformers(code):
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    imported, trusted = (AS_LM_EVAL.format(folder=str(tmp_path / "model"), imported=one) for one in (True, False))
+    programs = {
+        "without transformers": WITHOUT_TRANSFORMERS,
+        "with transformers": WITH_TRANSFORMERS,
+        "lm_eval, after our import": imported,
+        "lm_eval, with trust in remote code": trusted,
+    }
+    env = {**os.environ, "HF_HOME": str(tmp_path / "home")}  # where the module of the folder is copied to
+    assert failures(IMPORTS, programs, cwd=ROOT, env=env) == []
 
 
 def test_every_name_is_there():
