@@ -6,6 +6,7 @@ import ast
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -61,15 +62,19 @@ def contained_tests(source: str) -> list[str]:
     return list(walk(ast.parse(source).body, ""))
 
 
+@cache
+def known_tests(file: str) -> list[str]:
+    """The tests of a file of the repository, read once however often documents name it."""
+    return contained_tests((ROOT / file).read_text())
+
+
 def node_exists(node: str) -> bool:
     """Whether the file is there and holds that test, or a test in that class."""
     file, *names = node.split("::")
     if not (ROOT / file).is_file():
         return False
     wanted = "::".join(names)
-    return not names or any(
-        test == wanted or test.startswith(f"{wanted}::") for test in contained_tests((ROOT / file).read_text())
-    )
+    return not names or any(test == wanted or test.startswith(f"{wanted}::") for test in known_tests(file))
 
 
 @pytest.mark.parametrize("path", present(*DOCS, README), ids=name_of)
@@ -80,7 +85,7 @@ def test_named_tests_exist(path):
 
 def test_every_law_is_in_the_article():
     named = set(nodes(ALGEBRA.read_text()))
-    laws = [f"{LAWS}::{test}" for test in contained_tests((ROOT / LAWS).read_text())]
+    laws = [f"{LAWS}::{test}" for test in known_tests(LAWS)]
     assert laws
     missing = [law for law in laws if law not in named]
     assert not missing, f"docs/algebra.md does not name {', '.join(missing)}: give each law a section"

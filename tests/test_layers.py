@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imported_by(source: str, module: str, *, is_package: bool = False) -> set[str]:
     """Return every rebind module that a source names: imports anywhere in it, and dotted names in strings."""
     names = set()
@@ -96,7 +98,7 @@ def test_modules_form_no_cycle():
     for name, path in MODULES.items():
         if path.name == "__init__.py":  # exports what is below it
             continue
-        needs = {module_named(imported) for imported in imported_by(path.read_text(), name)}
+        needs = {module_named(imported) for imported in imported_by(path.read_text(), name, is_package=False)}
         graph[name] = {need for need in needs if need and need != name and MODULES[need].name != "__init__.py"}
     try:
         TopologicalSorter(graph).prepare()
