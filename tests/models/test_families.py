@@ -34,7 +34,7 @@ PREFIXES, SUFFIXES = (0, 3, 1, 19), (5, 2, 4, 1)  # lengths; one prefix is longe
 CHECKED = [0, 3]
 SEARCH = TargetSettings(steps=6, rate=0.3, clamp=1.0, decay=0.0, kl=0.0, keep=0.0, end=0.0)
 
-families = pytest.mark.parametrize("kind", EDITED)
+families = pytest.mark.parametrize("kind", EDITED, scope="module")  # a family's tests in a row: it is built once
 
 
 base_model = functools.cache(build)
