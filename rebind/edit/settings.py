@@ -14,6 +14,7 @@ from rebind.edit.ledger.edit import JSON
 from rebind.edit.methods import Method
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
+from rebind.memory.checks import require_number
 from rebind.storage import cache_dir, path_inside, read_sealed_json, seal_json, write_json
 
 DENSE_DEPTH = 0.27  # layer 8 of SmolLM2's 30
@@ -163,6 +164,8 @@ def _check(settings: EditSettings, depth: int) -> None:
             settings={"lam": None, "method": "memit"},
             code="lambda_not_used",
         )
+    if settings.lam is not None:
+        require_number("lam", settings.lam, above=0.0, code="invalid_lambda")
     if not layers or not 0 <= layers[0] <= layers[-1] < depth - 1:
         raise InputError(
             f"Layers are {layers}",

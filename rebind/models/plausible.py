@@ -14,6 +14,7 @@ from rebind.errors import InputError
 LAYERS = re.compile(r"(n|num|encoder|decoder)_(hidden_|encoder_|decoder_)?layers?")
 SIZES = re.compile(r".*(_size|_dim|_heads|_experts|_embeddings|_positions|_inner|_embd|_width)|n_head|d_\w+|vocab\w*")
 LARGEST_SIZE = 2**31
+MOST_LAYERS = 10_000  # where the tensors cannot be counted
 LARGEST_HEADER = 100_000_000  # bytes, as in safetensors
 
 
@@ -25,7 +26,7 @@ def require_plausible(config: Mapping[str, Any], folder: Path) -> None:
     tensors = sum(map(_count_tensors, folder.glob("*.safetensors")))
     for name, value in fields:
         is_layers = LAYERS.fullmatch(name) is not None
-        if (is_layers and value > max(tensors, 1)) or (SIZES.fullmatch(name) and abs(value) > LARGEST_SIZE):
+        if (is_layers and value > (tensors or MOST_LAYERS)) or (SIZES.fullmatch(name) and abs(value) > LARGEST_SIZE):
             raise InputError(
                 f"{folder / 'config.json'} states {name} = {value!s:.40}, and the folder has {tensors} tensors",
                 expected="a config that belongs to the weights",

@@ -1,7 +1,7 @@
 """The fault campaign: kills, full disks, crowds, tampering and bad input, against everything that rebind stores.
 
     python -m tests.faults              the whole campaign, at most 20 minutes (`make faults`)
-    python -m tests.faults --brief      one part of each kind, for CI (`test_campaign.py`)
+    pytest tests/faults                 a short version of each part, for CI
 
 - `children`: run a function in a forked process that dies, or runs out of disk, at a chosen moment
 - `operations`: what is under fire, what a reader sees of it, and how to run it again

@@ -29,9 +29,8 @@ def main() -> int:
     parts = tuple(options.only or PARTS)
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where flushing to disk costs nothing
     with tempfile.TemporaryDirectory(prefix="rebind-faults-", dir=place) as folder:
-        campaign = Campaign(
-            Path(folder), options.seed, 60 * options.minutes, options.jobs, options.match, options.scale
-        )
+        sizes = (options.seed, 60 * options.minutes, options.jobs, options.match, options.scale)
+        campaign = Campaign(Path(folder), *sizes, parts)
         print(f"seed {options.seed}, at most {options.minutes:g} minutes, {options.jobs} at once", flush=True)
         tallies = [campaign.run(part) for part in parts]
     print(f"\n{table(tallies)}\n\n{details(tallies, options.seed)}")

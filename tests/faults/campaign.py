@@ -40,6 +40,7 @@ class Campaign:
     jobs: int = 1
     match: str = ""
     scale: float = 1.0
+    parts: tuple[str, ...] = PARTS
     operations: tuple[str, ...] = field(default_factory=lambda: tuple(all_operations()))
     artifacts: tuple[str, ...] = field(default_factory=lambda: tuple(all_artifacts()))
     _surveys: dict[str, Survey] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Campaign:
     def run(self, part: str) -> Tally:
         """Try the faults of a part until they are done or its share of the time is over; what is left goes on."""
         begin = time.monotonic()
-        self._spent_share += SHARES[part]
+        self._spent_share += SHARES[part] / sum(SHARES[one] for one in self.parts)
         deadline = self.start + self.seconds * min(self._spent_share, 1.0)
         tally = Tally(part)
         tasks = [task for task in getattr(self, f"_{part}")() if self.match in task[0] or task[0] in self.match]

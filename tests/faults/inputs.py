@@ -19,6 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 from rebind.cli.app import app
+from rebind.models.load import quiet
 from tests import tiny
 from tests.faults.children import Ending, run_child
 from tests.nn import training_runs
@@ -26,6 +27,8 @@ from tests.nn import training_runs
 TIMEOUT, MEMORY = 40.0, 3 << 30
 FACT = ["The answer is {France}", "Rome"]
 QUICK = ["--steps", "1", "--moment-tokens", "64", "--force"]
+SMALL = ["--set", "hidden_size=16", "--set", "num_hidden_layers=1", "--set", "intermediate_size=16"]
+SMALL += ["--length", "8", "--batch-size", "2", "--evaluate-tokens", "20"]
 MODEL = "MODEL"  # in a command line, stands for the folder of the tiny model
 BASES: dict[str, list[str]] = {  # a command line that works, for each command
     "edit": ["edit", *FACT, "--model", MODEL, *QUICK],
@@ -45,7 +48,7 @@ BASES: dict[str, list[str]] = {  # a command line that works, for each command
     "layers": ["layers", "--model", MODEL, "--facts", "nothing.jsonl"],
     "eval": ["eval", "--model", MODEL, "--facts", "FACTS", "--steps", "1", "--free-tokens", "0", "--texts", "0"],
     "eval compare": ["eval", "compare", "one", "two"],
-    "train": ["train", "--data", "CORPUS", "--out", "run", "--steps", "1", "--tokenizer", "characters"],
+    "train": ["train", "--data", "CORPUS", "--out", "run", "--steps", "1", "--tokenizer", "characters", *SMALL],
     "generate": ["generate", MODEL, "Once", "--tokens", "2"],
     "lab": ["lab", "ttt-1d", "--quick", "--seeds", "0"],
     "moments": ["moments", "--model", MODEL, "--moment-tokens", "64"],
@@ -120,7 +123,8 @@ Case = tuple[str, list[str]]  # a name, and the words of a command line
 
 def prepare(folder: Path) -> None:
     """Make what command lines refer to: a model, a ledger, a text, and some things in the way."""
-    tiny.llama(max_position_embeddings=128).save_pretrained(folder / "model")
+    with quiet():
+        tiny.llama(max_position_embeddings=128).save_pretrained(folder / "model")
     tiny.tokenizer().save_pretrained(folder / "model")
     training_runs.corpus(folder)
     (folder / "file").write_bytes(b"garbage\x00\xff")
@@ -143,9 +147,15 @@ def cases(folder: Path, seed: int) -> list[Case]:
     places = {MODEL: "model", "LEDGER": "ledger", "CORPUS": "corpus.txt", "FACTS": "records.jsonl"}
     places |= {"FILE": "file", "DIR": "dir", "LINK": "link", "FILE/x": "file/x"}
     names = {name: str(folder / place) for name, place in places.items()}
-    replaced = [(name, [names.get(word, word) for word in words]) for name, words in listed]
+    replaced = [(name, [_with_places(word, names) for word in words]) for name, words in listed]
     random.Random(seed).shuffle(replaced)
     return replaced
+
+
+def _with_places(word: str, names: dict[str, str]) -> str:
+    """Return a word, or the value of an option, with the path that it stands for."""
+    option, equals, value = word.partition("=")
+    return f"{option}={names[value]}" if equals and value in names else names.get(word, word)
 
 
 def commands(group: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -197,7 +207,7 @@ def _fact_files(folder: Path) -> Iterator[Case]:
         yield f"layers facts: {name}", ["layers", "--facts", file, "--model", MODEL]
         yield f"eval facts: {name}", ["eval", "--facts", file, *BASES["eval"][1:3], "--steps", "1", "--limit", "1"]
         yield f"learn text: {name}", ["learn", file, "--yes", "--model", MODEL, "--steps", "1", "--force"]
-        yield f"train text: {name}", ["train", "--data", file, "--out", "run", "--steps", "1", "--length", "4"]
+        yield f"train text: {name}", ["train", "--data", file, *BASES["train"][3:]]
         yield f"corpus: {name}", ["moments", "--model", MODEL, "--corpus", file, "--moment-tokens", "64"]
 
 
@@ -212,9 +222,10 @@ def _configs(folder: Path) -> Iterator[Case]:
 
 
 def _usage() -> Iterator[Case]:
-    for name, _ in commands():
+    for name, command in commands():
         words, base = name.split(), BASES.get(name, name.split())
-        yield f"{name}: nothing", words
+        if any(param.required for param in command.params):  # others do their work, which may take minutes
+            yield f"{name}: nothing", words
         yield f"{name}: unknown option", [*base, "--no-such-option"]
         yield f"{name}: too many words", [*base, *["word"] * 30]
         yield f"{name}: escapes", [*words, "\x1b[2J", "--\x1b[31m"]

@@ -70,4 +70,7 @@ def details(tallies: Iterable[Tally], seed: int, most: int = 40) -> str:
 
 def document(tallies: Iterable[Tally], seed: int) -> str:
     """Return the campaign as JSON."""
-    return json.dumps({"seed": seed, "parts": [asdict(one) for one in tallies]}, indent=1)
+    parts = [
+        {**vars(one), "ends": dict(one.ends), "findings": [asdict(row) for row in one.findings]} for one in tallies
+    ]
+    return json.dumps({"seed": seed, "parts": parts}, indent=1)

@@ -34,6 +34,8 @@ CONTROL = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]"
 )  # also those that reorder text
 
+LONG_WORD = re.compile(r"\S{1000,}")  # not even a path is that long
+
 
 def visible(text: str) -> str:
     """Return a text with control characters spelled out: facts and files of others must not steer the terminal.
@@ -42,6 +44,10 @@ def visible(text: str) -> str:
     'a\\\\x1b[2Jb'
     """
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def _shortened(word: re.Match[str]) -> str:
+    return f"{word[0][:100]}…{word[0][-40:]}"
 
 
 class _Visible:
@@ -117,7 +123,7 @@ class Terminal:
     def report(self, kind: str, text: str, style: str = "yellow") -> None:
         """Print one line on standard error: an error, a warning, a skipped record."""
         with suppress(OSError):  # if standard error cannot be written, the exit code must do
-            self.err.print(f"{kind}: {' '.join(text.split())}", style=style, soft_wrap=True)
+            self.err.print(f"{kind}: {LONG_WORD.sub(_shortened, ' '.join(text.split()))}", style=style, soft_wrap=True)
 
     def as_option(self, name: str, value: object) -> str:
         """Spell a setting as an option of the command that runs, or as a Python argument if it has no such option."""
