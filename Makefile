@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo algebra test slow lint format docs bench clean
+.PHONY: help install demo algebra test slow faults lint format docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ test: $(READY)  ## run the test suite
 
 slow: $(READY)  ## run the tests that take the real model
 	$(BIN)/python -m pytest -m slow
+
+faults: $(READY)  ## kill, fill, crowd, tamper and mistype for 20 minutes; nothing may be lost
+	$(BIN)/python -m tests.faults
 
 lint: $(READY)  ## format check, lint, types
 	$(BIN)/ruff format --check .

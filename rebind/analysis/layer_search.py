@@ -26,7 +26,7 @@ from rebind.edit.progress import Progress
 from rebind.edit.settings import layers_file, save_measured_layers
 from rebind.errors import InputError
 from rebind.models.prompts import Prompt
-from rebind.storage.atomic import read_json_object
+from rebind.storage import read_sealed_json
 
 MIN_FACTS = 3  # known facts: results of fewer mean nothing
 
@@ -99,7 +99,7 @@ class LayerChoice:
 
 def saved_layer_choice(fingerprint: str) -> LayerChoice | None:
     """Return the stored result of `search_layers` for a model; None if there is none that can be read."""
-    stored = read_json_object(layers_file(fingerprint)) or {}
+    stored = read_sealed_json(layers_file(fingerprint)) or {}
     try:
         candidates = tuple(Candidate(**{**row, "layers": tuple(row["layers"])}) for row in stored["candidates"])
         sequences = {name: tuple(stored[name]) for name in ("layers", "trace")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass, fields
 from functools import partial
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_MODEL = "smollm2"
+LAST_LAYER = 9_999  # far more than any model has, and few enough to list
+LAYER_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+LONGEST_SHOWN = 60  # characters of an option in an error
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 MODEL, OUTPUT = "Model", "Output"  # headings in the help
 
@@ -176,11 +180,13 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
         return None
     layers: set[int] = set()
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last.isdecimal() or not dash)) or (dash and int(last) < int(first)):
-            expected = "numbers such as 2,3,4 or a range such as 2-6"
-            raise InputError(f"{text!r} is not a list of layers", expected=expected, code="invalid_layers")
-        layers |= set(range(int(first), int(last if dash else first) + 1))
+        match = LAYER_RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not first <= last <= LAST_LAYER:
+            shown = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+            expected = f"numbers such as 2,3,4 or a range such as 2-6, up to {LAST_LAYER}"
+            raise InputError(f"{shown!r} is not a list of layers", expected=expected, code="invalid_layers")
+        layers |= set(range(first, last + 1))
     return tuple(sorted(layers))
 
 

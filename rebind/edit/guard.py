@@ -33,6 +33,7 @@ from rebind.edit.settings import EditSettings
 from rebind.edit.targets.optimize import TargetStates
 from rebind.edit.wording import percent
 from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
+from rebind.memory.checks import require_number
 from rebind.models.scoring import FactScore
 
 IN_FLOAT32 = "Load the model in float32, or write fewer facts at once"
@@ -123,6 +124,12 @@ class Guard:
     said: float = 0.5  # smallest share of facts that the model must say; above 0, a single fact must be said
     framings: float = 0.5  # smallest share of framings in which a fact is said, on average over the facts
     subject: float = 0.2  # smallest share of other questions about the subjects with the same answer as before
+
+    def __post_init__(self) -> None:
+        for name in ("drift", "growth"):
+            require_number(name, getattr(self, name), most=math.inf, code="invalid_guard")  # infinity: no bound
+        for name in ("said", "framings", "subject"):
+            require_number(name, getattr(self, name), most=1.0, code="invalid_guard")
 
     def check(
         self,

@@ -38,7 +38,7 @@ from rebind.models.experts import RoutedKeys
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import module_at
 from rebind.models.tokens import Tokens
-from rebind.storage import cache_dir, write_file
+from rebind.storage import cache_dir, check_tensors, path_inside, seal_tensors, write_file
 
 VERSION = 3  # of the computation: increase it when results change, so that old files are not used
 WINDOW = 64  # tokens: many short windows can be sampled at once
@@ -270,7 +270,7 @@ class Moments:
 
     @property
     def folder(self) -> Path:
-        return self._folder or cache_dir() / "moments"
+        return self._folder or path_inside(cache_dir(), "moments/sums").parent
 
     def path(self, site: str) -> Path:
         """Return the file of a site's moment; its name is a digest of everything that the moment depends on."""
@@ -305,8 +305,7 @@ class Moments:
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
     def _compute(self, sites: Sequence[str]) -> dict[str, _Sums]:
-        digest = hashlib.sha256("|".join(self._key(site) for site in sites).encode()).hexdigest()
-        partial = self.folder / f"{digest[:32]}.partial"
+        partial = self.folder / f"{self._key('')}.partial"  # one for all sites, so that none is left for ever
         blocks = self._blocks(sites)
         sums = _Sums.load(partial, [*sites, *map(_sample_of, blocks)]) or _Sums({})
         windows = self.corpus.windows(self.model, self.width, sums.batches)
@@ -341,7 +340,8 @@ class Moments:
                 totals[SAMPLE] = sums.totals[_sample_of(site)].cpu()
             results[site] = _Sums(totals, sums.keys, sums.read, sums.batches)
             results[site].save(self.path(site))
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         return results
 
     def _blocks(self, names: Sequence[str]) -> dict[str, int]:
@@ -421,14 +421,14 @@ class _Sums:
     def save(self, path: Path) -> None:
         totals = {name: total.cpu().contiguous() for name, total in self.totals.items()}
         counts = {"keys": str(self.keys), "read": str(self.read), "batches": str(self.batches)}
-        write_file(path, save(totals, metadata=counts))
+        write_file(path, seal_tensors(save(totals, metadata=counts)))
 
     @classmethod
     def load(cls, path: Path, names: Sequence[str]) -> _Sums | None:
         """Return the sums in a file; None if there is none, or a damaged one, which will be replaced."""
         try:
+            counts = {name: int(count) for name, count in check_tensors(path).items()}
             with safe_open(str(path), framework="pt") as file:
-                counts = {name: int(count) for name, count in (file.metadata() or {}).items()}
                 return cls({name: file.get_tensor(name) for name in names}, **counts)
         except (SafetensorError, TypeError, ValueError, OSError):
             return None

@@ -14,7 +14,8 @@ from rebind.edit.ledger.edit import JSON
 from rebind.edit.methods import Method
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
-from rebind.storage import cache_dir, read_json_object, write_json
+from rebind.memory.checks import require_number
+from rebind.storage import cache_dir, path_inside, read_sealed_json, seal_json, write_json
 
 DENSE_DEPTH = 0.27  # layer 8 of SmolLM2's 30
 BY_DEPTH = "by its depth"  # the source of layers that nobody has measured or published
@@ -163,6 +164,8 @@ def _check(settings: EditSettings, depth: int) -> None:
             settings={"lam": None, "method": "memit"},
             code="lambda_not_used",
         )
+    if settings.lam is not None:
+        require_number("lam", settings.lam, above=0.0, code="invalid_lambda")
     if not layers or not 0 <= layers[0] <= layers[-1] < depth - 1:
         raise InputError(
             f"Layers are {layers}",
@@ -176,15 +179,16 @@ def _check(settings: EditSettings, depth: int) -> None:
 
 def layers_file(fingerprint: str) -> Path:
     """Return the file that stores the measured layers of a model."""
-    return cache_dir() / "layers" / f"{fingerprint[:32]}.json"
+    return path_inside(cache_dir(), f"layers/{fingerprint[:32]}.json")
 
 
 def measured_layers(fingerprint: str) -> tuple[int, ...] | None:
     """Return the layers that were measured for a model on this machine; None if there are none."""
-    stored = read_json_object(layers_file(fingerprint)) or {}
+    stored = read_sealed_json(layers_file(fingerprint)) or {}  # what is damaged can be measured again
     return tuple(stored["layers"]) if stored.get("fingerprint") == fingerprint else None
 
 
 def save_measured_layers(fingerprint: str, layers: Sequence[int], report: Mapping[str, JSON] | None = None) -> None:
     """Store the layers measured for a model, with a report of the measurement, for later edits."""
-    write_json(layers_file(fingerprint), {**(report or {}), "fingerprint": fingerprint, "layers": list(layers)})
+    stored = {**(report or {}), "fingerprint": fingerprint, "layers": list(layers)}
+    write_json(layers_file(fingerprint), seal_json(stored))

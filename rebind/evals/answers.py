@@ -19,6 +19,7 @@ from rebind.edit.facts.questions import question_from_grammar
 from rebind.edit.outcome import TEXT
 from rebind.edit.targets.framings import applicable_framings
 from rebind.evals.records import Record
+from rebind.memory.checks import require_number
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt
 from rebind.models.scoring import FactScore
@@ -39,6 +40,12 @@ class QuestionSettings:
     texts: int = 1  # longer texts per record, for fluency and consistency; 0: none
     text_tokens: int = 100
     top_k: int = 5  # longer texts are sampled from this many best tokens, as in ROME
+
+    def __post_init__(self) -> None:
+        for name in ("free_tokens", "texts"):
+            require_number(name, getattr(self, name), whole=True)
+        for name in ("text_tokens", "top_k"):
+            require_number(name, getattr(self, name), least=1, whole=True)
 
 
 @dataclass(frozen=True)

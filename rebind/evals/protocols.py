@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rebind.errors import InputError
-from rebind.memory.checks import unknown_name
+from rebind.memory.checks import require_number, unknown_name
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,11 @@ class Protocol:
     batch: int | None = None  # records per edit; None: all of them
     alone: bool = False
     every: int | None = None  # batches between checkpoints; None: after 1, 2, 4, 8, …
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "every"):
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), least=1, whole=True, code="setting_too_small")
 
     def stages(self, n: int) -> Iterator[Stage]:
         """Yield the stages of an evaluation of `n` records, the base model first."""
@@ -71,8 +75,9 @@ PROTOCOLS = ("single", "batch", "sequential")
 
 def get_protocol(name: str, *, batch: int = 100, every: int | None = None) -> Protocol:
     """Return a protocol by name; `batch` and `every` apply to the sequential one."""
-    if batch < 1 or (every is not None and every < 1):
-        raise InputError(f"batch is {batch} and every is {every}", expected="1 or more", code="setting_too_small")
+    for setting, value in (("batch", batch), ("every", every)):
+        if value is not None:
+            require_number(setting, value, least=1, whole=True, code="setting_too_small")
     if name not in PROTOCOLS:
         raise unknown_name("protocol", name, PROTOCOLS)
     if name == "single":

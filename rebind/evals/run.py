@@ -40,6 +40,7 @@ from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit, library_versions
 from rebind.edit.ledger.ledger import Ledger
+from rebind.edit.methods import get_method
 from rebind.edit.settings import EditSettings
 from rebind.edit.targets.kept import subject_prompts
 from rebind.errors import InputError
@@ -52,9 +53,11 @@ from rebind.evals.protocols import Protocol, Stage, get_protocol
 from rebind.evals.records import Records, with_rivals
 from rebind.evals.scores import Scores, score_record
 from rebind.evals.summary import markdown_report, summarize_run
-from rebind.storage import Row, RunFolder, write_json
+from rebind.memory.checks import require_number
+from rebind.storage import Row, RunFolder, seal_json, write_json
 
 RUNS = Path("runs")
+MOST_ROUNDS = 1_000_000  # of the bootstrap
 WORK = "work"  # the ledger of a run that is not finished
 CPU_RECORDS, GPU_RECORDS = 64, 512  # records per unit of work
 
@@ -74,6 +77,16 @@ class EvalConfig:
     unit_size: int | None = None  # records that are asked about and stored together; None: by device
     baselines: bool = False  # whether to ask the baselines as well
     figure: bool = True
+
+    def __post_init__(self) -> None:
+        get_method(self.method)  # which raises an error for a name that there is not
+        require_number("drift_edits", self.drift_edits, whole=True)
+        require_number("rounds", self.rounds, least=1, most=MOST_ROUNDS, whole=True)
+        for name in ("steps", "unit_size"):
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), least=1, whole=True)
+        if self.lam is not None:
+            require_number("lam", self.lam, above=0.0, code="invalid_lambda")
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,7 @@ def evaluate(
         shutil.rmtree(folder.file(WORK), ignore_errors=True)
         baselines = folder.rows("baselines.jsonl").read()
         summary = summarize_run(folder.config, run.records, run.rows, run.drift, baselines)
-        write_json(folder.file("summary.json"), summary)
+        write_json(folder.file("summary.json"), seal_json(summary))
         folder.write("table.md", markdown_report(summary).encode())
         if config.figure and find_spec("matplotlib"):
             draw_runs(folder.file("report.png"), [("after", summary)])

@@ -18,7 +18,7 @@ from rebind.evals.answers import FRAMINGS
 from rebind.evals.baselines import BASELINES
 from rebind.evals.records import Record
 from rebind.evals.scores import FRAMED, OTHERS, framed_name, summarize
-from rebind.storage import Row, RunFolder, flatten, read_json_object
+from rebind.storage import Row, RunFolder, check_json, flatten, read_json_object
 
 DRIFT = {  # name → meaning
     "perplexity": "of text that no edit is about",
@@ -234,7 +234,14 @@ def compare(folders: Sequence[Path]) -> Comparison:
                 advice="Run the same command again to finish it",
                 code="run_not_finished",
             )
-        summaries.append(summary)
+        try:
+            summaries.append(check_json(summary))
+        except ValueError as problem:
+            raise InputError(
+                f"{folder / 'summary.json'} was altered ({problem})",
+                advice="Run the same evaluation again to write it anew",
+                code="summary_damaged",
+            ) from None
     runs = list(zip(_names(folders, configs), summaries, strict=True))
     return Comparison(*states_table(runs), _notes(configs), runs)
 

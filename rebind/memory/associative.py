@@ -20,7 +20,7 @@ from rebind.memory.features import Feature, get_feature, l2_normalize, sum_norma
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Gate, Rule, get_rule
 from rebind.memory.write import Write
-from rebind.storage import write_file
+from rebind.storage import check_tensors, seal_tensors, write_file
 
 NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {"l2": l2_normalize, "sum": sum_normalize, "none": lambda x: x}
 FORMAT = "rebind-memory-1"
@@ -154,7 +154,7 @@ class Memory:
         }
         state = {f"feature.{name}": tensor for name, tensor in self.feature.state.items()}
         tensors = {name: tensor.detach().contiguous() for name, tensor in {"weights": self.weights, **state}.items()}
-        write_file(path, save(tensors, metadata={"rebind": json.dumps(description)}))
+        write_file(path, seal_tensors(save(tensors, metadata={"rebind": json.dumps(description)})))
 
     @classmethod
     def load(cls, path: str | Path) -> Memory:
@@ -162,8 +162,8 @@ class Memory:
         if not Path(path).is_file():
             raise InputError(f"There is no file {path}", advice="Check the path", code="no_such_file")
         try:
+            description = json.loads(check_tensors(path)["rebind"])
             with safe_open(str(path), framework="pt") as file:
-                description = json.loads((file.metadata() or {})["rebind"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             if description["format"] != FORMAT:
                 raise ValueError(f"its format is {description['format']!r}")
@@ -175,7 +175,7 @@ class Memory:
             memory.weights, memory.rows = tensors["weights"], int(description["rows"])
             require_width("weights", memory.weights, memory.feature.width, f"feature map {memory.feature!r}")
             return memory
-        except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as problem:
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as problem:
             reason = f"File {path} does not hold a memory: {problem}"
             raise InputError(reason, expected="a file that Memory.save wrote", code="not_a_memory_file") from None
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +31,29 @@ def known(flag: Tensor) -> bool | None:
         if "vmap" in str(problem):
             return None
         raise
+
+
+def require_number(
+    name: str,
+    value: object,
+    *,
+    least: float = 0.0,
+    above: float = -math.inf,
+    most: float = sys.float_info.max,
+    whole: bool = False,
+    code: str = "invalid_setting",
+) -> None:
+    """Require a number from `least` to `most` that is greater than `above`: an integer if `whole`, and never NaN."""
+    numbers = Integral if whole else Real
+    is_number = type(value) is not bool and isinstance(value, numbers)
+    number: Any = value
+    if is_number and least <= number <= most and number > above:
+        return
+    kind = "an integer" if whole else "a number"
+    lower = f"above {above:g}" if above >= least else f"{least:g} or more"
+    upper = f", at most {most:g}" if most < sys.float_info.max else ""
+    shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}…"
+    raise InputError(f"Setting {name!r} is {shown}", expected=f"{kind}, {lower}{upper}", code=code)
 
 
 def require_tensors(least_rank: int, **tensors: Tensor) -> None:

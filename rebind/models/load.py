@@ -26,7 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from rebind.errors import InputError
 from rebind.models.locate import first_line, locate
-from rebind.storage import cache_dir, create_folder
+from rebind.models.plausible import require_plausible
+from rebind.storage import cache_dir, create_folder, path_inside
 
 OWN_MODEL_TYPES = ("rebind", "rebind-seq2seq")  # in config.json; transformers knows them after importing rebind.nn
 GGUF_MAGIC = b"GGUF"
@@ -94,6 +95,7 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device_map: str | dict
         advice = "Check that the folder is complete and that save_pretrained of a causal language model wrote it"
     with _loading(folder, "a model", advice=advice, code="unreadable_model"):
         config, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    require_plausible(config, folder)
     if config.get("model_type") in OWN_MODEL_TYPES:  # importing our model classes registers them with transformers
         from rebind.nn import RebindForCausalLM, RebindForSeq2SeqLM  # noqa: F401
     return _load_weights(
@@ -103,7 +105,7 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device_map: str | dict
 
 def _convert_gguf(file: Path) -> Path:
     """Return a folder of safetensors in the cache with the model in `file`: converted once, in half a minute."""
-    folder = cache_dir() / "models" / f"{file.stem}-{content_digest(file)}"
+    folder = path_inside(cache_dir(), f"models/{file.stem}-{content_digest(file)}")
     create_folder(folder, lambda target: _convert(file, target))
     return folder
 
@@ -125,7 +127,9 @@ def content_digest(file: Path) -> str:
 def _convert(file: Path, folder: Path) -> None:
     advice = "Download the file again, or use a folder in Hugging Face format"
     with _loading(file, "a model", advice=advice, code="unreadable_model"):
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            file.parent, gguf_file=file.name, local_files_only=True, trust_remote_code=False
+        )
     model: Any = _load_weights(file, file.parent, advice=advice, gguf_file=file.name, dtype=torch.float32)
     model.hf_quantizer = None  # the weights are plain now, and transformers saves no GGUF quantization
     vars(model.config).pop("quantization_config", None)
@@ -159,6 +163,13 @@ def _loading(source: Path, kind: str, *, advice: str, code: str) -> Iterator[Non
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as problem:  # transformers, safetensors, accelerate and gguf each have their own
+        if "trust_remote_code" in str(problem):
+            raise InputError(
+                f"{source} needs code of its own to be loaded as {kind}, and rebind runs no code from model folders",
+                expected="a model whose code is in transformers",
+                advice="Choose another model, or another copy of it without auto_map in its config files",
+                code="needs_code",
+            ) from None
         problem_text = f"{source} cannot be loaded as {kind} ({first_line(problem)})"
         raise InputError(problem_text, advice=advice, code=code) from problem
 

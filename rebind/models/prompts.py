@@ -29,7 +29,11 @@ def require_text(name: str, value: object) -> None:
     """Raise unless `value` is a string that is not blank and is valid Unicode."""
     label = name[:1].upper() + name[1:]
     if not isinstance(value, str):
-        raise InputError(f"{label} is {value!r} ({type(value).__name__})", expected="a string", code="not_text")
+        try:
+            shown = f"{value!r:.60} "
+        except RecursionError:  # lists in lists in lists
+            shown = ""
+        raise InputError(f"{label} is {shown}({type(value).__name__})", expected="a string", code="not_text")
     if not value.strip():
         raise InputError(f"{label} is {value!r}", expected="text that is not empty", code="empty_text")
     try:

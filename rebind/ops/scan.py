@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rebind.errors import ShapeError
+from rebind.memory.checks import require_tensors
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Coefficients, Gate, Rule, get_rule
 from rebind.ops import autograd, dispatch
@@ -148,6 +150,11 @@ def scan_arguments(
         check: Whether to check the gates. A layer computes its own, which need no check.
     """
     rule = get_rule(rule)
+    if check:
+        require_tensors(2, q=q, k=k, v=v)
+        if k.shape[:-2] != v.shape[:-2]:
+            problem = f"Keys have shape {list(k.shape)} and values {list(v.shape)}"
+            raise ShapeError(problem, expected="the same tokens", code="sequences_do_not_match")
     dtype, heads = working_dtype(v), v.shape[:-1]
     sharing = max(v.shape[-2] // max(k.shape[-2], 1), 1)
     keys = k if sharing == 1 else k.repeat_interleave(sharing, dim=-2)

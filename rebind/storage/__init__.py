@@ -5,11 +5,14 @@
 - `jsonl`: rows that survive a kill
 - `lock`: one writer at a time
 - `run_folder`: a folder that one run owns and can resume
+- `reading`: files that are no symbolic links
+- `seals`: digests inside of files, so that damage is noticed
 - `directories`: the user's cache and data folders
 - `problems`: what went wrong, as StorageError
 
-No function here writes through a symbolic link: a link in the place of a file is replaced (`write_file`) or refused,
-and `path_inside` refuses links to folders below a ledger, an export or a run folder.
+No function here follows a symbolic link: one in the place of a file to write is replaced (`write_file`) or refused, one
+in the place of a file to read is refused, and `path_inside` refuses links to folders below a ledger, an export, a cache
+or a run folder. These folders themselves may be links.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from rebind.storage.exports import add_to_export, check_replaceable, replace_fol
 from rebind.storage.jsonl import JsonLines, Row, append_at
 from rebind.storage.lock import lock
 from rebind.storage.problems import storage_errors
+from rebind.storage.reading import open_to_read, read_file
 from rebind.storage.run_folder import RunFolder, RunKind, flatten
+from rebind.storage.seals import check_json, check_tensors, read_sealed_json, seal_json, seal_tensors
 
 __all__ = [
     "JsonLines",
@@ -39,7 +44,9 @@ __all__ = [
     "add_to_export",
     "append_at",
     "cache_dir",
+    "check_json",
     "check_replaceable",
+    "check_tensors",
     "check_writable",
     "create_folder",
     "data_dir",
@@ -47,10 +54,15 @@ __all__ = [
     "ledgers_dir",
     "lock",
     "make_folders",
+    "open_to_read",
     "path_inside",
+    "read_file",
     "read_json_object",
+    "read_sealed_json",
     "remove_temporaries",
     "replace_folder",
+    "seal_json",
+    "seal_tensors",
     "storage_errors",
     "write_file",
     "write_json",

@@ -21,6 +21,7 @@ from typing import Any
 
 from rebind.errors import InputError
 from rebind.storage.problems import nearest_existing, storage_errors, symbolic_link_error
+from rebind.storage.reading import read_file
 
 STALE_SECONDS = 24 * 3600  # a temporary this old belongs to a process that was killed
 TEMPORARY = re.compile(r"\.rebind-[0-9a-f]{12}\.tmp")
@@ -65,10 +66,10 @@ def to_json(value: object, *, indent: int | None = None) -> str:
 
 
 def read_json_object(path: str | Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if there is no such file or it holds anything else."""
+    """Return the JSON object in a file; None if there is no such file, a symbolic link, or anything else in it."""
     try:
-        value = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError):
+        value = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -116,6 +117,8 @@ def create_folder(path: str | Path, fill: Callable[[Path], None]) -> None:
     reader may have the first one open.
     """
     path = Path(path)
+    if path.is_symlink():
+        raise symbolic_link_error(path)
     if path.is_dir():
         return
     with storage_errors(path), filled_folder(path, fill) as temporary:

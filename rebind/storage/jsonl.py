@@ -1,4 +1,7 @@
-"""Rows in a file, one JSON object per line, that survive a kill: complete lines stay, a torn last line is ignored."""
+"""Rows in a file, one JSON object per line, that survive a kill: complete lines stay, a torn last line is ignored.
+
+The last field of a row, "crc", is a checksum of the row and of all rows before it, so that damage is noticed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from typing import Any
 from rebind.errors import InputError, StorageError
 from rebind.storage.atomic import to_json
 from rebind.storage.problems import storage_errors, symbolic_link_error
+from rebind.storage.reading import read_file
+from rebind.storage.seals import check_line, checksum_at_end, seal_line
 
 Row = dict[str, Any]
 
@@ -29,9 +34,10 @@ class JsonLines:
     def append(self, rows: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> None:
         """Add one row or several in a single write, all or none; they are on disk when this returns."""
         rows = [rows] if isinstance(rows, Mapping) else rows
-        data = "".join(f"{to_json(row)}\n" for row in rows).encode()
+        texts = [to_json(row) for row in rows]  # before any file is opened: it may refuse a row
         with _open_for_writing(self.path, create=True) as handle:
-            _write_at(handle, _end_of_last_line(handle), data)
+            end = _end_of_last_line(handle)
+            _write_at(handle, end, _sealed(texts, _checksum_before(handle, end)))
 
     def truncate(self, count: int) -> list[Row]:
         """Keep the first `count` rows and return them."""
@@ -51,24 +57,31 @@ class JsonLines:
     def _rows(self) -> Iterator[tuple[Row, int]]:
         """Yield each complete row with the offset where its line ends."""
         try:
-            *lines, _ = self.path.read_bytes().split(b"\n")
+            *lines, _ = read_file(self.path).split(b"\n")
         except FileNotFoundError:
             return
-        end = 0
+        end = checksum = 0
         for number, line in enumerate(lines, start=1):
             end += len(line) + 1
             try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict):
+                content, checksum = check_line(line, checksum)
+                row = json.loads(content)
+            except (ValueError, RecursionError) as problem:
                 raise InputError(
-                    f"Line {number} of {self.path} is damaged",
-                    expected="a JSON object",
+                    f"Line {number} of {self.path} is damaged ({problem})",
                     advice="Restore the file, or remove its folder and run again",
                     code="damaged_row",
-                )
+                ) from None
             yield row, end
+
+
+def _sealed(texts: Iterable[str], checksum: int) -> bytes:
+    """Return rows as lines with checksums, the first one chained to the row with `checksum`."""
+    lines = []
+    for text in texts:
+        lines.append(seal_line(text, checksum).encode() + b"\n")
+        checksum = checksum_at_end(lines[-1])
+    return b"".join(lines)
 
 
 def append_at(path: str | Path, offset: int, data: bytes) -> None:
@@ -113,6 +126,13 @@ def _write_at(handle: int, offset: int, data: bytes) -> None:
         with suppress(OSError):  # if this fails too, readers ignore the torn line
             os.ftruncate(handle, offset)
         raise
+
+
+def _checksum_before(handle: int, end: int) -> int:
+    """Return the checksum of the line that ends at an offset."""
+    begin = max(end - 32, 0)
+    os.lseek(handle, begin, os.SEEK_SET)
+    return checksum_at_end(os.read(handle, end - begin))
 
 
 def _end_of_last_line(handle: int) -> int:

@@ -37,9 +37,9 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def symbolic_link_error(path: Path) -> StorageError:
-    """Return the error for a symbolic link that a write would follow."""
+    """Return the error for a symbolic link that reading or writing would follow."""
     error = StorageError(
-        f"{path} is a symbolic link, and rebind does not write through links",
+        f"{path} is a symbolic link, and rebind follows no links inside its folders",
         advice="Replace the link by what it points to, or choose another folder",
         code="symbolic_link",
     )

@@ -46,6 +46,8 @@ def raising(problem):
         (("edit", *FACT, "--method", "memmit"), "unknown_method"),
         (("edit", *FACT, "--layers", "2,x"), "invalid_layers"),
         (("edit", *FACT, "--layers", "4-2"), "invalid_layers"),
+        (("edit", *FACT, "--layers", "0-99999999999"), "invalid_layers"),
+        (("edit", *FACT, "--layers", "1" * 5_000), "invalid_layers"),
         (("edit", *FACT, "--dtype", "int8"), "unknown_dtype"),
         (("edit", *FACT, "--steps", "0"), "usage"),
         (("edit", *FACT, "--clamp", "-1"), "usage"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from io import StringIO
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from rebind.cli.commands.analysis.eval import print_states
 from rebind.cli.ui import Terminal
+from rebind.storage import read_sealed_json
 
 from .conftest import write_records
 
@@ -43,7 +43,7 @@ def test_the_bundled_facts_need_no_file(rebind, model):
     assert document["folder"].startswith("runs/memit-single-2-")
     assert (document["config"]["seed"], document["summary"]["data"]) == (3, "bundled")
     assert [state["edits"] for state in document["summary"]["states"]] == [0, 1]
-    assert json.loads((Path(document["folder"]) / "summary.json").read_text()) == document["summary"]
+    assert read_sealed_json(Path(document["folder"]) / "summary.json") == document["summary"]
     assert rebind(*words, "--quiet").out == document["folder"] + "\n", "the same command resumes the same run"
 
 

@@ -277,3 +277,15 @@ def test_a_consolidation_reports_what_moved_and_what_stayed(rebind, fails, model
     shown = rebind("consolidate", *words, "--moment-tokens", "256", "--budget", "1").out
     assert "rows left" in shown
     assert fails("consolidate", *words, "--method", "dense").code == "dense_consolidation"
+
+
+def test_control_characters_of_a_fact_do_not_reach_the_terminal(rebind, model, tmp_path):
+    fact = ("The answer is {\x1b[2JFrance}", "\u202eRome\x07")
+    words = ("--model", model, *FAST, "--ledger", tmp_path / "ledger")
+    printed = [rebind("edit", *fact, *words)]
+    printed += [rebind("ledger", *one, "--ledger", tmp_path / "ledger") for one in (("list",), ("show", "e0001"))]
+    for one in printed:
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", one.out + one.err)
+        assert "\\x1b[2J" in one.out
+    document = rebind("ledger", "show", "e0001", "--ledger", tmp_path / "ledger", json=True).document
+    assert document["facts"][0]["subject"] == "\x1b[2JFrance"

@@ -345,3 +345,16 @@ def test_facts_that_share_a_key_are_reported_before_any_work(guard):
     for verb in (editor.rewrite_many, editor.plan):
         with pytest.raises(FactWarning, match="share a key"):  # warnings are errors in tests: no work is done
             verb(facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [("drift", math.nan), ("drift", -1.0), ("growth", math.nan), ("said", 1.5), ("framings", -0.1), ("subject", "x")],
+)
+def test_a_bound_that_no_model_can_be_measured_by_is_refused(name, bound):
+    with raises(InputError, "invalid_guard"):
+        Guard(**{name: bound})
+
+
+def test_an_infinite_bound_is_no_bound():
+    assert Guard(drift=math.inf, growth=math.inf).check_drift(BROKEN, "", {}) == []

@@ -159,7 +159,7 @@ def test_a_killed_run_resumes(model, tmp_path, seconds):
     assert not list((tmp_path / "killed").glob("*.partial"))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "other tensor"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped bit", "garbage", "empty", "other tensor"])
 @pytest.mark.parametrize("kind", ["finished", "partial"])
 def test_a_damaged_file_is_computed_again(model, tmp_path, damage, kind):
     def kill(done: int, total: int) -> None:
@@ -173,7 +173,8 @@ def test_a_damaged_file_is_computed_again(model, tmp_path, damage, kind):
     file = sorted((tmp_path / "damaged").iterdir())[0]
     data = file.read_bytes()
     contents = {"truncated": data[: len(data) // 2], "garbage": b"not safetensors", "empty": b""}
-    file.write_bytes(contents.get(damage) or save({"something": torch.zeros(2)}))
+    contents["flipped bit"] = data[:-2] + bytes([data[-2] ^ 1]) + data[-1:]
+    file.write_bytes(contents[damage] if damage in contents else save({"something": torch.zeros(2)}))
     assert_same(collect(model, tmp_path / "damaged"), collect(model, tmp_path / "whole"))
 
 

@@ -316,3 +316,14 @@ def test_recall_has_gradients():
     m, draw = memory(feature="elu+1"), Draw(23)
     m.bind(draw.normal(4, 8), draw.normal(4, 3))
     assert torch.autograd.gradcheck(m.recall, draw.normal(2, 8).requires_grad_())
+
+
+def test_a_file_with_a_flipped_bit_is_refused(tmp_path):
+    memory = Memory(4, 3)
+    memory.bind(torch.eye(4)[:2], torch.ones(2, 3))
+    memory.save(tmp_path / "memory")
+    data = bytearray((tmp_path / "memory").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "memory").write_bytes(data)
+    with raises(InputError, "not_a_memory_file"):
+        Memory.load(tmp_path / "memory")

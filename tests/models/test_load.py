@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,46 @@ def test_a_model_with_an_adapter_around_it_is_refused(tiny):
     wrapped = peft.get_peft_model(copy.deepcopy(tiny), peft.LoraConfig(target_modules=["q_proj"]))
     assert "merge_and_unload()" in refused("adapter", wrapped, letter_tokenizer()).advice
     refused("not_a_model", torch.nn.Linear(2, 2), letter_tokenizer())
+
+
+# Folders that want more than to be loaded
+
+CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+
+
+def forge(folder, name, **fields):
+    """Change fields of one of the JSON files in a folder."""
+    file = folder / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_no_code_of_a_folder_is_run_or_offered_to_be(folder, monkeypatch):
+    def answer(*_):
+        raise AssertionError("nobody is asked")
+
+    monkeypatch.setattr("builtins.input", answer)
+    (folder / "modeling_own.py").write_text(CODE)
+    auto = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
+    forge(folder, "config.json", model_type="own", auto_map=auto)
+    assert "code" in refused("needs_code", folder).problem
+    forge(folder, "config.json", model_type="llama")  # of which transformers has the code
+    assert load(folder).name == "tiny-llama"
+    forge(folder, "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["modeling_own.T", None]})
+    refused("needs_code", folder)
+    assert not list(folder.rglob("ran"))
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"])
+@pytest.mark.parametrize("size", [99_999_999_999, 10**30, -(10**12)])
+def test_absurd_sizes_are_refused_before_a_model_is_built(folder, field, size):
+    if field == "num_hidden_layers" and size < 0:
+        pytest.skip("transformers builds no layers then, and misses none")
+    forge(folder, "config.json", **{field: size})
+    assert field in refused("implausible_config", folder).problem
+
+
+def test_a_config_may_not_have_more_layers_than_there_are_tensors(folder):
+    forge(folder, "config.json", num_hidden_layers=5_000)
+    refused("implausible_config", folder)
+    forge(folder, "config.json", num_hidden_layers=5)  # as many as that are built, and found to be missing
+    refused("missing_weights", folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -334,3 +335,55 @@ def test_another_text_does_not_resume_a_run(tmp_path):
     with raises(InputError, "other_text"):
         train(run, tmp_path / "run")
     assert saved_steps(tmp_path / "run") == ["step-00000005"]
+
+
+# Damaged and absurd
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "random"])
+def test_a_checkpoint_with_a_flipped_bit_is_not_resumed(tmp_path, name):
+    run = config(corpus(tmp_path), steps=6, save_every=2)
+    kill(run, tmp_path / "run", 5)
+    file = tmp_path / "run" / "checkpoints" / "step-00000004" / f"{name}.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+    with raises(InputError, "checkpoint_damaged"):
+        train(run, tmp_path / "run")
+
+
+def test_a_result_that_was_altered_is_measured_again(tmp_path):
+    run = config(corpus(tmp_path), steps=2)
+    summary = train(run, tmp_path / "run").summary
+    file = tmp_path / "run" / "result.json"
+    file.write_text(file.read_text().replace('"steps": 2', '"steps": 3'))
+    assert train(run, tmp_path / "run").summary == summary
+
+
+def test_checkpoints_are_not_looked_for_behind_a_link(tmp_path):
+    run = config(corpus(tmp_path), steps=2)
+    train(run, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with raises(StorageError, "symbolic_link"):
+        train(run, tmp_path / "run")
+
+
+@pytest.mark.parametrize("size", [{"hidden_size": 2**20}, {"intermediate_size": 2**24, "num_hidden_layers": 1_000}])
+def test_a_model_larger_than_the_machine_is_refused_before_it_is_built(tmp_path, size):
+    with raises(InputError, "model_too_large"):
+        train(config(corpus(tmp_path), model={**TINY, **size}), tmp_path / "run")
+
+
+def test_no_code_of_a_tokenizers_folder_is_run_or_offered_to_be(tmp_path, monkeypatch):
+    def answer(*_):
+        raise AssertionError("nobody is asked")
+
+    monkeypatch.setattr("builtins.input", answer)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "own.py").write_text("raise SystemExit('ran')")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with raises(InputError, "needs_code"):
+        train(config(corpus(tmp_path), tokenizer=str(folder)), tmp_path / "run")

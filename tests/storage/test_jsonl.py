@@ -44,7 +44,7 @@ def test_a_torn_line_is_ignored_and_then_dropped(rows, torn, whole):
     with rows.path.open("ab") as file:
         file.write(torn)
     rows.truncate(len(whole) + 1)
-    assert rows.path.read_bytes().endswith(b'{"n": 3}\n')
+    assert rows.path.read_bytes().splitlines()[-1].startswith(b'{"n": 3, "crc": ')
 
 
 @pytest.mark.parametrize("line", [b"not JSON", b"[1]", b""])
@@ -55,6 +55,31 @@ def test_a_damaged_line_is_reported(rows, line):
     with raises(InputError, "damaged_row") as caught:
         rows.read()
     assert "Line 2" in caught.value.problem
+
+
+def test_every_flipped_bit_and_every_moved_line_is_noticed(rows):
+    rows.append([{"n": n, "text": "é"} for n in range(3)])
+    rows.append({})
+    data = rows.path.read_bytes()
+    first, second, *rest = data.splitlines(keepends=True)
+    flipped = [
+        data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :] for at in range(len(data) - 1) for bit in (0, 5)
+    ]
+    moved = [b"".join(lines) for lines in ([second, first, *rest], [second, *rest], [first, *rest], [first, first])]
+    for damaged in flipped + moved:
+        rows.path.write_bytes(damaged)
+        with raises(InputError, "damaged_row"):
+            rows.read()
+    rows.path.write_bytes(data)
+    assert [row.get("n") for row in rows.read()] == [0, 1, 2, None]
+
+
+def test_a_link_is_not_read(rows):
+    rows.append({"n": 1})
+    rows.path.rename(rows.path.with_name("elsewhere"))
+    rows.path.symlink_to(rows.path.with_name("elsewhere"))
+    with raises(StorageError, "symbolic_link"):
+        rows.read()
 
 
 def test_rows_are_cut_by_number(rows):

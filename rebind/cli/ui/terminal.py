@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import sys
 import warnings
@@ -13,7 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook
+from rich.control import Control
+from rich.segment import Segment
 
 from rebind.errors import as_argument
 from rebind.storage import write_file
@@ -27,6 +30,45 @@ PARAMETERS = {
 }
 
 
+CONTROL = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]"
+)  # also those that reorder text
+
+LONG_WORD = re.compile(r"\S{1000,}")  # not even a path is that long
+
+
+def visible(text: str) -> str:
+    """Return a text with control characters spelled out: facts and files of others must not steer the terminal.
+
+    >>> visible("a\\x1b[2Jb")
+    'a\\\\x1b[2Jb'
+    """
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def _shortened(word: re.Match[str]) -> str:
+    return f"{word[0][:100]}…{word[0][-40:]}"
+
+
+class _Visible:
+    """Something to print, with every control character in its text spelled out."""
+
+    def __init__(self, content: RenderableType) -> None:
+        self.content = content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self.content, options):
+            yield Segment(text if control else visible(text), style, control)
+
+
+class _VisibleText(RenderHook):
+    """Makes everything that a console prints visible."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Return what is printed instead."""
+        return [one if isinstance(one, Control) else _Visible(one) for one in renderables]
+
+
 class Terminal:
     """Tables and hints for people; one JSON document with --json; only the bare result with --quiet."""
 
@@ -37,6 +79,8 @@ class Terminal:
         self.out, self.err = (
             Console(file=stream, markup=False, highlight=False, emoji=False) for stream in (sys.stdout, sys.stderr)
         )
+        for console in (self.out, self.err):
+            console.push_render_hook(_VisibleText())
         self.as_json, self.quiet, self.debug = as_json, quiet, debug
         self.options: Mapping[str, str] = {}  # of the command that runs: parameter name → how its option is typed
         self.written_edits: dict[str, str] = {}  # edits that stay however the command ends → the command that undoes it
@@ -66,7 +110,7 @@ class Terminal:
         if self.as_json:
             self.out.file.write(strict_json(document))
         elif self.quiet and brief:
-            self.out.file.write(brief + "\n")
+            self.out.file.write((visible(brief) if self.out.is_terminal else brief) + "\n")
         self.out.file.flush()  # so that a full disk is reported here and not by the interpreter at its exit
 
     def save(self, document: Mapping[str, Any], path: Path, figures: Sequence[Path] = ()) -> list[str]:
@@ -79,7 +123,7 @@ class Terminal:
     def report(self, kind: str, text: str, style: str = "yellow") -> None:
         """Print one line on standard error: an error, a warning, a skipped record."""
         with suppress(OSError):  # if standard error cannot be written, the exit code must do
-            self.err.print(f"{kind}: {' '.join(text.split())}", style=style, soft_wrap=True)
+            self.err.print(f"{kind}: {LONG_WORD.sub(_shortened, ' '.join(text.split()))}", style=style, soft_wrap=True)
 
     def as_option(self, name: str, value: object) -> str:
         """Spell a setting as an option of the command that runs, or as a Python argument if it has no such option."""

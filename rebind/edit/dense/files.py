@@ -25,7 +25,7 @@ from torch import Tensor
 from rebind.edit.facts.fact import Fact
 from rebind.errors import InputError
 from rebind.memory.dense import Dense, Whitening
-from rebind.storage import replace_folder, write_file, write_json
+from rebind.storage import check_json, read_file, replace_folder, seal_json, write_file, write_json
 
 FORMAT = "rebind-memory-1"
 HEADER, TENSORS = "memory.json", "memory.safetensors"
@@ -76,9 +76,15 @@ def fill_folder(stored: StoredMemory, folder: Path) -> None:
         layers[str(number)]["stream_axis"] = layer.stream_axis
     data = save(tensors, metadata={"format": FORMAT})
     write_file(folder / TENSORS, data)
-    header = {"format": FORMAT, "model": stored.model, "fingerprint": stored.fingerprint, "layers": layers}
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "model": stored.model,
+        "fingerprint": stored.fingerprint,
+        "layers": layers,
+    }
     facts = [fact.to_json() for fact in stored.facts]
-    write_json(folder / HEADER, {**header, "facts": facts, "sha256": hashlib.sha256(data).hexdigest()})
+    header |= {"facts": facts, "tensors": hashlib.sha256(data).hexdigest()}
+    write_json(folder / HEADER, seal_json(header))
 
 
 def load_memory(folder: str | Path) -> StoredMemory:
@@ -86,15 +92,15 @@ def load_memory(folder: str | Path) -> StoredMemory:
     folder = Path(folder).expanduser()
     header = _read_header(folder)
     try:
-        data = (folder / TENSORS).read_bytes()
-        if hashlib.sha256(data).hexdigest() != header["sha256"]:
+        data = read_file(folder / TENSORS)
+        if hashlib.sha256(data).hexdigest() != header["tensors"]:
             raise ValueError("its digest does not match")
         tensors = load(data)
         layers = {int(number): _layer(tensors, number, about) for number, about in header["layers"].items()}
         probe_ids = [[id for id in row if id >= 0] for row in tensors[PROBE_IDS].tolist()]
         facts = [Fact.from_json(record) for record in header["facts"]]
         return StoredMemory(header["fingerprint"], header["model"], layers, probe_ids, facts)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as problem:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as problem:
         raise InputError(
             f"{folder / TENSORS} is damaged ({problem})", advice="Write the memory again", code="memory_damaged"
         ) from None
@@ -102,12 +108,12 @@ def load_memory(folder: str | Path) -> StoredMemory:
 
 def _read_header(folder: Path) -> dict[str, Any]:
     try:
-        header = json.loads((folder / HEADER).read_bytes())
-        stated = header["format"]
+        stored = json.loads(read_file(folder / HEADER))
+        stated = stored["format"]
     except (FileNotFoundError, NotADirectoryError):
         expected = f"a folder that save_memory wrote, with a {HEADER}"
         raise InputError(f"There is no dense memory in {folder}", expected=expected, code="no_memory") from None
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         advice = "Write the memory again"
         raise InputError(
             f"{folder / HEADER} cannot be read ({problem})", advice=advice, code="memory_damaged"
@@ -119,7 +125,12 @@ def _read_header(folder: Path) -> dict[str, Any]:
             advice="Use the version of rebind that wrote it",
             code="memory_format",
         )
-    return dict(header)
+    try:
+        return check_json(stored)
+    except ValueError as problem:
+        raise InputError(
+            f"{folder / HEADER} was altered ({problem})", advice="Write the memory again", code="memory_damaged"
+        ) from None
 
 
 def _layer(tensors: Mapping[str, Tensor], number: str, about: Mapping[str, Any]) -> StoredLayer:

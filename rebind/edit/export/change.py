@@ -24,7 +24,7 @@ from rebind.memory.low_rank import LowRank
 from rebind.memory.precision import solving_dtype
 from rebind.memory.write import Write
 from rebind.models.sites import memory_of, module_at, write_memory
-from rebind.storage import add_to_export, write_file
+from rebind.storage import add_to_export, check_tensors, seal_tensors, write_file
 
 DELTA_FORMAT, DELTA_FILE = "rebind-delta-1", "delta.safetensors"
 
@@ -149,7 +149,7 @@ def save_delta(
         for site, change in changes.items()
         for part, tensor in (("left", change.left), ("right", change.right))
     }
-    data = save(tensors, {**(metadata or {}), "format": DELTA_FORMAT})
+    data = seal_tensors(save(tensors, {**(metadata or {}), "format": DELTA_FORMAT}))
     add_to_export(file)  # a file inside an export is replaced together with it
     write_file(file, data)
     return file
@@ -159,8 +159,8 @@ def load_delta(path: str | Path, fingerprint: str | None = None) -> dict[str, Lo
     """Read the changes that `save_delta` wrote; with a fingerprint, only if they belong to that base model."""
     file = delta_file(path)
     try:
+        metadata = check_tensors(file)
         with safe_open(str(file), framework="pt") as stored:
-            metadata = stored.metadata() or {}
             tensors = {name: stored.get_tensor(name) for name in tuple(stored.keys())}
         if metadata.get("format") != DELTA_FORMAT:
             raise ValueError(f"its format is {metadata.get('format')!r}, not {DELTA_FORMAT!r}")

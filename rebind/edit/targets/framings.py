@@ -25,13 +25,14 @@ import torch
 from rebind.edit.facts.fact import Fact
 from rebind.edit.facts.questions import paraphrases_of, questions_of
 from rebind.errors import FactWarning, InputError
-from rebind.memory.checks import unknown_name
+from rebind.memory.checks import require_number, unknown_name
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt
 
 FRAMINGS = ("start", "plain", "text", "paraphrase", "chat")
 QUESTION_FORMS = ("Question: {}\nAnswer:", "{} The answer is")  # questions outside of a chat
 TOP_K = 5
+MOST_TOKENS = 1_000  # of a context
 FIRST_WORDS = ("The", "Because", "I", "You", "In", "When", "They", "It", "We", "A")
 
 
@@ -41,6 +42,9 @@ class ContextSettings:
 
     first_words: tuple[str, ...] = FIRST_WORDS[:3]  # one context begins with each
     tokens: int = 10  # per context
+
+    def __post_init__(self) -> None:
+        require_number("tokens", self.tokens, least=1, most=MOST_TOKENS, whole=True)
 
     @classmethod
     def of(cls, count: int) -> ContextSettings:

@@ -17,7 +17,6 @@ step as a CUDA graph and replays it.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rebind.cuda_graphs import capture_graph, record_or_warn
-from rebind.errors import InputError
+from rebind.memory.checks import require_number
 from rebind.models.caches import select_cache
 from rebind.models.prompts import EncodedPrompt
 from rebind.models.tokens import Tokens
@@ -48,14 +47,11 @@ class TargetSettings:
     enough: float = 0.05  # the search for a fact ends when its loss falls below this
 
     def __post_init__(self) -> None:
-        for name in ("steps", "rate", "clamp"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                problem = f"The setting {name!r} of the target search is {value}"
-                raise InputError(problem, expected="a finite number above 0", code="not_positive")
+        require_number("steps", self.steps, least=1, whole=True, code="not_positive")
+        for name in ("rate", "clamp"):
+            require_number(name, getattr(self, name), above=0.0, code="not_positive")
         for name in ("decay", "kl", "keep", "end", "enough"):
-            if not 0 <= (value := getattr(self, name)) < math.inf:
-                problem = f"The setting {name!r} of the target search is {value}"
-                raise InputError(problem, expected="a finite number, 0 or more", code="negative_setting")
+            require_number(name, getattr(self, name), code="negative_setting")
 
 
 @dataclass(frozen=True)

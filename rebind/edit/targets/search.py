@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from rebind.edit.targets.optimize import OnStep, TargetStates, find_targets
 from rebind.edit.targets.search_copy import speed_up
 from rebind.models.trunk import Trunk
 from rebind.precision import tensor_float
-from rebind.storage import path_inside, write_file
+from rebind.storage import check_tensors, path_inside, seal_tensors, write_file
 
 PARTS = ("states", "initial", "loss", "steps")  # of `TargetStates`, in this order
 SMALL_MODEL = 50_000_000  # parameters: up to here, a CPU searches in float32
@@ -52,8 +52,8 @@ class TargetStore:
         rows: dict[str, TargetStates] = {}
         for file in sorted(self.folder.glob("targets-*.safetensors")) if self.folder else ():
             try:
+                self._files[file] = json.loads(check_tensors(file)["keys"])
                 with safe_open(str(file), framework="pt") as opened:
-                    self._files[file] = json.loads(opened.metadata()["keys"])
                     targets = TargetStates(*(opened.get_tensor(part) for part in PARTS))
             except (SafetensorError, KeyError, TypeError, ValueError):
                 file.unlink(missing_ok=True)
@@ -72,14 +72,15 @@ class TargetStore:
         tensors = {part: getattr(targets, part).detach().cpu().contiguous() for part in PARTS}
         name = hashlib.sha256("".join(keys).encode()).hexdigest()[:24]
         file = path_inside(self.folder, f"targets-{name}.safetensors")
-        write_file(file, save(tensors, metadata={"keys": json.dumps(list(keys))}))
+        write_file(file, seal_tensors(save(tensors, metadata={"keys": json.dumps(list(keys))})))
         self._files[file] = keys
 
     def clear(self) -> None:
-        """Remove the targets that were last loaded, once their edit is in the ledger."""
+        """Remove the targets that were last loaded, once their edit is in the ledger; what cannot be removed stays."""
         for file, keys in self._files.items():
             if self._requested.issuperset(keys):
-                file.unlink(missing_ok=True)
+                with suppress(OSError):  # the edit is written: this is no reason to fail
+                    file.unlink(missing_ok=True)
         self._files.clear()
 
 

@@ -16,13 +16,13 @@ from transformers import PreTrainedConfig
 
 from rebind.errors import ShapeError
 from rebind.memory import ttt
-from rebind.memory.checks import unknown_name
+from rebind.memory.checks import require_number, unknown_name
 from rebind.nn.layers.attention import Attention, Rotary
 from rebind.nn.layers.base import SequenceLayer
 from rebind.nn.layers.fast_weight import FastWeight
 from rebind.nn.layers.hopfield import HopfieldLayer
 from rebind.nn.layers.ttt import TTTLayer
-from rebind.nn.parts.checks import head_width, require_positive
+from rebind.nn.parts.checks import head_width
 from rebind.nn.parts.dense import MLPS
 from rebind.nn.parts.feature_map import L2Normalizer, NoNormalizer, Normalizer, build_feature
 from rebind.nn.parts.gates import DECAYS, DecayGate, OutputGate, SigmoidDecay, SoftplusDecay
@@ -31,6 +31,7 @@ from rebind.storage import read_json_object, write_file, write_json
 ConfigValue = str | int | float | list[str] | None
 
 
+MOST_LAYERS, LARGEST_SIZE = 4_096, 2**24  # far beyond any model: what is larger is a mistake, or an attack
 CODE = "modeling_rebind"  # the module in a saved folder that programs import which do not know rebind
 
 
@@ -117,7 +118,16 @@ class RebindConfig(SavedConfig):  # type: ignore[no-untyped-call]
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
-        require_positive(vocab_size=self.vocab_size, num_hidden_layers=self.num_hidden_layers)
+        require_number(
+            "num_hidden_layers", self.num_hidden_layers, least=1, most=MOST_LAYERS, whole=True, code="invalid_size"
+        )
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "moe_intermediate_size"):
+            require_number(name, getattr(self, name), least=1, most=LARGEST_SIZE, whole=True, code="invalid_size")
+        for name in ("num_experts", "num_experts_per_tok", "dpfp_nu", "favor_features", "ttt_mini_batch"):
+            require_number(name, getattr(self, name), least=1, most=LARGEST_SIZE, whole=True, code="invalid_size")
+        require_number("dropout", self.dropout, most=1.0)
+        for name in ("norm_eps", "initializer_range"):
+            require_number(name, getattr(self, name))
         for width in (self.d_k, self.d_v):
             head_width(self.hidden_size, self.memory_heads or self.num_attention_heads, width)
         if self.mlp not in (*MLPS, "experts"):

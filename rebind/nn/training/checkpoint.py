@@ -13,6 +13,7 @@ functions that collect them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import gather  # type: ignore[import-untyped]
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -29,9 +31,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from rebind.errors import InputError
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.model import RebindBlock, RebindForCausalLM
-from rebind.storage import create_folder, read_json_object, write_json
+from rebind.storage import check_json, create_folder, open_to_read, path_inside, read_json_object, seal_json, write_json
 
 STATE = "state.json"
 TENSORS = ("optimizer", "random", "carried")
@@ -67,22 +70,39 @@ def save(
         model.config.architectures = [RebindForCausalLM.__name__]  # the class of a sharded model has another name
         for part in (model.config, model.generation_config, tokenizer):
             part.save_pretrained(folder)
-        write_json(folder / STATE, position)
+        files = {file.name: _digest(file) for file in sorted(folder.iterdir())}
+        write_json(folder / STATE, seal_json({**position, "files": files}))
 
     create_folder(path, fill)
 
 
 def read(path: Path) -> Checkpoint:
-    contents: dict[str, Any] = read_json_object(path / STATE) or {}
-    for name in TENSORS:
-        file = path / f"{name}.safetensors"
-        contents[name] = load_file(file) if file.exists() else {}
-    return Checkpoint(**contents)
+    """Read a checkpoint, and check that none of its files was altered since it was written."""
+    try:
+        contents = check_json(read_json_object(path / STATE) or {})
+        for name, digest in contents.pop("files").items():
+            if _digest(path_inside(path, name)) != digest:
+                raise ValueError(f"{name} was altered")
+        for name in TENSORS:
+            file = path / f"{name}.safetensors"
+            contents[name] = load_file(file) if file.exists() else {}
+        return Checkpoint(**contents)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
+        raise InputError(
+            f"The checkpoint {path} is damaged ({problem})",
+            advice="Remove its folder to resume from the checkpoint before it, or train into another folder",
+            code="checkpoint_damaged",
+        ) from None
+
+
+def _digest(file: Path) -> str:
+    with open_to_read(file) as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    return sorted(path for path in folder.glob("step-*") if path.is_dir() and not path.is_symlink())
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rebind.errors import InputError
-from rebind.memory.checks import unknown_name
+from rebind.memory.checks import require_number, unknown_name
 from rebind.nn.lm.config import RebindConfig, preset
 from rebind.nn.parts.checks import require_positive
 
@@ -37,8 +37,12 @@ class DataConfig:
     validation_fraction: float = 0.05  # of the tokens of `source`, held out for validation if there is no other source
 
     def __post_init__(self) -> None:
-        _require(self, "vocabulary", self.vocabulary > 256, "257 or more: 256 bytes and the end of text")
-        _require(self, "validation_fraction", 0 < self.validation_fraction < 1, "a number between 0 and 1")
+        for name in ("source", "tokenizer"):
+            _require(self, name, isinstance(getattr(self, name), str), "a text")
+        require_number("vocabulary", self.vocabulary, least=257, whole=True, code="invalid_vocabulary")
+        fraction = self.validation_fraction
+        require_number("validation_fraction", fraction, above=0.0, most=1.0, code="invalid_validation_fraction")
+        _require(self, "validation_fraction", fraction < 1, "a number between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "clip_norm"):
-            _require(self, name, 0 < getattr(self, name) < math.inf, "a positive number")
+            require_number(name, getattr(self, name), above=0.0, code=f"invalid_{name}")
         for name in ("final_fraction", "beta1", "beta2"):
-            _require(self, name, 0 <= getattr(self, name) <= 1, "a number from 0 to 1")
-        for name in ("warmup", "weight_decay"):
-            _require(self, name, getattr(self, name) >= 0, "0 or more")
+            require_number(name, getattr(self, name), most=1.0, code=f"invalid_{name}")
+        require_number("warmup", self.warmup, whole=True, code="invalid_warmup")
+        require_number("weight_decay", self.weight_decay, code="invalid_weight_decay")
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Return the learning rate of step 0, 1, … of `steps`.
@@ -104,10 +108,12 @@ class TrainConfig:
     tensorboard: bool = False  # whether the log is also written for TensorBoard
 
     def __post_init__(self) -> None:
+        for name in ("preset", "precision", "device"):
+            _require(self, name, isinstance(getattr(self, name), str), "a text")
         counts = ("length", "batch_size", "accumulate", "steps", "evaluate_every", "save_every", "keep_checkpoints")
         require_positive(**{name: getattr(self, name) for name in (*counts, "log_every", "evaluate_tokens")})
         _require(self, "evaluate_tokens", self.evaluate_tokens > 1, "2 or more")
-        _require(self, "seed", 0 <= self.seed < 2**63, "an integer from 0 to 2⁶³ − 1")
+        require_number("seed", self.seed, most=2**63 - 1, whole=True, code="invalid_seed")
         if self.precision not in PRECISIONS:
             raise unknown_name("precision", self.precision, PRECISIONS)
         for name in self.model:

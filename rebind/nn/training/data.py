@@ -163,8 +163,15 @@ def load_tokenizer(name: str) -> Any:
         folder = Path(name).expanduser()
         if not folder.is_dir():
             folder = Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES))
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as problem:  # missing, offline, gated, no tokenizer: each has an exception of its own
+        if "trust_remote_code" in str(problem):
+            raise InputError(
+                f"Tokenizer {name!r} needs code of its own, and rebind runs no code from model folders",
+                expected="a tokenizer.json, or a tokenizer whose code is in transformers",
+                advice="Choose another tokenizer",
+                code="needs_code",
+            ) from None
         reason = str(problem).strip().partition("\n")[0]
         raise InputError(
             f"Tokenizer {name!r} cannot be loaded: {reason}",

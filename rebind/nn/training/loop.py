@@ -29,9 +29,10 @@ from rebind.nn.training import checkpoint
 from rebind.nn.training.config import CHANGEABLE, TrainConfig
 from rebind.nn.training.data import SegmentBatches, TokenizedText, prepare_text
 from rebind.nn.training.evaluate import carried_perplexity, sliding_perplexity
+from rebind.nn.training.memory import require_memory
 from rebind.nn.training.outputs import RESULT, RunOutputs, import_tensorboard
 from rebind.nn.training.step import TrainingStep, build_optimizer, join_processes, shard
-from rebind.storage import Row, RunFolder, read_json_object
+from rebind.storage import Row, RunFolder, path_inside, read_sealed_json
 
 CHECKPOINTS, TOKENS = "checkpoints", "tokens"
 
@@ -104,7 +105,7 @@ class _Run:
 
     def __init__(self, config: TrainConfig, path: Path, progress: TrainingProgress) -> None:
         self.config, self.path, self.progress = config, path, progress
-        self.checkpoints = path / CHECKPOINTS
+        self.checkpoints = path_inside(path, f"{CHECKPOINTS}/step").parent  # no symbolic link
         self.processes, self.device = join_processes(config.device)
         self.rank, self.count = self.processes.process_index, self.processes.num_processes
         self.is_sharded = config.sharded and self.count > 1  # a single process holds everything anyway
@@ -250,7 +251,7 @@ class _Run:
 
     def finish(self) -> TrainingResult:
         """Measure the finished model, unless that has been done."""
-        is_done = (self.path / RESULT).exists()
+        is_done = read_sealed_json(self.path / RESULT) is not None
         self.processes.wait_for_everyone()  # until all have looked
         if not is_done and (self.rank == 0 or self.is_sharded):  # all processes run a sharded model together
             self.progress.phase("evaluating")
@@ -259,7 +260,7 @@ class _Run:
                 kinds = ", ".join(f"{count} × {kind}" for kind, count in Counter(summary["layers"]).items())
                 self.outputs.finish(summary, f"{kinds}; {summary['parameters']:,} parameters")
         self.processes.wait_for_everyone()
-        summary = read_json_object(self.path / RESULT) or {}
+        summary = read_sealed_json(self.path / RESULT) or {}
         return TrainingResult(self.path, self.checkpoints / f"step-{self.step:08d}", summary, self.resumed_from)
 
     def _summary(self) -> dict[str, Any]:
@@ -289,6 +290,7 @@ def _build_model(config: TrainConfig, text: TokenizedText, device: torch.device)
     if model_config.vocab_size < vocabulary:
         problem = f"The model has {model_config.vocab_size:,} tokens and the tokenizer {vocabulary:,}"
         raise InputError(problem, advice="Leave out the model's field vocab_size", code="vocabulary_too_small")
+    require_memory(model_config, device)
     model: Any = RebindForCausalLM(model_config)  # untyped, since transformers wraps `to`
     if config.carry and model.grows:
         raise InputError(

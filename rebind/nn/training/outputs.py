@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rebind.errors import InputError
-from rebind.storage import Row, RunFolder, write_json
+from rebind.storage import Row, RunFolder, seal_json, write_json
 
 LOG, TIMES, RESULT, CURVE, TENSORBOARD = "log.jsonl", "times.jsonl", "result.json", "curve.png", "tensorboard"
 
@@ -51,7 +51,7 @@ class RunOutputs:
         curve = draw_curve(self.log.read(), title)
         if curve is not None:
             self.folder.write(CURVE, curve)
-        write_json(self.folder.file(RESULT), summary)
+        write_json(self.folder.file(RESULT), seal_json(summary))
 
     def close(self) -> None:
         if self.board is not None:

@@ -113,7 +113,7 @@ def train(
     if not is_first:  # only one of torchrun's processes prints
         terminal.as_json, terminal.quiet = False, True
     from rebind.nn import training
-    from rebind.storage import cache_dir
+    from rebind.storage import cache_dir, path_inside
 
     config = training.TrainConfig(
         training.DataConfig(data, tokenizer, vocabulary, validation, validation_fraction),
@@ -124,7 +124,9 @@ def train(
         **asdict(run),
     )
     with Phases(terminal) as phases:
-        result = training.train(config, out, cache=cache_dir() / "tokens", progress=_progress(phases))
+        result = training.train(
+            config, out, cache=path_inside(cache_dir(), "tokens/text").parent, progress=_progress(phases)
+        )
     if is_first:
         _print(terminal, result)
         if run.sharded and os.environ.get("WORLD_SIZE", "1") == "1":
