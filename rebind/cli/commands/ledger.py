@@ -181,12 +181,13 @@ def _contradictions(ledger: Ledger, ids: list[str], force: bool) -> list[str]:
     from rebind.edit.dense.rows import unrelated
     from rebind.edit.guard import check_earlier_edits, find_earlier_edits
 
-    active, contradictions = list(ledger.active), []
+    active, contradictions = ledger.active, []
     for edit in map(ledger.get, ids):
-        if clashes := [one for one in find_earlier_edits(edit.facts, unrelated(edit, active)) if one.clashes]:
+        others = unrelated(edit, active.with_facts_like(edit.facts))
+        if clashes := [one for one in find_earlier_edits(edit.facts, others) if one.clashes]:
             check_earlier_edits(clashes, force=force)
             contradictions.append(edit.id)
-        active.append(edit)
+        active += (edit,)
     return contradictions
 
 

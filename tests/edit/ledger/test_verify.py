@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from rebind.edit.ledger.log import verify_folder
+from rebind.edit.ledger.verify import verify_folder
 from rebind.errors import LedgerError
 from tests.edit.writes import D_K, D_V, SITES, fold_edits, ids, new_edit, open_ledger, snapshot, weights
 from tests.support import Draw, raises
@@ -23,7 +23,7 @@ def filled_ledger(folder):
 
 def tampered(folder):
     """Yield every file of a ledger with one thing changed: (what, file, its new content or None)."""
-    for file in sorted(f for f in folder.rglob("*") if f.is_file() and f.name != "lock"):
+    for file in sorted(f for f in folder.rglob("*") if f.is_file() and f.name != "lock" and "snapshots" not in f.parts):
         data = file.read_bytes()
         name = str(file.relative_to(folder))
         for at in range(0, len(data), max(1, len(data) // 40)):
@@ -69,14 +69,16 @@ def test_the_advice_about_a_damaged_line_helps(folder, damaged):
         ledger.append(new_edit(seed))
     log = folder / "log.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
-    lines[damaged - 1] = lines[damaged - 1].replace(b"subject ", b"object! ")
+    lines[damaged] = lines[damaged].replace(b"subject ", b"object! ")  # behind the line with which every log begins
     log.write_bytes(b"".join(lines))
     before = snapshot(folder)
-    with pytest.raises(LedgerError, match=f"Line {damaged} "):
+    with pytest.raises(LedgerError, match=f"Line {damaged + 1} "):
         open_ledger(folder)
     assert len(verify_folder(folder)) == 1
     assert snapshot(folder) == before
-    log.write_bytes(b"".join(lines[: damaged - 1]))  # this line and all after it deleted
+    log.write_bytes(b"".join(lines[:damaged]))  # this line and all after it deleted, and the files of their edits
+    for number in range(damaged, 4):
+        (folder / "edits" / f"e000{number}.safetensors").unlink()
     again = open_ledger(folder)
     assert ids(again.edits) == [f"e000{number}" for number in range(1, damaged)]
     again.append(new_edit(4))
