@@ -29,7 +29,7 @@ from rebind.errors import LedgerError, RebindError, StorageError
 from rebind.storage import lock
 
 KIND = "verified"
-WAIT_SECONDS = 10.0  # for a writer
+WAIT_SECONDS = 60.0  # for a writer
 IDENTITY = np.dtype([("number", "<u4"), ("identity", "<u8")])
 
 
