@@ -22,6 +22,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing goes into the data folder of the user who runs the tests."""
+    os.environ["REBIND_DATA"] = str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _kernels_stay_inside() -> Iterator[None]:
     """Wherever kernels are interpreted, they are watched, and interpreted without repeated work."""
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0") or importlib.util.find_spec("triton") is None:

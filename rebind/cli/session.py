@@ -100,17 +100,21 @@ def describe(editor: Editor) -> dict[str, Any]:
         "model": editor.language_model.name,
         "fingerprint": editor.fingerprint,
         "ledger": None if path is None else str(path),
-        "active": [edit.id for edit in editor.ledger.active],
+        "active": editor.ledger.active.ids,
     }
 
 
 def require_ledger(folder: Path, *, or_empty: bool = False) -> Path:
     """Check, before minutes of loading, that a folder that was named holds a ledger, or that one can be created."""
     folder = folder.expanduser()
-    is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if not ((folder / LEDGER_FILE).exists() or (is_empty and or_empty)):
-        raise no_ledger(f"There is no ledger in {folder}")
-    return folder
+    if (folder / LEDGER_FILE).exists():
+        return folder
+    if or_empty:
+        from rebind.edit.ledger.creation import is_unfinished
+
+        if not folder.exists() or is_unfinished(folder):
+            return folder
+    raise no_ledger(f"There is no ledger in {folder}")
 
 
 def find_ledger(source: LedgerOptions) -> Path:
@@ -167,9 +171,8 @@ def _use_samples_of(ledger: Ledger, editor: Editor, tokens: int | None) -> None:
     from rebind.edit.methods import get_method
     from rebind.edit.moments import OwnSamples
 
-    for edit in ledger.active:
-        if get_method(edit.method).remembers or edit.has_rows:
-            moments: Any = edit.settings["moments"]
-            if (samples := OwnSamples.from_digest(moments["corpus"])) is not None:
-                editor.moments.corpus, editor.moments.tokens = samples, tokens or moments["tokens"]
-            return
+    needing = ledger.active.where(lambda kind: get_method(kind.method).remembers or kind.has_rows)
+    if len(needing):
+        moments: Any = needing[0].settings["moments"]
+        if (samples := OwnSamples.from_digest(moments["corpus"])) is not None:
+            editor.moments.corpus, editor.moments.tokens = samples, tokens or moments["tokens"]

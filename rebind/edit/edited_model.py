@@ -13,6 +13,7 @@ from torch import Tensor
 from rebind.edit.dense.layers import DenseLayers
 from rebind.edit.guard import CANARY_PROMPTS, Drift, measure_drift
 from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.edits import EditSequence
 from rebind.edit.ledger.fold import EditedWeights, require_same_moments
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.moments import Moments
@@ -36,7 +37,7 @@ class EditedModel:
 
     def refresh(self) -> None:
         """Bring the model to the fold of the ledger's active edits."""
-        self.apply(() if self._base_depth else (*self.ledger.active, *self._trial_edits))
+        self.apply(() if self._base_depth else self.ledger.active + self._trial_edits)
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
@@ -88,14 +89,15 @@ class EditedModel:
 
     def fold(self, edits: Sequence[Edit]) -> Folded:
         """Return the weights and memories after these edits; the model is not changed."""
-        require_same_moments([edit for edit in edits if edit.has_rows], self.moments)
+        edits, snapshots = EditSequence.of(edits), self.ledger.snapshots
+        require_same_moments(edits.where(lambda kind: kind.has_rows), self.moments)
         with self.dense.off():  # what is computed here is computed on the base model
-            weights = self.weights.fold(edits)
+            weights = self.weights.fold(edits, snapshots)
             if layers := self.dense.missing(edits):
                 with self.weights.base_weights():
                     for layer in layers:
                         self.dense.load(layer)
-        return weights, self.dense.fold(edits)
+        return weights, self.dense.fold(edits, snapshots)
 
     def _set(self, weights: Mapping[str, Tensor], memories: Mapping[int, Dense]) -> None:
         self.weights.write(weights)

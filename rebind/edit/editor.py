@@ -242,7 +242,7 @@ class Editor:
     def undo(self, edit_id: str) -> Edit:
         """Undo an edit; the others stay as they are."""
         edit = self.ledger.get(edit_id)
-        self.edited.fold([other for other in self.ledger.active if other.id != edit.id])  # if this fails, do nothing
+        self.edited.fold(self.ledger.active.without(edit.id))  # if this fails, do nothing
         edit = self.ledger.undo(edit.id)
         self.refresh()
         return edit
@@ -250,11 +250,11 @@ class Editor:
     def redo(self, edit_id: str, *, force: bool = False) -> Edit:
         """Restore an undone edit at its old position; `force` does so even if a prompt has another target by now."""
         edit = self.ledger.get(edit_id)
-        active = {other.id for other in self.ledger.active}
-        others = [] if edit.id in active or self.guard is None else unrelated(edit, self.ledger.active)
+        is_active, active = self.ledger.is_active(edit.id), self.ledger.active
+        others = [] if is_active or self.guard is None else unrelated(edit, active.with_facts_like(edit.facts))
         clashes = [one for one in find_earlier_edits(edit.facts, others) if one.clashes]
         check_earlier_edits(clashes, force=force)
-        self.edited.fold([other for other in self.ledger.edits if other.id in active | {edit.id}])
+        self.edited.fold(active.including(edit.id))
         edit = self.ledger.redo(edit.id, forced=bool(clashes))
         self.refresh()
         return edit
@@ -321,7 +321,7 @@ class Editor:
         kept = KEPT if settings.targets.keep else 0
         rows = len(self.framings) + len(self.context_settings.first_words) + kept
         prompts = model.encode([fact.as_prompt() for fact in listed])
-        earlier = find_earlier_edits(listed, self.ledger.active)
+        earlier = find_earlier_edits(listed, self.ledger.active.with_facts_like(listed))
         return estimate(model, prompts, settings, rows, moments, conflicts(listed), earlier)
 
     # Export
@@ -330,9 +330,9 @@ class Editor:
         """Compute what the active edits add to each site, one row per key; facts in the dense memory are not in it."""
         self.refresh()
         export.warn_of_dense_facts(self.ledger.active)
-        names = {site for edit in self.ledger.active for site in edit.sites}
+        names = {site for kind in self.ledger.active.kinds() for site in kind.sites}
         edited = {name: memory_of(module_at(self.model, name)) for name in names}
-        return export.compute_changes(self.weights.base, self.ledger.active, edited, gain_at=self.weights.gain_at)
+        return export.compute_changes(self.weights.base, self.ledger.active, edited, writes_at=self.weights.writes_at)
 
     def save(self, folder: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> Path:
         """Save the edited model as a checkpoint in its own format, with a model card that lists the edits.
@@ -440,7 +440,8 @@ class Editor:
         """Return active edits about the same subjects; a dense edit comes to terms with other dense ones by itself."""
         if self.guard is None:
             return []
-        return find_earlier_edits(facts, [edit for edit in self.ledger.active if not (method.dense and edit.has_rows)])
+        active = self.ledger.active.where(lambda kind: not (method.dense and kind.has_rows))
+        return find_earlier_edits(facts, active.with_facts_like(facts))
 
     def _open_ledger(self, ledger: str | Path | Ledger | None) -> Ledger:
         name = self.language_model.name

@@ -29,8 +29,45 @@ from rebind.memory.checks import unknown_name
 from rebind.memory.closed_form import equality, null_space, ridge
 from rebind.memory.solve import Cholesky
 
-# (keys [n, d_k], old keys, λ, keys to protect: of other subjects or of earlier edits [m, d_k]) → gain [n, d_k]
-GainRule = Callable[[Tensor, OldKeys, float, Tensor], Tensor]
+
+@dataclass(frozen=True, eq=False)
+class Gram:
+    """Σ kᵀk of the keys of earlier edits: all that a gain needs of them, and as large for one key as for a million."""
+
+    matrix: Tensor  # [d_k, d_k] float64
+    count: int  # of the keys
+
+    def __len__(self) -> int:
+        return self.count
+
+    @classmethod
+    def of(cls, earlier: EarlierKeys) -> Gram:
+        """Return the Gram matrix of keys [m, d_k]."""
+        return earlier if isinstance(earlier, Gram) else cls(earlier.mT @ earlier, len(earlier))
+
+    def plus(self, keys: Tensor) -> Gram:
+        """Return the sum after more keys [n, d_k]."""
+        return Gram(self.matrix + keys.mT @ keys, self.count + len(keys))
+
+
+EarlierKeys = Tensor | Gram  # the keys of earlier edits [m, d_k], or what a gain needs of them
+# (keys [n, d_k], old keys, λ, keys to protect: of earlier edits or of other subjects) → gain [n, d_k]
+GainRule = Callable[[Tensor, OldKeys, float, EarlierKeys], Tensor]
+
+
+def add_keys(earlier: EarlierKeys | None, keys: Tensor, old_keys: OldKeys) -> EarlierKeys:
+    """Return earlier keys with more keys [n, d_k], in the form in which they take the least room and time.
+
+    The gains of routed experts compare keys in blocks, and their Gram matrix would be too large: they need the keys.
+    """
+    if old_keys.moment.ndim == 3:
+        return keys if earlier is None else torch.cat([_rows(earlier), keys])
+    return Gram.of(keys) if earlier is None else Gram.of(earlier).plus(keys)
+
+
+def _rows(earlier: EarlierKeys) -> Tensor:
+    assert isinstance(earlier, Tensor)
+    return earlier
 
 
 @dataclass(frozen=True)
@@ -49,17 +86,17 @@ class Method:
     targets: TargetSettings = TargetSettings()  # noqa: RUF009 - frozen
 
 
-def _ridge(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
+def _ridge(keys: Tensor, old_keys: OldKeys, lam: float, earlier: EarlierKeys) -> Tensor:
     """Solve for all keys: the answers of the earlier ones stay, so only the rows of the new ones are a write."""
-    rows = torch.cat([keys, earlier])
-    return _with_moment(rows, old_keys, lambda rows, moment: ridge(rows, moment, lam).value)[: len(keys)]
+    every = torch.cat([keys, _rows(earlier)])
+    return _with_moment(every, old_keys, lambda rows, moment: ridge(rows, moment, lam).value)[: len(keys)]
 
 
-def _equality(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
+def _equality(keys: Tensor, old_keys: OldKeys, lam: float, earlier: EarlierKeys) -> Tensor:
     return _with_moment(keys, old_keys, lambda rows, moment: equality(rows, moment).value)
 
 
-def _equality_one_by_one(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
+def _equality_one_by_one(keys: Tensor, old_keys: OldKeys, lam: float, earlier: EarlierKeys) -> Tensor:
     """Compose one equality write per fact, in order: ROME's edits, one after another, are one write."""
     facts, d_k = keys.shape
     if facts > d_k:
@@ -80,21 +117,30 @@ def _equality_one_by_one(keys: Tensor, old_keys: OldKeys, lam: float, earlier: T
     return _with_moment(keys, old_keys, compose)
 
 
-def _null_space(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
+def _null_space(keys: Tensor, old_keys: OldKeys, lam: float, earlier: EarlierKeys) -> Tensor:
     if old_keys.moment.ndim == 3:
-        rows = torch.cat([keys, earlier]).unflatten(-1, (len(old_keys.moment), -1)).transpose(0, 1)
+        rows = torch.cat([keys, _rows(earlier)]).unflatten(-1, (len(old_keys.moment), -1)).transpose(0, 1)
         unused = (rows.to(old_keys.moment) @ old_keys.block_projectors).transpose(0, 1).flatten(1)
         return ridge(unused, None, lam).value[: len(keys)]
-    return null_space(keys, old_keys.null_space, previous=earlier if len(earlier) else None, lam=lam).value
+    space = old_keys.null_space
+    if not len(earlier):
+        return null_space(keys, space, lam=lam).value
+    # AlphaEdit's system in coordinates of the null space: λI plus what earlier edits use of it plays the moment's part.
+    basis = space.basis.to(keys.device)
+    used = basis.mT @ Gram.of(earlier).matrix.to(basis) @ basis
+    moment = lam * torch.eye(space.size).to(basis) + used
+    return (ridge(keys.to(basis) @ basis, moment).value @ basis.mT).to(keys.dtype)
 
 
-def _recursive(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
-    if not len(earlier) or old_keys.moment.ndim == 3:
+def _recursive(keys: Tensor, old_keys: OldKeys, lam: float, earlier: EarlierKeys) -> Tensor:
+    if not len(earlier):
+        return _ridge(keys, old_keys, lam, keys[:0])
+    if old_keys.moment.ndim == 3:
         return _ridge(keys, old_keys, lam, earlier)
-    return ridge(keys, lam * old_keys.moment + earlier.mT @ earlier).value
+    return ridge(keys, lam * old_keys.moment + Gram.of(earlier).matrix).value
 
 
-def _no_gain(keys: Tensor, old_keys: OldKeys, lam: float, earlier: Tensor) -> Tensor:
+def _no_gain(keys: Tensor, old_keys: OldKeys, lam: float, earlier: EarlierKeys) -> Tensor:
     raise InputError("Method dense has no gain", expected="a method that changes weights", code="no_gain")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rebind.errors import InputError
 from rebind.models.batching import tokens_per_batch
+from rebind.models.fingerprint import fingerprint, fingerprint_of_files
 from rebind.models.generation import continue_prompts, sample
 from rebind.models.load import load_pretrained
 from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation, encode_prompts, start_tokens
@@ -23,9 +23,6 @@ from rebind.models.scoring import FactScore, score_prompts
 from rebind.models.sites import Site, find_sites, module_at
 from rebind.models.tokens import Tokens
 from rebind.models.trunk import Trunk
-
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per entry
-SAMPLES = 1024
 
 
 class LanguageModel:
@@ -82,7 +79,12 @@ class LanguageModel:
         model, loaded_tokenizer, name = load_pretrained(
             spec, tokenizer, dtype=dtype, device=device, device_map=device_map
         )
-        return cls(model, loaded_tokenizer, name=name, chat=chat)
+        loaded = cls(model, loaded_tokenizer, name=name, chat=chat)
+        folder = Path(model.config._name_or_path)
+        offloaded = any(parameter.is_meta for parameter in model.parameters())
+        if not isinstance(spec, PreTrainedModel) and not offloaded and folder.is_dir():
+            loaded.fingerprint = fingerprint_of_files(model, folder)
+        return loaded
 
     def with_chat(self, chat: bool) -> LanguageModel:
         """Return the same model, with prompts in the chat template or not."""
@@ -237,33 +239,3 @@ class LanguageModel:
         configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         listed = configured if isinstance(configured, (list, tuple)) else [configured]
         return frozenset(end for end in (*listed, self.tokenizer.eos_token_id) if end is not None)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return a sha256 (hex) that is equal for two models if and only if their weights are, on whatever devices.
-
-    For each parameter (tied ones once) it covers the name, shape and dtype, the sum of the bits along the last
-    dimension, and 1024 evenly spaced entries. Bits are summed as integers: exact in any order, so CPU and GPU agree
-    (sums of floats would not), and a change of any one entry changes a sum.
-    """
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    digest = hashlib.sha256(str(kind).encode())
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise InputError(
-                f"{name} is offloaded (it is on the meta device)",
-                expected="weights in memory",
-                advice="Load the model with a device_map that keeps all layers on devices",
-                code="offloaded_weights",
-            )
-        digest.update(f"\n{name} {list(parameter.shape)} {parameter.dtype}\n".encode())
-        digest.update(_summarize(parameter.detach()))
-    return digest.hexdigest()
-
-
-def _summarize(parameter: Tensor) -> bytes:
-    bits = parameter.contiguous().view(INTEGERS[parameter.element_size()])
-    flat = bits.reshape(-1)
-    samples = flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES]
-    sums = bits.sum(-1, dtype=torch.int64).reshape(-1)
-    return sums.cpu().numpy().tobytes() + samples.cpu().numpy().tobytes()

@@ -14,34 +14,45 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 from rebind.errors import InputError
 from rebind.storage.problems import nearest_existing, storage_errors, symbolic_link_error
 from rebind.storage.reading import read_file
 
 STALE_SECONDS = 24 * 3600  # a temporary this old belongs to a process that was killed
+Buffer: TypeAlias = bytes | memoryview
+_SWEPT: dict[Path, float] = {}  # when this process looked for stale temporaries in a folder
 TEMPORARY = re.compile(r"\.rebind-[0-9a-f]{12}\.tmp")
 
 
-def write_file(path: str | Path, data: bytes) -> None:
+def write_file(
+    path: str | Path, data: bytes | Iterable[Buffer], *, staging: str | Path | None = None, flush: bool = True
+) -> None:
     """Write a file atomically, with missing parent folders and the permissions that the umask allows.
 
-    A symbolic link at `path` is replaced by the file; what it points to stays as it is.
+    A symbolic link at `path` is replaced by the file; what it points to stays as it is. The temporary lies beside it,
+    or in the folder `staging` of the same file system, where the temporaries of killed processes are easily found.
+    Without `flush` the file is complete or absent only as long as the machine runs: for caches that carry a digest.
     """
     path = Path(path)
+    parts = [data] if isinstance(data, bytes) else data
     with storage_errors(path):
-        temporary = _temporary_beside(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary_beside(path if staging is None else Path(staging) / path.name)
         try:
             with temporary.open("xb") as file:  # not mkstemp, which creates files that only their owner can read
-                file.write(data)
+                for part in parts:
+                    file.write(part)
                 file.flush()
-                os.fsync(file.fileno())
+                if flush:
+                    os.fsync(file.fileno())
             temporary.replace(path)
-            flush_to_disk(path.parent)
+            if flush:
+                flush_to_disk(path.parent)
         finally:
             with suppress(OSError):  # cleaning up must not hide the error that made it necessary
                 temporary.unlink(missing_ok=True)
@@ -177,5 +188,8 @@ def flush_to_disk(path: Path) -> None:
 def _temporary_beside(path: Path) -> Path:
     """Return a name that no other writer uses, on the file system of `path`, in a folder without stale temporaries."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_temporaries(path.parent, STALE_SECONDS)
+    now = time.monotonic()
+    if now - _SWEPT.get(path.parent, -STALE_SECONDS) >= STALE_SECONDS:  # to look at 100,000 files takes a while
+        remove_temporaries(path.parent, STALE_SECONDS)
+        _SWEPT[path.parent] = now
     return path.with_name(f".rebind-{secrets.token_hex(6)}.tmp")

@@ -22,14 +22,14 @@ WRONG_KIND = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST}
 def storage_errors(path: Path) -> Iterator[None]:
     """Turn an OSError of the body into a StorageError with the path, the errno, a code and advice.
 
-    safetensors reports a full disk as a SafetensorError, which is treated like the OSError that it wraps.
-    Errors without an errno come from a library, not from the system, and pass through.
+    safetensors and tokenizers report a full disk as errors of their own, which are treated like the OSError that they
+    wrap. Errors without an errno come from a library, not from the system, and pass through.
     """
     try:
         yield
     except StorageError:
         raise
-    except (OSError, SafetensorError) as problem:
+    except Exception as problem:  # tokenizers raises plain ones
         number = problem.errno if isinstance(problem, OSError) else _wrapped_errno(problem)
         if number is None:
             raise
@@ -52,7 +52,9 @@ def nearest_existing(path: Path) -> Path:
     return next(place for place in (path, *path.absolute().parents) if place.exists() or place.is_symlink())
 
 
-def _wrapped_errno(problem: SafetensorError) -> int | None:
+def _wrapped_errno(problem: Exception) -> int | None:
+    if type(problem) not in (Exception, SafetensorError):
+        return None
     match = re.search(r"os error (\d+)", str(problem))
     return int(match[1]) if match else None
 

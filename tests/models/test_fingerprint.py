@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import torch
 
 from rebind.errors import InputError
-from rebind.models.language_model import fingerprint
+from rebind.models.fingerprint import fingerprint, fingerprint_of_files
+from rebind.models.language_model import LanguageModel
 from tests.families import FAMILIES, HIDDEN
 from tests.support import raises
+from tests.tiny import save
 
 
 def test_fingerprint_is_the_weights():
@@ -42,6 +46,33 @@ def test_fingerprint_sees_entries_that_change_places(tiny):
     assert len(flat) // 1024 == 3
     flat[[1, HIDDEN + 2]] = flat[[HIDDEN + 2, 1]]
     assert fingerprint(tiny) != before
+
+
+def test_fingerprint_sees_entries_of_one_row_that_change_places():
+    """The sum of the row stays the same, and between 1024 evenly spaced entries nothing else would tell."""
+    wide = torch.nn.Linear(4096, 4)
+    before, row = fingerprint(wide), wide.weight.data[2]
+    row[[5, 6]] = row[[6, 5]]
+    assert fingerprint(wide) != before
+
+
+def _only_short(data=b""):
+    assert len(data) < 2**14, "hashed again"
+    return hashlib.new("sha256", data)
+
+
+def test_a_model_in_files_is_hashed_once(tiny, tmp_path, monkeypatch):
+    save(tiny, tmp_path / "model")
+    first = LanguageModel.load(tmp_path / "model").fingerprint
+    assert first == fingerprint(tiny)
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "sha256", _only_short)
+        assert fingerprint_of_files(tiny, tmp_path / "model") == first
+    with torch.no_grad():
+        tiny.lm_head.weight[3, 4] += 1
+    save(tiny, tmp_path / "model")
+    changed = LanguageModel.load(tmp_path / "model").fingerprint
+    assert changed == fingerprint(tiny) != first
 
 
 def test_fingerprint_sees_dtype_and_not_layout_mode_or_gradients(tiny):

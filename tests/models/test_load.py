@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from rebind.errors import InputError
-from rebind.models.language_model import LanguageModel, fingerprint
+from rebind.models.fingerprint import fingerprint
+from rebind.models.language_model import LanguageModel
 from rebind.models.load import load_pretrained
 from tests.families import tokens
 from tests.support import raises

@@ -134,7 +134,7 @@ def _ask_again(editor: Editor, field: str, path: Path, said: int | None, phases:
         "memory": exports.load_with_memory,
         "checkpoint": exports.load_checkpoint,
     }
-    model, edits = editor.language_model, editor.ledger.active
+    model, edits = editor.language_model, tuple(editor.ledger.active)
     if field == "memory":
         edits, said = tuple(edit for edit in edits if edit.has_rows), None
     phases.begin(f"loading the {NAMES[field]}")

@@ -1,4 +1,4 @@
-"""`rebind ledger`: list, show, undo, redo, compare and verify edits."""
+"""`rebind ledger`: list, show, undo, redo, compare, verify and compact edits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from rebind.cli import options as opt
 from rebind.cli.command import add_command, new_app
-from rebind.cli.commands import export
+from rebind.cli.commands import compact, export
 from rebind.cli.commands.edit import uses_lambda
 from rebind.cli.session import complete_edit_id, find_ledger, require_ledger
 from rebind.cli.ui import Terminal, tables
@@ -27,22 +27,33 @@ Ids = Annotated[
 Force = Annotated[bool, opt.flag("--force", "Redo edits even if they contradict an active edit.")]
 
 
-def list_edits(*, source: opt.LedgerOptions, terminal: Terminal) -> None:
+def list_edits(
+    last: Annotated[int | None, opt.value("N", "List only the last N edits.")] = None,
+    *,
+    source: opt.LedgerOptions,
+    terminal: Terminal,
+) -> None:
     """List all edits, active and undone. With --quiet, print the ids of the active ones."""
     ledger = _open(source)
-    rows = [_summary(ledger, edit) for edit in ledger.edits]
+    edits = ledger.edits
+    sealed, active = set(ledger.sealed.ids), set(ledger.active.ids)
+    listed = edits if last is None else edits[max(0, len(edits) - max(last, 0)) :]
+    rows = [_summary(edit, active=edit.id in active, compacted=edit.id in sealed) for edit in listed]
     grid = table("edit", "", "created (UTC)", "method", "facts", "first", right=("facts",))
     for column in grid.columns[:2]:
         column.no_wrap = True
     for row in rows:
-        state = ("active" if row["active"] else "undone") + (", forced" if row["forced"] else "")
+        state = "compacted" if row["compacted"] else "active" if row["active"] else "undone"
+        state += ", forced" if row["forced"] else ""
         date, style = row["created"][:16].replace("T", " "), None if row["active"] else "dim"
         grid.add_row(row["id"], state, date, row["method"], str(row["facts"]), row["first"], style=style)
     terminal.print(grid)
-    active = [row["id"] for row in rows if row["active"]]
-    terminal.hint(f"{len(active)} of {counted(len(rows), 'edit')} active, model {ledger.model_name}, {ledger.path}")
+    shown = "" if last is None else f"the last {len(rows)} of {counted(len(edits), 'edit')}; "
+    terminal.hint(
+        f"{shown}{len(active)} of {counted(len(edits), 'edit')} active, model {ledger.model_name}, {ledger.path}"
+    )
     document = {"ledger": str(ledger.path), "model": ledger.model_name, "fingerprint": ledger.model, "edits": rows}
-    terminal.result(document, "\n".join(active))
+    terminal.result(document, "\n".join(row["id"] for row in rows if row["active"]))
 
 
 def show(
@@ -56,18 +67,21 @@ def show(
 
     ledger = _open(source)
     edit = ledger.get(id)
-    is_active = ledger.is_active(edit.id)
+    is_active, is_compacted = ledger.is_active(edit.id), edit.id in ledger.sealed.ids
     scores: Any = edit.scores
     answers = [
         {"text": fact.text, "target": fact.target, "before": before, "after": after}
-        for fact, before, after in zip(edit.facts, scores["before"], scores["after"], strict=True)
+        for fact, before, after in zip(edit.facts, scores.get("before", ()), scores.get("after", ()), strict=False)
     ]
-    tables.print_answers(terminal, answers)
+    if answers:
+        tables.print_answers(terminal, answers)
+    else:  # compaction drops what the model said before and after
+        terminal.print("\n".join(f"{fact.text} → {fact.target}" for fact in edit.facts))
     settings: Any = edit.settings
     hidden = (ROWS,) if uses_lambda(edit.method) else ("lam", ROWS)
     outcome = scores.get("outcome")
     rows = [
-        ("edit", f"{edit.id}, {'active' if is_active else 'undone'}"),
+        ("edit", f"{edit.id}, {'compacted' if is_compacted else 'active' if is_active else 'undone'}"),
         ("created", edit.created),
         ("method", f"{edit.method} (forced)" if edit.forced else edit.method),
         *(tables.outcome_rows(outcome, settings["framings"]) if outcome else []),
@@ -75,7 +89,7 @@ def show(
         *tables.memory_rows(scores),
         *[(name, _plain(value)) for name, value in settings.items() if name not in hidden],
         *([("sites", ", ".join(edit.sites))] if edit.sites else []),
-        ("versions", _plain(edit.versions)),
+        *([("versions", _plain(edit.versions))] if edit.versions else []),
     ]
     terminal.print(tables.pairs(rows))
     document = {"id": edit.id, "active": is_active, "ledger": str(ledger.path)} | edit.to_json()
@@ -116,12 +130,19 @@ def diff(
     terminal.result({"here": str(here.path), "there": str(there.path), **ids}, "\n".join(brief))
 
 
-def verify(*, source: opt.LedgerOptions, terminal: Terminal) -> None:
+def verify(
+    full: Annotated[
+        bool, opt.flag("--full", "Read everything, also what was intact before and did not change.")
+    ] = False,
+    *,
+    source: opt.LedgerOptions,
+    terminal: Terminal,
+) -> None:
     """Check that nothing in a ledger was altered, damaged or lost."""
     folder = find_ledger(source)
     from rebind.edit.ledger import verify_folder
 
-    problems = verify_folder(folder)
+    problems = verify_folder(folder, full=full)
     for problem in problems:
         terminal.print(f"✗ {problem}", style="red")
     if not problems:
@@ -139,11 +160,12 @@ def _open(source: opt.LedgerOptions) -> Ledger:
     return Ledger.open(folder)
 
 
-def _summary(ledger: Ledger, edit: Edit) -> dict[str, Any]:
+def _summary(edit: Edit, *, active: bool, compacted: bool) -> dict[str, Any]:
     scores: Any = edit.scores.get("after") or ()
     return {
         "id": edit.id,
-        "active": ledger.is_active(edit.id),
+        "active": active,
+        "compacted": compacted,
         "created": edit.created,
         "method": edit.method,
         "facts": len(edit.facts),
@@ -168,7 +190,7 @@ def _switch(terminal: Terminal, source: opt.LedgerOptions, ids: list[str], *, on
     with ledger.locked():
         contradictions = _contradictions(ledger, ids, force) if on else []
         edits = ledger.switch(ids, on=on, forced=contradictions)
-        active = [edit.id for edit in ledger.active]
+        active = ledger.active.ids
     action, opposite = ("redone", "undo") if on else ("undone", "redo")
     for edit in edits:
         first, more = edit.facts[0], len(edit.facts) - 1
@@ -184,24 +206,26 @@ def _contradictions(ledger: Ledger, ids: list[str], force: bool) -> list[str]:
     from rebind.edit.dense.rows import unrelated
     from rebind.edit.guard import check_earlier_edits, find_earlier_edits
 
-    active, contradictions = list(ledger.active), []
+    active, contradictions = ledger.active, []
     for edit in map(ledger.get, ids):
-        if clashes := [one for one in find_earlier_edits(edit.facts, unrelated(edit, active)) if one.clashes]:
+        others = unrelated(edit, active.with_facts_like(edit.facts))
+        if clashes := [one for one in find_earlier_edits(edit.facts, others) if one.clashes]:
             check_earlier_edits(clashes, force=force)
             contradictions.append(edit.id)
-        active.append(edit)
+        active += (edit,)
     return contradictions
 
 
 app = new_app(
-    help="List, show, undo, redo, compare, verify, export and replay edits.",
+    help="List, show, undo, redo, compare, verify, compact, export and replay edits.",
     epilog=opt.examples("rebind ledger list", "rebind ledger undo e0001"),
     no_args_is_help=True,
 )
 VERIFY_NOTE = (
     "Exits with 1 if something is wrong: a change to the header, the log or an edit's tensors, or anything missing "
     "before the last line of the log. Lines cut off at the end of the log, and a ledger rewritten with matching "
-    "digests, cannot be detected: compare with a copy (rebind ledger diff)."
+    "digests, cannot be detected: compare with a copy (rebind ledger diff). A later check reads only what is new or "
+    "has changed since, by the times and sizes of the files."
 )
 add_command(app, "list", list_edits, opt.examples("rebind ledger list --model Qwen/Qwen3-0.6B"))
 add_command(app, "show", show, opt.examples("rebind ledger show e0001 --json"))
@@ -209,5 +233,6 @@ add_command(app, "undo", undo, opt.examples("rebind ledger undo e0001"))
 add_command(app, "redo", redo, opt.examples("rebind ledger redo e0001"))
 add_command(app, "diff", diff, opt.examples("rebind ledger diff backup/ --ledger edits/"))
 add_command(app, "verify", verify, opt.examples("rebind ledger verify --ledger backup/", note=VERIFY_NOTE))
+add_command(app, "compact", compact.compact, compact.COMPACT_EXAMPLES)
 add_command(app, "export", export.export, export.EXPORT_EXAMPLES)
 add_command(app, "replay", export.replay, export.REPLAY_EXAMPLES)

@@ -48,9 +48,15 @@ class EditRows:
         """Return the rows that an edit stores."""
         settings: Any = edit.settings
         joints = (Joint(one["group"], tuple(one["carries"]), tuple(one["replaces"])) for one in settings[ROWS]["joint"])
-        states, thresholds, owner, values = (edit.tensors[f"{ROWS}/{part}"] for part in ROW_PARTS)
-        subjects = tuple(dict.fromkeys(comparable(fact.subject) for fact in edit.facts))
-        return cls(settings["layers"][0], states, thresholds, owner, values, subjects, tuple(joints))
+        tensors = edit.loaded().tensors
+        states, thresholds, owner, values = (tensors[f"{ROWS}/{part}"] for part in ROW_PARTS)
+        layer, subjects = settings["layers"][0], cls.subjects_in(edit)
+        return cls(layer, states, thresholds, owner, values, subjects, tuple(joints))
+
+    @staticmethod
+    def subjects_in(edit: Edit) -> tuple[str, ...]:
+        """Return the subjects of an edit, one per group."""
+        return tuple(dict.fromkeys(comparable(fact.subject) for fact in edit.facts))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what `Edit.tensors` stores."""

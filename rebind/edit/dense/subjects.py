@@ -6,7 +6,7 @@ facts are searched together with the new ones, except for facts that the new one
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from rebind.edit.dense.rows import Joint, moved_subjects
@@ -14,6 +14,7 @@ from rebind.edit.facts.fact import Fact, comparable
 from rebind.edit.facts.questions import paraphrases_of
 from rebind.edit.facts.relations import relation_of
 from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.edits import EditSequence
 from rebind.edit.targets.kept import SubjectPrompts
 
 
@@ -64,11 +65,12 @@ def groups_in_memory(edits: Sequence[Edit]) -> list[SubjectGroup]:
 Found = tuple[str, Fact]  # the id of an edit and a fact of it
 
 
-def _by_subject(edits: Sequence[Edit], subjects: Container[str] | None = None) -> dict[str, list[Found]]:
+def _by_subject(edits: Sequence[Edit], subjects: Collection[str] | None = None) -> dict[str, list[Found]]:
     """Return the facts in the dense memory by subject: all, or those about some subjects."""
     found: dict[str, list[Found]] = {}
-    moved = moved_subjects(edits)
-    for edit in edits:
+    edits = EditSequence.of(edits)
+    moved = moved_subjects(edits.where(lambda kind: kind.consolidates))
+    for edit in edits.where(lambda kind: kind.has_rows) if subjects is None else edits.at(edits.about(subjects)):
         for fact in edit.facts if edit.has_rows else ():
             subject = comparable(fact.subject)
             if (subjects is None or subject in subjects) and edit.id not in moved.get(subject, ()):

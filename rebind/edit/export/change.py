@@ -8,7 +8,7 @@ safetensors, to be added to the base model again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from rebind.edit.dense.subjects import current_facts
 from rebind.edit.ledger.edit import Edit
-from rebind.edit.ledger.fold import Gain, cast_weights, writes_at
+from rebind.edit.ledger.edits import EditSequence
+from rebind.edit.ledger.fold import cast_weights, stored_writes_at
 from rebind.errors import InputError, LedgerWarning, NumericalError, ShapeError
 from rebind.memory.low_rank import LowRank
 from rebind.memory.precision import solving_dtype
@@ -26,6 +27,7 @@ from rebind.memory.write import Write
 from rebind.models.sites import memory_of, module_at, write_memory
 from rebind.storage import add_to_export, check_tensors, seal_tensors, write_file
 
+WritesAt = Callable[[str, Sequence[Edit], Tensor], Iterable[Write]]  # (site, edits, a tensor with their dtype)
 DELTA_FORMAT, DELTA_FILE = "rebind-delta-1", "delta.safetensors"
 
 
@@ -34,7 +36,7 @@ def compute_changes(
     edits: Sequence[Edit],
     edited: Mapping[str, Tensor],
     *,
-    gain_at: Callable[[str], Gain] | None = None,
+    writes_at: WritesAt | None = None,
 ) -> dict[str, LowRank]:
     """Compute what the edits add to each site: one row per key, at most min(d_v, d_k) rows, in float64.
 
@@ -42,12 +44,12 @@ def compute_changes(
         base: the unedited memory [d_v, d_k] of each site.
         edits: the active edits, in order.
         edited: the memories that the model holds now; they must equal base plus changes.
-        gain_at: returns the `gain` argument of `apply_edits` for a site, if it depends on earlier edits.
+        writes_at: returns the writes of edits at a site, as `EditedWeights.writes_at` does; by default the stored ones.
     """
     changes = {}
-    for site in dict.fromkeys(site for edit in edits for site in edit.sites):
+    for site in dict.fromkeys(site for kind in EditSequence.of(edits).kinds() for site in kind.sites):
         weights = base[site].detach().to(solving_dtype(base[site]))
-        writes = list(writes_at(site, edits, weights, gain_at and gain_at(site)))
+        writes = list((writes_at or stored_writes_at)(site, edits, weights))
         change = _compose(writes).delta(weights)
         rank_limit = min(weights.shape)
         changes[site] = change.truncate(rank_limit) if change.rank > rank_limit else change

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rebind.edit.facts.fact import Fact
+from rebind.edit.ledger.tensors import StoredTensors
 from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
 from rebind.memory.write import Write
@@ -28,6 +30,7 @@ PARTS = ("keys", "values", "gain")  # the tensors of a write, as they are named 
 ROWS = "rows"  # the settings and, as "rows/states" and so on, the tensors of an edit in the dense memory
 CONSOLIDATES = "consolidates"  # the setting of an edit that moved facts out of the dense memory
 ROW_PARTS = ("states", "thresholds", "owner", "values")
+TOKEN_BYTES = 16
 JSON_FIELDS = ("method", "settings", "scores", "versions", "created", "forced")  # stored as they are
 
 
@@ -45,12 +48,15 @@ class Edit:
     versions: Mapping[str, str] = field(default_factory=dict)
     created: str = ""  # UTC, ISO 8601; empty: the ledger fills in the time of the append
     forced: bool = False  # whether the edit was written although it failed a check
+    # What folds know the edit by. A ledger sets it to a digest of what it stores; any other edit has one of its own.
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES), init=False, repr=False)
 
-    def write(self, site: str) -> Write:
-        """Return the write at one of the edit's sites."""
+    def write(self, site: str, like: Tensor | None = None) -> Write:
+        """Return the write at one of the edit's sites, with the dtype and the device of `like` if it is given."""
         if site not in self.sites:
             raise unknown_name("site", site, self.sites)
-        return Write(*self._tensors(f"{site}/{part}" for part in PARTS))
+        tensors = self._tensors(f"{site}/{part}" for part in PARTS)
+        return Write(*(tensors if like is None else [tensor.to(like) for tensor in tensors]))
 
     @property
     def has_rows(self) -> bool:
@@ -65,14 +71,27 @@ class Edit:
 
     def require_complete(self) -> None:
         """Raise unless everything is there that is needed to apply the edit."""
-        for site in self.sites:
-            self.write(site)
-        if self.has_rows:
-            self._tensors(f"{ROWS}/{part}" for part in ROW_PARTS)
+        edit = self.loaded()
+        for site in edit.sites:
+            edit.write(site)
+        if edit.has_rows:
+            edit._tensors(f"{ROWS}/{part}" for part in ROW_PARTS)
+
+    def loaded(self) -> Edit:
+        """Return the edit with its tensors in memory: they are read once."""
+        if not isinstance(self.tensors, StoredTensors):
+            return self
+        return replace(self, tensors=self.tensors.load()).with_token(self.token)
+
+    def with_token(self, token: bytes) -> Edit:
+        """Let folds take this edit for the one with a token."""
+        object.__setattr__(self, "token", token)
+        return self
 
     def _tensors(self, names: Iterable[str]) -> list[Tensor]:
+        tensors = self.loaded().tensors
         try:
-            return [self.tensors[name] for name in names]
+            return [tensors[name] for name in names]
         except KeyError as missing:
             raise InputError(f"Edit {self.id or '(new)'} has no tensor {missing}", code="edit_incomplete") from None
 

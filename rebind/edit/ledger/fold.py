@@ -1,20 +1,27 @@
 """The weights of an edited model: always the fold of some edits over the base weights, in the order of the ledger.
 
-Nothing else is ever written to a site, and edited weights are never stored. To undo an edit is to fold again without
-it, so the result equals, bit for bit, that of a run in which the edit was never made.
+Nothing else is ever written to a site, and edited weights are never the truth: what is stored of them is a snapshot.
+To undo an edit is to fold again without it, so the result equals, bit for bit, that of a run in which the edit was
+never made. A fold resumes where an earlier fold of the same first edits was remembered (`checkpoints`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from rebind.edit.ledger.checkpoints import MAX_CHECKPOINTS, Checkpoint, StoredCheckpoints, milestones, thinned
 from rebind.edit.ledger.edit import Edit
-from rebind.edit.methods import get_method
+from rebind.edit.ledger.edits import EditSequence
+from rebind.edit.ledger.snapshots import Snapshots
+from rebind.edit.ledger.table import Kind
+from rebind.edit.methods import EarlierKeys, add_keys, get_method
 from rebind.edit.moments import Moments, OldKeys
 from rebind.edit.solve import weights_restored
 from rebind.errors import InputError, NumericalError
@@ -24,35 +31,23 @@ from rebind.models.sites import memory_of, module_at, write_memory
 
 MAX_PARTIAL_BYTES = 2**30
 
-Gain = Callable[[Edit, Sequence[Edit]], Tensor]  # (edit, earlier edits at the site) → the edit's gain there
 
-
-def apply_edits(
-    weights: Tensor, site: str, edits: Sequence[Edit], gain: Gain | None = None, earlier: Sequence[Edit] = ()
-) -> Tensor:
-    """Return `weights`, which already hold the `earlier` edits, with these edits applied, in the same dtype.
+def apply_edits(weights: Tensor, site: str, edits: Iterable[Edit]) -> Tensor:
+    """Return weights with these edits applied, in the same dtype.
 
     Weights are folded in float64 and cast once: casting after each edit would make the result depend on how edits
-    were grouped, and in bfloat16 small edits would be rounded away one by one. `gain` computes the gain of an edit for
-    methods in which it depends on the edits before it.
+    were grouped, and in bfloat16 small edits would be rounded away one by one.
     """
-    for write in writes_at(site, edits, weights, gain, earlier):
+    for write in stored_writes_at(site, edits, weights):
         weights = write.apply(weights)
     return weights
 
 
-def writes_at(
-    site: str, edits: Sequence[Edit], like: Tensor, gain: Gain | None = None, earlier: Sequence[Edit] = ()
-) -> Iterator[Write]:
-    """Yield the writes of the edits at a site, in order, with the dtype and the device of `like`."""
-    before = [edit for edit in earlier if site in edit.sites]
+def stored_writes_at(site: str, edits: Iterable[Edit], like: Tensor) -> Iterator[Write]:
+    """Yield the writes of edits at a site, as they are stored, with the dtype and the device of `like`."""
     for edit in edits:
         if site in edit.sites:
-            write = edit.write(site)
-            if gain is not None:
-                write = replace(write, gain=gain(edit, tuple(before)))
-            yield Write(*(tensor.to(like) for tensor in write.tensors()))
-            before.append(edit)
+            yield edit.write(site, like)
 
 
 def cast_weights(weights: Tensor, dtype: torch.dtype, site: str) -> Tensor:
@@ -70,23 +65,36 @@ def cast_weights(weights: Tensor, dtype: torch.dtype, site: str) -> Tensor:
 
 def require_same_moments(edits: Sequence[Edit], moments: Moments) -> None:
     """Raise if an edit was made with the moments of another text: it cannot be applied with these."""
-    source = moments.source if edits else None
-    for edit in edits:
-        if edit.settings["moments"] != source:
-            raise InputError(
-                f"Edit {edit.id or '(new)'} was made with moments of {edit.settings['moments']}, but this editor "
-                f"has moments of {source}",
-                advice="Open the editor with the same {corpus} and {moment_tokens}",
-                settings={"corpus": None, "moment_tokens": None},
-                code="other_moments",
-            )
+    edits = EditSequence.of(edits)
+    if not len(edits):
+        return
+    source = json.dumps(moments.source, sort_keys=True)
+    if any(kind.moments != source for kind in edits.kinds()):
+        edit = edits.where(lambda kind: kind.moments != source)[0]
+        raise InputError(
+            f"Edit {edit.id or '(new)'} was made with moments of {edit.settings['moments']}, but this editor "
+            f"has moments of {moments.source}",
+            advice="Open the editor with the same {corpus} and {moment_tokens}",
+            settings={"corpus": None, "moment_tokens": None},
+            code="other_moments",
+        )
+
+
+def remembers(kind: Kind) -> bool:
+    """Return whether the gain of edits of a kind depends on the edits before them."""
+    return get_method(kind.method).remembers
+
+
+def remembering_sites(kinds: Iterable[Kind]) -> frozenset[str]:
+    """Return the sites at which gains depend on the keys of earlier edits."""
+    return frozenset(site for kind in kinds if remembers(kind) for site in kind.sites)
 
 
 class EditedWeights:
     """The weights of a model's edited sites: what they were, and what edits make of them.
 
-    `moments` provides what methods need to protect the edits before theirs. Between two calls a partial fold, not yet
-    rounded, is kept if it takes at most `max_partial_bytes`: writing one edit after another takes linear time.
+    `moments` provides what methods need to protect the edits before theirs. Between two calls some partial folds, not
+    yet rounded, are kept if they take at most `max_partial_bytes`: writing one edit after another takes linear time.
     """
 
     def __init__(self, model: nn.Module, moments: Moments, *, max_partial_bytes: int = MAX_PARTIAL_BYTES) -> None:
@@ -94,38 +102,107 @@ class EditedWeights:
         self.base: dict[str, Tensor] = {}  # the base weights of every site that was ever edited, [d_v, d_k]
         self.old_keys: dict[str, OldKeys] = {}
         self._max_partial_bytes = max_partial_bytes
-        self._partial_edits: tuple[Edit, ...] = ()
-        self._partial: dict[str, Tensor] = {}  # each site's weights after those edits
+        self._checkpoints: list[Checkpoint] = []
+        self._unstored_seconds = 0.0  # that folding took since a snapshot was written
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Write folded weights into the model."""
         for site, memory in weights.items():
             write_memory(module_at(self.model, site), memory)
 
-    def fold(self, edits: Sequence[Edit]) -> dict[str, Tensor]:
+    def fold(self, edits: Sequence[Edit], snapshots: Snapshots | None = None) -> dict[str, Tensor]:
         """Return the weights of every site after these edits; the model is not changed."""
-        self.remember_base([site for edit in edits for site in edit.sites])
+        edits = EditSequence.of(edits).where(lambda kind: bool(kind.sites))
+        kinds = edits.kinds()
+        self.remember_base([site for kind in kinds for site in kind.sites])
         self._load_old_keys_for(edits)
-        if edits:
-            self._update_partial(tuple(edits[:-1]))  # without the last one, which may still be rejected
-        return {site: cast_weights(self._fold_site(site, edits), base.dtype, site) for site, base in self.base.items()}
+        folded = self._fold(edits, remembering_sites(kinds), snapshots)
+        return {
+            site: cast_weights(folded.weights.get(site, base), base.dtype, site) for site, base in self.base.items()
+        }
 
-    def _update_partial(self, edits: tuple[Edit, ...]) -> None:
-        fits = (
-            sum(base.numel() * solving_dtype(base).itemsize for base in self.base.values()) <= self._max_partial_bytes
-        )
-        # Identity, not equality: edits of another ledger can have the same ids.
-        is_prefix = list(map(id, self._partial_edits)) == list(map(id, edits[: len(self._partial_edits)]))
-        if not fits or not is_prefix:
-            self._partial_edits, self._partial = (), {}
-        if fits and len(edits) > len(self._partial_edits):
-            self._partial_edits, self._partial = edits, {site: self._fold_site(site, edits) for site in self.base}
+    def _fold(self, edits: EditSequence, protected: frozenset[str], snapshots: Snapshots | None) -> Checkpoint:
+        if not len(edits):
+            return Checkpoint(edits.tokens, {}, {})
+        stored = None if snapshots is None else StoredCheckpoints(snapshots, next(iter(self.base.values())).device)
+        start = max((one for one in self._checkpoints if one.precedes(edits.tokens)), key=_count, default=None)
+        if stored is not None and (found := stored.best(edits.tokens, 0 if start is None else start.count)):
+            start = found
+        begin = time.perf_counter()
+        checkpoints = self._fold_on(start or Checkpoint(edits.tokens[:0], {}, {}), edits, protected)
+        self._unstored_seconds += time.perf_counter() - begin
+        self._remember(checkpoints, edits)
+        if stored is not None and stored.offer(checkpoints, edits, self._unstored_seconds):
+            self._unstored_seconds = 0.0
+        return checkpoints[-1]
 
-    def _fold_site(self, site: str, edits: Sequence[Edit]) -> Tensor:
-        earlier = self._partial_edits if edits else ()
-        base = self.base[site]
-        weights = self._partial[site] if edits and site in self._partial else base.to(solving_dtype(base))
-        return apply_edits(weights, site, edits[len(earlier) :], self.gain_at(site), earlier)
+    def _fold_on(self, start: Checkpoint, edits: EditSequence, protected: frozenset[str]) -> list[Checkpoint]:
+        """Return the checkpoints of a fold that begins at one: the last one is its end."""
+        earlier = self._earlier_keys(start, edits[: start.count], protected)
+        weights = {site: tensor.to(self.base[site].device) for site, tensor in start.weights.items()}
+        marks, checkpoints = milestones(start.count, len(edits)), [Checkpoint(start.tokens, dict(weights), earlier)]
+        for number, edit in enumerate(edits[start.count :], start=start.count + 1):
+            edit, earlier = edit.loaded(), dict(earlier)
+            for site in edit.sites:
+                base = self.base[site]
+                before = weights[site] if site in weights else base.to(solving_dtype(base))
+                write = edit.write(site, before)
+                if site in protected:
+                    write = self._with_gain(site, edit, write, earlier.get(site))
+                    earlier[site] = self._add_keys(site, earlier.get(site), write.keys)
+                weights[site] = write.apply(before)
+            if number in marks:
+                checkpoints.append(Checkpoint(edits.tokens[:number], dict(weights), earlier))
+        return checkpoints
+
+    def _remember(self, checkpoints: Sequence[Checkpoint], edits: EditSequence) -> None:
+        """Keep the most useful partial folds: those of these edits, and the last other one."""
+        known = {one.count: one for one in self._checkpoints if one.precedes(edits.tokens)}
+        known |= {one.count: one for one in checkpoints if one.count}
+        others = [one for one in self._checkpoints if not one.precedes(edits.tokens)][-1:]
+        largest = max((one.size for one in known.values()), default=1)
+        limit = min(MAX_CHECKPOINTS, self._max_partial_bytes // max(largest, 1))
+        last = len(edits) - 1  # without the last edit, which may still be rejected
+        chosen = [last] if limit == 1 and last in known else thinned(list(known), len(edits), limit)
+        self._checkpoints = [*(others if limit > len(chosen) else []), *(known[count] for count in chosen)]
+
+    def _earlier_keys(
+        self, start: Checkpoint, edits: EditSequence, protected: frozenset[str]
+    ) -> dict[str, EarlierKeys]:
+        """Return the keys of the edits before a checkpoint, by site, also those that nothing needed until now."""
+        earlier = {site: keys for site, keys in start.earlier.items() if site in protected}
+        missing = protected - set(earlier)
+        for edit in edits.where(lambda kind: not missing.isdisjoint(kind.sites)) if missing else ():
+            loaded = edit.loaded()
+            for site in missing.intersection(edit.sites):
+                earlier[site] = self._add_keys(site, earlier.get(site), loaded.write(site).keys)
+        return earlier
+
+    def _add_keys(self, site: str, earlier: EarlierKeys | None, keys: Tensor) -> EarlierKeys:
+        old_keys = self.old_keys[site]
+        return add_keys(earlier, keys.double().to(old_keys.moment.device), old_keys)
+
+    def _with_gain(self, site: str, edit: Edit, write: Write, earlier: EarlierKeys | None) -> Write:
+        """Return the write of an edit with its gain: the stored one, unless it depends on earlier edits."""
+        method = get_method(edit.method)
+        if not method.remembers:
+            return write
+        keys = write.keys.double().to(self.old_keys[site].moment.device)
+        lam = float(edit.settings["lam"])  # type: ignore[arg-type]
+        gain = method.gain(keys, self.old_keys[site], lam, keys[:0] if earlier is None else earlier)
+        return replace(write, gain=gain.float().to(write.gain))  # rounded as a stored gain is
+
+    def writes_at(self, site: str, edits: Sequence[Edit], like: Tensor) -> Iterator[Write]:
+        """Yield the writes of edits at a site, in order, with the dtype and the device of `like`."""
+        edits = EditSequence.of(edits).where(lambda kind: site in kind.sites)
+        is_protected = site in remembering_sites(edits.kinds())
+        earlier: EarlierKeys | None = None
+        for edit in edits:
+            write = edit.write(site, like)
+            if is_protected:
+                write = self._with_gain(site, edit, write, earlier)
+                earlier = self._add_keys(site, earlier, write.keys)
+            yield write
 
     def remember_base(self, sites: Sequence[str]) -> None:
         """Copy the weights of sites that have never been edited."""
@@ -151,20 +228,6 @@ class EditedWeights:
             self.write(self.base)
             yield
 
-    def gain_at(self, site: str) -> Gain:
-        """Return a function for the gain of an edit at a site: the stored gain, unless it depends on earlier edits."""
-
-        def gain(edit: Edit, earlier: Sequence[Edit]) -> Tensor:
-            stored, method = edit.write(site), get_method(edit.method)
-            if not method.remembers:
-                return stored.gain
-            keys = stored.keys.double().to(self.old_keys[site].moment.device)
-            earlier_keys = [keys[:0], *(other.write(site).keys.to(keys) for other in earlier)]
-            lam = float(edit.settings["lam"])  # type: ignore[arg-type]
-            return method.gain(keys, self.old_keys[site], lam, torch.cat(earlier_keys)).float()
-
-        return gain
-
     def growth(self) -> dict[str, float]:
         """Return ‖W' − W‖ / ‖W‖ of every edited site, as the model stands."""
         growth = {}
@@ -175,8 +238,11 @@ class EditedWeights:
             growth[site] = float(moved / size)
         return growth
 
-    def _load_old_keys_for(self, edits: Sequence[Edit]) -> None:
+    def _load_old_keys_for(self, edits: EditSequence) -> None:
         """Load the old keys that the gains of these edits need."""
-        remembering = [edit for edit in edits if get_method(edit.method).remembers]
-        require_same_moments(remembering, self.moments)
-        self.load_old_keys(list(dict.fromkeys(site for edit in remembering for site in edit.sites)))
+        require_same_moments(edits.where(remembers), self.moments)
+        self.load_old_keys(sorted(remembering_sites(edits.kinds())))
+
+
+def _count(checkpoint: Checkpoint) -> int:
+    return checkpoint.count

@@ -1,30 +1,41 @@
-"""The log of a ledger: chained lines of events, what they add up to, and the check that nothing was altered.
+"""The log of a ledger: chained lines of events, and the state that they add up to.
 
 Each line carries a digest of its own event and of the line before it. The chain starts with the digest of the
 header, which is a file of its own. An event exists once its line is complete: readers ignore an unfinished line that
-a crash left behind, and the next append drops it. The tensors of an edit stay on disk until they are needed.
+a crash left behind, and the next append drops it. The events are
+
+    begin      the first line of every new log, so that an empty log is a damaged one
+    edit       an edit, with the digest of its tensors
+    undo, redo some edits, by their ids: all of them in one line, so that no crash can leave a part
+    compact    the first line of a compacted log; sealed edits follow it
+    sealed     an edit that can no longer be undone by itself (`rebind.edit.ledger.compact`)
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rebind.edit.ledger.edit import JSON, Edit, canonical_json, digest_of
-from rebind.errors import LedgerError, RebindError
+from rebind.edit.ledger.edits import EditSequence, edit_id
+from rebind.edit.ledger.table import FORCED, SEALED, UNDONE, EditTable, short_digest
+from rebind.edit.ledger.tensors import StoredTensors, damaged
+from rebind.errors import LedgerError
 
 FORMAT = "rebind-ledger-1"
 HEADER, LOG = "ledger.json", "log.jsonl"
 EDITS = "edits"  # the folder of the tensors, one file per edit
+SEALED_FOLDER = "sealed"  # the folder of the tensors of sealed edits, in one file
+SEALED_NAME = re.compile(r"[0-9a-f]{16}\.pack")
+CACHED_EDITS = 4096  # that were read last; their tensors are not kept
 
 
 def chain_lines(events: Iterable[Mapping[str, JSON]], previous: str) -> list[bytes]:
@@ -52,7 +63,7 @@ def read_header(folder: Path) -> dict[str, str]:
         raise LedgerError(
             f"There is no ledger in {folder}", expected=f"a folder that holds {HEADER}", code="no_ledger"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise damaged(f"{path} cannot be read ({problem!r})") from None
     if stated_format != FORMAT:
         raise damaged(f"{path} has the format {stated_format!r}, not {FORMAT!r}", "Use the rebind that wrote it")
@@ -61,50 +72,9 @@ def read_header(folder: Path) -> dict[str, str]:
     return {**header, "digest": stated_digest}
 
 
-def damaged(problem: str, advice: str = "Restore the folder from a copy") -> LedgerError:
-    """Return the error for a file of a ledger that is missing or was altered."""
-    return LedgerError(problem, advice=advice, code="ledger_damaged")
-
-
 def utc_now() -> str:
     """Return the time, to the second, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of an edit on disk, read on access. The digest of the file is checked before the first read."""
-
-    def __init__(self, path: Path, sha256: str) -> None:
-        self.path, self.sha256 = path, sha256
-        self._checked = False
-
-    def __getitem__(self, name: str) -> Tensor:
-        with self._open() as file:
-            if name not in file.keys():  # noqa: SIM118 - the file is not a mapping
-                raise KeyError(name)
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        with self._open() as file:
-            return iter(tuple(file.keys()))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @contextmanager
-    def _open(self) -> Iterator[Any]:
-        advice = f"Restore the file from a copy, or undo edit {self.path.stem}"
-        try:
-            if not self._checked:
-                with self.path.open("rb") as data:
-                    if hashlib.file_digest(data, "sha256").hexdigest() != self.sha256:
-                        raise damaged(f"{self.path} was altered: its digest does not match the log", advice)
-                self._checked = True
-            with safe_open(str(self.path), framework="pt") as file:
-                yield file
-        except (OSError, SafetensorError) as problem:
-            raise damaged(f"{self.path} cannot be read ({problem})", advice) from None
 
 
 @dataclass
@@ -115,83 +85,193 @@ class LedgerState:
     folder: Path | None = None  # the ledger's; None if it is in memory
     offset: int = 0  # bytes of the log that were read
     lines: int = 0
-    edits: dict[str, Edit] = field(default_factory=dict)  # by id, in order
-    undone: set[str] = field(default_factory=set)
+    table: EditTable = field(default_factory=EditTable)
+    last_number: int = 0  # of the last edit, which a compaction may have dropped
+    last_line: tuple[int, int] = (0, 0)  # where it begins, and its digest
+    shared_settings: list[dict[str, Any]] = field(default_factory=list)  # of sealed edits
+    sealed_file: str = ""  # with the tensors of sealed edits
+    compacted_until: int = 0  # number of the last edit that was sealed or dropped
+    _edits: dict[int, Edit] = field(default_factory=dict)  # by row: all edits in memory, those read last on disk
 
     @property
     def next_id(self) -> str:
-        return f"e{len(self.edits) + 1:04d}"
+        return edit_id(self.last_number + 1)
 
-    def read_line(self, line: bytes, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Apply the event of a line, which ends in a newline; raise ValueError if it does not continue the chain."""
-        event, digest = _parse_line(line)
-        if digest_of(event, self.digest) != digest:
+    @property
+    def edits(self) -> EditSequence:
+        """All edits, including undone ones."""
+        return EditSequence(self, self.table.with_flag(0, on=False))
+
+    @property
+    def active(self) -> EditSequence:
+        """The edits that are in the model."""
+        return EditSequence(self, self.table.with_flag(UNDONE, on=False))
+
+    def row(self, id: object) -> int | None:
+        """Return the row of the edit with this id; None if there is none."""
+        if not isinstance(id, str) or id[:1] != "e" or not id[1:].isdecimal() or len(id) > 10:
+            return None
+        number = int(id[1:])
+        return self.table.row_of(number) if edit_id(number) == id else None
+
+    def is_undone(self, row: int) -> bool:
+        return self.table.has_flag(row, UNDONE)
+
+    # Reading edits again
+
+    def read(self, rows: Iterable[int]) -> list[Edit]:
+        """Return the edits in some rows, from the log; raise LedgerError if their lines were altered."""
+        rows = list(rows)
+        if self.folder is not None and any(row not in self._edits for row in rows):
+            path = self.folder / LOG
+            try:
+                with path.open("rb") as file:
+                    read = {row: self._edits.get(row) or self._read_edit(file, row) for row in rows}
+            except OSError as problem:
+                raise damaged(f"{path} cannot be read ({problem})") from None
+            self._cache(read)
+            return [read[row] for row in rows]
+        return [self._edits[row] for row in rows]
+
+    def _cache(self, edits: Mapping[int, Edit]) -> None:
+        """Keep edits; those of a ledger on disk only until enough others were read."""
+        self._edits |= edits
+        while self.folder is not None and len(self._edits) > CACHED_EDITS:
+            self._edits.pop(next(iter(self._edits)))
+
+    def _read_edit(self, file: Any, row: int) -> Edit:
+        stored = self.table.rows[row]
+        file.seek(int(stored["start"]))
+        line = file.read(int(stored["length"]))
+        if short_digest(line) != int(stored["check"]):
+            id = edit_id(int(stored["number"]))
+            raise damaged(
+                f"The line of edit {id} in {file.name} was altered, or the log was replaced",
+                "Open the ledger again; if that fails, restore the folder from a copy",
+            )
+        event, _ = parse_line(line)
+        edit = self._edit(event, stored["token"].tobytes())
+        return self._forced(edit) if stored["flags"] & FORCED else edit
+
+    def _edit(self, event: Mapping[str, Any], token: bytes) -> Edit:
+        """Return the edit of an event; its tensors stay on disk. Raise ValueError if the event is incomplete."""
+        id = str(event["id"])
+        tensors: Mapping[str, Tensor] = {}
+        try:
+            sha256 = str(event["sha256"])
+            if event["event"] == "sealed":
+                shared = self.shared_settings[event["shared"]]
+                event = {**event, "scores": {}, "versions": {}, "settings": {**shared, **event["settings"]}}
+                tensors = self._sealed_tensors(sha256, int(event["start"]), int(event["length"]))
+            elif self.folder is not None:
+                tensors = StoredTensors(self.folder / EDITS / f"{id}.safetensors", sha256)
+            return Edit.from_json(id, event, tensors).with_token(token)
+        except (KeyError, TypeError, AttributeError, IndexError) as problem:
+            raise ValueError(f"an incomplete edit ({problem!r})") from None
+
+    def _sealed_tensors(self, sha256: str, start: int, length: int) -> StoredTensors:
+        if self.folder is None or start < 0 or length < 0:
+            raise ValueError("no place of the tensors")
+        return StoredTensors(self.folder / SEALED_FOLDER / self.sealed_file, sha256, start, length)
+
+    def _forced(self, edit: Edit) -> Edit:
+        return replace(edit, forced=True).with_token(edit.token)
+
+    # Events
+
+    def read_line(self, line: bytes, edit: Edit | None = None) -> None:
+        """Apply the event of a line, which ends in a newline; raise ValueError if it does not continue the chain.
+
+        An edit of a ledger in memory is passed with its tensors.
+        """
+        event, stated = parse_line(line)
+        content = canonical_json(event)
+        if hashlib.sha256(self.digest.encode() + content).hexdigest() != stated:
             raise ValueError("its digest does not match")
-        self.apply(event, tensors)
-        self.digest = digest
+        self.apply(event, line, content, edit)
+        self.digest = stated
+
+    def apply(self, event: Mapping[str, Any], line: bytes, content: bytes, edit: Edit | None = None) -> None:
+        """Apply the event of a line, or raise ValueError and change nothing."""
+        kind, id = event.get("event"), event.get("id")
+        if kind in ("undo", "redo"):
+            self._switch(kind == "redo", event)
+        elif kind == "edit" and id == self.next_id:
+            token = hashlib.sha256(content).digest()[:16] if edit is None else edit.token
+            self._add(self._edit(event, token) if edit is None else edit, line, 0)
+        elif kind == "sealed" and self.shared_settings and _number(id) > self._last_row_number:
+            self._add(self._edit(event, _token(event)), line, SEALED)
+        elif kind == "compact" and self.lines == 0:
+            self._begin_compacted(event)
+        elif not (kind == "begin" and self.lines == 0):
+            raise ValueError(f"the event {kind!r} of {id!r} cannot follow the events before it")
+        self.last_line = (self.offset, short_digest(line))
         self.offset += len(line)
         self.lines += 1
 
-    def apply(self, event: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Apply an event, or raise ValueError and change nothing. Without `tensors` an edit's are read from disk."""
-        kind, id = event.get("event"), event.get("id")
-        if kind == "edit" and id == self.next_id:
-            if self.folder is not None:
-                tensors = StoredTensors(self.folder / EDITS / f"{id}.safetensors", str(event.get("sha256")))
-            try:
-                self.edits[id] = Edit.from_json(id, event, {} if tensors is None else tensors)
-            except (KeyError, TypeError, AttributeError) as problem:
-                raise ValueError(f"an incomplete edit ({problem!r})") from None
-        elif kind == "undo" and id in self.edits and id not in self.undone:
-            self.undone.add(id)
-        elif kind == "redo" and id in self.undone:
-            self.undone.remove(id)
-            if event.get("forced") is True:
-                self.edits[id] = replace(self.edits[id], forced=True)
-        else:
-            raise ValueError(f"the event {kind!r} of {id!r} cannot follow the events before it")
+    def _begin_compacted(self, event: Mapping[str, Any]) -> None:
+        shared, file, last = event.get("shared"), event.get("file"), _number(event.get("last"))
+        if not isinstance(shared, list) or not isinstance(file, str) or not SEALED_NAME.fullmatch(file):
+            raise ValueError("an incomplete compaction")
+        self.shared_settings, self.sealed_file = shared, file
+        self.last_number = self.compacted_until = last
+
+    @property
+    def _last_row_number(self) -> int:
+        return int(self.table.rows["number"][-1]) if len(self.table) else 0
+
+    def _add(self, edit: Edit, line: bytes, flags: int) -> None:
+        number = _number(edit.id)
+        if flags & SEALED and number > self.compacted_until:
+            raise ValueError(f"{edit.id} lies behind the compacted edits")
+        self.table.append(number, edit, edit.token, flags, self.offset, line)
+        self.last_number = max(self.last_number, number)
+        self._cache({len(self.table) - 1: edit})
+
+    def _switch(self, on: bool, event: Mapping[str, Any]) -> None:
+        ids, forced = event.get("ids"), event.get("forced", [])
+        if not isinstance(ids, list) or not ids or not isinstance(forced, list):
+            raise ValueError("no ids")
+        rows = [self.row(id) for id in ids]
+        if len(set(rows)) != len(rows):
+            raise ValueError("an id twice")
+        for id, row in zip(ids, rows, strict=True):
+            if row is None or self.is_undone(row) is not on or self.table.has_flag(row, SEALED):
+                raise ValueError(f"the event {event['event']!r} of {id!r} cannot follow the events before it")
+        for id, row in zip(ids, rows, strict=True):
+            assert row is not None
+            self.table.set_flag(row, UNDONE, not on)
+            if on and id in forced:
+                self.table.set_flag(row, FORCED, True)
+                if row in self._edits:
+                    self._edits[row] = self._forced(self._edits[row])
 
 
-def _parse_line(line: bytes) -> tuple[dict[str, Any], str]:
+def parse_line(line: bytes) -> tuple[dict[str, Any], str]:
     """Return the event of a line and the digest that it states; raise ValueError if there are none."""
-    event = json.loads(line)
+    try:
+        event = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(event, dict) or not isinstance(event.get("line"), str):
         raise ValueError("no event with a digest")
     return event, event.pop("line")
 
 
-def verify_folder(path: str | Path) -> list[str]:
-    """Return what is wrong with the ledger in a folder, even one too damaged to open; an empty list if it is intact.
+def _token(event: Mapping[str, Any]) -> bytes:
+    token = bytes.fromhex(str(event.get("token")))
+    if len(token) != 16:
+        raise ValueError("no token")
+    return token
 
-    Every digest is computed anew. Not detectable are undo and redo lines that were cut off whole at the end of the
-    log, an edit cut off there together with its tensors, and a ledger that was rewritten with matching digests.
-    """
-    path = Path(path)
-    try:
-        header = read_header(path)
-        *lines, unfinished = (path / LOG).read_bytes().split(b"\n")
-    except LedgerError as problem:
-        return [str(problem)]
-    except OSError as problem:
-        return [f"{path / LOG} cannot be read ({problem})."]
-    problems: list[str] = []
-    state = LedgerState(header["digest"], path)
-    for number, line in enumerate(lines, start=1):
-        try:
-            event, stated = _parse_line(line)
-            if digest_of(event, state.digest) != stated:
-                problems.append(f"Line {number} of {LOG}, or the line before it, was altered.")
-            state.digest = stated  # so that one altered line is one problem
-            state.apply(event)
-        except (ValueError, RebindError) as problem:
-            problems.append(f"Line {number} of {LOG} is damaged ({problem}).")
-    if unfinished:
-        problems.append(f"{LOG} ends in an unfinished line of {len(unfinished)} bytes; the next edit drops it.")
-    for edit in state.edits.values():
-        try:
-            edit.require_complete()
-        except RebindError as problem:
-            problems.append(f"Edit {edit.id}: {problem}")
-    known = {f"{id}.safetensors" for id in state.edits}
-    files = sorted(file.name for file in (path / EDITS).glob("*") if not file.name.startswith("."))
-    return problems + [f"{EDITS}/{name} belongs to no line of {LOG}." for name in files if name not in known]
+
+def _number(id: object) -> int:
+    if not isinstance(id, str) or id[:1] != "e" or not id[1:].isdecimal() or len(id) > 10:
+        raise ValueError(f"{id!r} is no id of an edit")
+    return int(id[1:])
+
+
+def require_not_empty(path: Path, state: LedgerState) -> None:
+    """Raise if a log has no complete line: a log begins with one when it is created."""
+    if not state.lines:
+        raise damaged(f"{path} is empty, and no ledger has an empty log")

@@ -17,7 +17,7 @@ from torch import Tensor
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.guard import CANARY_PROMPTS
-from rebind.edit.methods import get_method
+from rebind.edit.methods import EarlierKeys, add_keys, get_method
 from rebind.edit.moments import OldKeys, Texts
 from rebind.edit.solve import choose_lambda, weights_restored
 from rebind.edit.targets.objective import TargetSettings
@@ -113,10 +113,11 @@ def write_all(
     chosen = get_method("memit" if method == "batches" else method)
     lam = lam if chosen.lam is None else chosen.lam
     size = group if method in ("batches", "recursive") else len(keys)
-    after, earlier = before, keys[:0]
+    after: Tensor = before
+    earlier: EarlierKeys = keys[:0]
     for k, v in zip(keys.split(size), values.split(size), strict=True):
         after = Write(k, v, chosen.gain(k, old_keys, lam, earlier)).apply(after)
-        earlier = torch.cat([earlier, k])
+        earlier = add_keys(earlier, k, old_keys)
     return after
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rebind.edit.export.adapter import export_peft
 from rebind.edit.export.change import compute_changes, save_delta
+from rebind.edit.ledger.fold import stored_writes_at
 from rebind.errors import InputError, NumericalError
 from rebind.memory.low_rank import LowRank
 from tests.edit.edited import KINDS, Case, make_edit, names_in
@@ -55,16 +58,22 @@ def test_the_change_has_at_most_as_many_rows_as_the_weights(llama):
 def test_gains_that_depend_on_earlier_edits(llama, scale):
     """A scale of 1e-4 makes the change as faint as that of one fact in a large model: it must not go unnoticed."""
 
-    def gain_at(site):
-        return lambda edit, earlier: scale * edit.write(site).gain / (1 + len(earlier))
+    def writes_at(site, edits, like):
+        for earlier, write in enumerate(stored_writes_at(site, edits, like)):
+            yield replace(write, gain=scale * write.gain / (1 + earlier))
 
-    edited = {site: fold_edits(llama.base[site], site, llama.edits, gain_at(site)) for site in llama.sites}
-    for site, change in compute_changes(llama.base, llama.edits, edited, gain_at=gain_at).items():
+    edited = {}
+    for site in llama.sites:
+        wide = llama.base[site].double()
+        for write in writes_at(site, llama.edits, wide):
+            wide = write.apply(wide)
+        edited[site] = wide.to(llama.base[site].dtype)
+    for site, change in compute_changes(llama.base, llama.edits, edited, writes_at=writes_at).items():
         dense = change.dense()
         assert_close(edited[site].double() - llama.base[site].double(), dense, 1e-6)
     for wrong in (llama.edited, llama.base):
         with pytest.raises(NumericalError):
-            compute_changes(llama.base, llama.edits, wrong, gain_at=gain_at)
+            compute_changes(llama.base, llama.edits, wrong, writes_at=writes_at)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

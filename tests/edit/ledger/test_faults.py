@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rebind.edit.ledger.creation import is_unfinished
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.ledger.log import LedgerState
+from rebind.edit.ledger.verify import verify_folder
 from rebind.errors import InputError, LedgerError, RebindError, StorageError
 from tests.edit.writes import ids, new_edit, open_ledger, snapshot
 from tests.support import raises
@@ -137,6 +139,9 @@ def test_a_read_only_ledger_can_be_read(folder, monkeypatch):
 
 # Several writers
 
+# A forked process need not import torch again, which takes seconds.
+START = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+
 
 def test_two_ledger_objects_see_each_others_writes(folder):
     one, two = open_ledger(folder), open_ledger(folder)
@@ -191,7 +196,7 @@ def append_forever(folder, connection):
 
 
 def test_two_processes_create_and_fill_one_ledger(folder):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START)
     processes = [context.Process(target=append_ten, args=(folder, first)) for first in (100, 200)]
     for process in processes:
         process.start()
@@ -208,7 +213,7 @@ def test_two_processes_create_and_fill_one_ledger(folder):
 
 
 def test_a_killed_writer_leaves_complete_edits_and_no_lock(folder):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=append_forever, args=(folder, sender))
     process.start()
@@ -223,3 +228,72 @@ def test_a_killed_writer_leaves_complete_edits_and_no_lock(folder):
     new_id = ledger.append(new_edit(7)).id
     assert ids(open_ledger(folder).edits)[-1] == new_id
     assert ledger.verify() == []
+
+
+def test_an_undo_of_several_edits_is_one_line(folder):
+    """However much of the write reaches the disk before a crash, all of them are undone or none."""
+    ledger = open_ledger(folder)
+    for seed in range(3):
+        ledger.append(new_edit(seed))
+    log = folder / "log.jsonl"
+    before = len(log.read_bytes())
+    ledger.switch(["e0001", "e0003"], on=False)
+    data = log.read_bytes()
+    for cut in range(before, len(data) + 1):
+        log.write_bytes(data[:cut])
+        assert ids(open_ledger(folder).active) in (["e0001", "e0002", "e0003"], ["e0002"])
+
+
+# Logs and creations that were cut short
+
+
+def test_an_emptied_log_is_damage(folder):
+    open_ledger(folder).append(new_edit(1))
+    before = snapshot(folder)["edits/e0001.safetensors"]
+    for rest in (b"", b'{"event":'):
+        (folder / "log.jsonl").write_bytes(rest)
+        for _ in range(2):
+            with raises(LedgerError, "ledger_damaged"):
+                open_ledger(folder).append(new_edit(2))
+        assert verify_folder(folder)
+    assert snapshot(folder)["edits/e0001.safetensors"] == before
+
+
+def test_a_log_without_its_last_lines_loses_no_tensors(folder):
+    ledger = open_ledger(folder)
+    for seed in range(3):
+        ledger.append(new_edit(seed))
+    files = {name: data for name, data in snapshot(folder).items() if name.startswith("edits/")}
+    lines = (folder / "log.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "log.jsonl").write_bytes(b"".join(lines[:2]))
+    with raises(LedgerError, "ledger_damaged"):
+        open_ledger(folder).append(new_edit(9))
+    assert {name: data for name, data in snapshot(folder).items() if name.startswith("edits/")} == files
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3, 4])
+def test_a_creation_that_was_cut_short_can_be_repeated(folder, monkeypatch, uses):
+    """Killed at each of the calls that flush the log and the header."""
+    remaining, original = [uses], os.fsync
+
+    def fail(handle):
+        remaining[0] -= 1
+        if remaining[0] == 0:
+            raise KeyboardInterrupt
+        original(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(KeyboardInterrupt):
+            open_ledger(folder)
+    assert (folder / "ledger.json").exists() or is_unfinished(folder)
+    assert open_ledger(folder).append(new_edit(1)).id == "e0001"
+    assert not is_unfinished(folder)
+
+
+def test_temporaries_of_killed_writers_are_removed(folder):
+    open_ledger(folder).append(new_edit(1))
+    leftover = folder / f".rebind-{'0' * 12}.tmp"
+    leftover.write_bytes(b"half")
+    open_ledger(folder).undo("e0001")
+    assert not leftover.exists()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from rebind.edit.ledger import fold as fold_module
 from rebind.edit.ledger.fold import MAX_PARTIAL_BYTES, EditedWeights
+from rebind.edit.methods import Gram
+from rebind.edit.moments import OldKeys
 from rebind.errors import NumericalError, ShapeError, UnknownNameError
+from rebind.memory.closed_form import null_space, ridge
+from rebind.memory.write import Write
 from tests.edit.writes import D_K, D_V, SITES, fold_edits, new_edit
 from tests.support import Draw, raises
 
@@ -62,24 +66,6 @@ def test_fold_leaves_other_sites_and_the_base_alone():
     assert torch.equal(base, before)
 
 
-def test_a_gain_may_depend_on_earlier_edits():
-    base = Draw(9).normal(D_V, D_K)
-    edits = [new_edit(0), new_edit(1, sites=SITES[1:]), new_edit(2), new_edit(3)]
-    calls = []
-
-    def halving(edit, earlier):
-        calls.append((edits.index(edit), [edits.index(one) for one in earlier]))
-        return edit.write(SITES[0]).gain / 2 ** len(earlier)
-
-    got = fold_edits(base, SITES[0], edits, halving)
-    assert calls == [(0, []), (2, [0]), (3, [0, 2])]
-    scaled = []
-    for edit, power in zip([edits[0], edits[2], edits[3]], [1, 2, 4], strict=True):
-        name = f"{SITES[0]}/gain"
-        scaled.append(replace(edit, tensors={**edit.tensors, name: edit.tensors[name] / power}))
-    assert torch.equal(got, fold_edits(base, SITES[0], scaled))
-
-
 def test_fold_refuses_wrong_shapes_and_infinite_weights():
     with pytest.raises(ShapeError):
         fold_edits(torch.zeros(D_K, D_V), SITES[0], [new_edit(0)])
@@ -105,16 +91,16 @@ def edited_weights(**options):
 
 @pytest.fixture
 def applied(monkeypatch):
-    """How many edits were applied, over all sites."""
-    counts = []
-    original = fold_module.apply_edits
+    """The writes that were applied, over all sites."""
+    writes = []
+    original = Write.apply
 
-    def count(weights, site, edits, *rest):
-        counts.append(len(edits))
-        return original(weights, site, edits, *rest)
+    def record(write, memory):
+        writes.append(write)
+        return original(write, memory)
 
-    monkeypatch.setattr(fold_module, "apply_edits", count)
-    return counts
+    monkeypatch.setattr(Write, "apply", record)
+    return writes
 
 
 def assert_folded(weights, edits):
@@ -165,7 +151,7 @@ def test_one_more_edit_does_not_apply_all_of_them_again(applied):
     for count in range(1, 31):
         weights.fold(edits[:count])
         weights.fold([])
-    assert sum(applied) <= 2 * 30
+    assert len(applied) <= 2 * 30
 
 
 def test_a_partial_fold_that_is_too_large_is_not_kept(applied):
@@ -174,7 +160,7 @@ def test_a_partial_fold_that_is_too_large_is_not_kept(applied):
     weights.fold(edits)
     applied.clear()
     weights.fold(edits)
-    assert sum(applied) == 2 * 3
+    assert len(applied) == 2 * 3
 
 
 def test_growth_is_relative_to_the_base():
@@ -183,3 +169,73 @@ def test_growth_is_relative_to_the_base():
     with torch.no_grad():
         weights.model.get_submodule(SITES[1]).weight.mul_(1.75)
     assert weights.growth() == pytest.approx({SITES[0]: 0.0, SITES[1]: 0.75}, rel=0.01)
+
+
+# Gains that depend on earlier edits
+
+MOMENTS = SimpleNamespace(source={"corpus": "made up", "tokens": 7})
+
+
+def remembering_weights(**options):
+    """Weights with old keys, and edits by several methods, in which the gains of some depend on those before."""
+    weights = edited_weights(**options)
+    weights.moments = MOMENTS
+    weights.old_keys = {site: OldKeys(Draw(index).moment(D_K)) for index, site in enumerate(SITES)}
+    methods = ["memit", "recursive", "recursive", "memit", "alphaedit", "recursive", "alphaedit"]
+    sites = [SITES, SITES[:1], SITES, SITES[1:], SITES, SITES, SITES[:1]]
+    settings = {"layers": [2, 3], "lam": 0.3, "moments": MOMENTS.source}
+    edits = [
+        new_edit(seed, method=method, sites=own, settings=settings)
+        for seed, (method, own) in enumerate(zip(methods, sites, strict=True))
+    ]
+    return weights, edits
+
+
+def test_remembering_methods_protect_the_keys_of_all_earlier_edits():
+    """Compared with the formulas, which stack the keys of the earlier edits."""
+    weights, edits = remembering_weights()
+    folded = weights.fold(edits)
+    for site in SITES:
+        expected, earlier = weights.base[site].double(), torch.zeros(0, D_K).double()
+        for edit in (edit for edit in edits if site in edit.sites):
+            keys, values, gain = (tensor.double() for tensor in edit.write(site).tensors())
+            old_keys = weights.old_keys[site]
+            if edit.method == "recursive":
+                gain = ridge(keys, 0.3 * old_keys.moment + earlier.mT @ earlier).value
+            elif edit.method == "alphaedit":
+                gain = null_space(keys, old_keys.null_space, previous=earlier, lam=0.3).value
+            expected = expected + (values - keys @ expected.mT).mT @ gain.float().double()
+            earlier = torch.cat([earlier, keys])
+        torch.testing.assert_close(folded[site].double(), expected, rtol=2**-7, atol=1e-5)
+
+
+def test_remembering_methods_fold_alike_however_they_are_reached():
+    weights, edits = remembering_weights()
+    for chosen in (
+        edits[:3],
+        edits,
+        edits[:5],
+        [],
+        edits[2:],
+        [edits[0], *edits[3:]],
+        edits[:1],
+        edits[:1] + edits[2:],
+    ):
+        fresh, _ = remembering_weights(max_partial_bytes=0)
+        folded, expected = weights.fold(chosen), fresh.fold(chosen)
+        assert all(torch.equal(folded[site], expected[site]) for site in expected)
+
+
+def test_a_recursive_edit_costs_the_same_whatever_is_before_it(monkeypatch):
+    """Every key is added to the moment once: the number of products does not grow with the square of the edits."""
+    weights, (_, edit, *_) = remembering_weights()
+    edits = [replace(edit, facts=new_edit(seed).facts) for seed in range(40)]
+    count, original = [0], Gram.plus
+
+    def plus(gram, keys):
+        count[0] += len(keys)
+        return original(gram, keys)
+
+    monkeypatch.setattr(Gram, "plus", plus)
+    weights.fold(edits)
+    assert count[0] == 2 * 39

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 
 import pytest
 import torch
 
-from rebind.edit.ledger.log import verify_folder
+from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.snapshots import Snapshots
+from rebind.edit.ledger.verify import verify_folder
 from rebind.errors import LedgerError
 from tests.edit.writes import D_K, D_V, SITES, fold_edits, ids, new_edit, open_ledger, snapshot, weights
 from tests.support import Draw, raises
@@ -23,7 +28,7 @@ def filled_ledger(folder):
 
 def tampered(folder):
     """Yield every file of a ledger with one thing changed: (what, file, its new content or None)."""
-    for file in sorted(f for f in folder.rglob("*") if f.is_file() and f.name != "lock"):
+    for file in sorted(f for f in folder.rglob("*") if f.is_file() and f.name != "lock" and "snapshots" not in f.parts):
         data = file.read_bytes()
         name = str(file.relative_to(folder))
         for at in range(0, len(data), max(1, len(data) // 40)):
@@ -69,14 +74,16 @@ def test_the_advice_about_a_damaged_line_helps(folder, damaged):
         ledger.append(new_edit(seed))
     log = folder / "log.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
-    lines[damaged - 1] = lines[damaged - 1].replace(b"subject ", b"object! ")
+    lines[damaged] = lines[damaged].replace(b"subject ", b"object! ")  # behind the line with which every log begins
     log.write_bytes(b"".join(lines))
     before = snapshot(folder)
-    with pytest.raises(LedgerError, match=f"Line {damaged} "):
+    with pytest.raises(LedgerError, match=f"Line {damaged + 1} "):
         open_ledger(folder)
     assert len(verify_folder(folder)) == 1
     assert snapshot(folder) == before
-    log.write_bytes(b"".join(lines[: damaged - 1]))  # this line and all after it deleted
+    log.write_bytes(b"".join(lines[:damaged]))  # this line and all after it deleted, and the files of their edits
+    for number in range(damaged, 4):
+        (folder / "edits" / f"e000{number}.safetensors").unlink()
     again = open_ledger(folder)
     assert ids(again.edits) == [f"e000{number}" for number in range(1, damaged)]
     again.append(new_edit(4))
@@ -98,3 +105,50 @@ def test_altered_tensors_are_not_used_and_their_edit_can_be_undone(folder):
     again = open_ledger(folder)
     again.undo("e0001")
     assert torch.equal(weights(again, base), fold_edits(base, SITES[0], [new_edit(2)]))
+
+
+# What a check remembers, and writers beside it
+
+
+def test_a_later_check_reads_what_is_new_and_what_has_changed(folder, monkeypatch):
+    ledger = filled_ledger(folder)
+    monkeypatch.setattr(Snapshots, "is_worth", lambda *_: True)  # store everything, however small
+    checked, original = [], Edit.require_complete
+    monkeypatch.setattr(Edit, "require_complete", lambda edit: checked.append(edit.id) or original(edit))
+    assert verify_folder(folder) == []
+    assert checked == ["e0001", "e0002"]
+    ledger.append(new_edit(3))
+    checked.clear()
+    assert verify_folder(folder) == []
+    assert checked == ["e0003"]
+    checked.clear()
+    assert verify_folder(folder) == []
+    assert checked == []
+    assert verify_folder(folder, full=True) == []
+    assert checked == ["e0001", "e0002", "e0003"]
+    for what, file, data in list(tampered(folder))[::7]:
+        content = file.read_bytes()
+        file.unlink() if data is None else file.write_bytes(data)
+        assert verify_folder(folder), what
+        file.write_bytes(content)
+    assert verify_folder(folder) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_busy_writer_is_no_damage(folder):
+    open_ledger(folder).append(new_edit(0, rows=1))
+    child = os.fork()
+    if child == 0:
+        try:
+            ledger = open_ledger(folder)
+            for seed in itertools.count(1):
+                edit = ledger.append(new_edit(seed, rows=1))
+                ledger.undo(edit.id)
+        finally:
+            os._exit(1)
+    try:
+        assert [verify_folder(folder) for _ in range(20)] == [[]] * 20
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert len(open_ledger(folder).edits) > 1

@@ -1,0 +1,75 @@
+"""The fingerprint of a model: a digest of all of its weights, by which ledgers and caches know the model.
+
+Half a gigabyte of weights takes about a second per core. A model that is loaded from files is hashed once: its
+fingerprint is stored in the cache, by the names, sizes, times and inodes of the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rebind.errors import InputError, StorageError
+from rebind.storage import cache_dir, path_inside, read_json_object, write_json
+
+FOLDER, VERSION = "fingerprints", 2  # raise the version when fingerprints change
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a sha256 (hex) that is equal for two models if and only if their weights are, on whatever devices.
+
+    For each parameter (tied ones once) it covers the name, shape and dtype, and every bit.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    digest = hashlib.sha256(str(kind).encode())
+    parameters = list(model.named_parameters())
+    for name, parameter in parameters:
+        if parameter.is_meta:
+            raise InputError(
+                f"{name} is offloaded (it is on the meta device)",
+                expected="weights in memory",
+                advice="Load the model with a device_map that keeps all layers on devices",
+                code="offloaded_weights",
+            )
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing releases the interpreter's lock
+        digests = threads.map(_digest, [parameter.detach() for _, parameter in parameters])
+        for (name, parameter), own in zip(parameters, digests, strict=True):
+            digest.update(f"\n{name} {list(parameter.shape)} {parameter.dtype}\n".encode() + own)
+    return digest.hexdigest()
+
+
+def fingerprint_of_files(model: nn.Module, folder: Path) -> str:
+    """Return the fingerprint of a model that was just loaded from a folder: computed once, then read from the cache."""
+    file = path_inside(cache_dir(), f"{FOLDER}/{_identity(model, folder)}.json")
+    stored = (read_json_object(file) or {}).get("fingerprint")
+    if isinstance(stored, str) and len(stored) == 64:
+        return stored
+    computed = fingerprint(model)
+    with suppress(StorageError):  # a cache that cannot be written costs time alone
+        write_json(file, {"fingerprint": computed})
+    return computed
+
+
+def _digest(parameter: Tensor) -> bytes:
+    data: Any = parameter.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # its memory, not a copy
+    return hashlib.sha256(data).digest()
+
+
+def _identity(model: nn.Module, folder: Path) -> str:
+    """Return a digest of what the weights of a model from a folder depend on."""
+    files = []
+    for file in sorted(folder.iterdir()):
+        status = file.stat()
+        files.append([file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev])
+    dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
+    inputs = [VERSION, type(model).__name__, dtypes, files, version("transformers"), torch.__version__]
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
