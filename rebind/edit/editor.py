@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -52,11 +52,25 @@ from rebind.models.load import OWN_MODEL_TYPES
 from rebind.models.prompts import EncodedPrompt, ends_with_word
 from rebind.models.scoring import FactScore
 from rebind.models.sites import memory_of, module_at
+from rebind.parallel import from_writer, is_writer, share, unite
 
 KEPT = 9  # prompts about a subject that are kept, on average
 
 # Facts, dictionaries or (prompt, target) pairs; or the path of a JSONL, JSON or CSV file (see `read_facts`)
 FactSource: TypeAlias = str | Path | Fact | Mapping[str, object] | Iterable[Fact | Mapping[str, object] | Sequence[str]]
+
+
+def open_ledger(folder: str | Path, model: str, *, model_name: str = "", dtype: str = "") -> Ledger:
+    """Open or create a ledger; of several processes, the writer does so first."""
+    opened: list[Ledger] = []
+
+    def open_one() -> None:
+        opened.append(Ledger.open(folder, model, model_name=model_name, dtype=dtype))
+
+    from_writer(open_one, "open ledger")
+    if not opened:
+        open_one()
+    return opened[0]
 
 
 class Editor:
@@ -175,22 +189,27 @@ class Editor:
         earlier = self._earlier_edits(listed, settings.method)
         check_earlier_edits(earlier, force=force)
         with self.base_model():
-            about = subject_prompts(self.language_model, listed, chat="chat" in self.framings)
-            check = EditCheck(self.edited, self.guard, listed, about, self.framings)
+            about = self._subject_prompts(listed)
+            check = EditCheck(self.edited, self.guard, listed, about, self.framings) if is_writer() else None
             bench = self._bench(settings)
             if settings.method.dense:
                 draft = draft_rows(bench, listed, about, self.ledger.active)
             else:
                 draft = draft_writes(bench, listed, about)
             edit = bench.make_edit(listed, draft)
-        self.progress.phase("writing")
-        with self.edited.trial(edit):
+
+        def write() -> str:
+            assert check is not None
             forced = check.run(edit, settings, draft.search, self.progress.phase, force=force)
             with self.ledger.locked():
                 # Of other processes, too
                 clashes = [one for one in self._earlier_edits(listed, settings.method) if one.clashes]
                 check_earlier_edits([one for one in clashes if one not in earlier], force=force)
-                stored = self.ledger.append(replace(edit, scores=check.scores, forced=forced or bool(clashes)))
+                return self.ledger.append(replace(edit, scores=check.scores, forced=forced or bool(clashes))).id
+
+        self.progress.phase("writing")
+        with self.edited.trial(edit):
+            stored = self._stored_edit(from_writer(write, "edit"), edit)
         self._target_store.clear()
         return stored
 
@@ -394,6 +413,20 @@ class Editor:
 
     # How an edit is made
 
+    def _subject_prompts(self, facts: Sequence[Fact]) -> list[SubjectPrompts]:
+        """Return what the base model says about each subject; processes share the facts."""
+        own = subject_prompts(self.language_model, share(facts), chat="chat" in self.framings)
+        return [
+            SubjectPrompts(one["kind"], tuple(one["kept"]), tuple(one["held_out"]), one["leads"])
+            for one in unite([asdict(one) for one in own])
+        ]
+
+    def _stored_edit(self, edit_id: str, edit: Edit) -> Edit:
+        """Return an edit that the writer has appended; a ledger in memory is one of each process."""
+        if self.ledger.path is None and not is_writer():
+            return self.ledger.append(edit)
+        return self.ledger.get(edit_id)
+
     @property
     def contexts(self) -> tuple[str, ...]:
         """The contexts that facts are edited in, sampled once from the base model."""
@@ -450,4 +483,4 @@ class Editor:
         if isinstance(ledger, Ledger):
             ledger.require_model(self.fingerprint, name, dtype)
             return ledger
-        return Ledger.open(ledger, self.fingerprint, model_name=name, dtype=dtype)
+        return open_ledger(ledger, self.fingerprint, model_name=name, dtype=dtype)
