@@ -52,7 +52,7 @@ from rebind.models.load import OWN_MODEL_TYPES
 from rebind.models.prompts import EncodedPrompt, ends_with_word
 from rebind.models.scoring import FactScore
 from rebind.models.sites import memory_of, module_at
-from rebind.parallel import from_writer, is_writer, share, unite
+from rebind.parallel import from_writer, gather, is_writer, share, unite
 
 KEPT = 9  # prompts about a subject that are kept, on average
 
@@ -67,6 +67,7 @@ def open_ledger(folder: str | Path, model: str, *, model_name: str = "", dtype: 
     def open_one() -> None:
         opened.append(Ledger.open(folder, model, model_name=model_name, dtype=dtype))
 
+    gather(None, "before a ledger is opened")  # until all have looked whether there is one
     from_writer(open_one, "open ledger")
     if not opened:
         open_one()

@@ -172,8 +172,9 @@ def should_report() -> bool:
         return os.environ.get("RANK", "0") == "0"
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2))
-        return store.add(REPORTED, 1) == 1
+        connect: Any = vars(distributed)["TCPStore"]  # untyped
+        store = connect(address, port, is_master=False, timeout=timedelta(seconds=2))
+        return bool(store.add(REPORTED, 1) == 1)
     except (RuntimeError, OSError, KeyError):  # the first process kept the store and is gone
         return _joined.rank <= 1
 

@@ -126,6 +126,8 @@ def edit(
             finally:  # an interrupt may hide an edit that is written
                 for later in editor.ledger.edits[earlier:]:
                     terminal.written_edits[later.id] = undo_command(editor, later, source)
+            if not terminal.writes:
+                return
             report = _ask(editor, new_edit, phases)
             if out is not None:
                 phases.begin("saving")
