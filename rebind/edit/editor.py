@@ -39,7 +39,7 @@ from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import Method, get_method
 from rebind.edit.moments import Corpus, Moments, OwnSamples
-from rebind.edit.plan import Plan, estimate
+from rebind.edit.plan import Plan, PromptSize, estimate, prompts_per_fact
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
 from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStates, TargetStore
@@ -49,12 +49,11 @@ from rebind.errors import InputError
 from rebind.memory import LowRank
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
+from rebind.models.outline import ModelOutline
 from rebind.models.prompts import EncodedPrompt, ends_with_word
 from rebind.models.scoring import FactScore
 from rebind.models.sites import memory_of, module_at
 from rebind.parallel import from_writer, gather, is_writer, share, unite
-
-KEPT = 9  # prompts about a subject that are kept, on average
 
 # Facts, dictionaries or (prompt, target) pairs; or the path of a JSONL, JSON or CSV file (see `read_facts`)
 FactSource: TypeAlias = str | Path | Fact | Mapping[str, object] | Iterable[Fact | Mapping[str, object] | Sequence[str]]
@@ -337,12 +336,21 @@ class Editor:
         settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
         if not settings.method.dense:
             warn_of_shared_keys(listed)
-        model, moments = self.language_model, self.moments
-        kept = KEPT if settings.targets.keep else 0
-        rows = len(self.framings) + len(self.context_settings.first_words) + kept
-        prompts = model.encode([fact.as_prompt() for fact in listed])
-        earlier = find_earlier_edits(listed, self.ledger.active)
-        return estimate(model, prompts, settings, rows, moments, conflicts(listed), earlier)
+        prompts = self.language_model.encode([fact.as_prompt() for fact in listed])
+        places = [
+            self.sites[layer].block if settings.method.dense else self.sites[layer].name for layer in settings.layers
+        ]
+        on_cpu = self.language_model.device.type == "cpu"
+        return estimate(
+            ModelOutline.of(self.model, self.language_model.name, sites=self.sites, on_cpu=on_cpu),
+            [PromptSize.of(prompt) for prompt in prompts],
+            settings,
+            prompts_per_fact(settings, self.framings, self.context_settings),
+            moment_tokens=self.moments.tokens,
+            moments_cached=all(self.moments.path(place).exists() for place in places),
+            clashes=conflicts(listed),
+            earlier=find_earlier_edits(listed, self.ledger.active),
+        )
 
     # Export
 
