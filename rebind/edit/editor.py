@@ -39,6 +39,7 @@ from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import Method, get_method
 from rebind.edit.moments import Corpus, Moments, OwnSamples
+from rebind.edit.outline import ModelOutline
 from rebind.edit.plan import Plan, PromptSize, estimate, prompts_per_fact
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
@@ -49,11 +50,11 @@ from rebind.errors import InputError
 from rebind.memory import LowRank
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
-from rebind.models.outline import ModelOutline
+from rebind.models.placement import is_sharded
 from rebind.models.prompts import EncodedPrompt, ends_with_word
 from rebind.models.scoring import FactScore
 from rebind.models.sites import memory_of, module_at
-from rebind.parallel import from_writer, gather, is_writer, share, unite
+from rebind.parallel import from_writer, gather, is_writer, ranks, share, unite
 
 # Facts, dictionaries or (prompt, target) pairs; or the path of a JSONL, JSON or CSV file (see `read_facts`)
 FactSource: TypeAlias = str | Path | Fact | Mapping[str, object] | Iterable[Fact | Mapping[str, object] | Sequence[str]]
@@ -111,6 +112,10 @@ class Editor:
     ) -> None:
         self.language_model = LanguageModel.load(model, tokenizer, dtype=dtype, device=device, device_map=device_map)
         self.model, self.tokenizer = self.language_model.model, self.language_model.tokenizer
+        if ranks().count > 1 and is_sharded(self.model):
+            problem = "The processes share the weights of the model, so they cannot also share facts"
+            advice = "Do not call rebind.parallel.join_processes, and edit in all processes alike"
+            raise InputError(problem, advice=advice, code="sharded_model")
         self.sites = self.language_model.sites
         self.fingerprint = self.language_model.fingerprint  # of the base weights, before any edit
         self.seed, self.guard, self.context_settings = seed, guard, contexts

@@ -16,9 +16,9 @@ import torch
 from rebind.edit.facts import Conflict, Fact, conflicts
 from rebind.edit.guard import EarlierEdit
 from rebind.edit.methods import Method, get_method
+from rebind.edit.outline import ModelOutline, tokenizer_beside
 from rebind.edit.settings import EditSettings, choose_settings
 from rebind.edit.targets import ContextSettings, TargetSettings
-from rebind.models.outline import ModelOutline, tokenizer_beside
 from rebind.models.prompts import EncodedPrompt, encode_prompts, start_tokens
 
 CPU_RATE = 6e10  # multiply-adds per second: low guesses, for an estimate that is right within a small factor

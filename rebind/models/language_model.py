@@ -18,6 +18,7 @@ from rebind.errors import InputError
 from rebind.models.batching import tokens_per_batch
 from rebind.models.generation import continue_prompts, sample
 from rebind.models.load import load_pretrained
+from rebind.models.placement import named_weights
 from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation, encode_prompts, start_tokens
 from rebind.models.scoring import FactScore, score_prompts
 from rebind.models.sites import Site, find_sites, module_at
@@ -248,16 +249,16 @@ def fingerprint(model: nn.Module) -> str:
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     digest = hashlib.sha256(str(kind).encode())
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+    for name, weight in named_weights(model):
+        if weight.is_meta:
             raise InputError(
-                f"{name} is offloaded (it is on the meta device)",
-                expected="weights in memory",
-                advice="Load the model with a device_map that keeps all layers on devices",
+                f"{name} is on the meta device, without values",
+                expected="weights in memory, or offloaded by accelerate",
+                advice="Load the model with from_pretrained",
                 code="offloaded_weights",
             )
-        digest.update(f"\n{name} {list(parameter.shape)} {parameter.dtype}\n".encode())
-        digest.update(_summarize(parameter.detach()))
+        digest.update(f"\n{name} {list(weight.shape)} {weight.dtype}\n".encode())
+        digest.update(_summarize(weight))
     return digest.hexdigest()
 
 

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from rebind.errors import InputError
 from rebind.models.locate import first_line, locate
+from rebind.models.placement import prepare, whole
 from rebind.models.plausible import require_plausible
 from rebind.storage import cache_dir, create_folder, path_inside
 
@@ -62,6 +63,7 @@ def load_pretrained(
         model = _load_folder(folder, dtype, device_map)
         if device is not None:
             nn.Module.to(model, device)
+    prepare(model)
     _require_finite_weights(model, name)
     model.train(False).requires_grad_(False)
     return model, load_tokenizer(tokenizer, folder), name
@@ -224,7 +226,8 @@ def _require_finite_weights(model: nn.Module, name: str) -> None:
         if weights.is_meta or not weights.is_floating_point() or weights.element_size() == 1:
             continue
         # One NaN or infinity makes the sum one; a sum may also overflow on its own, hence the second look.
-        if not torch.isfinite(weights.sum()) and not torch.isfinite(weights).all():
+        if not torch.isfinite(whole(weights.sum())) and not torch.isfinite(whole(weights)).all():
+            weights = whole(weights)
             count = int((~torch.isfinite(weights)).sum())
             raise InputError(
                 f"{path} of {name} has {count} NaN or infinite weights of {weights.numel()}",

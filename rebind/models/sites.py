@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from rebind.errors import InputError, ShapeError
 from rebind.models.experts import as_down_projections, experts_memory, experts_shape, find_experts, is_experts
+from rebind.models.placement import copy_into, take_back, whole
 
 # Modules that pass information between tokens. Shapes cannot tell them from an MLP (with square matrices both look the
 # same), so here names decide. Of a class name only the end counts: the beginning is the family (MambaMLP).
@@ -83,7 +85,7 @@ def _find_site(layer: int, path: str, block: nn.Module, hidden: int, owners: Cou
         inner_path, module = experts
         d_v, d_k = experts_shape(module)
         _require_editable(f"{path}.{inner_path}", module)
-        return Site(layer, path, f"{path}.{inner_path}", d_k, d_v, len(stored_weight(module)))
+        return Site(layer, path, f"{path}.{inner_path}", d_k, d_v, len(module.down_proj))  # type: ignore[arg-type]
     if down is None:
         _refuse_other_experts(path, block)
         down = _last_named([x for x in maps if x.in_mixer and x.d_out == hidden], OUTPUT_NAMES)
@@ -102,16 +104,23 @@ def module_at(model: nn.Module, name: str) -> nn.Module:
 
 
 def stored_weight(module: nn.Module) -> nn.Parameter:
-    """Return the parameter that holds the memory of a linear map, or of routed experts."""
+    """Return the parameter that holds the memory of a linear map, or of routed experts.
+
+    An offloaded one is taken back into memory first, so that it can be read and written.
+    """
+    take_back(module)
     weight: nn.Parameter = module.down_proj if is_experts(module) else module.weight  # type: ignore[assignment]
     return weight
 
 
 def memory_of(module: nn.Module) -> Tensor:
-    """Return the weight of a site as a memory [d_v, d_k], outside autograd: a view; of routed experts maybe a copy."""
+    """Return the weight of a site as a memory [d_v, d_k], outside autograd.
+
+    It is a view; of routed experts maybe a copy, and of a weight that processes share always one.
+    """
+    weight = whole(stored_weight(module).detach())
     if is_experts(module):
-        return experts_memory(module)
-    weight = stored_weight(module).detach()
+        return experts_memory(module, weight)
     # GPT-2's Conv1D stores the transpose. The type decides, since the shape of a square weight does not tell.
     return weight.mT if isinstance(module, Conv1D) else weight
 
@@ -122,14 +131,14 @@ def write_memory(module: nn.Module, memory: Tensor) -> None:
 
     The copy is in place: whatever else holds this weight (a tied tensor, an optimizer) sees the new numbers.
     """
-    routed = is_experts(module)
-    shape = list(experts_shape(module) if routed else memory_of(module).shape)
+    weight = stored_weight(module)
+    routed, transposed = is_experts(module), isinstance(module, Conv1D)
+    shape = list(experts_shape(module) if routed else weight.shape[::-1] if transposed else weight.shape)
     if list(memory.shape) != shape:
         raise ShapeError(f"The memory is {list(memory.shape)}", expected=f"{shape}", code="memory_shape")
     if routed:
-        stored_weight(module).copy_(as_down_projections(module, memory))
-    else:
-        memory_of(module).copy_(memory)
+        memory = as_down_projections(module, memory)
+    copy_into(weight, memory.mT if transposed else memory)
 
 
 def _cannot_edit(reason: str, expected: str, code: str, advice: str = "Choose a model of another family") -> InputError:
@@ -238,7 +247,7 @@ def _require_editable(path: str, module: nn.Module) -> None:
     # A subclass with a forward of its own may quantize on the fly; those of transformers do not (FalconLinear).
     is_plain = isinstance(module, (nn.Linear, Conv1D)) and kind.forward in (nn.Linear.forward, Conv1D.forward)
     is_plain = is_plain or kind.__module__.startswith("transformers.models.")
-    if is_plain and type(weight) is nn.Parameter and weight.dtype in EDITABLE_DTYPES:
+    if is_plain and type(weight) in (nn.Parameter, DTensor) and weight.dtype in EDITABLE_DTYPES:  # type: ignore[union-attr]
         return
     if hasattr(module, "base_layer"):
         code, advice = "adapter", "Merge the adapter into the model first (merge_and_unload()), or edit the base model"

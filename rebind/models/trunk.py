@@ -39,6 +39,7 @@ from transformers.cache_utils import (
 from rebind.errors import InputError
 from rebind.models.caches import Prefixes, borrow_cache, select_cache
 from rebind.models.experts import RoutedKeys, is_experts, routed_keys
+from rebind.models.placement import device_of, reshard, whole_input
 from rebind.models.tokens import Tokens
 
 Hidden = Tensor  # [rows, tokens, width]
@@ -89,7 +90,7 @@ class Trunk:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.get_input_embeddings().parameters()).device
+        return device_of(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -231,7 +232,8 @@ class Trunk:
             elif module in self.blocks:
                 inputs[index] = _mean_of(self._streams(_first_argument(args, kwargs), shape))
             else:
-                inputs[index] = _first_argument(args, kwargs).reshape(*shape, -1)  # some families flatten rows
+                entered = _first_argument(args, kwargs).reshape(*shape, -1)  # some families flatten rows
+                inputs[index] = whole_input(module, entered)
             if len(inputs) == len(modules):
                 raise _Stop
 
@@ -283,6 +285,7 @@ class Trunk:
         arguments = self._arguments(tokens, cache, self._accepts, use_cache=use_cache)
         with self._finite_padding(tokens), suppress(_Stop):
             return self.model.base_model(**arguments)
+        reshard(self.blocks)
         return None
 
     def _arguments(self, tokens: Tokens, cache: Any, accepts: set[str], *, use_cache: bool = False) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import transformers
 
 from benchmarks.growth import SHAPES, invented
 from rebind.edit.facts import Fact
+from rebind.edit.outline import ModelOutline, is_config_alone
 from rebind.edit.plan import GIB, plan_from_config
 from rebind.errors import InputError
-from rebind.models.outline import ModelOutline, is_config_alone
 from tests import tiny
 from tests.edit.editors import FACTS, open_editor
 from tests.support import raises

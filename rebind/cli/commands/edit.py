@@ -270,7 +270,7 @@ def _config_alone(model: str) -> Path | None:
     path = Path(model).expanduser()
     if model == opt.DEFAULT_MODEL or not path.exists() or (path.is_file() and path.suffix != ".json"):
         return None
-    from rebind.models.outline import is_config_alone
+    from rebind.edit.outline import is_config_alone
 
     return path if is_config_alone(path) else None
 

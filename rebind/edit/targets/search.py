@@ -20,6 +20,7 @@ from torch import Tensor
 from rebind.edit.targets.objective import FactPrompts, TargetSettings, can_record
 from rebind.edit.targets.optimize import OnStep, TargetStates, find_targets
 from rebind.edit.targets.search_copy import speed_up
+from rebind.models.placement import is_whole, waiting_constants
 from rebind.models.trunk import Trunk
 from rebind.parallel import gather, share, unite
 from rebind.precision import tensor_float
@@ -100,7 +101,7 @@ class TargetSearch:
         """
         own = self.trunk.dtype
         size = sum(parameter.numel() for parameter in self.trunk.model.parameters())
-        if own != torch.float32:
+        if own != torch.float32 or not is_whole(self.trunk.model):  # a copy would need all weights in one place
             return own
         if can_record(self.trunk):
             memory = torch.cuda.mem_get_info(self.trunk.device)[1]
@@ -139,7 +140,8 @@ class TargetSearch:
         if not chosen:
             return None
         copy = self._search_copy()
-        with tensor_float(True) if copy is None else nullcontext():
+        waiting = waiting_constants(self.trunk.model, self.trunk.device)
+        with waiting, tensor_float(True) if copy is None else nullcontext():
             return find_targets(
                 self.trunk,
                 layer,
