@@ -50,10 +50,10 @@ from rebind.errors import InputError
 from rebind.memory import LowRank
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
-from rebind.models.placement import is_sharded
 from rebind.models.prompts import EncodedPrompt, ends_with_word
 from rebind.models.scoring import FactScore
-from rebind.models.sites import memory_of, module_at
+from rebind.models.sites import is_quantized, memory_of, module_at
+from rebind.models.weights.placement import is_sharded
 from rebind.parallel import from_writer, gather, is_writer, ranks, share, unite
 
 # Facts, dictionaries or (prompt, target) pairs; or the path of a JSONL, JSON or CSV file (see `read_facts`)
@@ -373,6 +373,9 @@ class Editor:
         `dtype` is that of the saved weights; by default `checkpoint_dtype()`.
         """
         self.refresh()
+        if any(is_quantized(module_at(self.model, name)) for name in self.weights.base):
+            problem = "The model is quantized, and its edits are beside it: a checkpoint of it would lack them"
+            raise InputError(problem, advice="Export the change as an adapter", code="quantized_checkpoint")
         dtype, card = dtype or self.checkpoint_dtype(), self._card("transformers")
         memory = self.memory() if self.edited.dense.memories else None
         return export.save_model(

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 
 from rebind.errors import MemoryWarning, OutOfMemoryError
-from rebind.models.placement import bytes_on
 from rebind.models.trunk import Trunk
+from rebind.models.weights.placement import bytes_on
 
 CPU_SCORING_TOKENS, GPU_SCORING_TOKENS = 4_096, 65_536  # in a batch without gradients
 CPU_TOKENS = 2_048

@@ -18,12 +18,12 @@ from rebind.errors import InputError
 from rebind.models.batching import tokens_per_batch
 from rebind.models.generation import continue_prompts, sample
 from rebind.models.load import load_pretrained
-from rebind.models.placement import named_weights
 from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation, encode_prompts, start_tokens
 from rebind.models.scoring import FactScore, score_prompts
 from rebind.models.sites import Site, find_sites, module_at
 from rebind.models.tokens import Tokens
 from rebind.models.trunk import Trunk
+from rebind.models.weights.placement import named_weights
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per entry
 SAMPLES = 1024

@@ -39,8 +39,8 @@ from transformers.cache_utils import (
 from rebind.errors import InputError
 from rebind.models.caches import Prefixes, borrow_cache, select_cache
 from rebind.models.experts import RoutedKeys, is_experts, routed_keys
-from rebind.models.placement import device_of, reshard, whole_input
 from rebind.models.tokens import Tokens
+from rebind.models.weights.placement import device_of, reshard, whole_input
 
 Hidden = Tensor  # [rows, tokens, width]
 Resume = tuple[int, Hidden]  # a layer and the output that its block is taken to have: the run begins above it
@@ -94,7 +94,8 @@ class Trunk:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.blocks[0].parameters()).dtype
+        weights = self.blocks[0].parameters()
+        return next(weight.dtype for weight in weights if weight.is_floating_point())  # quantized ones are integers
 
     @property
     def context_length(self) -> int | None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 
-from rebind.models.placement import bring_back, move_constant, waiting_constants
 from rebind.models.sites import memory_of, module_at
+from rebind.models.weights.placement import bring_back, move_constant, waiting_constants
 from tests import tiny
 from tests.edit.editors import FACTS, open_editor, rewrite
 

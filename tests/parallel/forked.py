@@ -17,15 +17,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_jobs(module: str, jobs: dict[str, int], folder: Path, timeout: float = 900) -> dict[str, list[int]]:
-    """Run functions of a module, each in so many processes, with a folder of its own; return their exit codes."""
+def run_jobs(jobs: dict[str, int], folder: Path, timeout: float = 900) -> dict[str, list[int]]:
+    """Run functions "module.function" of this folder, each in so many processes; return their exit codes.
+
+    Each has a folder with the function's name.
+    """
     words = [f"{name}:{count}" for name, count in jobs.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", "from tests.parallel.forked import main; main()", module, str(folder), *words]
+    command = [sys.executable, "-c", "from tests.parallel.forked import main; main()", str(folder), *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     (folder / "output.txt").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stderr[-4_000:]
-    return {name: list(map(int, (folder / name / "codes").read_text().split())) for name in jobs}
+    names = [name.partition(".")[2] for name in jobs]
+    return {name: list(map(int, (folder / name / "codes").read_text().split())) for name in names}
 
 
 def main() -> None:
@@ -33,13 +37,13 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    name, folder, *words = sys.argv[1:]
-    module = importlib.import_module(name)
+    folder, *words = sys.argv[1:]
     for word in words:
-        job, count = word.split(":")
+        name, count = word.split(":")
+        module, _, job = name.partition(".")
         place = Path(folder) / job
         place.mkdir(parents=True, exist_ok=True)
-        codes = fork(getattr(module, job), int(count), place)
+        codes = fork(getattr(importlib.import_module(f"tests.parallel.{module}"), job), int(count), place)
         (place / "codes").write_text(" ".join(map(str, codes)))
 
 

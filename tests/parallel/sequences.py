@@ -1,4 +1,4 @@
-"""What the processes of `test_sequences` do: each holds a segment of a sequence, and checks it against the whole."""
+"""What the processes of `test_processes` do: each holds a segment of a sequence, and checks it against the whole."""
 
 from __future__ import annotations
 

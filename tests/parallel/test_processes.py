@@ -1,4 +1,7 @@
-"""Commands in several processes: the results of one process, one writer, and a process that is killed."""
+"""Several processes: the results of one process, one writer, and a process that is killed.
+
+`work` has what commands share, `sequences` what is split over processes, and `shards` models that they share.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +12,53 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests import tiny
 from tests.evals.runs import contents
+from tests.nn.training_runs import corpus, losses
 from tests.parallel.forked import run_jobs
 
 TOLERANCE = 1e-9  # of float64 results: the order of sums differs, and so does the padding in a batch
-JOBS = {"in_one_process": 1, "commands": 2, "messages": 4, "killed": 2, "resumed": 2, "refused": 2}
+SHARED = {"in_one_process": 1, "commands": 2, "messages": 4, "killed": 2, "resumed": 2, "refused": 2}
+SEQUENCES = {"one": 1, "two": 2, "four": 4}
+SHARDS = {"fsdp": 2, "tensor_parallel": 2}
+MODULES = {"work": SHARED, "sequences": SEQUENCES, "shards": SHARDS}
+TRAINED = {"one sequence": "two", "shards": "two", "rows and segments": "four"}  # and the job that did it
 
 
-def test_processes_share_their_work(tmp_path):
+def test_several_processes(tmp_path):
     """One test, because starting the processes takes longer than everything that is asked about them."""
     tiny.llama(max_position_embeddings=128).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
+    corpus(tmp_path)
     facts = [{"prompt": f"The capital of {{{place}}} is", "target": "Rome"} for place in ("France", "Spain", "Norway")]
     (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, facts)))
-    codes = run_jobs("tests.parallel.work", JOBS, tmp_path)
-    assert [codes[job] for job in ("in_one_process", "commands", "messages")] == [[0], [0, 0], [0] * 4], errors(
-        tmp_path
-    )
+    jobs = {f"{module}.{job}": count for module, counts in MODULES.items() for job, count in counts.items()}
+    codes = run_jobs(jobs, tmp_path)
+    for job, count in {**SHARED, **SEQUENCES, **SHARDS}.items():
+        if job not in ("killed", "refused"):
+            assert codes[job] == [0] * count, f"{job}: {errors(tmp_path / job)}"
     require_same_edits(tmp_path)
     require_same_moments(tmp_path)
     require_same_runs(tmp_path)
     require_nothing_lost(tmp_path, codes)
+    require_same_training(tmp_path)
+
+
+def require_same_training(folder: Path) -> None:
+    """Runs with every sequence in two processes learn what one process does."""
+    for name, job in TRAINED.items():
+        one, several = folder / "one" / name, folder / job / name
+        torch.testing.assert_close(losses(several), losses(one), rtol=1e-5, atol=0.0)  # float32
+        checkpoint = "checkpoints/step-00000006"
+        weights = AutoModelForCausalLM.from_pretrained(several / checkpoint).state_dict()
+        for key, weight in AutoModelForCausalLM.from_pretrained(one / checkpoint).state_dict().items():
+            torch.testing.assert_close(weights[key], weight, rtol=0.0, atol=1e-4)
 
 
 def errors(folder: Path) -> str:
-    return "\n".join(file.read_text()[-2_000:] for file in sorted(folder.glob("*/err-*")))
+    return "\n".join(file.read_text()[-2_000:] for file in sorted(folder.glob("err-*")))
 
 
 def require_same_edits(folder: Path) -> None:
@@ -95,7 +118,6 @@ def require_nothing_lost(folder: Path, codes: dict[str, list[int]]) -> None:
     lines = [line for rank in (0, 1) for line in (folder / f"killed/err-{rank}").read_text().splitlines()]
     assert len(lines) == 1, lines
     assert "process" in lines[0]
-    assert codes["resumed"] == [0, 0], errors(folder)
     assert (folder / "resumed/out-0").read_text() == "e0001\n"
     assert (folder / "resumed/out-1").read_text() == ""
     assert codes["refused"] == [2, 2]

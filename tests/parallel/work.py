@@ -48,7 +48,7 @@ def commands(folder: Path) -> None:
     traces = traced(in_memory)
     _save(folder / f"edit-{ranks().rank}", with_ledger, first.tensors, second.tensors, in_memory)
     for protocol in ("single", "sequential"):
-        runs.run(folder / protocol, protocol)
+        runs.run(folder / protocol, protocol, raw=runs.RAW[:4])
     result = run_experiment(Norms(), folder / "lab")
     document = {
         "effects": [trace.effects["mlp"].tolist() for trace in traces],

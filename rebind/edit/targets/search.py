@@ -20,8 +20,8 @@ from torch import Tensor
 from rebind.edit.targets.objective import FactPrompts, TargetSettings, can_record
 from rebind.edit.targets.optimize import OnStep, TargetStates, find_targets
 from rebind.edit.targets.search_copy import speed_up
-from rebind.models.placement import is_whole, waiting_constants
 from rebind.models.trunk import Trunk
+from rebind.models.weights.placement import is_whole, waiting_constants
 from rebind.parallel import gather, share, unite
 from rebind.precision import tensor_float
 from rebind.storage import check_tensors, path_inside, seal_tensors, write_file

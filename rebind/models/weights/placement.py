@@ -77,8 +77,9 @@ def whole_input(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def is_whole(model: nn.Module) -> bool:
-    """Return whether all weights of a model are in its modules: neither offloaded nor sharded."""
-    return not any(weight.is_meta or isinstance(weight, DTensor) for weight in model.parameters())
+    """Return whether all weights of a model are plain numbers in its modules: not offloaded, sharded or quantized."""
+    weights = list(model.parameters())
+    return all(type(weight) is nn.Parameter and weight.is_floating_point() and not weight.is_meta for weight in weights)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -94,7 +95,12 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         path, _, own = name.rpartition(".")
         hook = offload_hook(owners[path]) if weight.is_meta else None
-        yield name, whole(weight.detach()) if hook is None else hook.weights_map[own]
+        if hook is not None:
+            yield name, hook.weights_map[own]
+        elif type(weight) in (nn.Parameter, DTensor) or not hasattr(weight, "__tensor_flatten__"):
+            yield name, whole(weight.detach())
+        else:  # quantized by torchao: several tensors
+            yield from ((f"{name}.{part}", getattr(weight, part)) for part in weight.__tensor_flatten__()[0])
 
 
 def offload_hook(module: nn.Module) -> Any | None:
