@@ -29,6 +29,7 @@ from rebind.errors import InputError
 from rebind.models.locate import first_line, locate
 from rebind.models.plausible import require_plausible
 from rebind.models.weights.placement import prepare, whole
+from rebind.models.weights.quantized import keep_gradients
 from rebind.storage import cache_dir, create_folder, path_inside
 
 OWN_MODEL_TYPES = ("rebind", "rebind-seq2seq")  # in config.json; transformers knows them after importing rebind.nn
@@ -65,6 +66,7 @@ def load_pretrained(
         if device is not None:
             nn.Module.to(model, device)
     prepare(model)
+    keep_gradients(model)
     _require_finite_weights(model, name)
     model.train(False).requires_grad_(False)
     return model, load_tokenizer(tokenizer, folder), name

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rebind.errors import InputError
+
 ROWS_AT_ONCE = 1024  # unit vectors that are multiplied together
 CHANGE = "_rebind_change"  # the attribute of a module that holds its `Change`
 
@@ -29,6 +31,17 @@ class Change:
 
     def remove(self) -> None:
         self._handle.remove()
+
+
+def keep_gradients(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights on a CPU into a form without gradients: target search needs them."""
+    for path, module in model.named_modules():
+        if not hasattr(module, "support_avx512bf16_for_cpu"):
+            continue
+        module.support_avx512bf16_for_cpu = False
+        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+            problem = f"{path} has run before, and bitsandbytes has packed its weights into a form without gradients"
+            raise InputError(problem, advice="Load the model again and pass it before it runs", code="packed_weights")
 
 
 def base_matrix(module: nn.Module) -> Tensor:
