@@ -32,14 +32,9 @@ from rebind.nn.training.data import SegmentBatches, TokenizedText, prepare_text
 from rebind.nn.training.evaluate import carried_perplexity, sliding_perplexity
 from rebind.nn.training.memory import require_memory
 from rebind.nn.training.outputs import RESULT, RunOutputs, import_tensorboard
-<<<<<<< HEAD
-from rebind.nn.training.step import TrainingStep, build_optimizer, join_processes, shard
-from rebind.storage import Row, RunFolder, path_inside, read_sealed_json
-=======
 from rebind.nn.training.step import TrainingStep, build_optimizer, shard
 from rebind.parallel import join_processes
-from rebind.storage import Row, RunFolder, read_json_object
->>>>>>> 16f7f72 (Split a sequence over processes)
+from rebind.storage import Row, RunFolder, path_inside, read_sealed_json
 
 CHECKPOINTS, TOKENS = "checkpoints", "tokens"
 
@@ -112,13 +107,8 @@ class _Run:
 
     def __init__(self, config: TrainConfig, path: Path, progress: TrainingProgress) -> None:
         self.config, self.path, self.progress = config, path, progress
-<<<<<<< HEAD
         self.checkpoints = path_inside(path, f"{CHECKPOINTS}/step").parent  # no symbolic link
-        self.processes, self.device = join_processes(config.device)
-=======
-        self.checkpoints = path / CHECKPOINTS
         self.processes, self.device = join_processes(usable_device(config.device))
->>>>>>> 16f7f72 (Split a sequence over processes)
         self.rank, self.count = self.processes.process_index, self.processes.num_processes
         self.is_sharded = config.sharded and self.count > 1  # a single process holds everything anyway
         self.unread: list[tuple[Tensor, Tensor]] = []  # losses and norms that a GPU may still be computing
