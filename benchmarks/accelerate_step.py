@@ -25,7 +25,8 @@ from rebind.bench.measure import machine
 from rebind.nn import RebindForCausalLM
 from rebind.nn.training import DataConfig, TrainConfig
 from rebind.nn.training.data import SegmentBatches, TokenBatch
-from rebind.nn.training.step import TrainingStep, build_optimizer, join_processes
+from rebind.nn.training.step import TrainingStep, build_optimizer
+from rebind.parallel import join_processes
 from rebind.storage import read_json_object, write_json
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}

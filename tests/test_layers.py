@@ -16,7 +16,7 @@ PACKAGE = Path(rebind.__file__).parent
 MOST_MODULES = 15  # in one folder, besides __init__.py
 
 # What each layer may import of the package, besides itself. docs/architecture.md draws this.
-FOUNDATION = {"errors", "storage", "precision", "plotting", "cuda_graphs", "version"}
+FOUNDATION = {"errors", "storage", "parallel", "precision", "plotting", "cuda_graphs", "version"}
 ALGEBRA = FOUNDATION | {"memory", "ops"}
 EDITING = ALGEBRA | {"nn", "models", "edit"}
 BELOW: dict[str, set[str]] = {
@@ -26,6 +26,7 @@ BELOW: dict[str, set[str]] = {
     "plotting": {"errors"},
     "cuda_graphs": {"errors"},
     "storage": {"errors"},
+    "parallel": {"errors", "storage"},
     "memory": FOUNDATION,
     "ops": FOUNDATION | {"memory"},
     "bench": ALGEBRA,

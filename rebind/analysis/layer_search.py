@@ -16,8 +16,9 @@ from statistics import fmean, harmonic_mean
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rebind.analysis.traces import Trace, TraceSettings
+from rebind.analysis.traces import TraceSettings
 from rebind.analysis.tracing import Tracer
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
@@ -26,6 +27,7 @@ from rebind.edit.progress import Progress
 from rebind.edit.settings import layers_file, save_measured_layers
 from rebind.errors import InputError
 from rebind.models.prompts import Prompt
+from rebind.parallel import alone, is_writer, ranks, share, unite
 from rebind.storage import read_sealed_json
 
 MIN_FACTS = 3  # known facts: results of fewer mean nothing
@@ -97,11 +99,15 @@ class LayerChoice:
         return asdict(self)
 
 
+def _as_candidate(row: dict[str, Any]) -> Candidate:
+    return Candidate(**{**row, "layers": tuple(row["layers"])})
+
+
 def saved_layer_choice(fingerprint: str) -> LayerChoice | None:
     """Return the stored result of `search_layers` for a model; None if there is none that can be read."""
     stored = read_sealed_json(layers_file(fingerprint)) or {}
     try:
-        candidates = tuple(Candidate(**{**row, "layers": tuple(row["layers"])}) for row in stored["candidates"])
+        candidates = tuple(map(_as_candidate, stored["candidates"]))
         sequences = {name: tuple(stored[name]) for name in ("layers", "trace")}
         return LayerChoice(**{**stored, **sequences, "candidates": candidates})
     except (KeyError, TypeError):
@@ -128,7 +134,8 @@ def search_layers(
         editor.guard = None  # trial edits that fail its checks are results, too
         editor.use_ledger(Ledger.in_memory(editor.fingerprint, editor.language_model.name))
         tracer = Tracer(editor.language_model, TraceSettings(kinds=("mlp",)))
-        known = [trial for trial in trials if tracer.knows(trial.fact)]
+        is_known = unite([tracer.knows(trial.fact) for trial in share(trials)])
+        known = [trial for trial, knows in zip(trials, is_known, strict=True) if knows]
         if len(known) < MIN_FACTS:
             raise InputError(
                 f"{editor.language_model.name} knows {len(known)} of {len(trials)} facts",
@@ -138,30 +145,33 @@ def search_layers(
                 code="too_few_known_facts",
             )
         tried = known[:limit]
-        traces: list[Trace] = []
-        for trial in tried:
-            report("tracing", len(traces), len(tried))
-            traces.append(tracer.trace(trial.fact, subject_only=True))
+        at_subject: list[Tensor] = []
+        for trial in share(tried):
+            report("tracing", len(at_subject) * ranks().count, len(tried))
+            trace = tracer.trace(trial.fact, subject_only=True)
+            at_subject.append(trace.effects["mlp"][trace.prompt.subject[1]])
         report("tracing", len(tried), len(tried))
-        at_subject = [trace.effects["mlp"][trace.prompt.subject[1]] for trace in traces]
-        effects = torch.stack(at_subject).mean(0).tolist()
+        effects = torch.stack(unite(at_subject)).mean(0).tolist()
         windows = candidate_windows(editor.settings("memit").layers, effects)
         editor.progress.phase("moments")
         layers = sorted({layer for window in windows for layer in window})
         editor.weights.load_old_keys([editor.sites[layer].name for layer in layers])  # one pass for all trial edits
         editor.progress = Progress()  # the phases of each trial edit are not reported
-        candidates: list[Candidate] = []
-        for window, why in windows.items():
-            report("trial edits", len(candidates), len(windows))
-            candidates.append(_try_edit(editor, window, why, effects[window[len(window) // 2]], tried))
+        results: list[Candidate] = []
+        for window, why in share(list(windows.items())):
+            report("trial edits", len(results) * ranks().count, len(windows))
+            with alone():
+                results.append(_try_edit(editor, window, why, effects[window[len(window) // 2]], tried))
         report("trial edits", len(windows), len(windows))
+        candidates = [_as_candidate(row) for row in unite([asdict(result) for result in results])]
     finally:
         editor.guard, editor.progress = guard, progress
         editor.use_ledger(ledger)
     model, best = editor.language_model, max(candidates, key=lambda candidate: candidate.score)
     counts = len(known), len(trials)
     choice = LayerChoice(model.name, model.fingerprint, best.layers, tuple(candidates), tuple(effects), *counts)
-    save_measured_layers(model.fingerprint, best.layers, choice.to_json())
+    if is_writer():
+        save_measured_layers(model.fingerprint, best.layers, choice.to_json())
     return choice
 
 
@@ -178,8 +188,8 @@ def candidate_windows(default: tuple[int, ...], effects: Sequence[float]) -> dic
     around_peak = ending_at(peak + (width - 1) // 2)
     windows = {default: "default"}
     windows[around_peak] = "default and peak of the trace" if around_peak == default else "peak of the trace"
-    for share in (6, 4, 3, 2):
-        windows.setdefault(ending_at(round(depth / share)), f"up to 1/{share} of the depth")
+    for part in (6, 4, 3, 2):
+        windows.setdefault(ending_at(round(depth / part)), f"up to 1/{part} of the depth")
     return windows
 
 

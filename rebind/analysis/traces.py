@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +15,7 @@ from rebind.errors import InputError
 from rebind.memory.checks import unknown_name
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
+from rebind.parallel import ranks, unite
 
 KINDS = ("hidden", "mlp", "attention")
 ROME_WINDOW, ROME_DEPTH = 10, 48  # ROME restores 10 layers of the 48 of GPT-2 XL together
@@ -137,6 +138,32 @@ class Trace:
             "noise": self.noise,
             "window": self.window,
         }
+
+
+def unite_traces(traces: Sequence[Trace]) -> list[Trace]:
+    """Return the traces of all processes, in the order of the facts that they shared."""
+    if ranks().count == 1:
+        return list(traces)
+    names = [field.name for field in fields(Trace)]
+    rows = [{name: getattr(trace, name) for name in names} for trace in traces]
+    plain = [{**row, "prompt": asdict(row["prompt"]), "settings": asdict(row["settings"])} for row in rows]
+    return [
+        Trace(
+            **{
+                **row,
+                "prompt": PromptTokens(**_tuples(row["prompt"])),
+                "settings": TraceSettings(**_tuples(row["settings"])),
+            }
+        )
+        for row in unite(plain)
+    ]
+
+
+def _tuples(value: Any) -> Any:
+    """Return fields with tuples in the place of lists, into which a message turns them."""
+    if isinstance(value, dict):
+        return {name: _tuples(part) for name, part in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 # Averages: the figure in section 2 of ROME

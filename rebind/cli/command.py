@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, get_type_hints
+from typing import Any, Literal, TypeAlias, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -15,7 +16,9 @@ from typer.core import TyperCommand, TyperGroup
 from rebind.cli.options import OutputOptions
 from rebind.cli.ui import Terminal
 from rebind.cli.ui.errors import INVALID_INPUT, run
+from rebind.errors import InputError
 
+Processes: TypeAlias = Literal["one", "shared", "own"]
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
@@ -58,7 +61,9 @@ class CommandGroup(PlainHelp, TyperGroup):
         prog_name = prog_name or "rebind"
         self._main_shell_completion({}, prog_name)  # answers the shell and exits, if it is the shell that asks
         words = list(sys.argv[1:] if args is None else args)
-        terminal = Terminal(as_json="--json" in words, debug="--debug" in words)  # for errors in the options themselves
+        is_first = os.environ.get("RANK", "0") == "0" or _count_processes() == 1
+        # What the words say is for errors in the options themselves.
+        terminal = Terminal(as_json="--json" in words, debug="--debug" in words, writes=is_first)
 
         def invoke() -> None:
             with self.make_context(prog_name, words, obj=terminal) as context:
@@ -73,12 +78,18 @@ def new_app(**settings: Any) -> typer.Typer:
     return typer.Typer(cls=CommandGroup, pretty_exceptions_enable=False, context_settings=HELP_NAMES, **settings)
 
 
-def add_command(app: typer.Typer, name: str, function: Callable[..., None], examples: str) -> None:
-    """Add a function to a group of commands; its docstring and its examples are the help."""
-    app.command(name, cls=Command, epilog=examples, context_settings=HELP_NAMES)(with_option_groups(function))
+def add_command(
+    app: typer.Typer, name: str, function: Callable[..., None], examples: str, *, processes: Processes = "one"
+) -> None:
+    """Add a function to a group of commands; its docstring and its examples are the help.
+
+    Started by torchrun, several processes share the work of a command, or it joins them on its "own".
+    """
+    command = with_option_groups(function, processes=processes)
+    app.command(name, cls=Command, epilog=examples, context_settings=HELP_NAMES)(command)
 
 
-def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
+def with_option_groups(function: Callable[..., None], *, processes: Processes = "one") -> Callable[..., None]:
     """Expand each parameter whose type is a dataclass of options into these options.
 
     A parameter of type Terminal stands for --json, --quiet and --debug, and receives the terminal of the command line.
@@ -102,11 +113,33 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
             if group is OutputOptions:
                 values[name] = _prepare(context.obj, values[name], context.command.params)
         if context.invoked_subcommand is None:
+            if _count_processes() > 1:
+                _join(context.command_path, processes)
             function(**values)
 
     call.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {}
     return call
+
+
+def _count_processes() -> int:
+    """Return how many processes torchrun has started for this command."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _join(command: str, processes: Processes) -> None:
+    """Join the other processes of a command, if it can share its work with them."""
+    if processes == "one":
+        raise InputError(
+            f"`{command}` was started in {_count_processes()} processes",
+            expected="one process: it has no work to share",
+            advice="Start it without torchrun",
+            code="several_processes",
+        )
+    if processes == "shared":
+        from rebind.parallel import join_processes
+
+        join_processes("cpu")  # they exchange numbers and texts; each may compute on a GPU of its own
 
 
 def _prepare(terminal: Terminal, output: OutputOptions, params: list[Any]) -> Terminal:

@@ -43,15 +43,21 @@ def load_editor(
     from rebind.edit.editor import Editor
     from rebind.edit.moments import Texts
     from rebind.edit.targets import ContextSettings
+    from rebind.parallel import local_device, ranks
 
     logging: Any = transformers.logging  # untyped
     logging.set_verbosity_error()
+    if source.device_map is not None and ranks().count > 1:
+        advice = "Start one process, or leave out {device_map}: then each process has a device of its own"
+        settings = {"device_map": None}
+        problem = f"A device map cannot be shared by {ranks().count} processes"
+        raise InputError(problem, advice=advice, settings=settings, code="device_map_with_processes")
     editor = Editor(
         source.model,
         corpus=None if source.corpus is None else Texts.from_file(source.corpus),
         moment_tokens=source.moment_tokens,
         dtype=dtype,
-        device=source.device,
+        device=local_device(source.device),
         device_map=source.device_map,
         framings=framings,
         contexts=ContextSettings() if contexts is None else ContextSettings.of(contexts),
@@ -83,10 +89,10 @@ def open_editor(
     model = editor.language_model
     folder = (source.ledger or ledgers_dir() / f"{_as_file_name(model.name)}-{model.fingerprint[:8]}").expanduser()
     if use == "create" or (folder / LEDGER_FILE).exists():
-        from rebind.edit.ledger.ledger import Ledger
+        from rebind.edit.editor import open_ledger
 
         dtype = str(model.dtype).removeprefix("torch.")
-        ledger = Ledger.open(folder, model.fingerprint, model_name=model.name, dtype=dtype)
+        ledger = open_ledger(folder, model.fingerprint, model_name=model.name, dtype=dtype)
         if source.corpus is None:
             _use_samples_of(ledger, editor, source.moment_tokens)
         editor.use_ledger(ledger)

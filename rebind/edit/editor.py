@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -39,7 +39,8 @@ from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import Method, get_method
 from rebind.edit.moments import Corpus, Moments, OwnSamples
-from rebind.edit.plan import Plan, estimate
+from rebind.edit.outline import ModelOutline
+from rebind.edit.plan import Plan, PromptSize, estimate, prompts_per_fact
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
 from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStates, TargetStore
@@ -51,12 +52,26 @@ from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
 from rebind.models.prompts import EncodedPrompt, ends_with_word
 from rebind.models.scoring import FactScore
-from rebind.models.sites import memory_of, module_at
-
-KEPT = 9  # prompts about a subject that are kept, on average
+from rebind.models.sites import is_quantized, memory_of, module_at
+from rebind.models.weights.placement import is_sharded
+from rebind.parallel import from_writer, gather, is_writer, ranks, share, unite
 
 # Facts, dictionaries or (prompt, target) pairs; or the path of a JSONL, JSON or CSV file (see `read_facts`)
 FactSource: TypeAlias = str | Path | Fact | Mapping[str, object] | Iterable[Fact | Mapping[str, object] | Sequence[str]]
+
+
+def open_ledger(folder: str | Path, model: str, *, model_name: str = "", dtype: str = "") -> Ledger:
+    """Open or create a ledger; of several processes, the writer does so first."""
+    opened: list[Ledger] = []
+
+    def open_one() -> None:
+        opened.append(Ledger.open(folder, model, model_name=model_name, dtype=dtype))
+
+    gather(None, "before a ledger is opened")  # until all have looked whether there is one
+    from_writer(open_one, "open ledger")
+    if not opened:
+        open_one()
+    return opened[0]
 
 
 class Editor:
@@ -97,6 +112,10 @@ class Editor:
     ) -> None:
         self.language_model = LanguageModel.load(model, tokenizer, dtype=dtype, device=device, device_map=device_map)
         self.model, self.tokenizer = self.language_model.model, self.language_model.tokenizer
+        if ranks().count > 1 and is_sharded(self.model):
+            problem = "The processes share the weights of the model, so they cannot also share facts"
+            advice = "Do not call rebind.parallel.join_processes, and edit in all processes alike"
+            raise InputError(problem, advice=advice, code="sharded_model")
         self.sites = self.language_model.sites
         self.fingerprint = self.language_model.fingerprint  # of the base weights, before any edit
         self.seed, self.guard, self.context_settings = seed, guard, contexts
@@ -175,22 +194,27 @@ class Editor:
         earlier = self._earlier_edits(listed, settings.method)
         check_earlier_edits(earlier, force=force)
         with self.base_model():
-            about = subject_prompts(self.language_model, listed, chat="chat" in self.framings)
-            check = EditCheck(self.edited, self.guard, listed, about, self.framings)
+            about = self._subject_prompts(listed)
+            check = EditCheck(self.edited, self.guard, listed, about, self.framings) if is_writer() else None
             bench = self._bench(settings)
             if settings.method.dense:
                 draft = draft_rows(bench, listed, about, self.ledger.active)
             else:
                 draft = draft_writes(bench, listed, about)
             edit = bench.make_edit(listed, draft)
-        self.progress.phase("writing")
-        with self.edited.trial(edit):
+
+        def write() -> str:
+            assert check is not None
             forced = check.run(edit, settings, draft.search, self.progress.phase, force=force)
             with self.ledger.locked():
                 # Of other processes, too
                 clashes = [one for one in self._earlier_edits(listed, settings.method) if one.clashes]
                 check_earlier_edits([one for one in clashes if one not in earlier], force=force)
-                stored = self.ledger.append(replace(edit, scores=check.scores, forced=forced or bool(clashes)))
+                return self.ledger.append(replace(edit, scores=check.scores, forced=forced or bool(clashes))).id
+
+        self.progress.phase("writing")
+        with self.edited.trial(edit):
+            stored = self._stored_edit(from_writer(write, "edit"), edit)
         self._target_store.clear()
         return stored
 
@@ -317,12 +341,21 @@ class Editor:
         settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
         if not settings.method.dense:
             warn_of_shared_keys(listed)
-        model, moments = self.language_model, self.moments
-        kept = KEPT if settings.targets.keep else 0
-        rows = len(self.framings) + len(self.context_settings.first_words) + kept
-        prompts = model.encode([fact.as_prompt() for fact in listed])
-        earlier = find_earlier_edits(listed, self.ledger.active.with_facts_like(listed))
-        return estimate(model, prompts, settings, rows, moments, conflicts(listed), earlier)
+        prompts = self.language_model.encode([fact.as_prompt() for fact in listed])
+        places = [
+            self.sites[layer].block if settings.method.dense else self.sites[layer].name for layer in settings.layers
+        ]
+        on_cpu = self.language_model.device.type == "cpu"
+        return estimate(
+            ModelOutline.of(self.model, self.language_model.name, sites=self.sites, on_cpu=on_cpu),
+            [PromptSize.of(prompt) for prompt in prompts],
+            settings,
+            prompts_per_fact(settings, self.framings, self.context_settings),
+            moment_tokens=self.moments.tokens,
+            moments_cached=all(self.moments.path(place).exists() for place in places),
+            clashes=conflicts(listed),
+            earlier=find_earlier_edits(listed, self.ledger.active.with_facts_like(listed)),
+        )
 
     # Export
 
@@ -340,6 +373,9 @@ class Editor:
         `dtype` is that of the saved weights; by default `checkpoint_dtype()`.
         """
         self.refresh()
+        if any(is_quantized(module_at(self.model, name)) for name in self.weights.base):
+            problem = "The model is quantized, and its edits are beside it: a checkpoint of it would lack them"
+            raise InputError(problem, advice="Export the change as an adapter", code="quantized_checkpoint")
         dtype, card = dtype or self.checkpoint_dtype(), self._card("transformers")
         memory = self.memory() if self.edited.dense.memories else None
         return export.save_model(
@@ -393,6 +429,20 @@ class Editor:
         return export.model_card(self.ledger.active, name, self.fingerprint, library=library, start=start, needs=needs)
 
     # How an edit is made
+
+    def _subject_prompts(self, facts: Sequence[Fact]) -> list[SubjectPrompts]:
+        """Return what the base model says about each subject; processes share the facts."""
+        own = subject_prompts(self.language_model, share(facts), chat="chat" in self.framings)
+        return [
+            SubjectPrompts(one["kind"], tuple(one["kept"]), tuple(one["held_out"]), one["leads"])
+            for one in unite([asdict(one) for one in own])
+        ]
+
+    def _stored_edit(self, edit_id: str, edit: Edit) -> Edit:
+        """Return an edit that the writer has appended; a ledger in memory is one of each process."""
+        if self.ledger.path is None and not is_writer():
+            return self.ledger.append(edit)
+        return self.ledger.get(edit_id)
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -451,4 +501,4 @@ class Editor:
         if isinstance(ledger, Ledger):
             ledger.require_model(self.fingerprint, name, dtype)
             return ledger
-        return Ledger.open(ledger, self.fingerprint, model_name=name, dtype=dtype)
+        return open_ledger(ledger, self.fingerprint, model_name=name, dtype=dtype)

@@ -22,7 +22,7 @@ from rebind.edit.targets.objective import FactPrompts
 from rebind.memory import Write
 from rebind.models.batching import run_in_batches
 from rebind.models.mlp_output import output_map
-from rebind.models.sites import Site, memory_of, module_at, stored_weight, write_memory
+from rebind.models.sites import Site, memory_of, module_at, saved_weight, write_memory
 from rebind.models.tokens import Tokens
 from rebind.models.trunk import Trunk
 
@@ -214,11 +214,9 @@ def choose_lambda(keys: Tensor, old_keys: OldKeys, facts: int | None = None, sha
 @contextmanager
 def weights_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore the weights of the modules, byte for byte, when the block ends, whatever is raised."""
-    parameters = [stored_weight(module) for module in modules]
-    saved = [parameter.detach().clone() for parameter in parameters]
+    saved = [saved_weight(module) for module in modules]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for parameter, weight in zip(parameters, saved, strict=True):
-                parameter.copy_(weight)
+        for restore in saved:
+            restore()

@@ -22,13 +22,11 @@ import hashlib
 import json
 import shutil
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rebind.edit.editor import Editor
+from rebind.edit.editor import Editor, open_ledger
 from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit, library_versions
 from rebind.edit.ledger.ledger import Ledger
@@ -52,8 +50,10 @@ from rebind.evals.metrics import PARTS_OF_S
 from rebind.evals.protocols import Protocol, Stage, get_protocol
 from rebind.evals.records import Records, with_rivals
 from rebind.evals.scores import Scores, score_record
+from rebind.evals.stored import DRIFT, EDITS, RECORDS, TIMINGS, StoredUnits
 from rebind.evals.summary import markdown_report, summarize_run
 from rebind.memory.checks import require_number
+from rebind.parallel import alone, from_writer, is_writer, open_run_folder, ranks, share
 from rebind.storage import Row, RunFolder, seal_json, write_json
 
 RUNS = Path("runs")
@@ -139,23 +139,29 @@ def evaluate(
     description = run.describe()
     path = Path(out).expanduser() if out is not None else default_folder(description)
     ledger, guard = editor.ledger, editor.guard
-    with RunFolder.open(path, "evaluation", description) as folder:
+    with open_run_folder(path, "evaluation", description) as folder:
         editor.guard = None
         try:
             run.run(folder)
             if config.baselines:
-                run.run_baselines(folder)
+                from_writer(lambda: run.run_baselines(folder), "baselines")
         finally:
             editor.guard = guard
             editor.use_ledger(ledger)
-        shutil.rmtree(folder.file(WORK), ignore_errors=True)
-        baselines = folder.rows("baselines.jsonl").read()
-        summary = summarize_run(folder.config, run.records, run.rows, run.drift, baselines)
-        write_json(folder.file("summary.json"), seal_json(summary))
-        folder.write("table.md", markdown_report(summary).encode())
-        if config.figure and find_spec("matplotlib"):
-            draw_runs(folder.file("report.png"), [("after", summary)])
+        summary = from_writer(lambda: _report(run, folder), "summary")
     return EvalResult(path, description, summary)
+
+
+def _report(run: _Run, folder: RunFolder) -> dict[str, Any]:
+    """Write the summary, the table and the figure of a finished run; return the summary."""
+    shutil.rmtree(folder.file(WORK), ignore_errors=True)
+    baselines = folder.rows("baselines.jsonl").read()
+    summary = summarize_run(folder.config, run.records, run.rows, run.drift, baselines)
+    write_json(folder.file("summary.json"), seal_json(summary))
+    folder.write("table.md", markdown_report(summary).encode())
+    if run.config.figure and find_spec("matplotlib"):
+        draw_runs(folder.file("report.png"), [("after", summary)])
+    return summary
 
 
 def default_folder(config: dict[str, Any]) -> Path:
@@ -227,66 +233,91 @@ class _Run:
         }
 
     def run(self, folder: RunFolder) -> None:
-        """Do the units of work that are not stored yet; `rows` and `drift` are then those of the whole run."""
+        """Do the units of work that are not stored yet; `rows` and `drift` are then those of the whole run.
+
+        Several processes share the units. Edits that are made one after another they make together.
+        """
         units = self.config.protocol.units(len(self.records), self.unit_size, self.config.drift_edits)
-        self.folder, answers, timings = folder, folder.rows("records.jsonl"), folder.rows("timings.jsonl")
-        ends = list(accumulate(len(unit.records) for unit in units))
-        done = bisect_right(ends, len(answers.read()))  # units that are stored completely
-        self.rows: list[Row] = []
-        self._count(answers.truncate(ends[done - 1] if done else 0))
-        self.drift = folder.rows("drift.jsonl").truncate(sum(unit.drift for unit in units[:done]))
-        self.edits = folder.rows("edits.jsonl").read()
-        for number, unit in enumerate(units[done:], start=done + 1):
-            with self._timed("edit"):
-                self._prepare(unit)
-            if unit.drift:
-                self._measure_drift(unit)
+        self.folder, self.rows = folder, list[Row]()
+        stored = StoredUnits(folder, [len(unit.records) for unit in units], [unit.drift for unit in units])
+        done, rows, self.drift = stored.open()
+        self._count(rows)
+        self.edits = folder.rows(EDITS).read()
+        missing = [number for number in range(len(units)) if number not in done]
+        self._load_old_keys(units[number] for number in missing)
+        own = set(share(missing))
+        for number in missing:
+            unit = units[number]
+            if unit.alone and number not in own:
+                continue
+            with alone() if unit.alone else nullcontext():
+                results = self._run_unit(unit, is_own=number in own)
+            if results is not None:
+                stored.add(number, results)
+                self._count(results[RECORDS])
+                self.progress.unit(number + 1, len(units), unit, self._running_scores())
+        self.rows, self.drift = stored.merge()
+
+    def _run_unit(self, unit: Stage, *, is_own: bool) -> dict[str, list[Row]] | None:
+        """Bring the model to a unit's state; return the rows of the unit for each file, if it is this process's own."""
+        self.seconds.clear()
+        with self._timed("edit"):
+            edits = self._prepare(unit)
+        if not is_own:
+            return None
+        with alone():
+            drift = [self._measure_drift(unit)] if unit.drift else []
             self.progress.phase("asking")
             with self._timed("ask"):
                 base = self.editor.base_model if unit.edits else None
                 rows = self._answer(unit.records, {"edits": unit.edits}, self.config.questions, base)
-            answers.append(rows)
-            self._count(rows)
-            seconds = {name: round(value, 4) for name, value in self.seconds.items()}
-            timings.append({"edits": unit.edits, "records": len(unit.records), **seconds})
-            self.seconds.clear()
-            self.progress.unit(number, len(units), unit, self._running_scores())
+        seconds = {name: round(value, 4) for name, value in self.seconds.items()}
+        timings: list[Row] = [{"edits": unit.edits, "records": len(unit.records), **seconds}]
+        return {RECORDS: rows, DRIFT: drift, EDITS: edits, TIMINGS: timings}
 
-    def _append(self, name: str, row: Row, rows: list[Row]) -> None:
-        self.folder.rows(name).append(row)
-        rows.append(row)
+    def _load_old_keys(self, units: Iterable[Stage]) -> None:
+        """Load the old keys that single edits need: all processes together, before each makes edits of its own."""
+        if ranks().count > 1 and any(unit.alone and unit.edits for unit in units):
+            layers = {layer for one in self.edit_settings.values() if not one.method.dense for layer in one.layers}
+            self.editor.weights.load_old_keys([self.editor.sites[layer].name for layer in sorted(layers)])
 
-    def _prepare(self, stage: Stage) -> None:
-        """Write the stage's batches, and nothing else, into the model."""
+    def _prepare(self, stage: Stage) -> list[Row]:
+        """Write the stage's batches, and nothing else, into the model; return the rows of edits that are not logged."""
         model, editor, config = self.model, self.editor, self.config
         if stage.alone or not stage.batches:
             editor.use_ledger(Ledger.in_memory(model.fingerprint, model.name))
         else:  # edits accumulate, in a ledger on disk
             path = self.folder.file(f"{WORK}/ledger")
             if editor.ledger.path != path:
-                editor.use_ledger(Ledger.open(path, model.fingerprint, model_name=model.name))
-        edits = editor.ledger.edits
+                editor.use_ledger(open_ledger(path, model.fingerprint, model_name=model.name))
+        edits, rows = editor.ledger.edits, list[Row]()
         for batch, edit in zip(stage.batches, edits, strict=False):
-            self._log_edit(batch, edit)  # the run may have been killed between the ledger and the log
+            rows += self._log_edit(batch, edit)  # the run may have been killed between the ledger and the log
         for batch in stage.batches[len(edits) :]:
             facts = self._facts(batch)
             settings = self.edit_settings[len(facts)]
             edit = editor.rewrite_many(
                 facts, method=config.method, layers=settings.layers, lam=config.lam, targets=settings.targets
             )
-            self._log_edit(batch, edit)
+            rows += self._log_edit(batch, edit)
+        return rows
 
-    def _log_edit(self, batch: range, edit: Edit) -> None:
+    def _log_edit(self, batch: range, edit: Edit) -> list[Row]:
+        """Return the row of an edit that is made alone; log one of those that are made one after another."""
+        row = {"records": [batch.start, batch.stop], "sites": list(edit.sites), **edit.settings}
+        if self.config.protocol.alone:
+            return [row]
         if not self.edits or self.edits[-1]["records"][0] < batch.start:
-            row = {"records": [batch.start, batch.stop], "sites": list(edit.sites), **edit.settings}
-            self._append("edits.jsonl", row, self.edits)
+            self.edits.append(row)
+            if is_writer():
+                self.folder.rows(EDITS).append(row)
+        return []
 
-    def _measure_drift(self, unit: Stage) -> None:
+    def _measure_drift(self, unit: Stage) -> Row:
         self.progress.phase("drift")
         with self._timed("drift"):
-            alone = [unit.records.start, unit.records.stop] if unit.alone and unit.edits else None
-            row = {"edits": unit.edits, "records": alone, **self.drift_meter.measure()}
-        self._append("drift.jsonl", row, self.drift)
+            records = [unit.records.start, unit.records.stop] if unit.alone and unit.edits else None
+            return {"edits": unit.edits, "records": records, **self.drift_meter.measure()}
 
     def _answer(
         self,

@@ -25,6 +25,7 @@ from rebind.errors import RebindWarning
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
 from rebind.lab.report import markdown
 from rebind.memory.checks import usable_device
+from rebind.parallel import FinishedUnits, from_writer, gather, is_writer, local_device, open_run_folder, ranks, share
 from rebind.plotting import render
 from rebind.storage import JsonLines, RunFolder
 from rebind.version import __version__
@@ -67,31 +68,63 @@ def run_experiment(
         progress: is called before each batch and at the end.
     """
     started = time.monotonic()
-    place = usable_device(device)
-    batches = experiment.batches()
+    place = usable_device(local_device(device) or "cpu")
     path = Path(out) if out is not None else default_folder(experiment, place)
-    with RunFolder.open(path, "experiment", describe(experiment, place)) as folder:
-        lines = folder.rows(POINTS)
-        completed = _count_completed(lines, batches)
-        stored = lines.truncate(sum(map(len, batches[:completed])))
-        resumed, total = len(stored), sum(map(len, batches))
-        for batch in batches[completed:]:
-            if progress is not None:
-                progress(len(stored), total, batch[0])
-            results = experiment.measure(batch, place)
-            measured = [{"point": point, "result": result} for point, result in zip(batch, results, strict=True)]
-            lines.append(measured)
-            stored += measured
-        if progress is not None:
-            progress(total, total, {})
+    with open_run_folder(path, "experiment", describe(experiment, place)) as folder:
+        stored, resumed = _measure(experiment, place, folder, progress)
         rows = [{**line["point"], **line["result"]} for line in stored]
         claims = _or_warning("claims", lambda: list(experiment.claims(rows))) or []
-        table = _or_warning("table", lambda: experiment.table(rows)) or Table([], [])
-        folder.write(TABLE, markdown(experiment.title, experiment.answers, table, claims).encode())
-        if find_spec("matplotlib") is not None:
-            for form, image in (_or_warning("figure", lambda: _images(experiment, rows)) or {}).items():
-                folder.write(f"{FIGURE}.{form}", image)
-        return ExperimentResult(path, folder.config, rows, claims, resumed, time.monotonic() - started)
+        if is_writer():
+            table = _or_warning("table", lambda: experiment.table(rows)) or Table([], [])
+            folder.write(TABLE, markdown(experiment.title, experiment.answers, table, claims).encode())
+            if find_spec("matplotlib") is not None:
+                for form, image in (_or_warning("figure", lambda: _images(experiment, rows)) or {}).items():
+                    folder.write(f"{FIGURE}.{form}", image)
+    return ExperimentResult(path, folder.config, rows, claims, resumed, time.monotonic() - started)
+
+
+def _measure(
+    experiment: Experiment, device: torch.device, folder: RunFolder, progress: Progress | None
+) -> tuple[list[Row], int]:
+    """Measure the batches that the folder does not hold; return all points with results, and how many were there.
+
+    Several processes share the batches. What each one finishes is stored at once, and merged in order at the end.
+    """
+    batches, lines, finished = experiment.batches(), folder.rows(POINTS), FinishedUnits(folder)
+
+    def merge() -> list[Row]:
+        """Append finished batches to those in the file; return its lines."""
+        later = finished.read()
+        completed = _count_completed(lines, batches)
+        stored = lines.truncate(sum(map(len, batches[:completed])))
+        while completed in later:
+            lines.append(later[completed])
+            stored += later[completed]
+            completed += 1
+        return stored
+
+    def find_missing() -> list[Any]:
+        merged = merge()
+        done, later = _count_completed(lines, batches), finished.read()
+        return [merged, [number for number in range(done, len(batches)) if number not in later]]
+
+    stored, missing = from_writer(find_missing, "stored points")
+    total = sum(map(len, batches))
+    resumed = done = total - sum(len(batches[number]) for number in missing)
+    in_order = ranks().count == 1 and len(stored) == resumed
+    for batch, number in ((batches[number], number) for number in share(missing)):
+        if progress is not None:
+            progress(min(done, total), total, batch[0])
+        results = experiment.measure(batch, device)
+        measured = [{"point": point, "result": result} for point, result in zip(batch, results, strict=True)]
+        lines.append(measured) if in_order else finished.add(number, measured)
+        done += ranks().count * len(batch)
+    gather(None, "points")
+    if progress is not None:
+        progress(total, total, {})
+    rows = from_writer(merge, "all points")
+    finished.clear()
+    return rows, resumed
 
 
 def describe(experiment: Experiment, device: torch.device) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from rebind.errors import MemoryWarning, OutOfMemoryError
 from rebind.models.trunk import Trunk
+from rebind.models.weights.placement import bytes_on
 
 CPU_SCORING_TOKENS, GPU_SCORING_TOKENS = 4_096, 65_536  # in a batch without gradients
 CPU_TOKENS = 2_048
@@ -33,8 +34,7 @@ def tokens_that_fit(trunk: Trunk) -> int:
         return CPU_TOKENS
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # reserved by torch, unused
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in trunk.model.parameters())
-    room = min(PLANNED_FRACTION * (total - weights), FREE_FRACTION * free)
+    room = min(PLANNED_FRACTION * (total - bytes_on(trunk.model, device)), FREE_FRACTION * free)
     table = trunk.model.get_input_embeddings().weight
     width = trunk.model.config.get_text_config().hidden_size
     activations = len(trunk.blocks) * width * table.element_size() * FLOATS_PER_LAYER

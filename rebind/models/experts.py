@@ -67,9 +67,8 @@ def experts_shape(module: Any) -> tuple[int, int]:
     return (columns, count * rows) if module.is_transposed else (rows, count * columns)
 
 
-def experts_memory(module: Any) -> Tensor:
-    """Return the down projections as a memory [d_v, E·inner]."""
-    weight: Tensor = module.down_proj.detach()
+def experts_memory(module: Any, weight: Tensor) -> Tensor:
+    """Return the down projections, the weight of the module, as a memory [d_v, E·inner]."""
     return (weight.permute(2, 0, 1) if module.is_transposed else weight.permute(1, 0, 2)).flatten(1)
 
 

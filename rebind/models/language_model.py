@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rebind.errors import InputError
 from rebind.models.batching import tokens_per_batch
-from rebind.models.fingerprint import fingerprint, fingerprint_of_files
 from rebind.models.generation import continue_prompts, sample
 from rebind.models.load import load_pretrained
 from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation, encode_prompts, start_tokens
@@ -23,6 +22,7 @@ from rebind.models.scoring import FactScore, score_prompts
 from rebind.models.sites import Site, find_sites, module_at
 from rebind.models.tokens import Tokens
 from rebind.models.trunk import Trunk
+from rebind.models.weights.fingerprint import fingerprint, fingerprint_of_files
 
 
 class LanguageModel:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,6 +28,8 @@ from transformers.utils import logging as transformers_logging
 from rebind.errors import InputError
 from rebind.models.locate import first_line, locate
 from rebind.models.plausible import require_plausible
+from rebind.models.weights.placement import prepare, whole
+from rebind.models.weights.quantized import keep_gradients
 from rebind.storage import cache_dir, create_folder, path_inside
 
 OWN_MODEL_TYPES = ("rebind", "rebind-seq2seq")  # in config.json; transformers knows them after importing rebind.nn
@@ -62,6 +65,8 @@ def load_pretrained(
         model = _load_folder(folder, dtype, device_map)
         if device is not None:
             nn.Module.to(model, device)
+    prepare(model)
+    keep_gradients(model)
     _require_finite_weights(model, name)
     model.train(False).requires_grad_(False)
     return model, load_tokenizer(tokenizer, folder), name
@@ -221,10 +226,12 @@ def _require_device(device: torch.device | str) -> None:
 def _require_finite_weights(model: nn.Module, name: str) -> None:
     for path, parameter in model.named_parameters():
         weights = parameter.detach()
-        if weights.is_meta or not weights.is_floating_point() or weights.element_size() == 1:
+        is_plain = type(parameter) in (nn.Parameter, DTensor)
+        if not is_plain or weights.is_meta or not weights.is_floating_point() or weights.element_size() == 1:
             continue
         # One NaN or infinity makes the sum one; a sum may also overflow on its own, hence the second look.
-        if not torch.isfinite(weights.sum()) and not torch.isfinite(weights).all():
+        if not torch.isfinite(whole(weights.sum())) and not torch.isfinite(whole(weights)).all():
+            weights = whole(weights)
             count = int((~torch.isfinite(weights)).sum())
             raise InputError(
                 f"{path} of {name} has {count} NaN or infinite weights of {weights.numel()}",

@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from rebind.errors import InputError, ShapeError
 from rebind.models.experts import as_down_projections, experts_memory, experts_shape, find_experts, is_experts
+from rebind.models.weights.placement import copy_into, take_back, whole
+from rebind.models.weights.quantized import change_of, changed_matrix, set_change, write_matrix
 
 # Modules that pass information between tokens. Shapes cannot tell them from an MLP (with square matrices both look the
 # same), so here names decide. Of a class name only the end counts: the beginning is the family (MambaMLP).
@@ -36,6 +39,7 @@ EXPERTS_CLASS = re.compile(r"experts?(glu)?$", re.IGNORECASE)
 MLP_NAME = re.compile(r"mlp|ffn|ff|feed_?forward|shared_expert|moe", re.IGNORECASE)
 OUTPUT_NAMES = {"out_proj", "o_proj", "output_projection"}  # of a mixer
 DOWN_NAMES = {"down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2", "wo"}  # decide when all maps are square
+PLAIN = (nn.Parameter, DTensor)  # types of weights that are plain numbers
 EDITABLE_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -83,7 +87,7 @@ def _find_site(layer: int, path: str, block: nn.Module, hidden: int, owners: Cou
         inner_path, module = experts
         d_v, d_k = experts_shape(module)
         _require_editable(f"{path}.{inner_path}", module)
-        return Site(layer, path, f"{path}.{inner_path}", d_k, d_v, len(stored_weight(module)))
+        return Site(layer, path, f"{path}.{inner_path}", d_k, d_v, len(module.down_proj))  # type: ignore[arg-type]
     if down is None:
         _refuse_other_experts(path, block)
         down = _last_named([x for x in maps if x.in_mixer and x.d_out == hidden], OUTPUT_NAMES)
@@ -102,16 +106,25 @@ def module_at(model: nn.Module, name: str) -> nn.Module:
 
 
 def stored_weight(module: nn.Module) -> nn.Parameter:
-    """Return the parameter that holds the memory of a linear map, or of routed experts."""
+    """Return the parameter that holds the memory of a linear map, or of routed experts.
+
+    An offloaded one is taken back into memory first, so that it can be read and written.
+    """
+    take_back(module)
     weight: nn.Parameter = module.down_proj if is_experts(module) else module.weight  # type: ignore[assignment]
     return weight
 
 
 def memory_of(module: nn.Module) -> Tensor:
-    """Return the weight of a site as a memory [d_v, d_k], outside autograd: a view; of routed experts maybe a copy."""
+    """Return the weight of a site as a memory [d_v, d_k], outside autograd.
+
+    It is a view; of routed experts maybe a copy, and of a weight that is sharded or quantized always one.
+    """
+    if is_quantized(module):
+        return changed_matrix(module)
+    weight = whole(stored_weight(module).detach())
     if is_experts(module):
-        return experts_memory(module)
-    weight = stored_weight(module).detach()
+        return experts_memory(module, weight)
     # GPT-2's Conv1D stores the transpose. The type decides, since the shape of a square weight does not tell.
     return weight.mT if isinstance(module, Conv1D) else weight
 
@@ -120,16 +133,40 @@ def memory_of(module: nn.Module) -> Tensor:
 def write_memory(module: nn.Module, memory: Tensor) -> None:
     """Copy a memory [d_v, d_k] into the weight of a site, cast to its dtype.
 
-    The copy is in place: whatever else holds this weight (a tied tensor, an optimizer) sees the new numbers.
+    The copy is in place: whatever else holds this weight (a tied tensor, an optimizer) sees the new numbers. A
+    quantized weight stays as it is, and what changes about it is put beside it.
     """
-    routed = is_experts(module)
-    shape = list(experts_shape(module) if routed else memory_of(module).shape)
+    if is_quantized(module):
+        write_matrix(module, memory)
+        return
+    weight = stored_weight(module)
+    routed, transposed = is_experts(module), isinstance(module, Conv1D)
+    shape = list(experts_shape(module) if routed else weight.shape[::-1] if transposed else weight.shape)
     if list(memory.shape) != shape:
         raise ShapeError(f"The memory is {list(memory.shape)}", expected=f"{shape}", code="memory_shape")
     if routed:
-        stored_weight(module).copy_(as_down_projections(module, memory))
-    else:
-        memory_of(module).copy_(memory)
+        memory = as_down_projections(module, memory)
+    copy_into(weight, memory.mT if transposed else memory)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Return whether a linear map has its weight in another form than the plain matrix that it multiplies by."""
+    return not is_experts(module) and not _is_plain(module)
+
+
+def saved_weight(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the weight of a site as it is now, byte for byte."""
+    if is_quantized(module):
+        change = change_of(module)
+        return lambda: set_change(module, change)
+    parameter = stored_weight(module)
+    saved = parameter.detach().clone()
+
+    @torch.no_grad()
+    def restore() -> None:
+        parameter.copy_(saved)
+
+    return restore
 
 
 def _cannot_edit(reason: str, expected: str, code: str, advice: str = "Choose a model of another family") -> InputError:
@@ -232,19 +269,26 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
     return (d_in, d_out) if isinstance(d_in, int) and isinstance(d_out, int) else None
 
 
-def _require_editable(path: str, module: nn.Module) -> None:
-    """Raise unless the weight can be read and written as the matrix that the module multiplies by."""
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether the weight can be read and written as the matrix that the module multiplies by."""
     kind, weight = type(module), getattr(module, "down_proj" if is_experts(module) else "weight", None)
     # A subclass with a forward of its own may quantize on the fly; those of transformers do not (FalconLinear).
-    is_plain = isinstance(module, (nn.Linear, Conv1D)) and kind.forward in (nn.Linear.forward, Conv1D.forward)
-    is_plain = is_plain or kind.__module__.startswith("transformers.models.")
-    if is_plain and type(weight) is nn.Parameter and weight.dtype in EDITABLE_DTYPES:
+    is_linear = isinstance(module, (nn.Linear, Conv1D)) and kind.forward in (nn.Linear.forward, Conv1D.forward)
+    is_linear = is_linear or kind.__module__.startswith("transformers.models.")
+    return is_linear and isinstance(weight, Tensor) and type(weight) in PLAIN and weight.dtype in EDITABLE_DTYPES
+
+
+def _require_editable(path: str, module: nn.Module) -> None:
+    """Raise unless the weight can be edited: a plain one, or a quantized linear map, beside which a change can be."""
+    if _is_plain(module):
         return
+    kind, weight = type(module), getattr(module, "down_proj" if is_experts(module) else "weight", None)
     if hasattr(module, "base_layer"):
         code, advice = "adapter", "Merge the adapter into the model first (merge_and_unload()), or edit the base model"
+    elif is_experts(module) or _widths(module) is None:
+        code, advice = "quantized_weights", "Load the model without quantization"
     else:
-        code = "quantized_weights"
-        advice = "Load the model without quantization; edits of linear maps can serve the quantized one as an adapter"
+        return
     dtype = f" with {weight.dtype} weights" if isinstance(weight, Tensor) else ""
     reason = f"{path} is a {kind.__module__}.{kind.__name__}{dtype}"
     raise _cannot_edit(reason, "a plain weight in float64, float32, bfloat16 or float16", code, advice)

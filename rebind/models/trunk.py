@@ -40,6 +40,7 @@ from rebind.errors import InputError
 from rebind.models.caches import Prefixes, borrow_cache, select_cache
 from rebind.models.experts import RoutedKeys, is_experts, routed_keys
 from rebind.models.tokens import Tokens
+from rebind.models.weights.placement import device_of, reshard, whole_input
 
 Hidden = Tensor  # [rows, tokens, width]
 Resume = tuple[int, Hidden]  # a layer and the output that its block is taken to have: the run begins above it
@@ -89,11 +90,12 @@ class Trunk:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.get_input_embeddings().parameters()).device
+        return device_of(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.blocks[0].parameters()).dtype
+        weights = self.blocks[0].parameters()
+        return next(weight.dtype for weight in weights if weight.is_floating_point())  # quantized ones are integers
 
     @property
     def context_length(self) -> int | None:
@@ -231,7 +233,8 @@ class Trunk:
             elif module in self.blocks:
                 inputs[index] = _mean_of(self._streams(_first_argument(args, kwargs), shape))
             else:
-                inputs[index] = _first_argument(args, kwargs).reshape(*shape, -1)  # some families flatten rows
+                entered = _first_argument(args, kwargs).reshape(*shape, -1)  # some families flatten rows
+                inputs[index] = whole_input(module, entered)
             if len(inputs) == len(modules):
                 raise _Stop
 
@@ -283,6 +286,7 @@ class Trunk:
         arguments = self._arguments(tokens, cache, self._accepts, use_cache=use_cache)
         with self._finite_padding(tokens), suppress(_Stop):
             return self.model.base_model(**arguments)
+        reshard(self.blocks)
         return None
 
     def _arguments(self, tokens: Tokens, cache: Any, accepts: set[str], *, use_cache: bool = False) -> dict[str, Any]:

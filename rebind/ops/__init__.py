@@ -7,6 +7,7 @@
 - `inputs`: the arguments of a scan in one object; `dispatch`: the interface of a backend, and the choice of one;
   `autograd`: any backend as a differentiable, compilable operation.
 - `rows`: tokens of several writes.
+- `sequence_parallel`: a scan over a sequence whose segments are in several processes.
 - `reference`, `chunked`, `triton`: the three backends.
 - `kernels`: whether fused kernels can run here, and whether they can be trusted.
 """
@@ -20,11 +21,13 @@ from rebind.ops.gated import gated_linear
 from rebind.ops.mesa import MesaState, mesa, mesa_step
 from rebind.ops.norm import add_norm, rms_norm
 from rebind.ops.scan import explain, scan, scan_rule
+from rebind.ops.sequence_parallel import SequenceSplit, scan_split, split_sequence
 from rebind.ops.step import step
 
 __all__ = [
     "Explanation",
     "MesaState",
+    "SequenceSplit",
     "add_norm",
     "explain",
     "gated_linear",
@@ -34,7 +37,9 @@ __all__ = [
     "row_losses",
     "scan",
     "scan_rule",
+    "scan_split",
     "short_convolution",
     "split_convolution",
+    "split_sequence",
     "step",
 ]

@@ -31,7 +31,7 @@ def test_a_text_file_is_packed_into_windows(tmp_path, model):
     path.write_text("\n\n".join(tiny.SENTENCES) + "\n\n\n", encoding="utf-8")
     corpus = Texts.from_file(path)
     assert list(corpus.documents) == tiny.SENTENCES
-    rows = rows_of(corpus.windows(model, 16, 0))
+    rows = rows_of(corpus.windows(model, 16, itertools.count()))
     assert all(len(row) == 16 and row[0] == START for row in rows)
     packed = [token for row in rows for token in row[1:]]
     whole = [token for text in tiny.SENTENCES for token in (START, *tiny.tokenizer()(text).input_ids)]
@@ -41,14 +41,14 @@ def test_a_text_file_is_packed_into_windows(tmp_path, model):
 
 def test_windows_from_the_middle_are_the_same_windows(model):
     corpus = tiny.texts(rows=3)
-    whole = list(corpus.windows(model, 32, 0))
+    whole = list(corpus.windows(model, 32, itertools.count()))
     assert len(whole) > 4
     for skip in (1, 4, len(whole)):
-        assert rows_of(corpus.windows(model, 32, skip)) == rows_of(whole[skip:])
+        assert rows_of(corpus.windows(model, 32, itertools.count(skip))) == rows_of(whole[skip:])
 
 
 def test_a_short_document_is_one_short_window(model):
-    assert len(rows_of(Texts(["The sea."], "short").windows(model, 64, 0))) == 1
+    assert len(rows_of(Texts(["The sea."], "short").windows(model, 64, itertools.count()))) == 1
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_documents_do_not_run_together_in_the_digest():
 
 def test_own_samples_follow_the_seed_and_resume(model):
     def rows(corpus: OwnSamples, skip: int, count: int) -> list[list[int]]:
-        return rows_of(itertools.islice(corpus.windows(model, 12, skip), count))
+        return rows_of(itertools.islice(corpus.windows(model, 12, itertools.count(skip)), count))
 
     first = rows(OwnSamples(5, rows=4), 0, 3)
     assert len(first) == 12

@@ -1,17 +1,19 @@
-"""Models that accelerate has spread over devices are edited like any other; offloaded ones are refused.
+"""Models that accelerate has spread over devices, or offloaded, are edited like any other.
 
 On a machine with one device all pieces are on it, but each of them still runs behind accelerate's hooks.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 
-from rebind.errors import InputError
+from rebind.models.sites import memory_of, module_at
+from rebind.models.weights.placement import bring_back, move_constant, waiting_constants
 from tests import tiny
 from tests.edit.editors import FACTS, open_editor, rewrite
 
@@ -54,13 +56,34 @@ def test_a_model_on_two_devices_is_edited():
         assert torch.equal(model.get_parameter(path).cpu(), weights), path
 
 
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
-def test_offloaded_weights_are_refused(offload, tmp_path):
-    """They are not in the module: what is written there would be lost with the next forward pass."""
-    model = tiny.llama()
+def test_an_offloaded_model_is_streamed_but_for_its_edited_layers(offload, build, tmp_path):
+    whole, model = open_editor(build()), build()
     if offload == "cpu":
         cpu_offload(model, execution_device=torch.device("cpu"))
     else:
         disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
-    with pytest.raises(InputError):
-        open_editor(model)
+    editor = open_editor(model)
+    assert editor.fingerprint == whole.fingerprint
+    expected, edit = rewrite(whole, FACTS[0]), rewrite(editor, FACTS[0])
+    names = [name for name, weight in model.named_parameters() if not weight.is_meta]
+    assert {name.rpartition(".")[0] for name in names} == set(edit.sites), "all others are still offloaded"
+    for site in edit.sites:
+        assert torch.equal(memory_of(module_at(model, site)), memory_of(module_at(whole.model, site)))
+    assert editor.say(FACTS[0].text, tokens=4) == whole.say(FACTS[0].text, tokens=4)
+    assert expected.sites == edit.sites
+    editor.undo(edit.id)
+    assert all(torch.equal(memory_of(module_at(model, site)), whole.weights.base[site]) for site in edit.sites)
+
+
+def test_constants_of_a_backward_pass_can_wait_elsewhere():
+    weight = torch.randn(600, 600)
+    x = torch.randn(3, 600, requires_grad=True)
+    plain = torch.autograd.grad((x @ weight).square().sum(), x)[0]
+    moved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: moved.append(move_constant(t)) or moved[-1], bring_back):
+        loss = (x @ weight).square().sum()
+    assert [type(one) for one in moved].count(tuple) == 1, "the weight, and not the activations"
+    assert torch.equal(torch.autograd.grad(loss, x)[0], plain)
+    assert isinstance(waiting_constants(tiny.llama(), torch.device("cuda")), nullcontext), "nothing is offloaded"

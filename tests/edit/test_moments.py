@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def plain_moments(moments: Moments) -> dict[str, SecondMoment]:
     """Whole forward passes, a hook, one window at a time."""
     model, left = moments.model.model, moments.tokens
     keys: dict[str, list[Tensor]] = {site: [] for site in site_names(moments.model)}
-    rows = (row for batch in moments.corpus.windows(moments.model, moments.width, 0) for row in batch)
+    rows = (row for batch in moments.corpus.windows(moments.model, moments.width, count()) for row in batch)
     for row in rows:
         if left <= 0:
             break
@@ -98,7 +99,7 @@ def test_a_moment_is_the_plain_mean(model, tmp_path, tokens, options):
 
 def test_start_tokens_inside_a_window_are_left_out(model, tmp_path):
     texts = Texts(["The capital of France is Paris. " * 3, "I saw Rome. " * 6], "two", rows=2)
-    ids = torch.cat(list(texts.windows(model, 24, 0)))
+    ids = torch.cat(list(texts.windows(model, 24, count())))
     inside = torch.isin(ids[:, len(START) :], torch.tensor(START)).sum()
     assert inside > 0
     for moment in collect(model, tmp_path, ids.numel(), corpus=texts, width=24).values():

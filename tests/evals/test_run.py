@@ -102,7 +102,8 @@ def test_killed_between_an_edit_and_its_answers(name, tmp_path, monkeypatch, fin
         return answer(*args, **options)
 
     kill(monkeypatch, run_module, "answer_records", dying, tmp_path, name)
-    assert len(lines(tmp_path, "edits.jsonl")) == 1
+    if name != "single":  # whose edits are logged with their answers
+        assert len(lines(tmp_path, "edits.jsonl")) == 1
     resume(tmp_path, name, expected)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rebind.errors import InputError
-from rebind.models.fingerprint import fingerprint, fingerprint_of_files
 from rebind.models.language_model import LanguageModel
+from rebind.models.weights.fingerprint import fingerprint, fingerprint_of_files
 from tests.families import FAMILIES, HIDDEN
 from tests.support import raises
 from tests.tiny import save

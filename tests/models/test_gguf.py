@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rebind.errors import InputError
-from rebind.models.fingerprint import fingerprint
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import content_digest
+from rebind.models.weights.fingerprint import fingerprint
 from rebind.storage import cache_dir
 from tests.families import HEADS, HIDDEN, INNER, LAYERS, VOCAB, tokens
 from tests.support import raises

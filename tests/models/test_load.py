@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from rebind.errors import InputError
-from rebind.models.fingerprint import fingerprint
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import load_pretrained
+from rebind.models.weights.fingerprint import fingerprint
 from tests.families import tokens
 from tests.support import raises
 from tests.tiny import letter_tokenizer

@@ -11,7 +11,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, BertConfig
 from transformers.pytorch_utils import Conv1D
 
 from rebind.errors import InputError, ShapeError
-from rebind.models.sites import Site, find_sites, memory_of, module_at, write_memory
+from rebind.models.sites import Site, find_sites, is_quantized, memory_of, module_at, write_memory
 from tests import families
 from tests.families import EXPECTED, FAMILIES, HIDDEN, INNER, LAYERS
 from tests.model_types import build
@@ -201,13 +201,16 @@ def packed(in_features, out_features):
 
 
 @pytest.mark.parametrize("make", [Linear4bit, QuantLinear, packed, Adapter])
-def test_quantized_and_wrapped_maps_are_refused(make):
+def test_quantized_maps_are_sites_and_wrapped_ones_are_refused(make):
     model = FAMILIES["llama"]()
     for block in model.model.layers:
         block.mlp.gate_proj, block.mlp.up_proj = make(HIDDEN, INNER), make(HIDDEN, INNER)
         block.mlp.down_proj = make(INNER, HIDDEN)
-    code = "adapter" if make is Adapter else "quantized_weights"
-    assert LLAMA_DOWN.format(0) in refused(model, code).problem
+    if make is Adapter:
+        assert LLAMA_DOWN.format(0) in refused(model, "adapter").problem
+    else:
+        assert find_sites(model)[0].name == LLAMA_DOWN.format(0)
+        assert is_quantized(model.model.layers[0].mlp.down_proj)
 
 
 def test_models_that_do_not_predict_the_next_token_are_refused():

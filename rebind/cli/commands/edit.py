@@ -108,6 +108,11 @@ def edit(
     input_facts = _read(terminal, facts, target, details, skip_bad)
     if out is not None and not plan:
         check_replaceable(out.expanduser(), kind="checkpoint")
+    if plan and (config := _config_alone(source.model)) is not None:
+        chosen: dict[str, Any] = {"method": method, "layers": chosen_layers, "lam": lam, "dtype": source.dtype}
+        chosen |= {"framings": chosen_framings, "contexts": contexts, "moment_tokens": source.moment_tokens}
+        _show_plan(terminal, _plan_config(config, input_facts, search, chosen), input_facts)
+        return
     with Phases(terminal) as phases:
         use: LedgerUse = "preview" if plan else "create"
         editor = open_editor(source, phases, use, framings=chosen_framings, contexts=contexts)
@@ -126,15 +131,16 @@ def edit(
             finally:  # an interrupt may hide an edit that is written
                 for later in editor.ledger.edits[earlier:]:
                     terminal.written_edits[later.id] = undo_command(editor, later, source)
+            if not terminal.writes:
+                return
             report = _ask(editor, new_edit, phases)
             if out is not None:
                 phases.begin("saving")
                 editor.save(out.expanduser())
-    print_skipped(terminal, input_facts)
     if plan:
-        _print_plan(terminal, estimate)
-        terminal.result({"plan": asdict(estimate), "skipped": len(input_facts.skipped)}, f"{estimate.seconds:.1f}")
+        _show_plan(terminal, estimate, input_facts)
         return
+    print_skipped(terminal, input_facts)
     saved = None if out is None else str(out)
     report |= {"skipped": len(input_facts.skipped), "seconds": phases.seconds, "saved": saved}
     _print_edit(terminal, editor, report, settings.source)
@@ -259,6 +265,39 @@ def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], sour
     terminal.print(tables.pairs(properties))
 
 
+def _config_alone(model: str) -> Path | None:
+    """Return the path of a model that is given by its config alone: a JSON file, or a folder without weights."""
+    path = Path(model).expanduser()
+    if model == opt.DEFAULT_MODEL or not path.exists() or (path.is_file() and path.suffix != ".json"):
+        return None
+    from rebind.edit.outline import is_config_alone
+
+    return path if is_config_alone(path) else None
+
+
+def _plan_config(config: Path, facts: Facts, search: dict[str, Any], chosen: dict[str, Any]) -> Plan:
+    """Plan an edit of a model without weights; `search` and `chosen` are options, None where they were not given."""
+    from rebind.edit.methods import get_method
+    from rebind.edit.plan import plan_from_config
+    from rebind.edit.targets import ContextSettings
+
+    targets = {name: value for name, value in search.items() if value is not None}
+    options = {name: value for name, value in chosen.items() if value is not None}
+    if "dtype" in options:
+        options["dtype"] = opt.parse_dtype(options["dtype"])
+    if "contexts" in options:
+        options["contexts"] = ContextSettings.of(options["contexts"])
+    if targets:
+        options["targets"] = replace(get_method(options["method"]).targets, **targets)
+    return plan_from_config(config, facts.facts, **options)
+
+
+def _show_plan(terminal: Terminal, plan: Plan, facts: Facts) -> None:
+    print_skipped(terminal, facts)
+    _print_plan(terminal, plan)
+    terminal.result({"plan": asdict(plan), "skipped": len(facts.skipped)}, f"{plan.seconds:.1f}")
+
+
 def _print_plan(terminal: Terminal, plan: Plan) -> None:
     lam = "chosen from the keys" if plan.lam is None else f"{plan.lam:.4g}"
     if plan.lam is None and plan.published_lam:
@@ -272,7 +311,12 @@ def _print_plan(terminal: Terminal, plan: Plan) -> None:
         ("old keys", "cached" if plan.moments_cached else f"to be collected from {plan.moment_tokens:,} tokens"),
         ("tokens", f"{plan.prompt_tokens:,} in all prompts"),
         ("time", f"about {seconds(plan.seconds)}"),
-        ("memory", f"about {decimal(plan.bytes_in_memory)} besides the model"),
+        ("model", f"{plan.parameters:,} parameters, {decimal(plan.weight_bytes)}"),
+        (
+            "memory",
+            f"about {decimal(plan.bytes_in_memory)} besides the model, {decimal(plan.bytes_per_site)} per layer",
+        ),
+        ("devices", ", or ".join(f"{number} with {size} GiB" for size, number in plan.devices.items())),
         ("ledger", f"grows by about {decimal(plan.bytes_on_disk)}"),
     ]
     for one in plan.earlier[: tables.LISTED]:

@@ -36,8 +36,11 @@ def moments(
         sites = [editor.sites[layer].name for layer in editor.settings("memit", layers=listed).layers]
         sites = [site.name for site in editor.sites] if layers == "all" else sites
         cached = {site: editor.moments.path(site).exists() for site in sites}
+        collected = editor.moments.collect(sites)
+        if not terminal.writes:
+            return
         rows = []
-        for site, moment in editor.moments.collect(sites).items():
+        for site, moment in collected.items():
             mean, path = moment.mean(), editor.moments.path(site)
             row: dict[str, Any] = {"site": site, "tokens": moment.tokens, "d_k": len(mean), "cached": cached[site]}
             row["rank"] = float(mean.trace().square() / mean.square().sum())

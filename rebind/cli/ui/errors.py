@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -40,10 +41,14 @@ def run(command: Callable[[], object], terminal: Terminal) -> int:
 def fail(problem: BaseException, terminal: Terminal) -> int:
     """Report what ended a command, and return the exit code."""
     error = as_rebind_error(problem)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        from rebind.parallel import should_report
+
+        terminal.writes = should_report()  # of the processes that fail, the first one does
     codes = {"interrupted": INTERRUPTED, "internal_error": INTERNAL_ERROR}
     code = INVALID_INPUT if isinstance(error, InputError) else codes.get(error.code, FAILURE)
 
-    if terminal.debug:
+    if terminal.debug and terminal.writes:
         terminal.err.print("".join(traceback.format_exception(problem)), soft_wrap=True)
     written = [_describe_written(edit, undo) for edit, undo in terminal.written_edits.items()]
     style = "yellow" if code == INTERRUPTED else "bold red"

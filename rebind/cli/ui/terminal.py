@@ -72,7 +72,7 @@ class _VisibleText(RenderHook):
 class Terminal:
     """Tables and hints for people; one JSON document with --json; only the bare result with --quiet."""
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False, debug: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, debug: bool = False, writes: bool = True) -> None:
         for stream in (sys.stdout, sys.stderr):
             if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
                 reconfigure(errors="replace")  # a character that the terminal cannot show is no reason to fail
@@ -82,13 +82,14 @@ class Terminal:
         for console in (self.out, self.err):
             console.push_render_hook(_VisibleText())
         self.as_json, self.quiet, self.debug = as_json, quiet, debug
+        self.writes = writes  # of several processes, one does
         self.options: Mapping[str, str] = {}  # of the command that runs: parameter name → how its option is typed
         self.written_edits: dict[str, str] = {}  # edits that stay however the command ends → the command that undoes it
 
     @property
     def verbose(self) -> bool:
         """Whether a person reads the output."""
-        return not (self.as_json or self.quiet)
+        return self.writes and not (self.as_json or self.quiet)
 
     def print(self, *parts: RenderableType, style: str | None = None) -> None:
         """Print something for people to read; print nothing with --json or --quiet."""
@@ -107,6 +108,8 @@ class Terminal:
 
     def result(self, document: Mapping[str, Any], brief: str = "") -> None:
         """Print the document with --json; with --quiet print the one thing that a script needs."""
+        if not self.writes:
+            return
         if self.as_json:
             self.out.file.write(strict_json(document))
         elif self.quiet and brief:
@@ -122,6 +125,8 @@ class Terminal:
 
     def report(self, kind: str, text: str, style: str = "yellow") -> None:
         """Print one line on standard error: an error, a warning, a skipped record."""
+        if not self.writes:
+            return
         with suppress(OSError):  # if standard error cannot be written, the exit code must do
             self.err.print(f"{kind}: {LONG_WORD.sub(_shortened, ' '.join(text.split()))}", style=style, soft_wrap=True)
 

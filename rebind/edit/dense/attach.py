@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from rebind.edit.dense.files import StoredLayer, StoredMemory, load_memory
 from rebind.edit.dense.hook import MemoryHook, mean_states, require_no_memory
 from rebind.errors import InputError
-from rebind.models.fingerprint import fingerprint
+from rebind.models.weights.fingerprint import fingerprint
 
 SAME_STATES = 0.8  # the median cosine with the probes below which a model is another one
 

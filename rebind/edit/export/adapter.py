@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
 from rebind.edit.export.change import require_changes, require_matching, storable
 from rebind.errors import InputError
 from rebind.memory.low_rank import LowRank
+from rebind.models.experts import is_experts
 from rebind.models.sites import module_at
 from rebind.storage import replace_folder
 
@@ -121,7 +122,7 @@ def fit(
         raise InputError(f"The rank is {rank}", expected="1 or more, or none to keep the whole change", code="bad_rank")
     require_matching(model, changes)
     for site in changes:
-        if not isinstance(getattr(module_at(model, site), "weight", None), Tensor):
+        if is_experts(module_at(model, site)):
             raise InputError(
                 f"{site} holds many matrices, which a LoRA adapter cannot change one by one",
                 advice="Export a checkpoint or a delta file",

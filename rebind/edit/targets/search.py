@@ -21,6 +21,8 @@ from rebind.edit.targets.objective import FactPrompts, TargetSettings, can_recor
 from rebind.edit.targets.optimize import OnStep, TargetStates, find_targets
 from rebind.edit.targets.search_copy import speed_up
 from rebind.models.trunk import Trunk
+from rebind.models.weights.placement import is_whole, waiting_constants
+from rebind.parallel import gather, share, unite
 from rebind.precision import tensor_float
 from rebind.storage import check_tensors, path_inside, seal_tensors, write_file
 
@@ -99,7 +101,7 @@ class TargetSearch:
         """
         own = self.trunk.dtype
         size = sum(parameter.numel() for parameter in self.trunk.model.parameters())
-        if own != torch.float32:
+        if own != torch.float32 or not is_whole(self.trunk.model):  # a copy would need all weights in one place
             return own
         if can_record(self.trunk):
             memory = torch.cuda.mem_get_info(self.trunk.device)[1]
@@ -118,22 +120,38 @@ class TargetSearch:
         """Return the target state of every fact: from the store, or by a search, the results of which are stored."""
         keys = [self._key(layer, settings, fact) for fact in facts]
         rows = store.load(keys)
-        missing = [index for index, key in enumerate(keys) if key not in rows]
-        if missing:
-            copy = self._search_copy()
-            with tensor_float(True) if copy is None else nullcontext():
-                states = find_targets(
-                    self.trunk,
-                    layer,
-                    [facts[index] for index in missing],
-                    settings,
-                    search_trunk=copy,
-                    word_parts=self.word_parts,
-                    on_step=on_step,
-                    on_group=lambda group, part: store.save([keys[missing[index]] for index in group], part),
-                )
-            rows |= {keys[index]: states.select(torch.tensor([row])) for row, index in enumerate(missing)}
+        lacking = gather([index for index, key in enumerate(keys) if key not in rows], "missing targets")
+        if missing := sorted({index for one in lacking for index in one}):  # in any process
+            states = self._search(layer, facts, settings, share(missing), keys, store, on_step)
+            rows |= {keys[index]: row for index, row in zip(missing, _rows_of_all(states), strict=True)}
         return TargetStates.concatenate([rows[key].to(self.trunk.device) for key in keys])
+
+    def _search(
+        self,
+        layer: int,
+        facts: Sequence[FactPrompts],
+        settings: TargetSettings,
+        chosen: Sequence[int],
+        keys: Sequence[str],
+        store: TargetStore,
+        on_step: OnStep | None,
+    ) -> TargetStates | None:
+        """Search the targets of the chosen facts, which are the share of this process, and store them."""
+        if not chosen:
+            return None
+        copy = self._search_copy()
+        waiting = waiting_constants(self.trunk.model, self.trunk.device)
+        with waiting, tensor_float(True) if copy is None else nullcontext():
+            return find_targets(
+                self.trunk,
+                layer,
+                [facts[index] for index in chosen],
+                settings,
+                search_trunk=copy,
+                word_parts=self.word_parts,
+                on_step=on_step,
+                on_group=lambda group, part: store.save([keys[chosen[index]] for index in group], part),
+            )
 
     def _key(self, layer: int, settings: TargetSettings, fact: FactPrompts) -> str:
         """Return a digest of everything that a target state depends on."""
@@ -148,3 +166,13 @@ class TargetSearch:
             self._copy = self.trunk.narrowed(self.dtype)
             speed_up(self._copy.model)
         return self._copy
+
+
+def _rows_of_all(states: TargetStates | None) -> list[TargetStates]:
+    """Return one row per fact, in the order of the facts that processes shared."""
+    own = (
+        []
+        if states is None
+        else [[tensor[row : row + 1] for tensor in states.tensors()] for row in range(len(states.loss))]
+    )
+    return [TargetStates(*row) for row in unite(own)]

@@ -18,6 +18,7 @@ from rebind.nn.parts.dense import RMSNorm
 from rebind.nn.parts.documents import Documents
 from rebind.nn.parts.gates import OutputGate, gate_projections, get_output_gate
 from rebind.nn.parts.padding import token_positions, zero_padding
+from rebind.ops.sequence_parallel import SequenceSplit, current_split, tokens_before
 
 BACKENDS_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -127,6 +128,8 @@ class Attention(SequenceLayer[AttentionState]):
         return AttentionState(empty, empty)
 
     def _run(self, x: Tensor, state: AttentionState | None, mask: Tensor | None) -> tuple[Tensor, AttentionState]:
+        if (split := current_split()) is not None:
+            return self._run_segment(x, split)
         start = self.initial_state(len(x)) if state is None else state
         x = zero_padding(x, mask)
         real = _join_masks(start, mask, x)
@@ -136,6 +139,14 @@ class Attention(SequenceLayer[AttentionState]):
         q, k, v = self._project(x, positions)
         keys, values = torch.cat([start.keys.to(k.dtype), k], dim=2), torch.cat([start.values.to(v.dtype), v], dim=2)
         end = AttentionState(keys, values, real, start.dropped)
+        return self._output(x, self._attend(q, end)), self._drop(end)
+
+    def _run_segment(self, x: Tensor, split: SequenceSplit) -> tuple[Tensor, AttentionState]:
+        """Read a segment of a sequence that is split over processes: keys and values before it come from the others."""
+        positions = token_positions(split.rank * x.shape[1], x.shape[1], None, x.device)
+        q, k, v = self._project(x, positions)
+        keys, values = (torch.cat([tokens_before(part, split, dim=2), part], dim=2) for part in (k, v))
+        end = AttentionState(keys, values)
         return self._output(x, self._attend(q, end)), self._drop(end)
 
     def _run_documents(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rebind.errors import InputError
 from rebind.nn.parts.checks import head_width, require_rows, require_sequence
 from rebind.nn.parts.documents import Documents, as_documents
+from rebind.ops.sequence_parallel import current_split
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,7 @@ class SequenceLayer(nn.Module, Generic[S]):
 
     state_type: type[S]  # what `initial_state` returns
     grows: ClassVar[bool] = False  # whether the state gets larger with every token
+    splits: ClassVar[bool] = True  # whether it can read a segment of a sequence that is split over processes
 
     def __init__(self, dim: int, heads: int, head_dim: int | None = None) -> None:
         super().__init__()
@@ -102,6 +104,8 @@ class SequenceLayer(nn.Module, Generic[S]):
         other. There is then one state for each of them.
         """
         require_sequence("x", x, self.dim, mask)
+        if current_split() is not None:
+            self._check_split(is_plain=state is None and mask is None and cu_seqlens is None)
         if cu_seqlens is None:
             self._check_state(state, len(x))
             return self._run(x, state, mask)
@@ -143,6 +147,16 @@ class SequenceLayer(nn.Module, Generic[S]):
             raise InputError(f"The state is {type(state).__name__}", expected=expected, code="state_of_other_layer")
         for tensor in [] if state is None else state.tensors:
             require_rows(sequences, len(tensor))
+
+    def _check_split(self, *, is_plain: bool) -> None:
+        """Check that the layer can read a segment of a sequence that is split over processes."""
+        if not self.splits:
+            problem = f"{type(self).__name__} cannot read a sequence that is split over processes"
+            advice = "Choose other layers, or one process per sequence"
+            raise InputError(problem, expected="a layer whose state is a scan", advice=advice, code="layer_not_split")
+        if not is_plain:
+            problem = "A sequence that is split over processes has a state, padding or packed documents"
+            raise InputError(problem, expected="none of them", code="split_sequence_not_plain")
 
 
 class CrossLayer(nn.Module, Generic[S]):

@@ -30,6 +30,7 @@ from rebind.nn.parts.padding import zero_padding
 from rebind.ops import scan
 from rebind.ops.inputs import DEBUG
 from rebind.ops.scan import scan_arguments
+from rebind.ops.sequence_parallel import current_split, previous_tokens, scan_split
 from rebind.ops.step import step_without_grad
 from rebind.precision import as_autocast, without_autocast
 
@@ -128,17 +129,21 @@ class FastWeight(SequenceLayer[FastWeightState]):
         x = as_autocast(zero_padding(x, mask))
         mixed = project_jointly(x, self.q_proj, self.k_proj, self.v_proj)
         output_gate, gates = self._gates(project_jointly(x, *self._gate_projections))
-        window = None if state is None else state.window
+        window, split = None if state is None else state.window, current_split()
         if self.conv is None:
             qkv = mixed.split(self._widths, dim=-1)
         else:
             sequences = len(x) if documents is None else len(documents)
             window = self.conv.initial_window(sequences) if window is None else window
+            window = window if split is None else previous_tokens(mixed, window, split)
             qkv, window = self.conv(mixed, window, mask, self._widths, documents)
         arguments = self._scan_inputs(qkv, gates, mask)
         arguments["v"] = arguments["v"].contiguous()  # a view would keep q and k before φ in memory
-        start, bounds = None if state is None else state.memory, None if documents is None else documents.bounds
-        out, memory = scan(**arguments, state=start, cu_seqlens=bounds)
+        if split is None:
+            start, bounds = None if state is None else state.memory, None if documents is None else documents.bounds
+            out, memory = scan(**arguments, state=start, cu_seqlens=bounds)
+        else:
+            out, memory = scan_split(**arguments, split=split)
         return self._output(out, output_gate, x.dtype), FastWeightState(memory, window)
 
     def _run_documents(

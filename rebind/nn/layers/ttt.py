@@ -57,6 +57,7 @@ class TTTLayer(SequenceLayer[TTTState]):
     """
 
     state_type = TTTState
+    splits = False  # what a segment does to the inner model is no affine map
 
     def __init__(
         self, dim: int, heads: int, *, inner: ttt.InnerModel | None = None, mini_batch: int = 16, rate: float = 1.0

@@ -22,6 +22,7 @@ CHANGEABLE = {  # when a run is resumed: these settings change its numbers by no
     "device",
     "record",
     "sharded",
+    "context_parallel",
     "tensorboard",
 }
 
@@ -105,6 +106,7 @@ class TrainConfig:
     record: bool | None = None  # whether steps are recorded as a CUDA graph; None: if that is possible and faster
     device: str = "cpu"
     sharded: bool = False  # whether processes share the weights and moments (FSDP2) instead of holding copies (DDP)
+    context_parallel: int = 1  # processes that share each sequence, every one of them with a segment of it
     tensorboard: bool = False  # whether the log is also written for TensorBoard
 
     def __post_init__(self) -> None:
@@ -121,12 +123,32 @@ class TrainConfig:
                 raise unknown_name("model field", name, RebindConfig.__annotations__)
         is_single = self.layers is None or "layer_kinds" not in self.model
         _require(self, "layers", is_single, "nothing beside the model's field layer_kinds")
+        self._check_context_parallel()
         self.rows_per_piece()
         self.should_record()
         self.model_config(self.model.get("vocab_size", 1_000))  # refuses a wrong shape before the text is read
 
+    def _check_context_parallel(self) -> None:
+        """Check that every process gets an equal part of a sequence, without what needs all of it in one."""
+        require_positive(context_parallel=self.context_parallel)
+        is_possible = self.context_parallel == 1 or not (self.carry or self.compile)
+        _require(self, "context_parallel", is_possible, "1 with carry or compile")
+        divides = self.length % self.context_parallel == 0
+        _require(self, "context_parallel", divides, f"a divisor of the length, {self.length}")
+
+    def sequences_at_once(self, processes: int) -> int:
+        """Return how many processes, or groups of processes that share a sequence, there are."""
+        if processes % self.context_parallel:
+            raise InputError(
+                f"{self.context_parallel} processes share each sequence, and there are {processes}",
+                expected=f"a multiple of {self.context_parallel}",
+                advice="Start them with torchrun --nproc-per-node",
+                code="indivisible_processes",
+            )
+        return processes // self.context_parallel
+
     def rows_per_piece(self, processes: int = 1) -> int:
-        """Return the number of segments that each process computes at once."""
+        """Return the number of segments that each process computes at once, where so many each have their own."""
         if self.batch_size % (self.accumulate * processes):
             expected = f"a multiple of {self.accumulate} pieces times {processes} processes"
             raise InputError(f"The batch size is {self.batch_size}", expected=expected, code="indivisible_batch")

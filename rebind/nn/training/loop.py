@@ -23,6 +23,7 @@ from safetensors.torch import load_model
 from torch import Tensor
 
 from rebind.errors import InputError, NumericalError
+from rebind.memory.checks import usable_device
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.model import RebindForCausalLM
 from rebind.nn.training import checkpoint
@@ -31,7 +32,8 @@ from rebind.nn.training.data import SegmentBatches, TokenizedText, prepare_text
 from rebind.nn.training.evaluate import carried_perplexity, sliding_perplexity
 from rebind.nn.training.memory import require_memory
 from rebind.nn.training.outputs import RESULT, RunOutputs, import_tensorboard
-from rebind.nn.training.step import TrainingStep, build_optimizer, join_processes, shard
+from rebind.nn.training.step import TrainingStep, build_optimizer, shard
+from rebind.parallel import join_processes
 from rebind.storage import Row, RunFolder, path_inside, read_sealed_json
 
 CHECKPOINTS, TOKENS = "checkpoints", "tokens"
@@ -106,7 +108,7 @@ class _Run:
     def __init__(self, config: TrainConfig, path: Path, progress: TrainingProgress) -> None:
         self.config, self.path, self.progress = config, path, progress
         self.checkpoints = path_inside(path, f"{CHECKPOINTS}/step").parent  # no symbolic link
-        self.processes, self.device = join_processes(config.device)
+        self.processes, self.device = join_processes(usable_device(config.device))
         self.rank, self.count = self.processes.process_index, self.processes.num_processes
         self.is_sharded = config.sharded and self.count > 1  # a single process holds everything anyway
         self.unread: list[tuple[Tensor, Tensor]] = []  # losses and norms that a GPU may still be computing

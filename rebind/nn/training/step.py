@@ -9,12 +9,9 @@ graph and replayed.
 
 from __future__ import annotations
 
-import atexit
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -28,13 +25,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from rebind.cuda_graphs import capture_graph
 from rebind.errors import CudaGraphWarning
-from rebind.memory.checks import usable_device
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.model import RebindForCausalLM
 from rebind.nn.training.config import OptimizerConfig, TrainConfig
 from rebind.nn.training.data import TokenBatch
+from rebind.ops.sequence_parallel import SequenceSplit, split_sequence
 
-PATIENCE = timedelta(hours=2)  # of the others, while the main process tokenizes a large text
 STEPS_BEFORE_RECORDING = 3  # they compile kernels and allocate workspaces
 SPARE_MEMORY = 0.25  # fraction of a GPU that a graph leaves free for everything else, unless it was requested
 
@@ -42,16 +38,12 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 Measured = tuple[Tensor, Tensor]  # the loss of a batch, and the norm of its gradient before clipping
 
 
-def join_processes(device: str) -> tuple[PartialState, torch.device]:
-    """Join the processes that `torchrun` started, if any; return them and the device that this one computes on."""
-    usable = usable_device(device)
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return PartialState(), usable
-    is_new = not torch.distributed.is_initialized()
-    processes = PartialState(cpu=usable.type == "cpu", timeout=PATIENCE)
-    if is_new:
-        atexit.register(processes.destroy_process_group)
-    return processes, processes.device
+def split_over(processes: PartialState, count: int) -> SequenceSplit | None:
+    """Return how `count` neighboring processes share a sequence; None if each has its own."""
+    if count == 1:
+        return None
+    group, _ = torch.distributed.new_subgroups(group_size=count)
+    return SequenceSplit.of(group)
 
 
 def shard(model: RebindForCausalLM, processes: int, device: torch.device) -> None:
@@ -74,7 +66,9 @@ class TrainingStep:
     ) -> None:
         self.config, self.processes, self.model, self.optimizer = config, processes, model, optimizer
         self.device = model.device
-        self.rows = config.rows_per_piece(processes.num_processes)
+        self.groups = config.sequences_at_once(processes.num_processes)
+        self.rows = config.rows_per_piece(self.groups)
+        self.split = split_over(processes, config.context_parallel)
         self.uses_copies = processes.num_processes > 1 and not config.sharded
         self.wrapped: Any = DistributedDataParallel(model) if self.uses_copies else model
         if config.compile:
@@ -131,9 +125,10 @@ class TrainingStep:
         pieces, processes = self.config.accumulate, self.processes
         total = torch.zeros((), device=self.device)
         for piece in range(pieces):
-            first = (piece * processes.num_processes + processes.process_index) * self.rows
+            group = processes.process_index // self.config.context_parallel
+            first = (piece * self.groups + group) * self.rows
             waits = self.uses_copies and piece < pieces - 1  # copies average their gradients once per batch
-            with self.wrapped.no_sync() if waits else nullcontext():
+            with self.wrapped.no_sync() if waits else nullcontext(), split_sequence(self.split):
                 inputs, targets = self._to_device(batch, slice(first, first + self.rows))
                 loss = self._loss(inputs, targets, caches[piece] if self.config.carry else None)
                 # Python operators are several times slower in autograd's thread for the GPU than in this one.
@@ -155,8 +150,13 @@ class TrainingStep:
         return cast(Tensor, output.loss)
 
     def _to_device(self, batch: TokenBatch, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Return some rows on the device. Pinned memory lets the host go on while a GPU copies them."""
+        """Return some rows, or this process's segments of them, on the device.
+
+        Pinned memory lets the host go on while a GPU copies them.
+        """
         inputs, targets = batch.inputs[rows], batch.targets[rows]
+        if self.split is not None:
+            inputs, targets = (x.chunk(self.split.count, dim=1)[self.split.rank] for x in (inputs, targets))
         if self.device.type == "cuda":
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)

@@ -117,7 +117,8 @@ def evaluate(
         editor.progress = Progress(phase=show_phase)
         progress = evals.EvalProgress(unit=show_scores, phase=show_phase)
         result = evals.evaluate(editor, selected, config, out, text=perplexity_text, progress=progress)
-    _print(terminal, result)
+    if terminal.writes:
+        _print(terminal, result)
 
 
 def _print(terminal: Terminal, result: EvalResult) -> None:
@@ -194,5 +195,5 @@ def _states_columns(header: list[str], rows: list[list[str]]) -> Table:
     return grid
 
 
-app = new_app(invoke_without_command=True, callback=with_option_groups(evaluate), epilog=EXAMPLES)
+app = new_app(invoke_without_command=True, callback=with_option_groups(evaluate, processes="shared"), epilog=EXAMPLES)
 add_command(app, "compare", compare, opt.examples("rebind eval compare runs/memit runs/rome --figure both.png"))

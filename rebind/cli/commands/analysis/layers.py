@@ -42,6 +42,7 @@ def layers(
     with Phases(terminal) as phases:
         from rebind.analysis import TRIAL_FACTS, saved_layer_choice, search_layers, trial_facts_from
         from rebind.edit.settings import layers_file
+        from rebind.parallel import gather
 
         if facts is not None:
             input_facts = valid_facts(terminal, input_facts, lambda fact: trial_facts_from([fact]), skip_bad)
@@ -52,10 +53,13 @@ def layers(
             fits = fits_context(editor, behind_contexts=True)
             input_facts = valid_facts(terminal, input_facts, fits, skip_bad)
         choice = None if again or facts is not None else saved_layer_choice(editor.fingerprint)
+        choice = choice if all(gather(choice is not None, "cached layers")) else None
         is_cached = choice is not None
         if choice is None:
             trials = TRIAL_FACTS if facts is None else trial_facts_from(input_facts.facts)
             choice = search_layers(editor, trials, limit=limit, report=phases.count)
+    if not terminal.writes:
+        return
     print_skipped(terminal, input_facts)
     _print(terminal, choice)
     path, spent = layers_file(editor.fingerprint), seconds(sum(phases.seconds.values()))

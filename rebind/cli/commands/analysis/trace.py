@@ -77,6 +77,8 @@ def trace(
             input_facts = valid_facts(terminal, input_facts, fits_context(editor), skip_bad)
         known = input_facts.facts if facts is None or predicted else _known(tracer, input_facts)
         traces = _trace(tracer, known, phases, use_target=target is not None)
+    if not terminal.writes:
+        return
     result = traces[0] if facts is None else average_traces(traces)
     document = describe(editor) | result.to_json()
     document |= {"unknown": len(input_facts) - len(traces), "skipped": len(input_facts.skipped)}
@@ -97,7 +99,10 @@ def trace(
 
 def _known(tracer: Tracer, facts: Facts) -> tuple[Fact, ...]:
     """Return the facts that the model answers correctly."""
-    if known := tuple(fact for fact in facts if tracer.knows(fact)):
+    from rebind.parallel import share, unite
+
+    answered = unite([tracer.knows(fact) for fact in share(facts.facts)])
+    if known := tuple(fact for fact, knows in zip(facts, answered, strict=True) if knows):
         return known
     problem = f"The model knows none of the {len(facts)} facts"
     advice = "Choose facts that it knows, or use {predicted} to trace what it says instead"
@@ -105,16 +110,22 @@ def _known(tracer: Tracer, facts: Facts) -> tuple[Fact, ...]:
 
 
 def _trace(tracer: Tracer, facts: tuple[Fact, ...], phases: Phases, *, use_target: bool) -> list[Trace]:
+    """Trace all facts; several processes share them."""
+    from rebind.analysis.traces import unite_traces
+    from rebind.parallel import ranks, share
+
     traces: list[Trace] = []
+    own = share(facts)
 
     def report(done: int, total: int) -> None:
-        note = f"fact {len(traces) + 1} of {len(facts)}" if len(facts) > 1 else f"{done:,} of {total:,} states"
-        phases.count("restoring states", len(traces) * total + done, len(facts) * total, note)
+        count = min(len(traces) * ranks().count + 1, len(facts))
+        note = f"fact {count} of {len(facts)}" if len(facts) > 1 else f"{done:,} of {total:,} states"
+        phases.count("restoring states", len(traces) * total + done, len(own) * total, note)
 
     tracer.on_progress = report
-    for fact in facts:
+    for fact in own:
         traces.append(tracer.trace(fact, use_target=use_target))
-    return traces
+    return unite_traces(traces)
 
 
 def _title(result: Trace | AverageTrace) -> str:

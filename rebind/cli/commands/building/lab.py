@@ -66,6 +66,8 @@ def lab(
             phases.count(experiment.name, done, total, note)
 
         result = run_experiment(experiment, out, device=device or "cpu", progress=report)
+    if not terminal.writes:
+        return
     _show(terminal, experiment, result)
     if result.failed_claims:
         failed = "; ".join(f"{claim.statement} ({claim.measured})" for claim in result.failed_claims)

@@ -26,6 +26,7 @@ EXAMPLES = opt.examples(
     "rebind train --data hf:roneneldan/TinyStories --out runs/stories --preset modern-60m --length 512 --carry",
     "torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/four --batch-size 64 --device cuda",
     "torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/large --sharded --device cuda",
+    "torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/long --length 65536 --context-parallel 4",
     note="An interrupted run resumes from its last checkpoint when the same command is run again.",
 )
 
@@ -64,6 +65,9 @@ class RunOptions:
     record: Annotated[bool | None, model_flag("--record/--no-record", RECORD)] = None
     compile: Annotated[bool, model_flag("--compile", "Compile the model with torch.compile.")] = False
     sharded: Annotated[bool, model_flag("--sharded", "Shard weights over processes (FSDP).")] = False
+    context_parallel: Annotated[
+        int, model_value("N", "Split every sequence over N processes, each with a segment of it.")
+    ] = 1
     tensorboard: Annotated[bool, opt.flag("--tensorboard", "Also log for TensorBoard, in DIR/tensorboard.")] = False
 
 
@@ -109,9 +113,6 @@ def train(
     terminal: Terminal,
 ) -> None:
     """Train a language model on text, or resume the run in a folder."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    if not is_first:  # only one of torchrun's processes prints
-        terminal.as_json, terminal.quiet = False, True
     from rebind.nn import training
     from rebind.storage import cache_dir, path_inside
 
@@ -127,7 +128,7 @@ def train(
         result = training.train(
             config, out, cache=path_inside(cache_dir(), "tokens/text").parent, progress=_progress(phases)
         )
-    if is_first:
+    if terminal.writes:
         _print(terminal, result)
         if run.sharded and os.environ.get("WORLD_SIZE", "1") == "1":
             terminal.hint("--sharded had no effect with one process: start several with torchrun")

@@ -1,6 +1,6 @@
 """The fingerprint of a model: a digest of all of its weights, by which ledgers and caches know the model.
 
-Half a gigabyte of weights takes about a second per core. A model that is loaded from files is hashed once: its
+Half a gigabyte of weights takes about a second. A model that is loaded from files is hashed once: its
 fingerprint is stored in the cache, by the names, sizes, times and inodes of the files.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rebind.errors import InputError, StorageError
+from rebind.models.weights.placement import named_weights
 from rebind.storage import cache_dir, path_inside, read_json_object, write_json
 
 FOLDER, VERSION = "fingerprints", 2  # raise the version when fingerprints change
@@ -31,19 +30,15 @@ def fingerprint(model: nn.Module) -> str:
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     digest = hashlib.sha256(str(kind).encode())
-    parameters = list(model.named_parameters())
-    for name, parameter in parameters:
-        if parameter.is_meta:
+    for name, weight in named_weights(model):
+        if weight.is_meta:
             raise InputError(
-                f"{name} is offloaded (it is on the meta device)",
-                expected="weights in memory",
-                advice="Load the model with a device_map that keeps all layers on devices",
+                f"{name} is on the meta device, without values",
+                expected="weights in memory, or offloaded by accelerate",
+                advice="Load the model with from_pretrained",
                 code="offloaded_weights",
             )
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing releases the interpreter's lock
-        digests = threads.map(_digest, [parameter.detach() for _, parameter in parameters])
-        for (name, parameter), own in zip(parameters, digests, strict=True):
-            digest.update(f"\n{name} {list(parameter.shape)} {parameter.dtype}\n".encode() + own)
+        digest.update(f"\n{name} {list(weight.shape)} {weight.dtype}\n".encode() + _digest(weight))
     return digest.hexdigest()
 
 
@@ -60,7 +55,7 @@ def fingerprint_of_files(model: nn.Module, folder: Path) -> str:
 
 
 def _digest(parameter: Tensor) -> bytes:
-    data: Any = parameter.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # its memory, not a copy
+    data: Any = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # its memory, not a copy
     return hashlib.sha256(data).digest()
 
 
