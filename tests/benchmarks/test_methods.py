@@ -65,6 +65,8 @@ def test_methods_share_targets_and_the_model_is_put_back(bench):
     first, second = batch(bench, "memit", 6), batch(bench, "recursive", 6)
     assert (first.searched, second.searched) == (6, 0)
     assert first.scores == second.scores, "in one edit recursive is memit"
+    assert first.growth == pytest.approx(second.growth, rel=1e-4)
+    assert first.perplexity == pytest.approx(second.perplexity, rel=1e-4)
     assert first.scores["free"]["records"] == 2
     assert batch(bench, "memit", 2).groups == 1
     alone = batch(bench, "memit", 1)
