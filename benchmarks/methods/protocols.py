@@ -20,7 +20,7 @@ from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.methods import GainRule, Method, get_method
 from rebind.edit.moments import OldKeys
-from rebind.edit.solve import SubjectStates, choose_lambda, solve_writes
+from rebind.edit.solve import SubjectStates, choose_lambda, protected_states, solve_writes
 from rebind.edit.targets import TargetSearch, TargetStore
 from rebind.edit.targets.kept import subject_prompts
 from rebind.evals.records import Record
@@ -98,7 +98,8 @@ def _on_edited(bench: Bench, method: Method) -> Writer:
     editor = bench.editor
     _ = editor.contexts, editor.drift()  # both are asked of the base: once there, they are kept
     earlier: dict[OldKeys, Tensor] = {}  # keys of the batches before, for each site's old keys
-    method = replace(method, gain=_after(method.gain, earlier))
+    if method.remembers:
+        method = replace(method, gain=_after(method.gain, earlier))
 
     def write(facts: list[Fact]) -> tuple[tuple[int, ...], float]:
         settings = bench.settings(method.name, len(facts))
@@ -122,7 +123,8 @@ def _on_edited(bench: Bench, method: Method) -> Writer:
         lam = settings.lam
         if lam is None:
             lam = choose_lambda(subjects.keys(sites[0]), old_keys[names[0]], len(facts))
-        writes = solve_writes(subjects, sites, wanted.states - wanted.initial, method, old_keys, lam)
+        protected = protected_states(trunk, requests, method)
+        writes = solve_writes(subjects, sites, wanted.states - wanted.initial, method, old_keys, lam, protected)
         for name in names:
             keys, values, gain = (part.double() for part in writes[name].tensors())
             module, old = module_at(editor.model, name), old_keys[name]

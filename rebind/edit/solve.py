@@ -189,13 +189,12 @@ def solve_writes(
 
 
 def protected_states(trunk: Trunk, facts: Sequence[FactPrompts], method: Method) -> SubjectStates | None:
-    """Return the protected subjects of facts; None if there are none, or if the method does not protect any.
+    """Return the protected subjects of facts; None if there are none, or if the method meets its facts exactly.
 
-    A method that remembers its earlier edits has their keys to protect, and computes its gain again at every fold.
-    Exact methods have no λ to weigh keys with.
+    A method that remembers its earlier edits protects their keys instead, from its second edit on.
     """
     prompts = dict.fromkeys(prompt for fact in facts for prompt in fact.protected)
-    if not prompts or method.remembers or method.exact:
+    if not prompts or method.exact:
         return None
     return SubjectStates(trunk, [FactPrompts((prompt,)) for prompt in prompts], several_keys=True)
 

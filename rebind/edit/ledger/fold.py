@@ -183,13 +183,13 @@ class EditedWeights:
         return add_keys(earlier, keys.double().to(old_keys.moment.device), old_keys)
 
     def _with_gain(self, site: str, edit: Edit, write: Write, earlier: EarlierKeys | None) -> Write:
-        """Return the write of an edit with its gain: the stored one, unless it depends on earlier edits."""
+        """Return the write of an edit with its gain: the stored one, unless there are earlier edits to protect."""
         method = get_method(edit.method)
-        if not method.remembers:
+        if not method.remembers or earlier is None or not len(earlier):
             return write
         keys = write.keys.double().to(self.old_keys[site].moment.device)
         lam = float(edit.settings["lam"])  # type: ignore[arg-type]
-        gain = method.gain(keys, self.old_keys[site], lam, keys[:0] if earlier is None else earlier)
+        gain = method.gain(keys, self.old_keys[site], lam, earlier)
         return replace(write, gain=gain.float().to(write.gain))  # rounded as a stored gain is
 
     def writes_at(self, site: str, edits: Sequence[Edit], like: Tensor) -> Iterator[Write]:

@@ -117,7 +117,8 @@ def write_all(
     earlier: EarlierKeys = keys[:0]
     for k, v in zip(keys.split(size), values.split(size), strict=True):
         after = Write(k, v, chosen.gain(k, old_keys, lam, earlier)).apply(after)
-        earlier = add_keys(earlier, k, old_keys)
+        if chosen.remembers:
+            earlier = add_keys(earlier, k, old_keys)
     return after
 
 
