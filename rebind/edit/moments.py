@@ -420,14 +420,17 @@ class _Sums:
 
     def save(self, path: Path) -> None:
         totals = {name: total.cpu().contiguous() for name, total in self.totals.items()}
-        counts = {"keys": str(self.keys), "read": str(self.read), "batches": str(self.batches)}
+        counts = {"keys": str(self.keys), "read": str(self.read), "batches": str(self.batches), "name": path.name}
         write_file(path, seal_tensors(save(totals, metadata=counts)))
 
     @classmethod
     def load(cls, path: Path, names: Sequence[str]) -> _Sums | None:
         """Return the sums in a file; None if there is none, or a damaged one, which will be replaced."""
         try:
-            counts = {name: int(count) for name, count in check_tensors(path).items()}
+            metadata = check_tensors(path)
+            if metadata.pop("name", "") != path.name:
+                return None  # of another site
+            counts = {name: int(count) for name, count in metadata.items()}
             with safe_open(str(path), framework="pt") as file:
                 return cls({name: file.get_tensor(name) for name in names}, **counts)
         except (SafetensorError, TypeError, ValueError, OSError):

@@ -233,7 +233,7 @@ class _Run:
         ends = list(accumulate(len(unit.records) for unit in units))
         done = bisect_right(ends, len(answers.read()))  # units that are stored completely
         self.rows: list[Row] = []
-        self._count(answers.truncate(ends[done - 1] if done else 0))
+        self._count_stored(answers.truncate(ends[done - 1] if done else 0))
         self.drift = folder.rows("drift.jsonl").truncate(sum(unit.drift for unit in units[:done]))
         self.edits = folder.rows("edits.jsonl").read()
         for number, unit in enumerate(units[done:], start=done + 1):
@@ -330,6 +330,16 @@ class _Run:
             self.progress.phase(BASELINES["lora"])
             with fine_tuned(self.model, self._facts(batch), sites, seed=self.editor.seed) as base:
                 rows.append(self._answer(batch, {"baseline": "lora"}, questions, base))
+
+    def _count_stored(self, rows: Sequence[Row]) -> None:
+        try:
+            self._count(rows)
+        except (LookupError, TypeError, ValueError, AttributeError) as problem:
+            raise InputError(
+                f"Rows of {self.folder.file('records.jsonl')} cannot be used ({problem!r})",
+                advice="Remove the folder, or choose another, and run again",
+                code="damaged_row",
+            ) from None
 
     def _count(self, rows: Sequence[Row]) -> None:
         """Add rows, and their scores to those of the current state."""

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from rebind.errors import RebindWarning
+from rebind.errors import InputError, RebindWarning
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
 from rebind.lab.report import markdown
 from rebind.memory.checks import usable_device
@@ -84,7 +84,7 @@ def run_experiment(
             stored += measured
         if progress is not None:
             progress(total, total, {})
-        rows = [{**line["point"], **line["result"]} for line in stored]
+        rows = [{**line["point"], **_result(line)} for line in stored]
         claims = _or_warning("claims", lambda: list(experiment.claims(rows))) or []
         table = _or_warning("table", lambda: experiment.table(rows)) or Table([], [])
         folder.write(TABLE, markdown(experiment.title, experiment.answers, table, claims).encode())
@@ -123,6 +123,15 @@ def _count_completed(lines: JsonLines, batches: Sequence[Sequence[Point]]) -> in
             return number
         start += len(batch)
     return len(batches)
+
+
+def _result(line: Row) -> Row:
+    """Return the result in a stored line."""
+    result = line.get("result")
+    if not isinstance(result, dict):
+        advice = "Remove the folder, or choose another, and run again"
+        raise InputError(f"A line of {POINTS} has no result", expected="an object", advice=advice, code="damaged_row")
+    return result
 
 
 def _images(experiment: Experiment, rows: Sequence[Row]) -> dict[str, bytes]:
