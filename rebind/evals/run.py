@@ -241,7 +241,7 @@ class _Run:
         self.folder, self.rows = folder, list[Row]()
         stored = StoredUnits(folder, [len(unit.records) for unit in units], [unit.drift for unit in units])
         done, rows, self.drift = stored.open()
-        self._count(rows)
+        self._count_stored(rows)
         self.edits = folder.rows(EDITS).read()
         missing = [number for number in range(len(units)) if number not in done]
         self._load_old_keys(units[number] for number in missing)
@@ -361,6 +361,16 @@ class _Run:
             self.progress.phase(BASELINES["lora"])
             with fine_tuned(self.model, self._facts(batch), sites, seed=self.editor.seed) as base:
                 rows.append(self._answer(batch, {"baseline": "lora"}, questions, base))
+
+    def _count_stored(self, rows: Sequence[Row]) -> None:
+        try:
+            self._count(rows)
+        except (LookupError, TypeError, ValueError, AttributeError) as problem:
+            raise InputError(
+                f"Rows of {self.folder.file(RECORDS)} cannot be used ({problem!r})",
+                advice="Remove the folder, or choose another, and run again",
+                code="damaged_row",
+            ) from None
 
     def _count(self, rows: Sequence[Row]) -> None:
         """Add rows, and their scores to those of the current state."""

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from rebind.errors import RebindWarning
+from rebind.errors import InputError, RebindWarning
 from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
 from rebind.lab.report import markdown
 from rebind.memory.checks import usable_device
@@ -72,7 +72,7 @@ def run_experiment(
     path = Path(out) if out is not None else default_folder(experiment, place)
     with open_run_folder(path, "experiment", describe(experiment, place)) as folder:
         stored, resumed = _measure(experiment, place, folder, progress)
-        rows = [{**line["point"], **line["result"]} for line in stored]
+        rows = [{**line["point"], **_result(line)} for line in stored]
         claims = _or_warning("claims", lambda: list(experiment.claims(rows))) or []
         if is_writer():
             table = _or_warning("table", lambda: experiment.table(rows)) or Table([], [])
@@ -156,6 +156,15 @@ def _count_completed(lines: JsonLines, batches: Sequence[Sequence[Point]]) -> in
             return number
         start += len(batch)
     return len(batches)
+
+
+def _result(line: Row) -> Row:
+    """Return the result in a stored line."""
+    result = line.get("result")
+    if not isinstance(result, dict):
+        advice = "Remove the folder, or choose another, and run again"
+        raise InputError(f"A line of {POINTS} has no result", expected="an object", advice=advice, code="damaged_row")
+    return result
 
 
 def _images(experiment: Experiment, rows: Sequence[Row]) -> dict[str, bytes]:

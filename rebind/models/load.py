@@ -84,6 +84,7 @@ def load_tokenizer(
         advice = "Use a local folder with tokenizer.json"
         with _loading(folder, "a tokenizer", advice=advice, code="unreadable_tokenizer"):
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            loaded("a")  # a forged config may load and then not work
     if not getattr(loaded, "is_fast", False):
         raise InputError(
             f"{type(loaded).__name__} is a slow tokenizer, which cannot tell where the subject of a prompt is",

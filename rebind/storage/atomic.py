@@ -7,6 +7,7 @@ later, by the next write into the same folder.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -21,11 +22,12 @@ from typing import Any, TypeAlias
 
 from rebind.errors import InputError
 from rebind.storage.problems import nearest_existing, storage_errors, symbolic_link_error
-from rebind.storage.reading import read_file
+from rebind.storage.reading import open_to_read, read_file
 
 STALE_SECONDS = 24 * 3600  # a temporary this old belongs to a process that was killed
 Buffer: TypeAlias = bytes | memoryview
 _SWEPT: dict[Path, float] = {}  # when this process looked for stale temporaries in a folder
+DIGESTS = ".rebind-digests.json"  # of the files in a sealed folder
 TEMPORARY = re.compile(r"\.rebind-[0-9a-f]{12}\.tmp")
 
 
@@ -121,24 +123,47 @@ def check_writable(folder: str | Path) -> None:
         probe.rmdir()
 
 
-def create_folder(path: str | Path, fill: Callable[[Path], None]) -> None:
+def create_folder(path: str | Path, fill: Callable[[Path], None], *, sealed: bool = False) -> None:
     """Let `fill` write into a temporary folder, then give it its name. For caches and checkpoints.
 
     A folder that already exists, or that another process finishes first, stays: both hold the same content, and a
-    reader may have the first one open.
+    reader may have the first one open. A `sealed` folder has digests of its files, and is made anew if one does not
+    match; to check them takes a second per gigabyte.
     """
     path = Path(path)
     if path.is_symlink():
         raise symbolic_link_error(path)
+    if sealed and path.is_dir() and read_json_object(path / DIGESTS) != _digests(path):
+        shutil.rmtree(path, ignore_errors=True)
     if path.is_dir():
         return
-    with storage_errors(path), filled_folder(path, fill) as temporary:
+
+    def fill_and_seal(folder: Path) -> None:
+        fill(folder)
+        if sealed:
+            write_json(folder / DIGESTS, _digests(folder))
+
+    with storage_errors(path), filled_folder(path, fill_and_seal) as temporary:
         try:
             temporary.rename(path)
         except OSError:
             if not path.is_dir():
                 raise
         flush_to_disk(path.parent)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the digest of every file in a folder, except that of the digests."""
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if path.name != DIGESTS and not path.is_dir():
+            digests[path.relative_to(folder).as_posix()] = "" if path.is_symlink() else _digest(path)
+    return digests
+
+
+def _digest(path: Path) -> str:
+    with open_to_read(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

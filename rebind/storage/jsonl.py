@@ -1,12 +1,14 @@
 """Rows in a file, one JSON object per line, that survive a kill: complete lines stay, a torn last line is ignored.
 
-The last field of a row, "crc", is a checksum of the row and of all rows before it, so that damage is noticed.
+The last field of a row, "crc", is a checksum of the row, of all rows before it and of the file's name, so that damage
+is noticed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,7 +39,7 @@ class JsonLines:
         texts = [to_json(row) for row in rows]  # before any file is opened: it may refuse a row
         with _open_for_writing(self.path, create=True) as handle:
             end = _end_of_last_line(handle)
-            _write_at(handle, end, _sealed(texts, _checksum_before(handle, end)))
+            _write_at(handle, end, _sealed(texts, _checksum_before(handle, end) or self._first_checksum))
 
     def truncate(self, count: int) -> list[Row]:
         """Keep the first `count` rows and return them."""
@@ -54,13 +56,25 @@ class JsonLines:
                 _write_at(handle, rows[count - 1][1] if count else 0, b"")
         return [row for row, _ in rows[:count]]
 
+    @property
+    def _first_checksum(self) -> int:
+        """What the first row is chained to: the name of the file, so that files cannot be exchanged."""
+        return zlib.crc32(self.path.name.encode())
+
     def _rows(self) -> Iterator[tuple[Row, int]]:
         """Yield each complete row with the offset where its line ends."""
         try:
             *lines, _ = read_file(self.path).split(b"\n")
         except FileNotFoundError:
             return
-        end = checksum = 0
+        except StorageError:
+            raise
+        except OSError as problem:
+            advice = "Restore the file, or remove its folder and run again"
+            raise InputError(
+                f"{self.path} cannot be read ({problem.strerror})", advice=advice, code="damaged_row"
+            ) from None
+        end, checksum = 0, self._first_checksum
         for number, line in enumerate(lines, start=1):
             end += len(line) + 1
             try:

@@ -29,6 +29,7 @@ from rebind.memory.associative import Memory
 from rebind.models.language_model import LanguageModel
 from rebind.nn.training import train
 from rebind.storage import read_json_object
+from rebind.storage.exports import MANIFEST
 from tests import tiny
 from tests.edit import editors
 from tests.evals import runs as evaluations
@@ -179,7 +180,8 @@ def _digest_of_changes(changes: dict[str, LowRank]) -> str:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*"))
+    names = (file.relative_to(folder).as_posix() for file in folder.rglob("*"))
+    return sorted(name for name in names if name != MANIFEST)
 
 
 # Caches, memories and runs
@@ -233,7 +235,9 @@ def evaluate(home: Path, acknowledge: Acknowledge) -> None:
 def inspect_evaluation(home: Path) -> str:
     if read_json_object(home / RUN / "summary.json") is None or not (home / RUN / "table.md").exists():
         return UNFINISHED
-    return digest_of(sorted(evaluations.contents(home / RUN).items()))
+    contents = evaluations.contents(home / RUN)
+    config = read_json_object(home / RUN / "config.json")
+    return digest_of([config, *sorted(item for item in contents.items() if item[0] != "config.json")])
 
 
 def train_model(home: Path, acknowledge: Acknowledge) -> None:

@@ -79,7 +79,7 @@ class Sums:
 
     def save(self, path: Path) -> None:
         totals = {name: total.cpu().contiguous() for name, total in self.totals.items()}
-        counts = {"keys": self.keys, "read": self.read, "batches": sorted(self.batches)}
+        counts = {"keys": self.keys, "read": self.read, "batches": sorted(self.batches), "name": path.name}
         metadata = {name: json.dumps(count) for name, count in counts.items()}
         write_file(path, seal_tensors(save(totals, metadata=metadata)))
 
@@ -88,6 +88,8 @@ class Sums:
         """Return the sums in a file; None if there is none, or a damaged one, which will be replaced."""
         try:
             counts = {name: json.loads(count) for name, count in check_tensors(path).items()}
+            if counts["name"] != path.name:
+                return None  # of another site
             with safe_open(str(path), framework="pt") as file:
                 batches = counts["batches"]
                 batches = set(range(batches) if isinstance(batches, int) else map(int, batches))

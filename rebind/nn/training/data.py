@@ -132,7 +132,7 @@ def _tokenizer(config: DataConfig, source: TextSource, cache: Path) -> Any:
         texts = (text for text, _ in source.pieces())
         _train_tokenizer(config.tokenizer, texts, vocabulary).save_pretrained(folder)
 
-    create_folder(folder, fill)
+    create_folder(folder, fill, sealed=True)
     return load_tokenizer(str(folder))
 
 
