@@ -1,0 +1,94 @@
+"""The Starlette application: the page, the jobs, and the routes of every tab."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from rebind.errors import RebindError
+from rebind.studio.forms import Form
+from rebind.studio.replies import FieldError, problem, reply
+from rebind.studio.security import Access, Gate
+from rebind.studio.state import Studio
+from rebind.studio.tabs import edit, lab, ledger, memory, trace
+from rebind.version import __version__
+
+STATIC = Path(__file__).parent / "static"
+LONGEST_WAIT = 20.0  # seconds that a request for the next change of a job stays open
+TABS: dict[str, Callable[[Studio], list[Route]]] = {
+    "edit": edit.routes,
+    "ledger": ledger.routes,
+    "trace": trace.routes,
+    "memory": memory.routes,
+    "lab": lab.routes,
+}
+
+
+def create_app(studio: Studio, access: Access) -> Starlette:
+    """Return the application; `access` decides which requests it answers."""
+    routes: list[Any] = [Route("/", _page), *_common_routes(studio)]
+    for tab in TABS.values():
+        routes += tab(studio)
+    routes.append(Mount("/static", StaticFiles(directory=STATIC)))
+    handlers: dict[Any, Any] = {
+        RebindError: lambda request, error: problem(error),
+        HTTPException: _as_problem,
+        Exception: lambda request, error: problem(error),
+    }
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(Gate, access=access)])
+
+
+def _common_routes(studio: Studio) -> list[Route]:
+    async def state(request: Request) -> Response:
+        busy = [{"id": job.id, "name": job.name} for job in studio.jobs.unfinished]
+        return reply(
+            {
+                "version": __version__,
+                "model": studio.model_name,
+                "loaded": studio.loaded,
+                "models": studio.models,
+                "jobs": busy,
+                "tabs": list(TABS),
+            }
+        )
+
+    async def load(request: Request) -> Response:
+        form = await Form.of(request)
+        return reply(studio.load(form.text("model", longest=1_000)).to_json(), 202)
+
+    async def job(request: Request) -> Response:
+        after = Form(dict(request.query_params)).integer("after", -1, low=-1, high=2**31)
+        one = studio.jobs.get(request.path_params["id"])
+        await one.wait(after, LONGEST_WAIT)
+        return reply(one.to_json())
+
+    async def cancel(request: Request) -> Response:
+        return reply(studio.jobs.cancel(request.path_params["id"]).to_json())
+
+    return [
+        Route("/api/state", state),
+        Route("/api/model", load, methods=["POST"]),
+        Route("/api/jobs/{id}", job),
+        Route("/api/jobs/{id}/cancel", cancel, methods=["POST"]),
+    ]
+
+
+async def _page(request: Request) -> Response:
+    return FileResponse(STATIC / "index.html")
+
+
+def _as_problem(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    sentence = "There is nothing at this address" if status == 404 else "This address is used in another way"
+    answer = problem(FieldError(sentence, field="", code="not_found" if status == 404 else "wrong_method"))
+    answer.status_code = status
+    return answer
