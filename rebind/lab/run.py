@@ -57,6 +57,7 @@ def run_experiment(
     *,
     device: str = "cpu",
     progress: Progress | None = None,
+    on_rows: Callable[[list[Row]], None] | None = None,
 ) -> ExperimentResult:
     """Measure every point that the folder does not hold yet, then write the table and the figure.
 
@@ -65,6 +66,7 @@ def run_experiment(
         out: the folder; by default one in runs/ that depends on the experiment, its settings and the device.
         device: where to measure.
         progress: is called before each batch and at the end.
+        on_rows: is called with the rows so far after each batch.
     """
     started = time.monotonic()
     place = usable_device(device)
@@ -82,9 +84,11 @@ def run_experiment(
             measured = [{"point": point, "result": result} for point, result in zip(batch, results, strict=True)]
             lines.append(measured)
             stored += measured
+            if on_rows is not None:
+                on_rows(_rows(stored))
         if progress is not None:
             progress(total, total, {})
-        rows = [{**line["point"], **line["result"]} for line in stored]
+        rows = _rows(stored)
         claims = _or_warning("claims", lambda: list(experiment.claims(rows))) or []
         table = _or_warning("table", lambda: experiment.table(rows)) or Table([], [])
         folder.write(TABLE, markdown(experiment.title, experiment.answers, table, claims).encode())
@@ -123,6 +127,10 @@ def _count_completed(lines: JsonLines, batches: Sequence[Sequence[Point]]) -> in
             return number
         start += len(batch)
     return len(batches)
+
+
+def _rows(lines: Sequence[dict[str, Any]]) -> list[Row]:
+    return [{**line["point"], **line["result"]} for line in lines]
 
 
 def _images(experiment: Experiment, rows: Sequence[Row]) -> dict[str, bytes]:
