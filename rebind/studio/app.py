@@ -8,7 +8,6 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
@@ -33,8 +32,8 @@ TABS: dict[str, Callable[[Studio], list[Route]]] = {
 }
 
 
-def create_app(studio: Studio, access: Access) -> Starlette:
-    """Return the application; `access` decides which requests it answers."""
+def create_app(studio: Studio, access: Access) -> Gate:
+    """Return the application behind its gate; `access` decides which requests it answers."""
     routes: list[Any] = [Route("/", _page), *_common_routes(studio)]
     for tab in TABS.values():
         routes += tab(studio)
@@ -44,22 +43,15 @@ def create_app(studio: Studio, access: Access) -> Starlette:
         HTTPException: _as_problem,
         Exception: lambda request, error: problem(error),
     }
-    return Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(Gate, access=access)])
+    return Gate(Starlette(routes=routes, exception_handlers=handlers), access)
 
 
 def _common_routes(studio: Studio) -> list[Route]:
-    async def state(request: Request) -> Response:
-        busy = [{"id": job.id, "name": job.name} for job in studio.jobs.unfinished]
-        return reply(
-            {
-                "version": __version__,
-                "model": studio.model_name,
-                "loaded": studio.loaded,
-                "models": studio.models,
-                "jobs": busy,
-                "tabs": list(TABS),
-            }
-        )
+    def state(request: Request) -> Response:
+        jobs = [{"id": job.id, "name": job.name} for job in studio.jobs.unfinished]
+        model = {"model": studio.model_name, "loaded": studio.loaded, "problem": studio.load_problem}
+        ledger = studio.ledger_digest if studio.loaded else ""
+        return reply({"version": __version__, **model, "models": studio.models, "ledger": ledger, "jobs": jobs})
 
     async def load(request: Request) -> Response:
         form = await Form.of(request)

@@ -38,11 +38,13 @@ class Job:
     stages: list[dict[str, Any]] = field(default_factory=list)  # each {text, seconds}
     fraction: float | None = None  # of the current stage
     data: Any = None  # what the job has published so far
+    notes: list[str] = field(default_factory=list)  # warnings, as sentences
     result: Any = None
     error: dict[str, Any] | None = None
     started: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
     cancel_requested: bool = False
+    is_committed: bool = False  # past the point where a cancel leaves everything as it was
     done: threading.Event = field(default_factory=threading.Event)
     _waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
     _mutex: threading.Lock = field(default_factory=threading.Lock)
@@ -80,7 +82,7 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         """Return what a client sees."""
         with self._mutex:
-            names = ("id", "name", "version", "status", "fraction", "data", "result", "error")
+            names = ("id", "name", "version", "status", "fraction", "data", "notes", "result", "error", "is_committed")
             shown: dict[str, Any] = {name: getattr(self, name) for name in names}
             return {**shown, "stages": self.stages[-MOST_STAGES:], "seconds": round(self.seconds, 2)}
 
@@ -105,9 +107,18 @@ class JobControl:
         self.raise_if_cancelled()
         self._job.update(data=data)
 
+    def note(self, text: str) -> None:
+        """Tell the user something besides the result."""
+        if text not in self._job.notes:
+            self._job.update(notes=[*self._job.notes, text])
+
+    def commit(self) -> None:
+        """Declare that what the job was for has happened: from here on it cannot be cancelled."""
+        self._job.update(is_committed=True)
+
     def raise_if_cancelled(self) -> None:
         """Leave the job if somebody cancelled it."""
-        if self._job.cancel_requested:
+        if self._job.cancel_requested and not self._job.is_committed:
             raise JobCancelledError
 
 

@@ -31,17 +31,24 @@ const get = (path, options) => request(path, options);
 const post = (path, body = {}, options) =>
   request(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), ...options });
 
-// Start a job and wait for its result. `onStage` gets {stages, fraction, data, seconds, status} after every change;
-// aborting `signal` cancels the job, and the promise then rejects with a Problem whose code is "cancelled".
-async function job(path, body, { onStage = () => {}, signal } = {}) {
-  let state = await post(path, body);
+const FINISHED = ["done", "failed", "cancelled"];
+
+// Start a job and wait for its result. `onStage` gets {stages, fraction, data, notes, seconds, status, is_committed}
+// after every change; aborting `signal` cancels the job, and the promise then rejects with a Problem whose code is
+// "cancelled".
+async function job(path, body, options) {
+  return follow(await post(path, body), options);
+}
+
+// Wait for a job that runs already; `state` needs its id.
+async function follow(state, { onStage = () => {}, signal } = {}) {
   const cancel = () => post(`/api/jobs/${state.id}/cancel`).catch(() => {});
   if (signal?.aborted) cancel();
   signal?.addEventListener("abort", cancel, { once: true });
   try {
-    onStage(state);
-    while (!["done", "failed", "cancelled"].includes(state.status)) {
-      state = await get(`/api/jobs/${state.id}?after=${state.version}`);
+    if (state.stages) onStage(state);
+    while (!FINISHED.includes(state.status)) {
+      state = await get(`/api/jobs/${state.id}?after=${state.version ?? -1}`);
       onStage(state);
     }
   } finally {
@@ -78,4 +85,4 @@ const link = {
   },
 };
 
-export const api = { get, post, job, on, emit, link };
+export const api = { get, post, job, follow, on, emit, link };

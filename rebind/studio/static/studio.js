@@ -1,8 +1,9 @@
 // The frame of the page: the tabs, the choice of a model, and the color theme.
-import { api } from "./api.js";
+import { Problem, api } from "./api.js";
 import { button, clearProblems, el, field, input, progress, showProblem } from "./ui.js";
 
 const TITLES = { edit: "Edit", ledger: "Ledger", trace: "Trace", memory: "Memory", lab: "Lab" };
+const POLL = 4000; // milliseconds
 const panels = new Map();
 
 function buildTabs() {
@@ -43,34 +44,49 @@ async function show(name) {
 }
 
 function buildModelChoice(state) {
-  const place = document.getElementById("model");
   const name = input("model", { value: state.model, list: "models", spellcheck: "false" });
   const options = el("datalist", { id: "models" }, state.models.map((value) => el("option", { value })));
   const load = el("button", { type: "submit", class: "quiet" }, "Load");
   const work = progress();
-  const form = el("form", { class: "model-form" }, field("Model", name), options, load, work.element);
-  form.addEventListener("submit", async (event) => {
+  const form = el("form", { class: "model-form", "aria-label": "Model" }, field("Model", name), options, load, work.element);
+  form.addEventListener("submit", (event) => {
     event.preventDefault();
-    await loadModel(name.value);
+    wait((options) => api.job("/api/model", { model: name.value }, options));
   });
 
-  async function loadModel(model) {
+  async function wait(start) {
     clearProblems(form);
     load.disabled = true;
     try {
-      await api.job("/api/model", { model }, { onStage: work.update, signal: work.start() });
+      const { model } = await start({ onStage: work.update, signal: work.start() });
+      document.documentElement.dataset.model = model;
       api.emit("model", model);
       api.emit("ledger");
     } catch (problem) {
-      showProblem(form, { ...problem, sentence: problem.sentence, field: "model" });
+      showProblem(form, { sentence: problem.sentence ?? String(problem), field: "model" });
     } finally {
       load.disabled = false;
       work.stop();
     }
   }
 
-  place.append(form);
-  if (!state.loaded && !state.jobs.some((job) => job.name === "load")) loadModel(state.model);
+  document.getElementById("model").append(form);
+  const loading = state.jobs.find((job) => job.name === "load");
+  if (loading) wait((options) => api.follow(loading, options));
+  else if (state.loaded) document.documentElement.dataset.model = state.model;
+  else if (state.problem) showProblem(form, new Problem(state.problem));
+}
+
+// Another browser tab, or another program, may change the edits or the model.
+function watchOthers(state) {
+  let { ledger, model } = state;
+  setInterval(async () => {
+    if (document.hidden) return;
+    const now = await api.get("/api/state").catch(() => null);
+    if (!now?.loaded) return;
+    if (now.model !== model) api.emit("model", (model = now.model));
+    if (now.ledger !== ledger) api.emit("ledger", (ledger = now.ledger));
+  }, POLL);
 }
 
 function buildThemeSwitch() {
@@ -99,6 +115,7 @@ buildTabs();
 addEventListener("hashchange", () => { show(api.link.get("tab", "edit")); api.emit("link"); });
 api.get("/api/state").then((state) => {
   buildModelChoice(state);
+  watchOthers(state);
   show(api.link.get("tab", "edit"));
   document.documentElement.dataset.ready = "true";
 }).catch((problem) => document.getElementById("main").replaceChildren(el("p", { class: "field-error", role: "alert" }, problem.sentence ?? String(problem))));

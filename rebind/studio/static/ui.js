@@ -93,7 +93,7 @@ export function progress() {
   const meter = el("span", { class: "bar wide", role: "progressbar", "aria-label": "Progress", "aria-valuemin": 0, "aria-valuemax": 100 }, fill);
   const cancel = button("Cancel", () => {
     cancel.disabled = true;
-    cancel.textContent = "Cancelling…";
+    cancel.textContent = "Canceling…";
     controller?.abort();
   }, { class: "quiet" });
   const element = el("div", { class: "progress", hidden: true }, el("div", { class: "progress-row" }, meter, cancel), list);
@@ -109,7 +109,8 @@ export function progress() {
       element.hidden = false;
       return controller.signal;
     },
-    update({ stages, fraction, seconds: spent }) {
+    update({ stages, fraction, seconds: spent, is_committed: committed }) {
+      if (committed) cancel.disabled = true;
       list.replaceChildren(...stages.map(({ text, seconds: begin }, index) => {
         const end = stages[index + 1]?.seconds ?? spent;
         const current = index === stages.length - 1;
