@@ -110,7 +110,7 @@ class Trajectory:
 
     matrices: Tensor  # [n + 1, d_v, width of φ]
     errors: Tensor  # [n + 1, m]: ‖Wk − v‖² / ‖v‖² for the latest value v of each key; NaN before its first write
-    remains: Tensor  # [n + 1, m]: ⟨Wk, v⟩ / ‖v‖² for the value before the latest one; NaN where there is none
+    remains: Tensor  # [n + 1, m]: ⟨Wk − v, u⟩ / ‖u‖² for the value u before the latest one; NaN where there is none
     answers: list[list[str | None]]  # [n + 1][m]: the value nearest to Wk among those written; None for Wk = 0
 
     def mean_errors(self) -> list[float | None]:
@@ -163,9 +163,10 @@ class Script:
             for index, key in enumerate(self.keys):
                 history = [values[value_of[name]] for name in self.history(key, writes)]
                 if history:
-                    errors[writes, index] = (row[index] - history[-1]).square().sum() / history[-1].square().sum()
+                    excess = row[index] - history[-1]
+                    errors[writes, index] = excess.square().sum() / history[-1].square().sum()
                 if len(history) > 1:
-                    remains[writes, index] = row[index] @ history[-2] / history[-2].square().sum()
+                    remains[writes, index] = excess @ history[-2] / history[-2].square().sum()
             written = list(dict.fromkeys(pair.value for pair in self.pairs[:writes]))
             answers.append(_nearest(row, values[[value_of[name] for name in written]], written))
         return Trajectory(matrices, errors, remains, answers)
