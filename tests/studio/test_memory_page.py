@@ -86,7 +86,13 @@ def test_a_memory_is_written_and_overwritten_in_the_browser(new_page):
     page.locator("[data-error='pairs']:not(:empty)").wait_for()
     assert "Line 1" in page.locator("[data-error='pairs']").inner_text()
 
+    page.get_by_label("Directions of the keys").select_option("false")
+    page.get_by_label("Pairs, one per line").fill(f"{PAIRS}\nItaly = Turin")
+    page.locator("[data-error='pairs']:empty").first.wait_for(state="attached")
     restored = new_page(page.url.partition("#")[2], viewport={"width": 390, "height": 800}, color_scheme="dark")
     restored.locator("li[data-key='Italy']").first.wait_for()
     assert "Turin" in restored.get_by_label("Pairs, one per line").input_value()
+    restored.get_by_label("Pairs", exact=True).fill("40")
+    restored.get_by_role("button", name="Generate").click()
+    restored.locator("[data-side='0'] .pill:text('of 40 forgotten')").wait_for()
     assert restored.evaluate("document.documentElement.scrollWidth") <= 390

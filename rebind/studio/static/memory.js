@@ -11,8 +11,9 @@ const WAIT = 120; // milliseconds after the last change of a control
 
 export async function mount(element, api) {
   const { rules, features, limits } = await api.get("/api/memory/rules");
-  const settings = restore(api.link.get("memory"));
+  const settings = restore(api.link.get("memory"), rules);
   let data = null, at = 0, timer = null, playing = null, request = 0;
+  let unchanged = null; // the settings that need no link
   const change = () => {
     clearTimeout(timer);
     timer = setTimeout(load, WAIT);
@@ -44,11 +45,13 @@ export async function mount(element, api) {
       clearProblems(element);
       const atEnd = !data || at >= data.writes.length;
       data = answer;
-      if (JSON.stringify(body) !== JSON.stringify(DEFAULTS)) api.link.set({ memory: JSON.stringify(body) });
+      const state = JSON.stringify(body);
+      unchanged ??= api.link.get("memory") ? "" : state;
+      api.link.set({ memory: state === unchanged ? "" : state });
       sequence.keys(data.keys);
       time.update(data.writes);
-      const many = Math.max(...data.memories.flatMap((one) => one.matrices.flat(2).map(Math.abs)), 1e-9);
-      data.memories.forEach((one, index) => sides[index].load(one, data, many));
+      const top = data.memories.flatMap((one) => one.matrices.flat(2)).reduce((most, x) => Math.max(most, Math.abs(x)), 1e-9);
+      data.memories.forEach((one, index) => sides[index].load(one, data, top));
       curves.update({
         x_label: "writes",
         x_range: [0, data.writes.length],
@@ -61,6 +64,7 @@ export async function mount(element, api) {
   }
 
   function show(t) {
+    if (!data) return;
     at = Math.max(0, Math.min(data.writes.length, t));
     time.show(at);
     curves.cursor(at);
@@ -68,6 +72,7 @@ export async function mount(element, api) {
   }
 
   function play() {
+    if (!data) return;
     if (at >= data.writes.length) show(0);
     playing = setInterval(() => (at >= data.writes.length ? stop() : show(at + 1)), 700);
     time.playing(true);
@@ -83,12 +88,19 @@ export async function mount(element, api) {
   return {};
 }
 
-function restore(text) {
+const shortList = (names) => (names.length > 5 ? `${names.slice(0, 4).join(", ")} and ${names.length - 4} more` : names.join(", "));
+
+// The settings of a link; a link that somebody damaged gives the defaults.
+function restore(text, rules) {
+  const settings = structuredClone(DEFAULTS);
   try {
-    return text ? { ...structuredClone(DEFAULTS), ...JSON.parse(text) } : structuredClone(DEFAULTS);
+    Object.assign(settings, text ? JSON.parse(text) : {});
   } catch {
-    return structuredClone(DEFAULTS);
+    return settings;
   }
+  const memories = Array.isArray(settings.memories) ? settings.memories.slice(0, 2) : [];
+  const usable = memories.length && memories.every((one) => rules.some((rule) => rule.name === one?.rule));
+  return { ...settings, memories: usable ? memories : structuredClone(DEFAULTS.memories) };
 }
 
 // The pairs to write, and how names become vectors.
@@ -184,7 +196,7 @@ function memorySide(index, settings, rules, features, change) {
   const pill = el("span", { class: "pill" });
   const matrix = el("div", { class: "matrix" });
   const scale = el("div", { class: "centered" });
-  const list = el("ul", { class: "recall", "aria-label": "Recall of every pair" });
+  const list = el("ul", { class: "recall", tabindex: 0, "aria-label": "Recall of every pair" });
   let sliders = {}, one = null, all = null, top = 1, map = null, shape = "", frame = [0, "memory"];
 
   function build(values) {
@@ -240,10 +252,10 @@ function memorySide(index, settings, rules, features, change) {
     load(next, everything, largest) {
       [one, all, top] = [next, everything, largest];
       const [rows, columns] = [next.matrices[0].length, next.matrices[0][0].length];
-      if (shape === `${rows}×${columns}`) return;
-      shape = `${rows}×${columns}`;
+      if (shape === `${next.rule}, ${rows}×${columns}`) return;
+      shape = `${next.rule}, ${rows}×${columns}`;
       const ids = (count) => Array.from({ length: count }, (_, i) => String(i + 1));
-      map = heatmap({ label: `Memory W of rule ${next.rule}, ${shape}`, rows: ids(rows), columns: ids(columns), kind: "square", describe: (r, c) => `W[${r + 1}, ${c + 1}] = ${number(picture()[r][c])}` });
+      map = heatmap({ label: `Memory W of rule ${shape}`, rows: ids(rows), columns: ids(columns), kind: columns > 24 ? "square dense" : "square", describe: (r, c) => `W[${r + 1}, ${c + 1}] = ${number(picture()[r][c])}` });
       matrix.replaceChildren(map.element);
     },
     show(t, kind) {
@@ -251,7 +263,7 @@ function memorySide(index, settings, rules, features, change) {
       map.update(picture().map((row) => row.map((x) => x / top)));
       scale.replaceChildren(colorScale(`−${number(top, 2)}`, number(top, 2), { diverging: true }));
       const stored = all.latest[t].filter((value) => value != null).length, lost = one.forgotten[t].length;
-      pill.textContent = !stored ? "empty" : lost ? `${lost} of ${stored} forgotten: ${one.forgotten[t].map((i) => all.keys[i]).join(", ")}` : `all ${stored} recalled`;
+      pill.textContent = !stored ? "empty" : lost ? `${lost} of ${stored} forgotten: ${shortList(one.forgotten[t].map((i) => all.keys[i]))}` : `all ${stored} recalled`;
       pill.className = `pill ${!stored ? "" : lost ? "bad" : "good"}`;
       list.replaceChildren(...all.keys.map((key, i) => entry(key, i, t)));
     },

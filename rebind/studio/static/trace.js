@@ -10,12 +10,12 @@ const KINDS = {
 const EXAMPLE = "{The Eiffel Tower} is in the city of";
 
 const layerText = (layers) => (layers.length > 1 ? `layers ${layers[0]} to ${layers.at(-1)}` : `layer ${layers[0]}`);
-const visible = (token) => (token.trim() ? token.replaceAll("\n", "⏎") : JSON.stringify(token));
+const visible = (token) => (token.trim() ? token.trim().replaceAll("\n", "⏎") : token.replaceAll(" ", "␣").replaceAll("\n", "⏎"));
 const quoted = (token) => `“${token.trim() || token}”`;
 
 export function mount(element, api) {
-  const sentence = input("sentence", { value: api.link.get("sentence", EXAMPLE), spellcheck: "false" });
-  const target = input("target", { value: api.link.get("target"), placeholder: "the model's own answer" });
+  const sentence = input("sentence", { value: api.link.get("traced", api.link.get("sentence", EXAMPLE)), spellcheck: "false" });
+  const target = input("target", { value: api.link.get("answer"), placeholder: "the model's own answer" });
   const draws = select("draws", [["1", "1, fast"], ["4", "4"], ["10", "10, as in ROME"]]);
   draws.value = "4";
   const work = progress();
@@ -44,7 +44,7 @@ export function mount(element, api) {
     event.preventDefault();
     clearProblems(form);
     go.disabled = true;
-    api.link.set({ sentence: sentence.value, target: target.value });
+    api.link.set({ traced: sentence.value, answer: target.value });
     try {
       const body = { sentence: sentence.value, target: target.value, draws: Number(draws.value) };
       show(await api.job("/api/trace/run", body, { onStage: work.update, signal: work.start() }));
@@ -81,15 +81,15 @@ function summary(trace, advice, edits) {
   const facts = [
     ["Answer", quoted(trace.answer), trace.first_choice ? "the first choice" : "not the first choice"],
     ["Probability", percent(trace.clean), `${percent(trace.corrupted)} with noise`],
-    ["MLPs recall it at", `layer ${advice.layer}`, `${percent(Math.max(0, advice.effect))} back at ${quoted(advice.token)}, the end of the subject`],
-    ["Time", seconds(trace.seconds), `${trace.settings.draws} samples of noise${edits ? `, model with ${edits} edit${edits > 1 ? "s" : ""}` : ""}`],
+    ["MLPs recall it at", `layer ${advice.layer}`, `${percent(Math.max(0, advice.effect))} back at ${quoted(advice.token)}, in the subject`],
+    ["Time", seconds(trace.seconds), `${trace.settings.draws} sample${trace.settings.draws > 1 ? "s" : ""} of noise${edits ? `, model with ${edits} edit${edits > 1 ? "s" : ""}` : ""}`],
   ];
   return el("dl", { class: "facts" }, facts.map(([name, value, note]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, " ", el("small", {}, note)))));
 }
 
 function effectMap(kind, effects, trace) {
   const [style, name, note] = KINDS[kind];
-  const top = Math.max(...Object.values(trace.effects).flat(2).map((x) => x ?? 0), 1e-9);
+  const top = Object.values(trace.effects).flat(2).reduce((most, x) => Math.max(most, x ?? 0), 1e-9);
   const peak = trace.peaks[kind];
   const inSubject = (row) => row >= trace.subject[0] && row <= trace.subject[1];
   const signed = (x) => `${x < 0 ? "−" : "+"}${(100 * Math.abs(x)).toFixed(2)} points`;

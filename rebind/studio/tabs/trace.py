@@ -84,7 +84,12 @@ def chosen_layers(editor: Editor) -> dict[str, dict[str, Any]]:
 
 
 def advice(result: Trace) -> dict[str, Any]:
-    """Return where the MLPs recall the fact: the layer with the largest effect at the last token of the subject."""
-    at_subject = result.effects["mlp"][result.prompt.subject[1]]
-    layer = int(at_subject.argmax())
-    return {"token": result.prompt.labels[result.prompt.subject[1]], "layer": layer, "effect": float(at_subject[layer])}
+    """Return where the MLPs recall the fact: the token of the subject and the layer with the largest effect."""
+    first, last = result.prompt.subject
+    effects = result.effects["mlp"][first : last + 1]  # [tokens, layers]
+    token, layer = divmod(int(effects.argmax()), effects.shape[1])
+    return {
+        "token": result.prompt.labels[first + token],
+        "layer": layer,
+        "effect": float(effects[token, layer]),
+    }
