@@ -23,6 +23,11 @@ from rebind.version import __version__
 
 STATIC = Path(__file__).parent / "static"
 LONGEST_WAIT = 20.0  # seconds that a request for the next change of a job stays open
+REFUSALS = {
+    404: ("There is nothing at this address", "not_found"),
+    405: ("This address is used in another way", "wrong_method"),
+    413: ("The request is too large", "request_too_large"),
+}
 TABS: dict[str, Callable[[Studio], list[Route]]] = {
     "edit": edit.routes,
     "ledger": ledger.routes,
@@ -78,9 +83,8 @@ async def _page(request: Request) -> Response:
     return FileResponse(STATIC / "index.html")
 
 
-def _as_problem(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    sentence = "There is nothing at this address" if status == 404 else "This address is used in another way"
-    answer = problem(FieldError(sentence, field="", code="not_found" if status == 404 else "wrong_method"))
-    answer.status_code = status
+def _as_problem(request: Request, error: HTTPException) -> Response:
+    sentence, code = REFUSALS.get(error.status_code, REFUSALS[404])
+    answer = problem(FieldError(sentence, field="", code=code))
+    answer.status_code = error.status_code
     return answer

@@ -47,7 +47,7 @@ class Form:
         if len(value) > longest:
             expected = f"at most {longest:,} characters"
             raise FieldError(f"{_label(name)} is too long", field=name, expected=expected, code="too_long")
-        if any(ord(char) < 32 and char not in "\t\n\r" for char in value) or _has_lone_surrogate(value):
+        if value != printable(value):
             raise FieldError(f"{_label(name)} has control characters", field=name, code="control_characters")
         return value.strip()
 
@@ -92,5 +92,10 @@ def _label(name: str) -> str:
     return f"The {name.replace('_', ' ')}"
 
 
-def _has_lone_surrogate(text: str) -> bool:
-    return any(0xD800 <= ord(char) <= 0xDFFF for char in text)
+def printable(text: str) -> str:
+    """Return a text without control characters and halves of characters, both of which a model may say.
+
+    >>> printable("a\\x07b\\n")
+    'ab\\n'
+    """
+    return "".join(char for char in text if (char >= " " or char in "\t\n\r") and not "\ud800" <= char <= "\udfff")

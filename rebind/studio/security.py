@@ -16,6 +16,7 @@ from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -120,10 +121,7 @@ class Gate:
         if (refusal := self._refusal(request)) is not None:
             await refusal(scope, receive, send_with_headers)
             return
-        try:
-            await self.app(scope, self._limited(receive), send_with_headers)
-        except RequestTooLargeError:
-            await _refuse(413, "The request is too large", "request_too_large")(scope, receive, send_with_headers)
+        await self.app(scope, self._limited(receive), send_with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
         headers, access = request.headers, self.access
@@ -155,14 +153,10 @@ class Gate:
             message = await receive()
             count += len(message.get("body", b""))
             if count > self.largest_request:
-                raise RequestTooLargeError
+                raise HTTPException(413)
             return message
 
         return limited
-
-
-class RequestTooLargeError(Exception):
-    """A request has more bytes than it announced, or announced none."""
 
 
 def _is_own_origin(headers: Headers, host: str, *, is_page: bool) -> bool:

@@ -30,12 +30,16 @@ def require_token(host: str, token: str | None) -> str:
 
 def open_socket(host: str, port: int) -> socket.socket:
     """Take the port before the model is loaded; port 0 takes a free one."""
+    listener = None
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
     except OSError as problem:
+        if listener is not None:
+            listener.close()
         raise InputError(
             f"The studio cannot listen at {host}:{port} ({problem.strerror or problem})",
             advice="Stop what uses the port, or choose another {port}",

@@ -16,7 +16,7 @@ from rebind.edit.ledger.edit import Edit
 from rebind.edit.methods import METHODS
 from rebind.edit.targets.kept import subject_prompts
 from rebind.studio.asking import ask_about, chat, compare
-from rebind.studio.forms import Form
+from rebind.studio.forms import Form, printable
 from rebind.studio.jobs import JobControl
 from rebind.studio.replies import FieldError, reply
 from rebind.studio.state import Studio, editor_progress
@@ -111,5 +111,6 @@ def _read_history(form: Form) -> list[tuple[str, str, str]]:
     turns = form.fields.get("history", [])
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise FieldError("The history is not a list of turns", field="question", code="invalid_history")
-    fields = [Form(turn) for turn in turns[-TURNS:]]
+    texts = [{name: printable(text) for name, text in turn.items() if isinstance(text, str)} for turn in turns[-TURNS:]]
+    fields = [Form(turn) for turn in texts]
     return [(turn.text("question"), turn.text("base", "…"), turn.text("edited", "…")) for turn in fields]
