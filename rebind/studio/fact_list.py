@@ -28,6 +28,8 @@ class FactRow:
 
     def matches(self, words: Sequence[str]) -> bool:
         """Return whether all of some words, in lower case, are in the fact or the names of its edit."""
+        if not words:
+            return True
         text = f"{self.fact.text} {self.fact.target} {self.edit.id} {self.edit.method} {self.memory}".casefold()
         return all(word in text for word in words)
 

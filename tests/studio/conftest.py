@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from rebind.edit.editor import Editor
+from rebind.edit.settings import EditSettings
 from rebind.edit.targets import ContextSettings
 from rebind.studio import Access, Studio, create_app
 from rebind.studio.server import open_socket, page_address, serve
 from tests import tiny
 
 PORT = 7860
+STEPS = 4  # of a target search: enough to move the answers of a random model
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 FLAGS = [
     "--no-sandbox",
@@ -37,8 +39,16 @@ FLAGS = [
 
 def open_editor(ledger: Path | None = None) -> Editor:
     """Return an editor of a tiny random model, whose edits take a fraction of a second."""
-    contexts = ContextSettings.of(2)
-    return Editor(tiny.llama(), tiny.tokenizer(), ledger=ledger, corpus=tiny.texts(), guard=None, contexts=contexts)
+    contexts = ContextSettings.of(1)
+    editor = Editor(tiny.llama(), tiny.tokenizer(), ledger=ledger, corpus=tiny.texts(), guard=None, contexts=contexts)
+    choose = editor.settings
+
+    def few_steps(*arguments: Any, **options: Any) -> EditSettings:
+        settings = choose(*arguments, **options)
+        return replace(settings, targets=replace(settings.targets, steps=STEPS))
+
+    editor.settings = few_steps  # type: ignore[method-assign]
+    return editor
 
 
 @pytest.fixture
@@ -103,8 +113,9 @@ def browser() -> Iterator[Any]:
     """Debian's Chromium, driven by Playwright."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium: `make browser` installs it on Debian, as root")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=20_000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser

@@ -45,10 +45,11 @@ def studio(
     try:
         from rebind.studio.server import open_socket, page_address, require_token, serve
     except ModuleNotFoundError as missing:
-        if missing.name not in ("starlette", "uvicorn"):
+        package = (missing.name or "").partition(".")[0]
+        if package not in ("starlette", "uvicorn"):
             raise
         advice = 'Run pip install "rebind[studio]"'
-        raise InputError(f"The studio needs {missing.name}", advice=advice, code="extra_not_installed") from None
+        raise InputError(f"The studio needs {package}", advice=advice, code="extra_not_installed") from None
     from rebind.studio.models import local_models
     from rebind.studio.state import Studio
 

@@ -53,13 +53,15 @@ async function follow(state, { onStage = () => {}, signal } = {}) {
     }
   } finally {
     signal?.removeEventListener("abort", cancel);
+    emit("job");
   }
   if (state.status === "failed") throw new Problem(state.error);
   if (state.status === "cancelled") throw new Problem({ problem: "Cancelled", advice: "The model is as it was", code: "cancelled" });
   return state.result;
 }
 
-// Events between tabs: "model" when another model is loaded, "ledger" when the edits of the model changed.
+// Events between tabs: "model" when another model is loaded, "ledger" when the edits of the model changed, "job" when a
+// job of this page ended.
 const listeners = new Map();
 
 function on(name, listener) {

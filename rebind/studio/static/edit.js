@@ -73,6 +73,10 @@ export function mount(element, api) {
   function restore() {
     words.template = api.link.get("sentence");
     target.value = api.link.get("target");
+    restoreMethod();
+  }
+
+  function restoreMethod() {
     if (api.link.get("method")) method.value = api.link.get("method");
   }
 
@@ -84,7 +88,7 @@ export function mount(element, api) {
   api.on("model", () => results.replaceChildren());
   api.get("/api/edit/options").then((options) => {
     method.replaceChildren(...options.methods.map(({ name, summary }) => el("option", { value: name, title: summary }, name === "dense" ? "dense (memory beside the weights)" : name)));
-    restore();
+    restoreMethod(); // not the fields, in which somebody may be typing by now
     examples.append(...options.examples.map((example) => button(`${example.sentence.replace(/[{}]/g, "")} → ${example.target}`, () => {
       words.template = example.sentence;
       target.value = example.target;

@@ -1,7 +1,7 @@
 // The Ledger tab: every fact with a switch, consolidation, export and import.
 import { bar, button, card, clearProblems, el, field, input, percent, progress, select, showProblem, toggle } from "./ui.js";
 
-const WATCHED = 4; // prompts that are asked again after a switch
+const WATCHED = 3; // prompts that are asked again after a switch
 
 export function mount(element, api) {
   const search = input("search", { type: "search", placeholder: "France, Rome, e0003, dense…" });
@@ -43,7 +43,7 @@ export function mount(element, api) {
       button("← Newer", () => { page -= 1; load(); }, { disabled: page <= 1 }),
       el("span", {}, `Page ${n(page)} of ${n(found.pages)}`),
       button("Older →", () => { page += 1; load(); }, { disabled: page >= found.pages })] : []));
-    watch.offer(found.rows.slice(0, WATCHED - 1).map((row) => row.text));
+    watch.offer(found.rows.slice(0, WATCHED).map((row) => row.text));
     places.update(found);
   }
 
@@ -76,7 +76,6 @@ export function mount(element, api) {
       const result = await api.job("/api/ledger/switch", { edit, on, force, prompts: watch.prompts() });
       watch.answers(result.answers, performance.now() - began);
       await load();
-      api.emit("ledger-own");
     } catch (problem) {
       if (control) control.checked = !on;
       showProblem(box, problem);

@@ -80,10 +80,16 @@ function buildModelChoice(state) {
 // Another browser tab, or another program, may change the edits or the model.
 function watchOthers(state) {
   let { ledger, model } = state;
-  setInterval(async () => {
-    if (document.hidden) return;
+  let own = 0; // changes by this page are known already: its tabs have shown them
+  api.on("job", async () => {
+    const mine = ++own;
     const now = await api.get("/api/state").catch(() => null);
-    if (!now?.loaded) return;
+    if (now && mine === own) ({ ledger, model } = now);
+  });
+  setInterval(async () => {
+    const before = own;
+    const now = document.hidden ? null : await api.get("/api/state").catch(() => null);
+    if (!now?.loaded || own !== before || now.jobs.length) return;
     if (now.model !== model) api.emit("model", (model = now.model));
     if (now.ledger !== ledger) api.emit("ledger", (ledger = now.ledger));
   }, POLL);

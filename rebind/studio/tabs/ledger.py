@@ -31,8 +31,8 @@ from rebind.studio.writing import all_or_nothing
 EXPORTS = ("checkpoint", "adapter", "memory", "json")
 NEWEST = "newest"  # stands for the newest edit that can be switched
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
-WATCHED = 4  # prompts that are asked again after a switch
-WATCHED_TOKENS = 6
+WATCHED = 3  # prompts that are asked again after a switch
+WATCHED_TOKENS = 4  # few: a switch should answer at once
 LARGEST_FILE = 12_000_000  # characters
 MOST_SEPARATE = 200  # facts that an import writes as one edit each
 
