@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo algebra test slow faults lint format docs bench clean
+.PHONY: help install demo algebra browser test slow faults lint format docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -26,7 +26,12 @@ demo: $(READY)  ## edit facts in a real language model, see what else changed, u
 algebra: $(READY)  ## the same verbs on a bare matrix, and the picture in docs/
 	@$(BIN)/python examples/algebra.py
 
-test: $(READY)  ## run the test suite
+browser:  ## install Debian's Chromium, which tests of the studio drive, where that is possible
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
+		|| echo "There is no Chromium here: the browser tests are skipped. To run them: apt-get install chromium"
+
+test: $(READY) browser  ## run the test suite
 	$(BIN)/python -m pytest -n auto -m "not slow"
 
 slow: $(READY)  ## run the tests that take the real model

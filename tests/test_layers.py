@@ -37,7 +37,8 @@ BELOW: dict[str, set[str]] = {
     "analysis": EDITING,
     "evals": EDITING | {"analysis"},
     "lab": EDITING | {"analysis", "evals", "bench"},
-    "cli": EDITING | {"analysis", "evals", "bench", "lab"},
+    "studio": EDITING | {"analysis", "evals", "lab"},
+    "cli": EDITING | {"analysis", "evals", "bench", "lab", "studio"},
     "__main__": {"cli"},
 }
 

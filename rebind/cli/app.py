@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rebind.cli.command import add_command, new_app
-from rebind.cli.commands import ask, consolidate, demo, doctor, edit, learn, ledger, moments
+from rebind.cli.commands import ask, consolidate, demo, doctor, edit, learn, ledger, moments, studio
 from rebind.cli.commands.analysis import eval as evaluation
 from rebind.cli.commands.analysis import layers, lens, trace
 from rebind.cli.commands.building import bench, generate, lab, train
@@ -65,6 +65,7 @@ add_command(app, "ask", ask.ask, ask.EXAMPLES)
 add_command(app, "learn", learn.learn, learn.EXAMPLES)
 app.add_typer(ledger.app, name="ledger")
 add_command(app, "consolidate", consolidate.consolidate, consolidate.EXAMPLES)
+add_command(app, "studio", studio.studio, studio.EXAMPLES)
 add_command(app, "trace", trace.trace, trace.EXAMPLES, processes="shared")
 add_command(app, "lens", lens.lens, lens.EXAMPLES)
 add_command(app, "layers", layers.layers, layers.EXAMPLES, processes="shared")

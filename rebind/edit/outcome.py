@@ -75,7 +75,7 @@ class Probe:
         prompts = {
             "subject": [text for _, one in asked for text in one.held_out],
             "kept": [text for _, one in asked[:KEPT] for text in one.kept],
-            "neighbors": [text for fact, one in asked for text in _neighbors(fact, one)],
+            "neighbors": [text for fact, one in asked for text in neighbor_prompts(fact, one)],
         }
         self._prompts = [(kind, text) for kind, texts in prompts.items() for text in texts]
         self._before = self._first_choices()
@@ -102,7 +102,7 @@ class Probe:
         return _mean([score.exact for score in score_prompts(self.model.trunk, self.model.tokenizer, encoded)])
 
 
-def _neighbors(fact: Fact, about: SubjectPrompts) -> Sequence[str]:
+def neighbor_prompts(fact: Fact, about: SubjectPrompts) -> Sequence[str]:
     """Return prompts about other subjects: the user's, or the prompt of the fact with other names in it."""
     before, after = fact.parts
     others = [name for name in OTHER_SUBJECTS[about.kind] if name != fact.subject]

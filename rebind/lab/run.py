@@ -33,6 +33,7 @@ from rebind.version import __version__
 POINTS, TABLE, FIGURE = "points.jsonl", "table.md", "figure"
 
 Progress: TypeAlias = Callable[[int, int, Point], None]  # points finished, points in total, the point that comes next
+OnRows: TypeAlias = Callable[[list[Row]], None]
 T = TypeVar("T")
 
 
@@ -58,6 +59,7 @@ def run_experiment(
     *,
     device: str = "cpu",
     progress: Progress | None = None,
+    on_rows: OnRows | None = None,
 ) -> ExperimentResult:
     """Measure every point that the folder does not hold yet, then write the table and the figure.
 
@@ -66,13 +68,14 @@ def run_experiment(
         out: the folder; by default one in runs/ that depends on the experiment, its settings and the device.
         device: where to measure.
         progress: is called before each batch and at the end.
+        on_rows: is called after each batch with the rows that this process knows.
     """
     started = time.monotonic()
     place = usable_device(local_device(device) or "cpu")
     path = Path(out) if out is not None else default_folder(experiment, place)
     with open_run_folder(path, "experiment", describe(experiment, place)) as folder:
-        stored, resumed = _measure(experiment, place, folder, progress)
-        rows = [{**line["point"], **_result(line)} for line in stored]
+        stored, resumed = _measure(experiment, place, folder, progress, on_rows)
+        rows = _rows(stored)
         claims = _or_warning("claims", lambda: list(experiment.claims(rows))) or []
         if is_writer():
             table = _or_warning("table", lambda: experiment.table(rows)) or Table([], [])
@@ -84,7 +87,7 @@ def run_experiment(
 
 
 def _measure(
-    experiment: Experiment, device: torch.device, folder: RunFolder, progress: Progress | None
+    experiment: Experiment, device: torch.device, folder: RunFolder, progress: Progress | None, on_rows: OnRows | None
 ) -> tuple[list[Row], int]:
     """Measure the batches that the folder does not hold; return all points with results, and how many were there.
 
@@ -118,6 +121,9 @@ def _measure(
         results = experiment.measure(batch, device)
         measured = [{"point": point, "result": result} for point, result in zip(batch, results, strict=True)]
         lines.append(measured) if in_order else finished.add(number, measured)
+        stored += measured
+        if on_rows is not None:
+            on_rows(_rows(stored))
         done += ranks().count * len(batch)
     gather(None, "points")
     if progress is not None:
@@ -156,6 +162,10 @@ def _count_completed(lines: JsonLines, batches: Sequence[Sequence[Point]]) -> in
             return number
         start += len(batch)
     return len(batches)
+
+
+def _rows(lines: Sequence[Row]) -> list[Row]:
+    return [{**line["point"], **_result(line)} for line in lines]
 
 
 def _result(line: Row) -> Row:

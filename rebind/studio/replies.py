@@ -1,0 +1,92 @@
+"""What the server answers: JSON, and an error as a sentence that can stand beside a field, never a stack trace."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from rebind.errors import InputError, OutOfMemoryError, RebindError, StorageError
+
+log = logging.getLogger(__name__)
+
+# The field of the form that a problem belongs beside, by the code of its error
+FIELDS = {
+    "no_subject": "sentence",
+    "several_subjects": "sentence",
+    "unpaired_brace": "sentence",
+    "subject_not_in_prompt": "subject",
+    "subject_not_unique": "subject",
+    "invalid_layers": "layers",
+}
+# What a setting that an advice names is called on the page
+LABELS = {"force": "“Write it anyway”", "method": "the method", "steps": "the search steps", "layers": "the layers"}
+
+
+class FieldError(InputError):
+    """A field of a request cannot be used; `field` names it."""
+
+    def __init__(self, problem: str, *, field: str, expected: str = "", advice: str = "", code: str = "") -> None:
+        super().__init__(problem, expected=expected, advice=advice, code=code or "invalid_field")
+        self.field = field
+
+
+def reply(data: Any, status: int = 200) -> JSONResponse:
+    """Return JSON; NaN and infinities, which JSON does not know, become null."""
+    return JSONResponse(_finite(data), status)
+
+
+def problem(error: BaseException, field: str = "") -> JSONResponse:
+    """Return an error as JSON: {problem, expected, advice, code, field}."""
+    status = 400 if isinstance(error, InputError) else 409 if isinstance(error, RebindError) else 500
+    return reply(describe(error, field), status)
+
+
+def describe(error: BaseException, field: str = "") -> dict[str, Any]:
+    """Return the fields of an error. What was not expected is logged in full, and named in one sentence."""
+    known = as_rebind_error(error)
+    if known is not error:
+        log.error("unexpected error", exc_info=error)
+    return {
+        "problem": known.problem,
+        "expected": known.expected,
+        "advice": known.advice_for(as_label),
+        "code": known.code,
+        "field": field or getattr(known, "field", "") or FIELDS.get(known.code, ""),
+    }
+
+
+def as_label(name: str, value: object) -> str:
+    """Spell a setting as the page names it.
+
+    >>> as_label("force", True), as_label("method", "dense"), as_label("seed", None)
+    ('“Write it anyway”', 'the method dense', 'seed')
+    """
+    label = LABELS.get(name, name)
+    return label if value is None or value is True else f"{label} {value}"
+
+
+def as_rebind_error(error: BaseException) -> RebindError:
+    """Describe any exception by the fields of a RebindError."""
+    if isinstance(error, RebindError):
+        return error
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return OutOfMemoryError("Out of memory", advice="Use a smaller model, or close other programs")
+    if isinstance(error, OSError):
+        place = error.filename or "a file"
+        advice = "Check that it exists, that you have access, and that the disk is not full"
+        return StorageError(f"Cannot use {place} ({error.strerror or type(error).__name__})", advice=advice)
+    advice = "The terminal that runs the studio shows the details"
+    return RebindError(f"Unexpected {type(error).__name__}", advice=advice, code="internal_error")
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return data
