@@ -109,7 +109,7 @@ def require_close(one: Any, two: Any) -> None:
         for first, second in zip(one, two, strict=True):
             require_close(first, second)
     else:
-        assert one == (pytest.approx(two, rel=1e-4, abs=1e-6) if isinstance(one, float) else two)
+        assert one == (pytest.approx(two, rel=1e-4, abs=2e-6) if isinstance(one, float) else two)  # six decimals
 
 
 def require_nothing_lost(folder: Path, codes: dict[str, list[int]]) -> None:

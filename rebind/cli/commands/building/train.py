@@ -26,7 +26,7 @@ EXAMPLES = opt.examples(
     "rebind train --data hf:roneneldan/TinyStories --out runs/stories --preset modern-60m --length 512 --carry",
     "torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/four --batch-size 64 --device cuda",
     "torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/large --sharded --device cuda",
-    "torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/long --length 65536 --context-parallel 4",
+    "torchrun --nproc-per-node 4 -m rebind train --data corpus.txt --out runs/long --context-parallel 4",
     note="An interrupted run resumes from its last checkpoint when the same command is run again.",
 )
 
