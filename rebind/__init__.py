@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rebind.errors import (
     CudaGraphWarning,
     FactWarning,
+    FieldError,
     GuardError,
     InputError,
     LedgerError,
@@ -45,6 +46,7 @@ __all__ = [
     "Editor",
     "Fact",
     "FactWarning",
+    "FieldError",
     "Guard",
     "GuardError",
     "InputError",

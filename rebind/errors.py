@@ -101,6 +101,25 @@ class OutOfMemoryError(RebindError, MemoryError):
     default_code = "out_of_memory"
 
 
+class FieldError(InputError):
+    """A field of a request to the studio cannot be used; `field` names it."""
+
+    default_code = "invalid_field"
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        field: str = "",
+        expected: str = "",
+        advice: str = "",
+        code: str = "",
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(problem, expected=expected, advice=advice, code=code, settings=settings)
+        self.field = field
+
+
 class StorageError(RebindError, OSError):
     """A file or folder could not be written. Nothing half-written remains."""
 

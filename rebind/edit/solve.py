@@ -189,12 +189,12 @@ def solve_writes(
 
 
 def protected_states(trunk: Trunk, facts: Sequence[FactPrompts], method: Method) -> SubjectStates | None:
-    """Return the protected subjects of facts; None if there are none, or if the method meets its facts exactly.
+    """Return the protected subjects of facts; None if there are none, or if the method has no λ to weigh them with.
 
     A method that remembers its earlier edits protects their keys instead, from its second edit on.
     """
     prompts = dict.fromkeys(prompt for fact in facts for prompt in fact.protected)
-    if not prompts or method.exact:
+    if not prompts or method.exact or method.lam is not None:
         return None
     return SubjectStates(trunk, [FactPrompts((prompt,)) for prompt in prompts], several_keys=True)
 

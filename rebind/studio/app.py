@@ -13,9 +13,9 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from rebind.errors import RebindError
+from rebind.errors import FieldError, RebindError
 from rebind.studio.forms import Form
-from rebind.studio.replies import FieldError, problem, reply
+from rebind.studio.replies import problem, reply
 from rebind.studio.security import Access, Gate
 from rebind.studio.state import Studio
 from rebind.studio.tabs import edit, lab, ledger, memory, trace

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from rebind.studio.replies import FieldError
+from rebind.errors import FieldError
 
 LONGEST_TEXT = 4_000
 

@@ -14,8 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from rebind.errors import FieldError
 from rebind.memory import Feature, Rule, get_feature, get_rule, l2_normalize, rule_names
-from rebind.studio.replies import FieldError
 
 MOST_PAIRS, MOST_WIDTH, MOST_SIMILARITY = 64, 32, 0.95
 LARGEST_GATE = 2.0  # of gates without a bound of their own: up to it, unit keys never make a delta rule diverge

@@ -25,14 +25,6 @@ FIELDS = {
 LABELS = {"force": "“Write it anyway”", "method": "the method", "steps": "the search steps", "layers": "the layers"}
 
 
-class FieldError(InputError):
-    """A field of a request cannot be used; `field` names it."""
-
-    def __init__(self, problem: str, *, field: str, expected: str = "", advice: str = "", code: str = "") -> None:
-        super().__init__(problem, expected=expected, advice=advice, code=code or "invalid_field")
-        self.field = field
-
-
 def reply(data: Any, status: int = 200) -> JSONResponse:
     """Return JSON; NaN and infinities, which JSON does not know, become null."""
     return JSONResponse(_finite(data), status)

@@ -21,7 +21,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rebind.studio.replies import FieldError, reply
+from rebind.errors import FieldError
+from rebind.studio.replies import reply
 
 LARGEST_REQUEST = 16 * 2**20  # bytes: a file of 50,000 facts
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")

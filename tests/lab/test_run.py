@@ -20,6 +20,7 @@ from rebind.errors import InputError, RebindWarning, StorageError, UnknownNameEr
 from rebind.lab import Claim, Experiment, Table, get_experiment, run_experiment
 from rebind.lab.run import default_folder, describe
 from rebind.plotting import panels
+from rebind.storage import JsonLines
 from tests.support import raises
 
 FILES = ("config.json", "points.jsonl", "table.md", "figure.png", "figure.svg")
@@ -138,7 +139,11 @@ class TestResuming:
     def test_points_that_do_not_belong_are_measured_again(self, tmp_path):
         complete = run_experiment(Norms(), tmp_path / "out")
         points = tmp_path / "out" / "points.jsonl"
-        points.write_text(points.read_text().replace('"size": 3', '"size": 9'))
+        lines = JsonLines(points).read()
+        points.unlink()
+        for line in lines:
+            line["point"]["size"] = {3: 9}.get(line["point"]["size"], line["point"]["size"])
+        JsonLines(points).append(lines)
         again = run_experiment(Norms(), tmp_path / "out")
         assert (again.resumed, again.rows) == (3, complete.rows)
 

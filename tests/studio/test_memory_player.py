@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rebind.errors import FieldError
 from rebind.memory import Memory, get_rule
 from rebind.studio.memory_player import FEATURES, Geometry, Pair, Player, Script, read_pairs, read_player, rules
-from rebind.studio.replies import FieldError
 
 PAIRS = read_pairs("France = Paris\nItaly -> Rome\nSpain: Madrid\n\nNorway → Oslo\nItaly = Milan\nFrance = Paris")
 SCRIPT = Script(PAIRS)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rebind.edit.ledger.compact import Compaction
 
 COMPACT_EXAMPLES = opt.examples(
-    "rebind ledger compact --keep 100",
+    "rebind ledger compact --keep-last 100",
     "rebind ledger compact --before e0500 --yes",
     note="The edits before ID, or all but the last N, are stored together. The active ones can no longer be undone one "
     "by one, and undone ones are gone. Facts, keys and values stay, so the model and its exports stay as they are, to "
@@ -25,7 +25,7 @@ COMPACT_EXAMPLES = opt.examples(
 
 def compact(
     before: Annotated[str | None, opt.value("ID", "Compact the edits before this one.")] = None,
-    keep: Annotated[int | None, opt.value("N", "Compact all edits but the last N.")] = None,
+    keep_last: Annotated[int | None, opt.value("N", "Compact all edits but the last N.")] = None,
     yes: Annotated[bool, opt.flag("--yes", "Compact without asking.", "-y")] = False,
     *,
     source: opt.LedgerOptions,
@@ -36,11 +36,11 @@ def compact(
     from rebind.edit.ledger.ledger import Ledger
 
     ledger = Ledger.open(folder)
-    plan = ledger.compact(before=before, keep=keep, dry_run=True)
+    plan = ledger.compact(before=before, keep=keep_last, dry_run=True)
     if not yes and not _approved(terminal, plan):
         terminal.hint("nothing was changed")
         return
-    done = ledger.compact(before=before, keep=keep)
+    done = ledger.compact(before=before, keep=keep_last)
     after = done.bytes_after or 0
     if yes:
         terminal.print(_costs(done, "can no longer be undone one by one", "gone"))

@@ -24,7 +24,7 @@ NEAREST = 32  # edits: checkpoints that are nearer to one another save little
 
 
 @dataclass(frozen=True, eq=False)
-class Checkpoint:
+class FoldCheckpoint:
     """The weights of every site after some edits, not yet rounded, and the keys that these edits have."""
 
     tokens: NDArray[Any]  # of the edits, [n, 2]
@@ -54,7 +54,7 @@ class Checkpoint:
         return tensors
 
     @classmethod
-    def from_tensors(cls, tokens: NDArray[Any], tensors: dict[str, Tensor]) -> Checkpoint:
+    def from_tensors(cls, tokens: NDArray[Any], tensors: dict[str, Tensor]) -> FoldCheckpoint:
         """Return the checkpoint that `tensors` described."""
         weights: dict[str, Tensor] = {}
         earlier: dict[str, EarlierKeys] = {}
@@ -101,16 +101,16 @@ class StoredCheckpoints:
     def __init__(self, snapshots: Snapshots, device: torch.device) -> None:
         self.snapshots, self.device = snapshots, device
 
-    def best(self, tokens: NDArray[Any], beyond: int) -> Checkpoint | None:
+    def best(self, tokens: NDArray[Any], beyond: int) -> FoldCheckpoint | None:
         """Return the last checkpoint at which a fold of edits can resume, if it is beyond so many edits."""
         usable = {count: name for count, name in self._usable(tokens) if count > beyond}
         for count in sorted(usable, reverse=True):
             tensors = self.snapshots.read_tensors(usable[count])
             if tensors is not None:
-                return Checkpoint.from_tensors(tokens[:count], tensors)
+                return FoldCheckpoint.from_tensors(tokens[:count], tensors)
         return None
 
-    def offer(self, checkpoints: Sequence[Checkpoint], edits: EditSequence, seconds: float) -> bool:
+    def offer(self, checkpoints: Sequence[FoldCheckpoint], edits: EditSequence, seconds: float) -> bool:
         """Store the checkpoints of a fold that took so many seconds if that is worth it; return whether it was."""
         lasting = [one for one in checkpoints if 0 < one.count <= len(edits.rows)]  # without edits that are on trial
         if not lasting:
@@ -123,7 +123,7 @@ class StoredCheckpoints:
         self.store(chosen, edits.tokens)
         return True
 
-    def store(self, checkpoints: Sequence[Checkpoint], tokens: NDArray[Any]) -> None:
+    def store(self, checkpoints: Sequence[FoldCheckpoint], tokens: NDArray[Any]) -> None:
         """Store checkpoints of a fold of these edits, and delete those that are of little use by now."""
         present = dict(self._usable(tokens))
         fresh = {one.count: one for one in checkpoints}

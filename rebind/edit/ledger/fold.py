@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rebind.edit.ledger.checkpoints import MAX_CHECKPOINTS, Checkpoint, StoredCheckpoints, milestones, thinned
+from rebind.edit.ledger.checkpoints import MAX_CHECKPOINTS, FoldCheckpoint, StoredCheckpoints, milestones, thinned
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.edits import EditSequence
 from rebind.edit.ledger.snapshots import Snapshots
@@ -102,7 +102,7 @@ class EditedWeights:
         self.base: dict[str, Tensor] = {}  # the base weights of every site that was ever edited, [d_v, d_k]
         self.old_keys: dict[str, OldKeys] = {}
         self._max_partial_bytes = max_partial_bytes
-        self._checkpoints: list[Checkpoint] = []
+        self._checkpoints: list[FoldCheckpoint] = []
         self._unstored_seconds = 0.0  # that folding took since a snapshot was written
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
@@ -121,26 +121,26 @@ class EditedWeights:
             site: cast_weights(folded.weights.get(site, base), base.dtype, site) for site, base in self.base.items()
         }
 
-    def _fold(self, edits: EditSequence, protected: frozenset[str], snapshots: Snapshots | None) -> Checkpoint:
+    def _fold(self, edits: EditSequence, protected: frozenset[str], snapshots: Snapshots | None) -> FoldCheckpoint:
         if not len(edits):
-            return Checkpoint(edits.tokens, {}, {})
+            return FoldCheckpoint(edits.tokens, {}, {})
         stored = None if snapshots is None else StoredCheckpoints(snapshots, next(iter(self.base.values())).device)
         start = max((one for one in self._checkpoints if one.precedes(edits.tokens)), key=_count, default=None)
         if stored is not None and (found := stored.best(edits.tokens, 0 if start is None else start.count)):
             start = found
         begin = time.perf_counter()
-        checkpoints = self._fold_on(start or Checkpoint(edits.tokens[:0], {}, {}), edits, protected)
+        checkpoints = self._fold_on(start or FoldCheckpoint(edits.tokens[:0], {}, {}), edits, protected)
         self._unstored_seconds += time.perf_counter() - begin
         self._remember(checkpoints, edits)
         if stored is not None and stored.offer(checkpoints, edits, self._unstored_seconds):
             self._unstored_seconds = 0.0
         return checkpoints[-1]
 
-    def _fold_on(self, start: Checkpoint, edits: EditSequence, protected: frozenset[str]) -> list[Checkpoint]:
+    def _fold_on(self, start: FoldCheckpoint, edits: EditSequence, protected: frozenset[str]) -> list[FoldCheckpoint]:
         """Return the checkpoints of a fold that begins at one: the last one is its end."""
         earlier = self._earlier_keys(start, edits[: start.count], protected)
         weights = {site: tensor.to(self.base[site].device) for site, tensor in start.weights.items()}
-        marks, checkpoints = milestones(start.count, len(edits)), [Checkpoint(start.tokens, dict(weights), earlier)]
+        marks, checkpoints = milestones(start.count, len(edits)), [FoldCheckpoint(start.tokens, dict(weights), earlier)]
         for number, edit in enumerate(edits[start.count :], start=start.count + 1):
             edit, earlier = edit.loaded(), dict(earlier)
             for site in edit.sites:
@@ -152,10 +152,10 @@ class EditedWeights:
                     earlier[site] = self._add_keys(site, earlier.get(site), write.keys)
                 weights[site] = write.apply(before)
             if number in marks:
-                checkpoints.append(Checkpoint(edits.tokens[:number], dict(weights), earlier))
+                checkpoints.append(FoldCheckpoint(edits.tokens[:number], dict(weights), earlier))
         return checkpoints
 
-    def _remember(self, checkpoints: Sequence[Checkpoint], edits: EditSequence) -> None:
+    def _remember(self, checkpoints: Sequence[FoldCheckpoint], edits: EditSequence) -> None:
         """Keep the most useful partial folds: those of these edits, and the last other one."""
         known = {one.count: one for one in self._checkpoints if one.precedes(edits.tokens)}
         known |= {one.count: one for one in checkpoints if one.count}
@@ -167,7 +167,7 @@ class EditedWeights:
         self._checkpoints = [*(others if limit > len(chosen) else []), *(known[count] for count in chosen)]
 
     def _earlier_keys(
-        self, start: Checkpoint, edits: EditSequence, protected: frozenset[str]
+        self, start: FoldCheckpoint, edits: EditSequence, protected: frozenset[str]
     ) -> dict[str, EarlierKeys]:
         """Return the keys of the edits before a checkpoint, by site, also those that nothing needed until now."""
         earlier = {site: keys for site, keys in start.earlier.items() if site in protected}
@@ -244,5 +244,5 @@ class EditedWeights:
         self.load_old_keys(sorted(remembering_sites(edits.kinds())))
 
 
-def _count(checkpoint: Checkpoint) -> int:
+def _count(checkpoint: FoldCheckpoint) -> int:
     return checkpoint.count

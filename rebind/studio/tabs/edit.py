@@ -15,10 +15,11 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.methods import METHODS
 from rebind.edit.targets.kept import subject_prompts
+from rebind.errors import FieldError
 from rebind.studio.asking import ask_about, chat, compare
 from rebind.studio.forms import Form, printable
 from rebind.studio.jobs import JobControl
-from rebind.studio.replies import FieldError, reply
+from rebind.studio.replies import reply
 from rebind.studio.state import Studio, editor_progress
 from rebind.studio.writing import all_or_nothing
 

@@ -18,13 +18,13 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import METHODS
-from rebind.errors import InputError
+from rebind.errors import FieldError, InputError
 from rebind.storage import make_folders, path_inside, write_json
 from rebind.studio.asking import ask
 from rebind.studio.fact_list import STATES, page_of_facts
 from rebind.studio.forms import Form
 from rebind.studio.jobs import JobControl
-from rebind.studio.replies import FieldError, reply
+from rebind.studio.replies import reply
 from rebind.studio.state import Studio, editor_progress
 from rebind.studio.writing import all_or_nothing
 

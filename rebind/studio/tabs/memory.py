@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rebind.errors import FieldError
 from rebind.memory import Rule
 from rebind.studio import memory_player as player
 from rebind.studio.forms import Form
-from rebind.studio.replies import FieldError, reply
+from rebind.studio.replies import reply
 from rebind.studio.state import Studio
 
 MOST_MEMORIES = 2

@@ -21,7 +21,8 @@ def test_a_delta_comes_back_as_it_was(place, llama, tmp_path):
     file = save_delta(changes, tmp_path / place, {"fingerprint": "f" * 64, "base": "tiny"})
     assert set(load_file(file)) == {f"{site}/{part}" for site in llama.sites for part in ("left", "right")}
     with safe_open(str(file), framework="pt") as stored:
-        assert stored.metadata() == {"fingerprint": "f" * 64, "base": "tiny", "format": "rebind-delta-1"}
+        described = {"fingerprint": "f" * 64, "base": "tiny", "format": "rebind-delta-1"}
+        assert described.items() <= stored.metadata().items()
     loaded = load_delta(tmp_path / place, "f" * 64)
     assert loaded.keys() == changes.keys()
     for site, change in loaded.items():
