@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rebind.storage import JsonLines
 from tests import tiny
 from tests.evals.runs import contents
 from tests.nn.training_runs import corpus, losses
@@ -87,11 +88,8 @@ def require_same_runs(folder: Path) -> None:
     """Evaluations, experiments, traces and layer searches give the files and numbers of one process."""
     one, two = (contents(folder / job / "single") for job in ("in_one_process", "commands"))
     assert one == two, "edits that are made alone do not depend on who makes them"
-    one, two = (contents(folder / job / "sequential") for job in ("in_one_process", "commands"))
-    assert one.keys() == two.keys()
     for name in ("records.jsonl", "edits.jsonl", "drift.jsonl"):
-        rows = zip(one[name].splitlines(), two[name].splitlines(), strict=True)
-        require_close(*([json.loads(line) for line in lines] for lines in zip(*rows, strict=True)))
+        require_close(*(JsonLines(folder / job / "sequential" / name).read() for job in ("in_one_process", "commands")))
     one, two = (folder / job / "lab/points.jsonl" for job in ("in_one_process", "commands"))
     assert one.read_bytes() == two.read_bytes()
     one, two = (json.loads((folder / job / "results.json").read_text()) for job in ("in_one_process", "commands"))
