@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -38,7 +38,7 @@ from rebind.models.experts import RoutedKeys
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import module_at
 from rebind.models.tokens import Tokens
-from rebind.storage import cache_dir, check_tensors, path_inside, seal_tensors, write_file
+from rebind.storage import cache_dir, open_tensors, path_inside, seal_tensors, write_file
 
 VERSION = 3  # of the computation: increase it when results change, so that old files are not used
 WINDOW = 64  # tokens: many short windows can be sampled at once
@@ -427,11 +427,10 @@ class _Sums:
     def load(cls, path: Path, names: Sequence[str]) -> _Sums | None:
         """Return the sums in a file; None if there is none, or a damaged one, which will be replaced."""
         try:
-            metadata = check_tensors(path)
-            if metadata.pop("name", "") != path.name:
-                return None  # of another site
-            counts = {name: int(count) for name, count in metadata.items()}
-            with safe_open(str(path), framework="pt") as file:
+            with open_tensors(path) as (file, metadata):
+                if metadata.pop("name", "") != path.name:
+                    return None  # of another site
+                counts = {name: int(count) for name, count in metadata.items()}
                 return cls({name: file.get_tensor(name) for name in names}, **counts)
         except (SafetensorError, TypeError, ValueError, OSError):
             return None
