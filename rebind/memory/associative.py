@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from rebind.memory.features import Feature, get_feature, l2_normalize, sum_norma
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Gate, Rule, get_rule
 from rebind.memory.write import Write
-from rebind.storage import check_tensors, seal_tensors, write_file
+from rebind.storage import open_tensors, seal_tensors, write_file
 
 NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {"l2": l2_normalize, "sum": sum_normalize, "none": lambda x: x}
 FORMAT = "rebind-memory-1"
@@ -162,8 +162,8 @@ class Memory:
         if not Path(path).is_file():
             raise InputError(f"There is no file {path}", advice="Check the path", code="no_such_file")
         try:
-            description = json.loads(check_tensors(path)["rebind"])
-            with safe_open(str(path), framework="pt") as file:
+            with open_tensors(path) as (file, metadata):
+                description = json.loads(metadata["rebind"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             if description["format"] != FORMAT:
                 raise ValueError(f"its format is {description['format']!r}")

@@ -23,6 +23,7 @@ from rebind.storage.atomic import (
     make_folders,
     path_inside,
     read_json_object,
+    remove_folder,
     remove_temporaries,
     write_file,
     write_json,
@@ -34,7 +35,7 @@ from rebind.storage.lock import lock
 from rebind.storage.problems import storage_errors
 from rebind.storage.reading import open_to_read, read_file
 from rebind.storage.run_folder import RunFolder, RunKind, flatten
-from rebind.storage.seals import check_json, check_tensors, read_sealed_json, seal_json, seal_tensors
+from rebind.storage.seals import check_json, open_tensors, read_sealed_json, seal_json, seal_tensors
 
 __all__ = [
     "JsonLines",
@@ -46,7 +47,6 @@ __all__ = [
     "cache_dir",
     "check_json",
     "check_replaceable",
-    "check_tensors",
     "check_writable",
     "create_folder",
     "data_dir",
@@ -54,11 +54,13 @@ __all__ = [
     "ledgers_dir",
     "lock",
     "make_folders",
+    "open_tensors",
     "open_to_read",
     "path_inside",
     "read_file",
     "read_json_object",
     "read_sealed_json",
+    "remove_folder",
     "remove_temporaries",
     "replace_folder",
     "seal_json",

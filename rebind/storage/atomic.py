@@ -134,7 +134,7 @@ def create_folder(path: str | Path, fill: Callable[[Path], None], *, sealed: boo
     if path.is_symlink():
         raise symbolic_link_error(path)
     if sealed and path.is_dir() and read_json_object(path / DIGESTS) != _digests(path):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_folder(path)
     if path.is_dir():
         return
 
@@ -183,6 +183,15 @@ def filled_folder(path: Path, fill: Callable[[Path], None]) -> Iterator[Path]:
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_folder(path: str | Path) -> None:
+    """Remove a folder of ours so that no reader ever sees a part of it; what cannot be removed stays."""
+    path = Path(path)
+    with suppress(OSError):
+        hidden = path.with_name(f".rebind-{secrets.token_hex(6)}.tmp")
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def remove_temporaries(folder: str | Path, older_than: float = 0.0) -> None:

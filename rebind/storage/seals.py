@@ -11,9 +11,12 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from rebind.storage.atomic import read_json_object
 from rebind.storage.reading import open_to_read
@@ -36,6 +39,26 @@ def seal_tensors(data: bytes) -> bytes:
     return b"".join([struct.pack("<Q", len(text)), text, body])
 
 
+@contextmanager
+def open_tensors(path: str | Path) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Open a sealed safetensors file with `safe_open`, and return it with its metadata.
+
+    Raises:
+        ValueError: it was altered, or another process has just replaced it.
+        OSError: it is absent or a symbolic link.
+    """
+    metadata = check_tensors(path)
+    seal = metadata.pop(SEAL)
+    try:
+        opened = safe_open(str(path), framework="pt")
+    except (RuntimeError, SafetensorError) as problem:
+        raise ValueError(str(problem)) from None  # it was there a moment ago
+    with opened as file:
+        if file.metadata()[SEAL] != seal:
+            raise ValueError("it was replaced while it was read")
+        yield file, metadata
+
+
 def check_tensors(path: str | Path) -> dict[str, str]:
     """Return the metadata of a sealed safetensors file; raise ValueError if it was altered, OSError if it is absent."""
     with open_to_read(path) as file:
@@ -54,7 +77,7 @@ def check_tensors(path: str | Path) -> dict[str, str]:
             digest.update(piece)
     if digest.hexdigest() != stated:
         raise ValueError("its digest does not match")
-    return {str(name): str(value) for name, value in metadata.items() if name != SEAL}
+    return {str(name): str(value) for name, value in metadata.items()}
 
 
 def seal_json(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,15 @@ import torch
 from safetensors.torch import load, save
 
 from rebind.errors import StorageError
-from rebind.storage import check_json, check_tensors, read_sealed_json, seal_json, seal_tensors, write_json
+from rebind.storage import check_json, open_tensors, read_sealed_json, seal_json, seal_tensors, seals, write_json
 from tests.support import raises
+
+
+def check_tensors(file):
+    with open_tensors(file) as (opened, metadata):
+        assert set(opened.keys()) == set(TENSORS)
+        return metadata
+
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2], dtype=torch.int32), "empty": torch.empty(0)}
 
@@ -61,3 +68,16 @@ def test_sealed_json(tmp_path):
     assert read_sealed_json(tmp_path / "nothing") is None
     write_json(path, value)
     assert read_sealed_json(path) is None
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_noticed(file, monkeypatch):
+    original = seals.check_tensors
+
+    def replace(path):
+        metadata = original(path)
+        file.write_bytes(seal_tensors(save({"a": torch.zeros(1)})))
+        return metadata
+
+    monkeypatch.setattr(seals, "check_tensors", replace)
+    with pytest.raises(ValueError, match="replaced"):
+        check_tensors(file)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ from rebind.memory.low_rank import LowRank
 from rebind.memory.precision import solving_dtype
 from rebind.memory.write import Write
 from rebind.models.sites import memory_of, module_at, write_memory
-from rebind.storage import add_to_export, check_tensors, seal_tensors, write_file
+from rebind.storage import add_to_export, open_tensors, seal_tensors, write_file
 
 WritesAt = Callable[[str, Sequence[Edit], Tensor], Iterable[Write]]  # (site, edits, a tensor with their dtype)
 DELTA_FORMAT, DELTA_FILE = "rebind-delta-1", "delta.safetensors"
@@ -161,8 +161,7 @@ def load_delta(path: str | Path, fingerprint: str | None = None) -> dict[str, Lo
     """Read the changes that `save_delta` wrote; with a fingerprint, only if they belong to that base model."""
     file = delta_file(path)
     try:
-        metadata = check_tensors(file)
-        with safe_open(str(file), framework="pt") as stored:
+        with open_tensors(file) as (stored, metadata):
             tensors = {name: stored.get_tensor(name) for name in tuple(stored.keys())}
         if metadata.get("format") != DELTA_FORMAT:
             raise ValueError(f"its format is {metadata.get('format')!r}, not {DELTA_FORMAT!r}")

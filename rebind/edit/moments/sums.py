@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
 from rebind.parallel import gather, is_writer, ranks, sum_tensors
-from rebind.storage import check_tensors, seal_tensors, write_file
+from rebind.storage import open_tensors, seal_tensors, write_file
 
 STATES_KEPT = 2048  # of the states behind a block, as a sample of ordinary text
 TOTAL, SAMPLE, ORDER = "total", "sample", "order"  # the tensors in a file of results; ORDER in partial ones alone
@@ -87,10 +87,10 @@ class Sums:
     def load(cls, path: Path, names: Iterable[str]) -> Sums | None:
         """Return the sums in a file; None if there is none, or a damaged one, which will be replaced."""
         try:
-            counts = {name: json.loads(count) for name, count in check_tensors(path).items()}
-            if counts["name"] != path.name:
-                return None  # of another site
-            with safe_open(str(path), framework="pt") as file:
+            with open_tensors(path) as (file, metadata):
+                counts = {name: json.loads(count) for name, count in metadata.items()}
+                if counts["name"] != path.name:
+                    return None  # of another site
                 batches = counts["batches"]
                 batches = set(range(batches) if isinstance(batches, int) else map(int, batches))
                 totals = {name: file.get_tensor(name) for name in names}

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from rebind.models.trunk import Trunk
 from rebind.models.weights.placement import is_whole, waiting_constants
 from rebind.parallel import gather, share, unite
 from rebind.precision import tensor_float
-from rebind.storage import check_tensors, path_inside, seal_tensors, write_file
+from rebind.storage import open_tensors, path_inside, seal_tensors, write_file
 
 PARTS = ("states", "initial", "loss", "steps")  # of `TargetStates`, in this order
 SMALL_MODEL = 50_000_000  # parameters: up to here, a CPU searches in float32
@@ -54,8 +54,8 @@ class TargetStore:
         rows: dict[str, TargetStates] = {}
         for file in sorted(self.folder.glob("targets-*.safetensors")) if self.folder else ():
             try:
-                self._files[file] = json.loads(check_tensors(file)["keys"])
-                with safe_open(str(file), framework="pt") as opened:
+                with open_tensors(file) as (opened, metadata):
+                    self._files[file] = json.loads(metadata["keys"])
                     targets = TargetStates(*(opened.get_tensor(part) for part in PARTS))
             except (SafetensorError, KeyError, TypeError, ValueError):
                 file.unlink(missing_ok=True)

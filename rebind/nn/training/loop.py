@@ -7,7 +7,6 @@ from its last checkpoint as if nothing had happened: on a CPU, bit for bit.
 from __future__ import annotations
 
 import math
-import shutil
 import time
 import warnings
 from collections import Counter
@@ -34,7 +33,7 @@ from rebind.nn.training.memory import require_memory
 from rebind.nn.training.outputs import RESULT, RunOutputs, import_tensorboard
 from rebind.nn.training.step import TrainingStep, build_optimizer, shard
 from rebind.parallel import join_processes
-from rebind.storage import Row, RunFolder, path_inside, read_sealed_json
+from rebind.storage import Row, RunFolder, path_inside, read_sealed_json, remove_folder
 
 CHECKPOINTS, TOKENS = "checkpoints", "tokens"
 
@@ -248,7 +247,7 @@ class _Run:
             path = self.outputs.folder.file(f"{CHECKPOINTS}/step-{self.step:08d}")
             checkpoint.save(path, saved, self.model, weights, self.text.tokenizer)
             for old in checkpoint.list_checkpoints(self.checkpoints)[: -self.config.keep_checkpoints]:
-                shutil.rmtree(old, ignore_errors=True)
+                remove_folder(old)
         self.processes.wait_for_everyone()
 
     def finish(self) -> TrainingResult:
