@@ -19,8 +19,8 @@ from rebind.edit.methods import EarlierKeys, Gram
 
 KIND = "weights"
 NAME = re.compile(rf"{KIND}-(\d+)-([0-9a-f]{{32}})-[0-9a-f]{{64}}")
-MAX_CHECKPOINTS = 6  # in memory, and as many on disk
-NEAREST = 32  # edits: checkpoints that are nearer to one another save little
+MAX_CHECKPOINTS = 8  # in memory, and as many on disk
+NEAREST = 8  # edits: checkpoints that are nearer to one another save little
 
 
 @dataclass(frozen=True, eq=False)
