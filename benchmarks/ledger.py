@@ -6,9 +6,10 @@
     python -m benchmarks.ledger --method dense --edits 10 100 1000 10000 100000
     python -m benchmarks.ledger --figure docs/ledger.png
 
-The model is a random Llama of 1 MB, and an edit is a made-up fact (or --facts of them) with random tensors of the right shapes, appended
-through `Ledger.append`: no target is searched. Each row is measured in a ledger that grows from the number of edits
-before. Between measurements edits are appended without waiting for the disk; what is measured waits for it.
+The model is a random Llama of 1 MB, and an edit is a made-up fact (or --facts of them) with random tensors of the right
+shapes, appended through `Ledger.append`: no target is searched. Each row is measured in a ledger that grows from the
+number of edits before. Between measurements edits are appended without waiting for the disk; what is measured waits for
+it.
 
 Seconds are those of the processor, so that other processes do not count; the JSON has those of the clock as well, which
 include waiting for the disk.
@@ -52,7 +53,7 @@ from rebind.edit.ledger.edit import JSON, ROWS, library_versions
 from rebind.edit.moments import Moments, Texts
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import memory_of, module_at
-from rebind.storage import write_json
+from rebind.storage import write_file, write_json
 
 METHODS = ("memit", "recursive", "dense")
 LAYERS, ROWS_PER_FACT = (1, 2, 3), 3
@@ -263,7 +264,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         panel.set_xscale("log")
         panel.set_yscale("log")
         plotting.legend(panel)
-    plotting.save(figure, path)
+    write_file(path, plotting.render(figure, path.suffix.removeprefix(".")))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
