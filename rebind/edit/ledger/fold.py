@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rebind.edit.ledger.partial_folds import MAX_PARTIAL_FOLDS, PartialFold, StoredPartialFolds, milestones, thinned
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.edits import EditSequence
+from rebind.edit.ledger.partial_folds import MAX_PARTIAL_FOLDS, PartialFold, StoredPartialFolds, milestones, thinned
 from rebind.edit.ledger.snapshots import Snapshots
 from rebind.edit.ledger.table import Kind
 from rebind.edit.methods import EarlierKeys, add_keys, get_method
