@@ -1,18 +1,25 @@
 """What a ledger costs as it grows: seconds and bytes against the number of edits.
 
     python -m benchmarks.ledger --method memit --edits 10 100 1000 10000
+    python -m benchmarks.ledger --method memit --facts 100 --edits 10 100 1000
+    python -m benchmarks.ledger --method recursive --edits 10 100 1000 3000
     python -m benchmarks.ledger --method dense --edits 10 100 1000 10000 100000
     python -m benchmarks.ledger --figure docs/ledger.png
 
-The model is a random Llama of 1 MB, and an edit is one made-up fact with random tensors of the right shapes, appended
-through `Ledger.append`: no target is searched. Each row is measured in a ledger that grows from the number of edits
-before. Between measurements edits are appended without waiting for the disk; what is measured waits for it.
+The model is a random Llama of 1 MB, and an edit is a made-up fact (or --facts of them) with random tensors of the right
+shapes, appended through `Ledger.append`: no target is searched. Each row is measured in a ledger that grows from the
+number of edits before. Between measurements edits are appended without waiting for the disk; what is measured waits for
+it.
+
+Seconds are those of the processor, so that other processes do not count; the JSON has those of the clock as well, which
+include waiting for the disk.
 
 - open: `Ledger.open`, then the model brought to the fold of all edits, in a fresh `EditedModel`;
 - first: the same, with the folder `snapshots` deleted before it;
 - append, undo newest, undo old (the edit in the middle), redo newest, redo old: the ledger and the model;
 - verify, with nothing remembered (full) and again; list: every edit read once;
-- log, tensors, snapshots: bytes on disk.
+- log, tensors, snapshots: bytes on disk;
+- after the last row, with --compact: seconds and bytes of compacting all edits but the last ten.
 """
 
 from __future__ import annotations
@@ -46,7 +53,7 @@ from rebind.edit.ledger.edit import JSON, ROWS, library_versions
 from rebind.edit.moments import Moments, Texts
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import memory_of, module_at
-from rebind.storage import write_json
+from rebind.storage import write_file, write_json
 
 METHODS = ("memit", "recursive", "dense")
 LAYERS, ROWS_PER_FACT = (1, 2, 3), 3
@@ -76,8 +83,8 @@ def small_model() -> LanguageModel:
 class Growing:
     """A ledger that grows, and the model that it belongs to."""
 
-    def __init__(self, method: str, folder: Path, moments: Path) -> None:
-        self.method, self.folder, self.versions = method, folder, library_versions()
+    def __init__(self, method: str, facts: int, folder: Path, moments: Path) -> None:
+        self.method, self.facts, self.folder, self.versions = method, facts, folder, library_versions()
         self.model = small_model()
         corpus = Texts(
             ["The capital of Marotilen is Rome, and Savoka plays the harp in the city of Lisbon. " * 40], "made up"
@@ -102,8 +109,9 @@ class Growing:
         gc.collect()
 
     def edit(self, number: int) -> Edit:
-        """Return an edit of one fact with random tensors."""
-        fact = Fact("The capital of {} is", f"Subject {number}", "Rome")
+        """Return an edit with random tensors."""
+        numbers = range(number * self.facts, (number + 1) * self.facts)
+        facts = tuple(Fact("The capital of {} is", f"Subject {one}", "Rome") for one in numbers)
         score: JSON = {"rank": 1, "probability": 0.5 + 1e-7 * number, "exact": True, "tokens": [1, 0.25]}
         settings: dict[str, JSON] = {
             "layers": list(LAYERS if self.method != "dense" else LAYERS[:1]),
@@ -114,32 +122,36 @@ class Growing:
             "lam": None if self.method == "dense" else 15.0,
         }
         if self.method == "dense":
-            settings[ROWS] = {"joint": [], "count": ROWS_PER_FACT}
+            settings[ROWS] = {"joint": [], "count": ROWS_PER_FACT * self.facts}
         return Edit(
-            facts=(fact,),
+            facts=facts,
             method=self.method,
             settings=settings,
             sites=() if self.method == "dense" else tuple(self.shapes),
             tensors=self._rows() if self.method == "dense" else self._writes(),
-            scores={"before": [score], "after": [score], "drift": {"kl": 0.001, "worst": 0.01, "growth": {}}},
+            scores={
+                "before": [score] * self.facts,
+                "after": [score] * self.facts,
+                "drift": {"kl": 0.001, "worst": 0.01, "growth": {}},
+            },
             versions=self.versions,
         )
 
     def _rows(self) -> dict[str, Tensor]:
-        width = self.model.model.config.hidden_size
+        width, rows = self.model.model.config.hidden_size, ROWS_PER_FACT * self.facts
         return {
-            f"{ROWS}/states": self._normal(ROWS_PER_FACT, width),
-            f"{ROWS}/thresholds": torch.full((ROWS_PER_FACT,), 0.8),
-            f"{ROWS}/owner": torch.zeros(ROWS_PER_FACT, dtype=torch.long),
-            f"{ROWS}/values": self._normal(1, width),
-            "targets": self._normal(1, width),
+            f"{ROWS}/states": self._normal(rows, width),
+            f"{ROWS}/thresholds": torch.full((rows,), 0.8),
+            f"{ROWS}/owner": torch.arange(self.facts).repeat_interleave(ROWS_PER_FACT),
+            f"{ROWS}/values": self._normal(self.facts, width),
+            "targets": self._normal(self.facts, width),
         }
 
     def _writes(self) -> dict[str, Tensor]:
-        tensors = {"targets": self._normal(1, self.model.model.config.hidden_size)}
+        tensors = {"targets": self._normal(self.facts, self.model.model.config.hidden_size)}
         for site, (d_v, d_k) in self.shapes.items():
-            keys = self._normal(1, d_k)
-            tensors |= {f"{site}/keys": keys, f"{site}/values": 0.1 * self._normal(1, d_v)}
+            keys = self._normal(self.facts, d_k)
+            tensors |= {f"{site}/keys": keys, f"{site}/values": 0.1 * self._normal(self.facts, d_v)}
             tensors[f"{site}/gain"] = 0.5 * keys / (keys * keys).sum()
         return tensors
 
@@ -148,15 +160,16 @@ class Growing:
 
     def grow(self, count: int) -> None:
         """Append edits until there are so many."""
-        with mock.patch.object(os, "fsync"):
-            for number in range(len(self.edited.ledger.edits), count):
-                self.edited.ledger.append(self.edit(number))
+        ledger = self.edited.ledger
+        with mock.patch.object(os, "fsync", new=int), ledger.locked():  # int accepts the handle and does nothing
+            for number in range(len(ledger.edits), count):
+                ledger.append(self.edit(number))
 
     # What is measured
 
     def measure(self, count: int) -> dict[str, float]:
         """Measure everything at so many edits, which are left as they were, but for one more."""
-        row: dict[str, float] = {"edits": count}
+        row: dict[str, float] = {"edits": count, "facts": count * self.facts}
         shutil.rmtree(self.folder / "snapshots", ignore_errors=True)
         for name in ("first", "open"):
             self.close()
@@ -177,8 +190,30 @@ class Growing:
                 assert verify_folder(self.folder) == []
         with timed(row, "list"):
             total = sum(len(edit.facts) for edit in Ledger.open(self.folder).edits)
-        assert total == count + 1
+        assert total == (count + 1) * self.facts
         return row | self.bytes()
+
+    def compact(self) -> dict[str, float]:
+        """Compact all edits but ten, and check that the model stays as it is."""
+        row: dict[str, float] = {"edits": len(self.edited.ledger.edits)}
+        before = self.state()
+        with timed(row, "compact"):
+            done = self.edited.ledger.compact(keep=10)
+        row |= {"bytes before": done.bytes_before, "bytes after": done.bytes_after or 0}
+        for name in ("open", "first"):
+            self.close()
+            if name == "first":
+                shutil.rmtree(self.folder / "snapshots")
+            with timed(row, name):
+                self.open()
+            assert all(map(torch.equal, before, self.state()))
+        return row
+
+    def state(self) -> list[Tensor]:
+        """Return everything that the edits have made of the model."""
+        weights = [memory_of(module_at(self.model.model, name)).clone() for name in self.shapes]
+        memories = self.edited.dense.memories.values()
+        return weights + [tensor for memory in memories for tensor in (memory.keys, memory.values, memory.thresholds)]
 
     def bytes(self) -> dict[str, float]:
         """Return the bytes of each part of the ledger."""
@@ -195,20 +230,20 @@ def size_of(path: Path) -> int:
 
 @contextmanager
 def timed(row: dict[str, float], name: str) -> Iterator[None]:
-    """Record the seconds of a block."""
-    begin = time.perf_counter()
+    """Record the processor's seconds of a block, and those of the clock."""
+    clock, processor = time.perf_counter(), time.process_time()
     yield
-    row[name] = time.perf_counter() - begin
+    row[name], row[f"{name} (clock)"] = time.process_time() - processor, time.perf_counter() - clock
 
 
 def show(method: str, rows: Sequence[dict[str, float]]) -> None:
     """Print a table."""
-    table = Table(title=f"{method}: one-fact edits, seconds and MB", title_justify="left", title_style="bold")
-    for column in ("edits", *SECONDS, *BYTES):
+    table = Table(title=f"{method}: seconds and MB", title_justify="left", title_style="bold")
+    for column in ("edits", "facts", *SECONDS, *BYTES):
         table.add_column(column, justify="right")
     for row in rows:
         seconds = [f"{row[name]:.3f}" for name in SECONDS]
-        table.add_row(f"{row['edits']:,}", *seconds, *(f"{row[name] / 1e6:.2f}" for name in BYTES))
+        table.add_row(f"{row['edits']:,}", f"{row['facts']:,}", *seconds, *(f"{row[name] / 1e6:.2f}" for name in BYTES))
     Console(width=150).print(table)
 
 
@@ -229,15 +264,17 @@ def draw(results: dict[str, Any], path: Path) -> None:
         panel.set_xscale("log")
         panel.set_yscale("log")
         plotting.legend(panel)
-    plotting.save(figure, path)
+    write_file(path, plotting.render(figure, path.suffix.removeprefix(".")))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=METHODS, default="memit")
+    parser.add_argument("--facts", type=int, default=1, help="facts per edit")
     parser.add_argument("--edits", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--folder", type=Path, help="where the ledger is written; by default a temporary folder")
     parser.add_argument("--out", type=Path, default=RESULTS / "ledger-cpu.json", help="JSON that gets the rows")
+    parser.add_argument("--compact", action="store_true", help="compact the ledger at the end")
     parser.add_argument("--figure", type=Path, help="draw the rows of the JSON instead")
     options = parser.parse_args(arguments)
     stored = json.loads(options.out.read_text()) if options.out.exists() else {"methods": {}}
@@ -245,16 +282,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw(stored["methods"], options.figure)
         return
     torch.set_num_threads(1)
+    name = options.method if options.facts == 1 else f"{options.method}, {options.facts} facts per edit"
     with tempfile.TemporaryDirectory() as temporary:
-        growing = Growing(options.method, options.folder or Path(temporary, "ledger"), Path(temporary, "moments"))
+        folder = options.folder or Path(temporary, "ledger")
+        growing = Growing(options.method, options.facts, folder, Path(temporary, "moments"))
         rows = []
         for count in sorted(options.edits):
             growing.grow(count)
             rows.append(growing.measure(count))
-            show(options.method, rows[-1:])
-    show(options.method, rows)
-    methods = {name: rows if name == options.method else stored["methods"].get(name) for name in METHODS}
-    write_json(options.out, {"machine": machine(), "methods": {name: kept for name, kept in methods.items() if kept}})
+            show(name, rows[-1:])
+        compacted = growing.compact() if options.compact else None
+    show(name, rows)
+    Console(width=150).print(compacted or "")
+    results = {"machine": machine(), "methods": stored["methods"] | {name: rows}}
+    results["compacted"] = stored.get("compacted", {}) | ({name: compacted} if compacted else {})
+    write_json(options.out, results)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rebind.cli.commands import compact
 from rebind.cli.options import LedgerOptions
 from rebind.cli.session import find_ledger
 from rebind.edit import export
@@ -170,6 +171,51 @@ def test_diff_compares_active_edits(rebind, model, edited, tmp_path):
     assert (found["only_here"], found["only_there"], found["both"]) == (["e0002"], [], ["e0001"])
     assert rebind("ledger", "diff", copy, "--model", model, "--quiet").out == "-e0002\n"
     assert "I saw Italy → Paris" in rebind("ledger", "diff", copy, "--model", model).out
+
+
+# Compact and verify
+
+
+def test_old_edits_are_compacted(rebind, fails, model, monkeypatch):
+    place = ("--model", model)
+    for subject in ("France", "Italy", "Spain"):
+        rebind("edit", f"The answer is {{{subject}}}", "Rome", *place, *FAST)
+    rebind("ledger", "undo", "e0002", *place)
+    before = rebind("ask", QUESTION, *place, json=True).document
+    assert fails("ledger", "compact", "--keep", "1", *place).code == "cannot_ask"
+    assert fails("ledger", "compact", "--yes", *place).code == "compact_range"
+    monkeypatch.setattr(compact, "is_terminal", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    asked = rebind("ledger", "compact", "--keep", "1", *place).out
+    assert "1 active edit (e0001) will no longer be undoable" in asked
+    assert "1 undone edit will be gone" in asked
+    assert active(rebind, model) == ["e0001", "e0003"]
+    done = rebind("ledger", "compact", "--keep", "1", "--yes", *place, json=True).document
+    assert (done["sealed"], done["dropped"]) == (["e0001"], ["e0002"])
+    assert done["bytes_after"] < done["bytes_before"]
+    after = rebind("ask", QUESTION, *place, json=True).document
+    assert after["answers"] == before["answers"]
+    assert fails("ledger", "undo", "e0001", *place).code == "sealed_edit"
+    assert "e0001, compacted" in rebind("ledger", "show", "e0001", *place).out
+    listed = rebind("ledger", "list", *place, json=True).document["edits"]
+    assert [(row["id"], row["compacted"]) for row in listed] == [("e0001", True), ("e0003", False)]
+    (last,) = rebind("ledger", "list", "--last", "1", *place, json=True).document["edits"]
+    assert last["id"] == "e0003"
+    for words in ((), ("--full",)):
+        assert rebind("ledger", "verify", *words, *place, json=True).document["intact"]
+    assert rebind("ledger", "undo", "e0003", *place, json=True).document["active"] == ["e0001"]
+
+
+def test_a_ledger_whose_creation_was_cut_short_can_be_used(rebind, fails, model, tmp_path):
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    (folder / "lock").touch()
+    (folder / "log.jsonl").write_bytes(b"")
+    (folder / f".rebind-{'0' * 12}.tmp").write_bytes(b"half")
+    place = ("--model", model, "--ledger", folder)
+    assert fails("ledger", "list", *place).code == "no_ledger"
+    rebind("edit", *FACT, *place, *FAST)
+    assert rebind("ledger", "list", *place, "--quiet").out == "e0001\n"
 
 
 # Export and replay

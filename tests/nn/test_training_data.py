@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
-from rebind.errors import InputError
+from rebind.errors import InputError, StorageError
 from rebind.nn import RebindConfig, RebindForCausalLM
 from rebind.nn.training import (
     DataConfig,
@@ -61,6 +62,30 @@ def test_another_tokenizer_and_validation_text(tmp_path):
     assert prepared.tokenizer.decode(prepared.validation[:-1]) == "the cat\n"
     assert prepared.tokenizer.decode(prepared.train[:-1]) == text()
     assert data.tokenizer_fingerprint(prepared.tokenizer) == data.tokenizer_fingerprint(trained)
+
+
+@pytest.mark.parametrize("damage", ["cut", "altered", "without its digest"])
+def test_damaged_tokens_in_the_cache_are_made_again(tmp_path, damage):
+    config = DataConfig(corpus(tmp_path), "characters")
+    whole = np.array(prepare_text(config, tmp_path / "cache").train)
+    (file,) = (tmp_path / "cache").glob("tokens-*/tokens.bin")
+    data = bytearray(file.read_bytes())
+    data[4] ^= 1
+    if damage == "without its digest":
+        file.with_name("tokens.json").unlink()
+    file.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
+    assert np.array_equal(prepare_text(config, tmp_path / "cache").train, whole)
+
+
+def test_a_disk_that_fills_while_a_tokenizer_is_written_is_reported(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise Exception("No space left on device (os error 28)")  # as tokenizers does
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+    with pytest.raises(StorageError) as caught:
+        prepare_text(DataConfig(corpus(tmp_path)), tmp_path / "cache")
+    assert caught.value.code == "disk_full"
+    assert not list((tmp_path / "cache").glob("*"))
 
 
 def test_a_dataset_of_the_hub(tmp_path, monkeypatch):

@@ -156,6 +156,7 @@ def test_what_lies_in_the_way_is_named(tmp_path):
     [
         (OSError(errno.ENOSPC, "full"), "disk_full", errno.ENOSPC),
         (SafetensorError("I/O error: No space left on device (os error 28)"), "disk_full", errno.ENOSPC),
+        (Exception("No space left on device (os error 28)"), "disk_full", errno.ENOSPC),  # as tokenizers has it
         (OSError(errno.EROFS, "read-only"), "no_write_access", errno.EROFS),
         (OSError(errno.EIO, "broken"), "storage_failure", errno.EIO),
     ],

@@ -1,7 +1,7 @@
 """The ledger: an append-only list of the edits of one model, from which any edit can be undone exactly.
 
 - `edit`: an edit, one write per site; `tensors`: its tensors on disk
-- `fold`: the weights of an edited model, the fold of edits over the base weights; `checkpoints`: where a fold resumes
+- `fold`: the weights of an edited model, the fold of edits over the base weights; `partial_folds`: where a fold resumes
 - `ledger`: the ledger, in a folder or in memory; `creation`: how one begins
 - `log`: the chained log in which a ledger stores its events, and the state that they add up to
 - `table`, `edits`: what is known of edits without reading them, and sequences of edits that are read when needed

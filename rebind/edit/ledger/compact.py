@@ -28,7 +28,7 @@ from rebind.edit.ledger.edit import CONSOLIDATES, JSON, ROWS, Edit, canonical_js
 from rebind.edit.ledger.edits import EditSequence, edit_id
 from rebind.edit.ledger.log import EDITS, LOG, SEALED_FOLDER, SEALED_NAME, LedgerState, chain_lines, parse_line, utc_now
 from rebind.edit.ledger.table import SEALED, UNDONE, Rows
-from rebind.edit.ledger.tensors import StoredTensors
+from rebind.edit.ledger.tensors import StoredTensors, split_header
 from rebind.errors import InputError
 from rebind.storage import path_inside, write_file
 
@@ -65,8 +65,11 @@ def compact(
     number = int(state.table.rows["number"][count - 1])
     file = f"{secrets.token_hex(8)}.pack"
     places: list[dict[str, JSON]] = []
-    write_file(path_inside(folder, f"{SEALED_FOLDER}/{file}"), _packed(state, kept, places), staging=folder)
-    events = _events(folder, state, kept, places, file, number)
+    headers: dict[bytes, int] = {}
+    packed = _packed(state, kept, places, headers)
+    write_file(path_inside(folder, f"{SEALED_FOLDER}/{file}"), packed, staging=folder)
+    about: dict[str, JSON] = {"file": file, "last": edit_id(number), "headers": [text.hex() for text in headers]}
+    events = _events(folder, state, kept, places, about)
     write_file(folder / LOG, _chained(events, header_digest), staging=folder)
     return Compaction(sealed_ids, dropped_ids, size)
 
@@ -88,23 +91,26 @@ def _count(state: LedgerState, before: int | None, keep: int | None) -> int:
     return max(0, len(numbers) - (keep or 0))
 
 
-def _packed(state: LedgerState, rows: Rows, places: list[dict[str, JSON]]) -> Iterator[bytes]:
-    """Yield the tensors of edits, one after another, and note where each begins."""
+def _packed(
+    state: LedgerState, rows: Rows, places: list[dict[str, JSON]], headers: dict[bytes, int]
+) -> Iterator[bytes]:
+    """Yield the tensors of edits, one after another, and note where each begins, and which header it has."""
     start = 0
     for edit in EditSequence(state, rows):
         stored = edit.tensors
         if isinstance(stored, StoredTensors) and stored.length is not None:  # sealed before
-            data = stored.read()
+            header, data = stored.header, stored.read()
         else:
             tensors = edit.loaded().tensors
-            data = save({name: tensor for name, tensor in tensors.items() if name != DROPPED})
-        places.append({"start": start, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+            header, data = split_header(save({name: tensor for name, tensor in tensors.items() if name != DROPPED}))
+        place: dict[str, JSON] = {"start": start, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        places.append({**place, "header": headers.setdefault(header, len(headers))})
         start += len(data)
         yield data
 
 
 def _events(
-    folder: Path, state: LedgerState, rows: Rows, places: list[dict[str, JSON]], file: str, last: int
+    folder: Path, state: LedgerState, rows: Rows, places: list[dict[str, JSON]], about: Mapping[str, JSON]
 ) -> Iterator[Mapping[str, JSON]]:
     """Yield the events of a compacted log."""
     shared: dict[bytes, int] = {}
@@ -112,13 +118,13 @@ def _events(
         shared.setdefault(canonical_json(_shared(edit)), len(shared))
     lines: dict[str, JSON] = {"lines": state.lines, "digest": state.digest}
     settings: Any = [json.loads(text) for text in shared] or [{}]
-    yield {"event": "compact", "time": utc_now(), "last": edit_id(last), "file": file, "shared": settings, **lines}
+    yield {"event": "compact", "time": utc_now(), **about, "shared": settings, **lines}
     for edit, place in zip(EditSequence(state, rows), places, strict=True):
         own = {name: edit.settings[name] for name in OWN_SETTINGS if name in edit.settings}
         content = {name: value for name, value in edit.to_json().items() if name not in ("scores", "versions")}
         content |= {"settings": own, "shared": shared[canonical_json(_shared(edit))], "token": edit.token.hex()}
         yield {"event": "sealed", "id": edit.id, **content, **place}
-    yield from _later_events(folder, last)
+    yield from _later_events(folder, int(str(about["last"])[1:]))
 
 
 def _shared(edit: Edit) -> dict[str, JSON]:

@@ -133,8 +133,10 @@ class EditSequence(Sequence[Edit]):
         return self._select(self.mentioning(fact_keys(facts)))
 
     def without(self, id: str) -> EditSequence:
-        """Return the other edits."""
-        return self._select(place for place, other in enumerate(self.ids) if other != id)
+        """Return these edits without one of their ledger."""
+        row = None if self.source is None else self.source.table.row_of(int(id[1:]))
+        rows = self.rows if row is None else self.rows[self.rows != row]
+        return EditSequence(self.source, rows, self.further)
 
     def including(self, id: str) -> EditSequence:
         """Return these edits and another one of their ledger, at its place."""

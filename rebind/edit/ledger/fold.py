@@ -2,7 +2,7 @@
 
 Nothing else is ever written to a site, and edited weights are never the truth: what is stored of them is a snapshot.
 To undo an edit is to fold again without it, so the result equals, bit for bit, that of a run in which the edit was
-never made. A fold resumes where an earlier fold of the same first edits was remembered (`checkpoints`).
+never made. A fold resumes where an earlier fold of the same first edits was remembered (`partial_folds`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rebind.edit.ledger.checkpoints import MAX_CHECKPOINTS, FoldCheckpoint, StoredCheckpoints, milestones, thinned
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.edits import EditSequence
+from rebind.edit.ledger.partial_folds import MAX_PARTIAL_FOLDS, PartialFold, StoredPartialFolds, milestones, thinned
 from rebind.edit.ledger.snapshots import Snapshots
 from rebind.edit.ledger.table import Kind
 from rebind.edit.methods import EarlierKeys, add_keys, get_method
@@ -102,7 +102,7 @@ class EditedWeights:
         self.base: dict[str, Tensor] = {}  # the base weights of every site that was ever edited, [d_v, d_k]
         self.old_keys: dict[str, OldKeys] = {}
         self._max_partial_bytes = max_partial_bytes
-        self._checkpoints: list[FoldCheckpoint] = []
+        self._partial_folds: list[PartialFold] = []
         self._unstored_seconds = 0.0  # that folding took since a snapshot was written
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
@@ -121,26 +121,26 @@ class EditedWeights:
             site: cast_weights(folded.weights.get(site, base), base.dtype, site) for site, base in self.base.items()
         }
 
-    def _fold(self, edits: EditSequence, protected: frozenset[str], snapshots: Snapshots | None) -> FoldCheckpoint:
+    def _fold(self, edits: EditSequence, protected: frozenset[str], snapshots: Snapshots | None) -> PartialFold:
         if not len(edits):
-            return FoldCheckpoint(edits.tokens, {}, {})
-        stored = None if snapshots is None else StoredCheckpoints(snapshots, next(iter(self.base.values())).device)
-        start = max((one for one in self._checkpoints if one.precedes(edits.tokens)), key=_count, default=None)
+            return PartialFold(edits.tokens, {}, {})
+        stored = None if snapshots is None else StoredPartialFolds(snapshots, next(iter(self.base.values())).device)
+        start = max((one for one in self._partial_folds if one.precedes(edits.tokens)), key=_count, default=None)
         if stored is not None and (found := stored.best(edits.tokens, 0 if start is None else start.count)):
             start = found
         begin = time.perf_counter()
-        checkpoints = self._fold_on(start or FoldCheckpoint(edits.tokens[:0], {}, {}), edits, protected)
+        partial_folds = self._fold_on(start or PartialFold(edits.tokens[:0], {}, {}), edits, protected)
         self._unstored_seconds += time.perf_counter() - begin
-        self._remember(checkpoints, edits)
-        if stored is not None and stored.offer(checkpoints, edits, self._unstored_seconds):
+        self._remember(partial_folds, edits)
+        if stored is not None and stored.offer(partial_folds, edits, self._unstored_seconds):
             self._unstored_seconds = 0.0
-        return checkpoints[-1]
+        return partial_folds[-1]
 
-    def _fold_on(self, start: FoldCheckpoint, edits: EditSequence, protected: frozenset[str]) -> list[FoldCheckpoint]:
-        """Return the checkpoints of a fold that begins at one: the last one is its end."""
+    def _fold_on(self, start: PartialFold, edits: EditSequence, protected: frozenset[str]) -> list[PartialFold]:
+        """Return the partial folds of a fold that begins at one: the last one is its end."""
         earlier = self._earlier_keys(start, edits[: start.count], protected)
         weights = {site: tensor.to(self.base[site].device) for site, tensor in start.weights.items()}
-        marks, checkpoints = milestones(start.count, len(edits)), [FoldCheckpoint(start.tokens, dict(weights), earlier)]
+        marks, partial_folds = milestones(start.count, len(edits)), [PartialFold(start.tokens, dict(weights), earlier)]
         for number, edit in enumerate(edits[start.count :], start=start.count + 1):
             edit, earlier = edit.loaded(), dict(earlier)
             for site in edit.sites:
@@ -152,24 +152,24 @@ class EditedWeights:
                     earlier[site] = self._add_keys(site, earlier.get(site), write.keys)
                 weights[site] = write.apply(before)
             if number in marks:
-                checkpoints.append(FoldCheckpoint(edits.tokens[:number], dict(weights), earlier))
-        return checkpoints
+                partial_folds.append(PartialFold(edits.tokens[:number], dict(weights), earlier))
+        return partial_folds
 
-    def _remember(self, checkpoints: Sequence[FoldCheckpoint], edits: EditSequence) -> None:
+    def _remember(self, partial_folds: Sequence[PartialFold], edits: EditSequence) -> None:
         """Keep the most useful partial folds: those of these edits, and the last other one."""
-        known = {one.count: one for one in self._checkpoints if one.precedes(edits.tokens)}
-        known |= {one.count: one for one in checkpoints if one.count}
-        others = [one for one in self._checkpoints if not one.precedes(edits.tokens)][-1:]
+        known = {one.count: one for one in self._partial_folds if one.precedes(edits.tokens)}
+        known |= {one.count: one for one in partial_folds if one.count}
+        others = [one for one in self._partial_folds if not one.precedes(edits.tokens)][-1:]
         largest = max((one.size for one in known.values()), default=1)
-        limit = min(MAX_CHECKPOINTS, self._max_partial_bytes // max(largest, 1))
+        limit = min(MAX_PARTIAL_FOLDS, self._max_partial_bytes // max(largest, 1))
         last = len(edits) - 1  # without the last edit, which may still be rejected
         chosen = [last] if limit == 1 and last in known else thinned(list(known), len(edits), limit)
-        self._checkpoints = [*(others if limit > len(chosen) else []), *(known[count] for count in chosen)]
+        self._partial_folds = [*(others if limit > len(chosen) else []), *(known[count] for count in chosen)]
 
     def _earlier_keys(
-        self, start: FoldCheckpoint, edits: EditSequence, protected: frozenset[str]
+        self, start: PartialFold, edits: EditSequence, protected: frozenset[str]
     ) -> dict[str, EarlierKeys]:
-        """Return the keys of the edits before a checkpoint, by site, also those that nothing needed until now."""
+        """Return the keys of the edits before a partial fold, by site, also those that nothing needed until now."""
         earlier = {site: keys for site, keys in start.earlier.items() if site in protected}
         missing = protected - set(earlier)
         for edit in edits.where(lambda kind: not missing.isdisjoint(kind.sites)) if missing else ():
@@ -244,5 +244,5 @@ class EditedWeights:
         self.load_old_keys(sorted(remembering_sites(edits.kinds())))
 
 
-def _count(checkpoint: FoldCheckpoint) -> int:
-    return checkpoint.count
+def _count(fold: PartialFold) -> int:
+    return fold.count

@@ -89,6 +89,7 @@ class LedgerState:
     last_number: int = 0  # of the last edit, which a compaction may have dropped
     last_line: tuple[int, int] = (0, 0)  # where it begins, and its digest
     shared_settings: list[dict[str, Any]] = field(default_factory=list)  # of sealed edits
+    shared_headers: list[str] = field(default_factory=list)  # of their tensors, in hex
     sealed_file: str = ""  # with the tensors of sealed edits
     compacted_until: int = 0  # number of the last edit that was sealed or dropped
     _edits: dict[int, Edit] = field(default_factory=dict)  # by row: all edits in memory, those read last on disk
@@ -162,17 +163,20 @@ class LedgerState:
             if event["event"] == "sealed":
                 shared = self.shared_settings[event["shared"]]
                 event = {**event, "scores": {}, "versions": {}, "settings": {**shared, **event["settings"]}}
-                tensors = self._sealed_tensors(sha256, int(event["start"]), int(event["length"]))
+                header = self.shared_headers[event["header"]]
+                tensors = self._sealed_tensors(sha256, int(event["start"]), int(event["length"]), header)
             elif self.folder is not None:
                 tensors = StoredTensors(self.folder / EDITS / f"{id}.safetensors", sha256)
             return Edit.from_json(id, event, tensors).with_token(token)
         except (KeyError, TypeError, AttributeError, IndexError) as problem:
             raise ValueError(f"an incomplete edit ({problem!r})") from None
 
-    def _sealed_tensors(self, sha256: str, start: int, length: int) -> StoredTensors:
+    def _sealed_tensors(self, sha256: str, start: int, length: int, header: str) -> StoredTensors:
         if self.folder is None or start < 0 or length < 0:
             raise ValueError("no place of the tensors")
-        return StoredTensors(self.folder / SEALED_FOLDER / self.sealed_file, sha256, start, length)
+        return StoredTensors(
+            self.folder / SEALED_FOLDER / self.sealed_file, sha256, start, length, bytes.fromhex(header)
+        )
 
     def _forced(self, edit: Edit) -> Edit:
         return replace(edit, forced=True).with_token(edit.token)
@@ -210,10 +214,13 @@ class LedgerState:
         self.lines += 1
 
     def _begin_compacted(self, event: Mapping[str, Any]) -> None:
-        shared, file, last = event.get("shared"), event.get("file"), _number(event.get("last"))
-        if not isinstance(shared, list) or not isinstance(file, str) or not SEALED_NAME.fullmatch(file):
+        shared, headers, file = event.get("shared"), event.get("headers"), event.get("file")
+        if not isinstance(file, str) or not SEALED_NAME.fullmatch(file):
             raise ValueError("an incomplete compaction")
-        self.shared_settings, self.sealed_file = shared, file
+        if not isinstance(shared, list) or not isinstance(headers, list):
+            raise ValueError("an incomplete compaction")
+        last = _number(event.get("last"))
+        self.shared_settings, self.shared_headers, self.sealed_file = shared, headers, file
         self.last_number = self.compacted_until = last
 
     @property

@@ -26,7 +26,7 @@ from rebind.storage import data_dir, path_inside, write_file
 FOLDER = "snapshots"
 KEY_FILE, KEY_BYTES = "snapshots.key", 32
 MAX_BYTES = 2**30  # of one kind of snapshot
-WORTH_SECONDS = 0.2  # a snapshot that saves less is not written
+WORTH_SECONDS = 0.1  # a snapshot that saves less is not written
 READ_BYTES_PER_SECOND = 2e8  # an estimate, to know what a snapshot saves
 PIECE = 2**20
 

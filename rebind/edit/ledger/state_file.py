@@ -28,6 +28,7 @@ def dump_state(state: LedgerState, header_digest: str) -> list[bytes | memoryvie
         "last_number": state.last_number,
         "last_line": list(state.last_line),
         "shared_settings": state.shared_settings,
+        "shared_headers": state.shared_headers,
         "sealed_file": state.sealed_file,
         "compacted_until": state.compacted_until,
         "kinds": [kind.to_json() for kind in table.kinds],
@@ -57,6 +58,7 @@ def load_state(data: bytes, folder: Path, header_digest: str) -> LedgerState | N
         about["last_number"],
         (about["last_line"][0], about["last_line"][1]),
         about["shared_settings"],
+        about["shared_headers"],
         about["sealed_file"],
         about["compacted_until"],
     )

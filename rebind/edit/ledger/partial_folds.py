@@ -19,12 +19,16 @@ from rebind.edit.methods import EarlierKeys, Gram
 
 KIND = "weights"
 NAME = re.compile(rf"{KIND}-(\d+)-([0-9a-f]{{32}})-[0-9a-f]{{64}}")
-MAX_CHECKPOINTS = 6  # in memory, and as many on disk
-NEAREST = 32  # edits: checkpoints that are nearer to one another save little
+MAX_PARTIAL_FOLDS = 8  # in memory, and as many on disk
+NEAREST = 8  # edits: partial folds that are nearer to one another save little
 
 
 @dataclass(frozen=True, eq=False)
+<<<<<<< HEAD:rebind/edit/ledger/checkpoints.py
 class FoldCheckpoint:
+=======
+class PartialFold:
+>>>>>>> ledger:rebind/edit/ledger/partial_folds.py
     """The weights of every site after some edits, not yet rounded, and the keys that these edits have."""
 
     tokens: NDArray[Any]  # of the edits, [n, 2]
@@ -54,8 +58,13 @@ class FoldCheckpoint:
         return tensors
 
     @classmethod
+<<<<<<< HEAD:rebind/edit/ledger/checkpoints.py
     def from_tensors(cls, tokens: NDArray[Any], tensors: dict[str, Tensor]) -> FoldCheckpoint:
         """Return the checkpoint that `tensors` described."""
+=======
+    def from_tensors(cls, tokens: NDArray[Any], tensors: dict[str, Tensor]) -> PartialFold:
+        """Return the partial fold that `tensors` described."""
+>>>>>>> ledger:rebind/edit/ledger/partial_folds.py
         weights: dict[str, Tensor] = {}
         earlier: dict[str, EarlierKeys] = {}
         for name, tensor in tensors.items():
@@ -95,24 +104,38 @@ def thinned(counts: Sequence[int], end: int, limit: int) -> list[int]:
     return chosen
 
 
-class StoredCheckpoints:
-    """The checkpoints that a ledger has on disk."""
+class StoredPartialFolds:
+    """The partial folds that a ledger has on disk."""
 
     def __init__(self, snapshots: Snapshots, device: torch.device) -> None:
         self.snapshots, self.device = snapshots, device
 
+<<<<<<< HEAD:rebind/edit/ledger/checkpoints.py
     def best(self, tokens: NDArray[Any], beyond: int) -> FoldCheckpoint | None:
         """Return the last checkpoint at which a fold of edits can resume, if it is beyond so many edits."""
+=======
+    def best(self, tokens: NDArray[Any], beyond: int) -> PartialFold | None:
+        """Return the last partial fold at which a fold of edits can resume, if it is beyond so many edits."""
+>>>>>>> ledger:rebind/edit/ledger/partial_folds.py
         usable = {count: name for count, name in self._usable(tokens) if count > beyond}
         for count in sorted(usable, reverse=True):
             tensors = self.snapshots.read_tensors(usable[count])
             if tensors is not None:
+<<<<<<< HEAD:rebind/edit/ledger/checkpoints.py
                 return FoldCheckpoint.from_tensors(tokens[:count], tensors)
         return None
 
     def offer(self, checkpoints: Sequence[FoldCheckpoint], edits: EditSequence, seconds: float) -> bool:
         """Store the checkpoints of a fold that took so many seconds if that is worth it; return whether it was."""
         lasting = [one for one in checkpoints if 0 < one.count <= len(edits.rows)]  # without edits that are on trial
+=======
+                return PartialFold.from_tensors(tokens[:count], tensors)
+        return None
+
+    def offer(self, partial_folds: Sequence[PartialFold], edits: EditSequence, seconds: float) -> bool:
+        """Store the partial folds of a fold that took so many seconds if that is worth it; return whether it was."""
+        lasting = [one for one in partial_folds if 0 < one.count <= len(edits.rows)]  # without edits that are on trial
+>>>>>>> ledger:rebind/edit/ledger/partial_folds.py
         if not lasting:
             return False
         last = lasting[-1]
@@ -123,12 +146,17 @@ class StoredCheckpoints:
         self.store(chosen, edits.tokens)
         return True
 
+<<<<<<< HEAD:rebind/edit/ledger/checkpoints.py
     def store(self, checkpoints: Sequence[FoldCheckpoint], tokens: NDArray[Any]) -> None:
         """Store checkpoints of a fold of these edits, and delete those that are of little use by now."""
+=======
+    def store(self, partial_folds: Sequence[PartialFold], tokens: NDArray[Any]) -> None:
+        """Store partial folds of a fold of these edits, and delete those that are of little use by now."""
+>>>>>>> ledger:rebind/edit/ledger/partial_folds.py
         present = dict(self._usable(tokens))
-        fresh = {one.count: one for one in checkpoints}
-        largest = max((one.size for one in checkpoints), default=1)
-        limit = min(MAX_CHECKPOINTS, self.snapshots.max_bytes // max(largest, 1))
+        fresh = {one.count: one for one in partial_folds}
+        largest = max((one.size for one in partial_folds), default=1)
+        limit = min(MAX_PARTIAL_FOLDS, self.snapshots.max_bytes // max(largest, 1))
         keep = thinned([*present, *fresh], len(tokens), limit)
         names = {present[count] for count in keep if count in present}
         for count in keep:
@@ -139,7 +167,7 @@ class StoredCheckpoints:
         self.snapshots.remove(name for name in self.snapshots.names(KIND) if name not in names)
 
     def _usable(self, tokens: NDArray[Any]) -> list[tuple[int, str]]:
-        """Return the number of edits and the name of every checkpoint of a fold of these edits."""
+        """Return the number of edits and the name of every partial fold of a fold of these edits."""
         matches = [match for match in map(NAME.fullmatch, self.snapshots.names(KIND)) if match]
         stated = [(int(match[1]), match[2], match[0]) for match in matches if int(match[1]) <= len(tokens)]
         digests = self._digests(tokens, [count for count, _, _ in stated])
