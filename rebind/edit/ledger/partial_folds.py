@@ -24,11 +24,7 @@ NEAREST = 8  # edits: partial folds that are nearer to one another save little
 
 
 @dataclass(frozen=True, eq=False)
-<<<<<<< HEAD:rebind/edit/ledger/checkpoints.py
-class FoldCheckpoint:
-=======
 class PartialFold:
->>>>>>> ledger:rebind/edit/ledger/partial_folds.py
     """The weights of every site after some edits, not yet rounded, and the keys that these edits have."""
 
     tokens: NDArray[Any]  # of the edits, [n, 2]
@@ -58,13 +54,8 @@ class PartialFold:
         return tensors
 
     @classmethod
-<<<<<<< HEAD:rebind/edit/ledger/checkpoints.py
-    def from_tensors(cls, tokens: NDArray[Any], tensors: dict[str, Tensor]) -> FoldCheckpoint:
-        """Return the checkpoint that `tensors` described."""
-=======
     def from_tensors(cls, tokens: NDArray[Any], tensors: dict[str, Tensor]) -> PartialFold:
         """Return the partial fold that `tensors` described."""
->>>>>>> ledger:rebind/edit/ledger/partial_folds.py
         weights: dict[str, Tensor] = {}
         earlier: dict[str, EarlierKeys] = {}
         for name, tensor in tensors.items():
@@ -110,32 +101,18 @@ class StoredPartialFolds:
     def __init__(self, snapshots: Snapshots, device: torch.device) -> None:
         self.snapshots, self.device = snapshots, device
 
-<<<<<<< HEAD:rebind/edit/ledger/checkpoints.py
-    def best(self, tokens: NDArray[Any], beyond: int) -> FoldCheckpoint | None:
-        """Return the last checkpoint at which a fold of edits can resume, if it is beyond so many edits."""
-=======
     def best(self, tokens: NDArray[Any], beyond: int) -> PartialFold | None:
         """Return the last partial fold at which a fold of edits can resume, if it is beyond so many edits."""
->>>>>>> ledger:rebind/edit/ledger/partial_folds.py
         usable = {count: name for count, name in self._usable(tokens) if count > beyond}
         for count in sorted(usable, reverse=True):
             tensors = self.snapshots.read_tensors(usable[count])
             if tensors is not None:
-<<<<<<< HEAD:rebind/edit/ledger/checkpoints.py
-                return FoldCheckpoint.from_tensors(tokens[:count], tensors)
-        return None
-
-    def offer(self, checkpoints: Sequence[FoldCheckpoint], edits: EditSequence, seconds: float) -> bool:
-        """Store the checkpoints of a fold that took so many seconds if that is worth it; return whether it was."""
-        lasting = [one for one in checkpoints if 0 < one.count <= len(edits.rows)]  # without edits that are on trial
-=======
                 return PartialFold.from_tensors(tokens[:count], tensors)
         return None
 
     def offer(self, partial_folds: Sequence[PartialFold], edits: EditSequence, seconds: float) -> bool:
         """Store the partial folds of a fold that took so many seconds if that is worth it; return whether it was."""
         lasting = [one for one in partial_folds if 0 < one.count <= len(edits.rows)]  # without edits that are on trial
->>>>>>> ledger:rebind/edit/ledger/partial_folds.py
         if not lasting:
             return False
         last = lasting[-1]
@@ -146,13 +123,8 @@ class StoredPartialFolds:
         self.store(chosen, edits.tokens)
         return True
 
-<<<<<<< HEAD:rebind/edit/ledger/checkpoints.py
-    def store(self, checkpoints: Sequence[FoldCheckpoint], tokens: NDArray[Any]) -> None:
-        """Store checkpoints of a fold of these edits, and delete those that are of little use by now."""
-=======
     def store(self, partial_folds: Sequence[PartialFold], tokens: NDArray[Any]) -> None:
         """Store partial folds of a fold of these edits, and delete those that are of little use by now."""
->>>>>>> ledger:rebind/edit/ledger/partial_folds.py
         present = dict(self._usable(tokens))
         fresh = {one.count: one for one in partial_folds}
         largest = max((one.size for one in partial_folds), default=1)
