@@ -193,7 +193,7 @@ def test_facts_without_a_question_are_advised_to_have_one():
         (replace(OPEN, said=0.1), 0.1, TargetSettings(rate=0.3, steps=4, clamp=20.0)),
         (replace(OPEN, said=0.1), 0.1, TargetSettings(rate=0.3, steps=30, clamp=0.3)),
         (replace(OPEN, said=0.1), 100.0, TargetSettings(rate=0.3, steps=60, clamp=20.0)),
-        (replace(OPEN, drift=0.8), 0.1, TargetSettings(rate=0.3, steps=60, clamp=20.0)),
+        (replace(OPEN, drift=0.8), 1.0, TargetSettings(rate=0.3, steps=60, clamp=20.0)),
     ],
     ids=["too few steps", "at the bound", "a weak write", "too strong"],
 )

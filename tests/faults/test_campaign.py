@@ -24,7 +24,7 @@ def test_nothing_is_lost(part, tmp_path, monkeypatch):
     campaign = Campaign(tmp_path, seconds=8.0, scale=SCALES[part], parts=(part,))
     campaign.operations, campaign.artifacts = OPERATIONS, ARTIFACTS
     tally = campaign.run(part)
-    assert tally.tried >= 2
+    assert tally.tried >= 1
     assert tally.findings == []
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from rebind.precision import tensor_float
 from rebind.storage import open_tensors, path_inside, seal_tensors, write_file
 
 PARTS = ("states", "initial", "loss", "steps")  # of `TargetStates`, in this order
+STALE_SECONDS = 7 * 24 * 3600
 SMALL_MODEL = 50_000_000  # parameters: up to here, a CPU searches in float32
 BYTES_PER_PARAMETER = 12  # GPU memory for the model (4), the copy (2) and the search itself
 
@@ -40,7 +42,8 @@ def multiplies_bfloat16() -> bool:
 class TargetStore:
     """A folder with one file per group of targets; without a folder nothing is stored.
 
-    Several processes may share the folder: each one removes only the files of its own edit.
+    Several processes may share the folder: each one removes only the files of its own edit, and those of edits that
+    nobody has continued for a week.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -65,7 +68,15 @@ class TargetStore:
             for index, key in enumerate(self._files[file]):
                 if key in self._requested:
                     rows[key] = targets.select(torch.tensor([index]))
+            if self._requested.isdisjoint(self._files[file]):
+                self._remove_if_stale(file)
         return rows
+
+    @staticmethod
+    def _remove_if_stale(file: Path) -> None:
+        with suppress(OSError):
+            if time.time() - file.stat().st_mtime > STALE_SECONDS:
+                file.unlink()
 
     def save(self, keys: Sequence[str], targets: TargetStates) -> None:
         """Store a group of targets."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,14 @@ def test_the_size_of_a_gpu_decides_the_dtype_of_the_search(monkeypatch, tmp_path
     steps: list[int] = []
     search.find(LAYER, FACTS[:1], SETTINGS, TargetStore(tmp_path), lambda step, *_: steps.append(step))
     assert bool(steps) == (dtype != torch.float32)
+
+
+def test_targets_that_nobody_continued_for_a_week_are_removed(tmp_path):
+    TargetStore(tmp_path).save(["a"], targets(1))
+    TargetStore(tmp_path).save(["b"], targets(1, seed=1))
+    (old,) = (file for file in tmp_path.iterdir() if b'\\"a\\"' in file.read_bytes())
+    os.utime(old, (0, 0))
+    assert set(TargetStore(tmp_path).load(["a"])) == {"a"}
+    assert not TargetStore(tmp_path).load(["c"])
+    assert not old.exists()
+    assert set(TargetStore(tmp_path).load(["b"])) == {"b"}
