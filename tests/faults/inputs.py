@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ BASES: dict[str, list[str]] = {  # a command line that works, for each command
     "ledger verify": ["ledger", "verify", "--ledger", "LEDGER"],
     "ledger export": ["ledger", "export", "--model", MODEL, "--ledger", "LEDGER", "--no-check"],
     "ledger replay": ["ledger", "replay", "--model", MODEL, "--ledger", "LEDGER", "--out", "replayed"],
+    "ledger compact": ["ledger", "compact", "--ledger", "LEDGER", "--yes"],
+    "demo": ["demo", "--model", "no/such/folder"],
+    "studio": ["studio", "--no-open", "--model", "no/such/folder"],
     "consolidate": ["consolidate", "--model", MODEL, "--ledger", "LEDGER"],
     "trace": ["trace", FACT[0], "--model", MODEL, "--samples", "1"],
     "lens": ["lens", "The answer is", "--model", MODEL],
@@ -248,6 +252,9 @@ def _invoke(words: list[str], scratch: Path, folder: Path | None = None) -> dict
     for name in ("CACHE", "LEDGERS", "DATA"):
         os.environ[f"REBIND_{name}"] = str(scratch / name.lower())
     words = [_forged_model(word, scratch, folder) if word.startswith("CONFIG ") else word for word in words]
+    if folder is not None and any((ledger := str(folder / "ledger")) in word for word in words):
+        shutil.copytree(folder / "ledger", scratch / "ledger")  # which the command may change
+        words = [word.replace(ledger, str(scratch / "ledger")) for word in words]
     result = CliRunner().invoke(app, words)
     error = "" if result.exception is None or isinstance(result.exception, SystemExit) else repr(result.exception)
     return {"exit": result.exit_code, "out": result.stdout[-4000:], "err": result.stderr[-4000:], "raised": error}

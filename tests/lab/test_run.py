@@ -147,6 +147,14 @@ class TestResuming:
         again = run_experiment(Norms(), tmp_path / "out")
         assert (again.resumed, again.rows) == (3, complete.rows)
 
+    @pytest.mark.parametrize("change", [lambda text: text.replace("1", "2"), lambda text: text.replace("result", "r")])
+    def test_points_that_were_altered_are_refused(self, tmp_path, change):
+        run_experiment(Norms(), tmp_path / "out")
+        points = tmp_path / "out" / "points.jsonl"
+        points.write_text(change(points.read_text()))
+        with raises(InputError, "damaged_row"):
+            run_experiment(Norms(), tmp_path / "out")
+
     def test_a_full_disk_loses_nothing(self, tmp_path, monkeypatch):
         complete = run_experiment(Norms(), tmp_path / "complete")
         real, calls = os.fsync, []

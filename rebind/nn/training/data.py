@@ -6,7 +6,6 @@ A batch is a function of the step, so the step is all that a run needs to know t
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -22,12 +21,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rebind.errors import InputError
 from rebind.nn.training.config import DataConfig
-from rebind.storage import create_folder, read_json_object, write_json
+from rebind.storage import create_folder
 
 HUB = "hf:"
 PIECE = 1 << 16  # characters of a file that are tokenized together, up to the end of their line
 PIECES_PER_CALL = 64  # of the tokenizer
-TOKENS, TOKENS_DIGEST = "tokens.bin", "tokens.json"  # of a text in the cache
+TOKENS = "tokens.bin"  # of a text in the cache
 END_OF_TEXT = "<|end|>"
 TRAINED_TOKENIZERS = ("bpe", "characters")
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a repository of the Hub
@@ -206,31 +205,14 @@ def _tokens(source: TextSource, tokenizer: Any, cache: Path) -> TokenArray:
     def fill(folder: Path) -> None:
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         pieces = source.pieces()
-        digest = hashlib.sha256()
         with (folder / TOKENS).open("wb") as file:
             while group := list(islice(pieces, PIECES_PER_CALL)):
                 encoded = _encode(tokenizer, [text for text, _ in group])
                 for ids, (_, ends) in zip(encoded, group, strict=True):
-                    data = np.asarray(ids + end if ends else ids, dtype=dtype).tobytes()
-                    file.write(data)
-                    digest.update(data)
-        write_json(folder / TOKENS_DIGEST, {"sha256": digest.hexdigest()})
+                    file.write(np.asarray(ids + end if ends else ids, dtype=dtype).tobytes())
 
-    create_folder(folder, fill)
-    if not _is_intact(folder):  # cut off or altered: text that is missing would not be missed
-        shutil.rmtree(folder)
-        create_folder(folder, fill)
+    create_folder(folder, fill, sealed=True)  # of a file that was cut off, nobody would miss the rest
     return np.memmap(folder / TOKENS, dtype=dtype, mode="r")
-
-
-def _is_intact(folder: Path) -> bool:
-    """Return whether cached tokens are as they were written."""
-    try:
-        with (folder / TOKENS).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return False
-    return (read_json_object(folder / TOKENS_DIGEST) or {}).get("sha256") == digest
 
 
 def _digest(*parts: object) -> str:
