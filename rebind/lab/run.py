@@ -186,7 +186,7 @@ def _or_warning(what: str, make: Callable[[], T]) -> T | None:
     """Make something of the rows; if the settings leave too few of them, warn and go on: the measurements stay."""
     try:
         return make()
-    except (LookupError, ValueError, ZeroDivisionError) as problem:
+    except (LookupError, TypeError, ValueError, ZeroDivisionError) as problem:
         warnings.warn(
             f"There is no {what}, because these settings leave too few points for it ({problem}). "
             f"The measurements are in {POINTS}.",

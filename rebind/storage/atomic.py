@@ -62,7 +62,12 @@ def write_file(
 
 def write_json(path: str | Path, value: object) -> None:
     """Write a value as indented JSON, atomically."""
-    write_file(path, to_json(value, indent=1).encode() + b"\n")
+    try:
+        data = to_json(value, indent=1).encode()
+    except UnicodeEncodeError:  # bytes of a command line that are not UTF-8
+        problem = f"A text for {Path(path).name} is not valid Unicode"
+        raise InputError(problem, expected="UTF-8", code="not_unicode") from None
+    write_file(path, data + b"\n")
 
 
 def to_json(value: object, *, indent: int | None = None) -> str:

@@ -290,3 +290,9 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(tmp_path, target):
         create_folder(tmp_path / "link", filler(a=b"x"))
     assert (tmp_path / "file").read_bytes() == b"precious"
     assert names(tmp_path) == ["file", "folder", "link"]
+
+
+def test_text_that_is_not_unicode_is_refused_before_anything_is_written(tmp_path):
+    with raises(InputError, "not_unicode"):
+        write_json(tmp_path / "config.json", {"data": "\udcff"})
+    assert not list(tmp_path.iterdir())
