@@ -30,7 +30,7 @@ from rebind.edit.ledger.log import EDITS, LOG, SEALED_FOLDER, SEALED_NAME, Ledge
 from rebind.edit.ledger.table import SEALED, UNDONE, Rows
 from rebind.edit.ledger.tensors import StoredTensors, split_header
 from rebind.errors import InputError
-from rebind.storage import path_inside, write_file
+from rebind.storage import open_to_read, path_inside, write_file
 
 OWN_SETTINGS = ("lam", ROWS, CONSOLIDATES)  # those in which edits differ
 DROPPED = "targets"  # tensors that are needed to show an edit, not to apply it
@@ -133,7 +133,7 @@ def _shared(edit: Edit) -> dict[str, JSON]:
 
 def _later_events(folder: Path, last: int) -> Iterator[Mapping[str, JSON]]:
     """Yield the events of the old log that concern later edits."""
-    with (folder / LOG).open("rb") as log:
+    with open_to_read(folder / LOG) as log:
         for line in log:
             if not line.endswith(b"\n"):
                 return

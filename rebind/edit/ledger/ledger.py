@@ -52,7 +52,7 @@ from rebind.edit.ledger.table import SEALED
 from rebind.edit.ledger.tensors import damaged
 from rebind.edit.ledger.verify import verify_folder
 from rebind.errors import InputError, RebindError, UnknownNameError
-from rebind.storage import append_at, lock, path_inside, remove_temporaries, write_file
+from rebind.storage import append_at, lock, open_to_read, path_inside, remove_temporaries, write_file
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ class Ledger:
         with self._mutex:
             log = self.path / LOG
             try:
-                with log.open("rb") as file:
+                with open_to_read(log) as file:
                     status = os.fstat(file.fileno())
                     if status.st_ino != self._log_inode and (not self._log_inode or not belongs_to(self._state, file)):
                         self._begin()
@@ -369,7 +369,7 @@ class Ledger:
                 state.read_line(line)
             except (ValueError, RebindError) as problem:
                 raise damaged(
-                    f"Line {state.lines + 1} of {file.name} was altered or damaged ({problem})",
+                    f"Line {state.lines + 1} of {LOG} in {self.path} was altered or damaged ({problem})",
                     "Restore the folder from a copy. Or delete this line and all that follow, and the files of their "
                     f"edits in {EDITS}: earlier edits remain",
                 ) from None
