@@ -182,15 +182,15 @@ def test_old_edits_are_compacted(rebind, fails, model, monkeypatch):
         rebind("edit", f"The answer is {{{subject}}}", "Rome", *place, *FAST)
     rebind("ledger", "undo", "e0002", *place)
     before = rebind("ask", QUESTION, *place, json=True).document
-    assert fails("ledger", "compact", "--keep", "1", *place).code == "cannot_ask"
+    assert fails("ledger", "compact", "--keep-last", "1", *place).code == "cannot_ask"
     assert fails("ledger", "compact", "--yes", *place).code == "compact_range"
     monkeypatch.setattr(compact, "is_terminal", lambda: True)
     monkeypatch.setattr("builtins.input", lambda *_: "n")
-    asked = rebind("ledger", "compact", "--keep", "1", *place).out
+    asked = rebind("ledger", "compact", "--keep-last", "1", *place).out
     assert "1 active edit (e0001) will no longer be undoable" in asked
     assert "1 undone edit will be gone" in asked
     assert active(rebind, model) == ["e0001", "e0003"]
-    done = rebind("ledger", "compact", "--keep", "1", "--yes", *place, json=True).document
+    done = rebind("ledger", "compact", "--keep-last", "1", "--yes", *place, json=True).document
     assert (done["sealed"], done["dropped"]) == (["e0001"], ["e0002"])
     assert done["bytes_after"] < done["bytes_before"]
     after = rebind("ask", QUESTION, *place, json=True).document

@@ -209,17 +209,17 @@ class Ledger:
             )
         return file
 
-    def compact(self, *, before: str | None = None, keep: int | None = None, dry_run: bool = False) -> Compaction:
-        """Squash the edits before an edit, or all but the last `keep` ones; they can no longer be undone one by one.
+    def compact(self, *, before: str | None = None, keep_last: int | None = None, dry_run: bool = False) -> Compaction:
+        """Squash the edits before an edit, or all but the `keep_last` last ones.
 
-        The active ones are stored together, without what only `show` needs; the undone ones are dropped. The model
-        stays as it is, byte for byte. With `dry_run` nothing is changed.
+        They can no longer be undone one by one. The active ones are stored together, without what only `show` needs;
+        the undone ones are dropped. The model stays as it is, byte for byte. With `dry_run` nothing is changed.
         """
         if self.path is None:
             raise InputError("A ledger in memory has nothing to compact", code="ledger_in_memory")
         with self.locked():
             number = None if before is None else int(self._state.table.rows["number"][self._row(before)])
-            result = compact(self.path, self._state, self._header_digest, number, keep, dry_run=dry_run)
+            result = compact(self.path, self._state, self._header_digest, number, keep_last, dry_run=dry_run)
             if not dry_run:
                 self._refresh()
                 remove_leftovers(self.path, self._state)
