@@ -198,7 +198,7 @@ class Growing:
         row: dict[str, float] = {"edits": len(self.edited.ledger.edits)}
         before = self.state()
         with timed(row, "compact"):
-            done = self.edited.ledger.compact(keep=10)
+            done = self.edited.ledger.compact(keep_last=10)
         row |= {"bytes before": done.bytes_before, "bytes after": done.bytes_after or 0}
         for name in ("open", "first"):
             self.close()
@@ -283,20 +283,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     name = options.method if options.facts == 1 else f"{options.method}, {options.facts} facts per edit"
+    rows = stored["methods"][name] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary, "ledger")
         growing = Growing(options.method, options.facts, folder, Path(temporary, "moments"))
-        rows = []
         for count in sorted(options.edits):
             growing.grow(count)
             rows.append(growing.measure(count))
-            show(name, rows[-1:])
-        compacted = growing.compact() if options.compact else None
-    show(name, rows)
-    Console(width=150).print(compacted or "")
-    results = {"machine": machine(), "methods": stored["methods"] | {name: rows}}
-    results["compacted"] = stored.get("compacted", {}) | ({name: compacted} if compacted else {})
-    write_json(options.out, results)
+            write_json(options.out, stored | {"machine": machine()})
+        show(name, rows)
+        if options.compact:
+            row = stored.setdefault("compacted", {})[name] = growing.compact()
+            Console(width=150).print(row)
+            write_json(options.out, stored | {"machine": machine()})
 
 
 if __name__ == "__main__":

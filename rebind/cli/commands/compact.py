@@ -36,11 +36,11 @@ def compact(
     from rebind.edit.ledger.ledger import Ledger
 
     ledger = Ledger.open(folder)
-    plan = ledger.compact(before=before, keep=keep_last, dry_run=True)
+    plan = ledger.compact(before=before, keep_last=keep_last, dry_run=True)
     if not yes and not _approved(terminal, plan):
         terminal.hint("nothing was changed")
         return
-    done = ledger.compact(before=before, keep=keep_last)
+    done = ledger.compact(before=before, keep_last=keep_last)
     after = done.bytes_after or 0
     if yes:
         terminal.print(_costs(done, "can no longer be undone one by one", "gone"))

@@ -30,7 +30,7 @@ from rebind.edit.ledger.log import EDITS, LOG, SEALED_FOLDER, SEALED_NAME, Ledge
 from rebind.edit.ledger.table import SEALED, UNDONE, Rows
 from rebind.edit.ledger.tensors import StoredTensors, split_header
 from rebind.errors import InputError
-from rebind.storage import path_inside, write_file
+from rebind.storage import open_to_read, path_inside, write_file
 
 OWN_SETTINGS = ("lam", ROWS, CONSOLIDATES)  # those in which edits differ
 DROPPED = "targets"  # tensors that are needed to show an edit, not to apply it
@@ -47,10 +47,10 @@ class Compaction:
 
 
 def compact(
-    folder: Path, state: LedgerState, header_digest: str, before: int | None, keep: int | None, *, dry_run: bool
+    folder: Path, state: LedgerState, header_digest: str, before: int | None, keep_last: int | None, *, dry_run: bool
 ) -> Compaction:
     """Compact the ledger in a folder, which must be locked: see `Ledger.compact`."""
-    count = _count(state, before, keep)
+    count = _count(state, before, keep_last)
     flags = state.table.rows["flags"][:count]
     kept, dropped = np.flatnonzero((flags & UNDONE) == 0), np.flatnonzero(flags & UNDONE)
     new = np.flatnonzero((flags & (UNDONE | SEALED)) == 0)
@@ -74,21 +74,21 @@ def compact(
     return Compaction(sealed_ids, dropped_ids, size)
 
 
-def _count(state: LedgerState, before: int | None, keep: int | None) -> int:
+def _count(state: LedgerState, before: int | None, keep_last: int | None) -> int:
     """Return how many of the first edits are compacted."""
-    if (before is None) == (keep is None):
+    if (before is None) == (keep_last is None):
         raise InputError(
             "What to compact is not clear",
-            expected="either {before} or {keep}",
-            settings={"before": None, "keep": None},
+            expected="either {before} or {keep_last}",
+            settings={"before": None, "keep_last": None},
             code="compact_range",
         )
-    if keep is not None and keep < 0:
-        raise InputError(f"Cannot keep {keep} edits", expected="0 or more", code="compact_range")
+    if keep_last is not None and keep_last < 0:
+        raise InputError(f"Cannot keep {keep_last} edits", expected="0 or more", code="compact_range")
     numbers = state.table.rows["number"]
     if before is not None:
         return int(np.searchsorted(numbers, before))
-    return max(0, len(numbers) - (keep or 0))
+    return max(0, len(numbers) - (keep_last or 0))
 
 
 def _packed(
@@ -133,7 +133,7 @@ def _shared(edit: Edit) -> dict[str, JSON]:
 
 def _later_events(folder: Path, last: int) -> Iterator[Mapping[str, JSON]]:
     """Yield the events of the old log that concern later edits."""
-    with (folder / LOG).open("rb") as log:
+    with open_to_read(folder / LOG) as log:
         for line in log:
             if not line.endswith(b"\n"):
                 return

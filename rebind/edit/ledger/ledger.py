@@ -52,7 +52,7 @@ from rebind.edit.ledger.table import SEALED
 from rebind.edit.ledger.tensors import damaged
 from rebind.edit.ledger.verify import verify_folder
 from rebind.errors import InputError, RebindError, UnknownNameError
-from rebind.storage import append_at, lock, path_inside, remove_temporaries, write_file
+from rebind.storage import append_at, lock, open_to_read, path_inside, remove_temporaries, write_file
 
 
 @dataclass(frozen=True)
@@ -209,17 +209,17 @@ class Ledger:
             )
         return file
 
-    def compact(self, *, before: str | None = None, keep: int | None = None, dry_run: bool = False) -> Compaction:
-        """Squash the edits before an edit, or all but the last `keep` ones; they can no longer be undone one by one.
+    def compact(self, *, before: str | None = None, keep_last: int | None = None, dry_run: bool = False) -> Compaction:
+        """Squash the edits before an edit, or all but the `keep_last` last ones.
 
-        The active ones are stored together, without what only `show` needs; the undone ones are dropped. The model
-        stays as it is, byte for byte. With `dry_run` nothing is changed.
+        They can no longer be undone one by one. The active ones are stored together, without what only `show` needs;
+        the undone ones are dropped. The model stays as it is, byte for byte. With `dry_run` nothing is changed.
         """
         if self.path is None:
             raise InputError("A ledger in memory has nothing to compact", code="ledger_in_memory")
         with self.locked():
             number = None if before is None else int(self._state.table.rows["number"][self._row(before)])
-            result = compact(self.path, self._state, self._header_digest, number, keep, dry_run=dry_run)
+            result = compact(self.path, self._state, self._header_digest, number, keep_last, dry_run=dry_run)
             if not dry_run:
                 self._refresh()
                 remove_leftovers(self.path, self._state)
@@ -338,7 +338,7 @@ class Ledger:
         with self._mutex:
             log = self.path / LOG
             try:
-                with log.open("rb") as file:
+                with open_to_read(log) as file:
                     status = os.fstat(file.fileno())
                     if status.st_ino != self._log_inode and (not self._log_inode or not belongs_to(self._state, file)):
                         self._begin()
@@ -369,7 +369,7 @@ class Ledger:
                 state.read_line(line)
             except (ValueError, RebindError) as problem:
                 raise damaged(
-                    f"Line {state.lines + 1} of {file.name} was altered or damaged ({problem})",
+                    f"Line {state.lines + 1} of {LOG} in {self.path} was altered or damaged ({problem})",
                     "Restore the folder from a copy. Or delete this line and all that follow, and the files of their "
                     f"edits in {EDITS}: earlier edits remain",
                 ) from None

@@ -29,6 +29,7 @@ from rebind.edit.ledger.edits import EditSequence, edit_id
 from rebind.edit.ledger.table import FORCED, SEALED, UNDONE, EditTable, short_digest
 from rebind.edit.ledger.tensors import StoredTensors, damaged
 from rebind.errors import LedgerError
+from rebind.storage import open_to_read, read_file
 
 FORMAT = "rebind-ledger-1"
 HEADER, LOG = "ledger.json", "log.jsonl"
@@ -57,7 +58,7 @@ def read_header(folder: Path) -> dict[str, str]:
     """Return the header of the ledger in a folder; raise LedgerError if there is no ledger, or a damaged one."""
     path = folder / HEADER
     try:
-        header = json.loads(path.read_bytes())
+        header = json.loads(read_file(path))
         stated_digest, stated_format = header.pop("digest"), header["format"]
     except (FileNotFoundError, NotADirectoryError):
         raise LedgerError(
@@ -126,7 +127,7 @@ class LedgerState:
         if self.folder is not None and any(row not in self._edits for row in rows):
             path = self.folder / LOG
             try:
-                with path.open("rb") as file:
+                with open_to_read(path) as file:
                     read = {row: self._edits.get(row) or self._read_edit(file, row) for row in rows}
             except OSError as problem:
                 raise damaged(f"{path} cannot be read ({problem})") from None
@@ -147,7 +148,7 @@ class LedgerState:
         if short_digest(line) != int(stored["check"]):
             id = edit_id(int(stored["number"]))
             raise damaged(
-                f"The line of edit {id} in {file.name} was altered, or the log was replaced",
+                f"The line of edit {id} in {self.folder} was altered, or the log was replaced",
                 "Open the ledger again; if that fails, restore the folder from a copy",
             )
         event, _ = parse_line(line)

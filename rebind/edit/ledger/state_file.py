@@ -12,6 +12,7 @@ import numpy as np
 from rebind.edit.ledger.log import LOG, LedgerState
 from rebind.edit.ledger.snapshots import Snapshots
 from rebind.edit.ledger.table import MENTION, ROW, EditTable, Kind, short_digest
+from rebind.storage import open_to_read
 
 KIND = "state"
 NEW_LINES, NEW_SHARE = 512, 64  # a state is stored after so many new lines, and one per so many lines of the log
@@ -81,7 +82,7 @@ def stored_state(snapshots: Snapshots, folder: Path, header_digest: str) -> Ledg
         state = load_state(data, folder, header_digest)
         if state is not None:
             try:
-                with (folder / LOG).open("rb") as log:
+                with open_to_read(folder / LOG) as log:
                     if belongs_to(state, log):
                         return state
             except OSError:

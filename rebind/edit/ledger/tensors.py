@@ -11,6 +11,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from rebind.errors import LedgerError
+from rebind.storage import open_to_read, path_inside
 
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, MemoryError)
 
@@ -43,7 +44,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def read(self) -> bytes:
         """Return the bytes of the tensors; raise LedgerError if they were altered."""
         try:
-            with self.path.open("rb") as file:
+            with open_to_read(path_inside(self.path.parents[1], Path(*self.path.parts[-2:]))) as file:
                 file.seek(self.start)
                 data = file.read() if self.length is None else file.read(self.length)
         except OSError as problem:

@@ -26,7 +26,7 @@ from rebind.edit.ledger.snapshots import PIECE, Snapshots
 from rebind.edit.ledger.state_file import dump_state, load_state
 from rebind.edit.ledger.table import SEALED, short_digest
 from rebind.errors import LedgerError, RebindError, StorageError
-from rebind.storage import lock
+from rebind.storage import lock, open_to_read
 
 KIND = "verified"
 WAIT_SECONDS = 60.0  # for a writer
@@ -73,7 +73,7 @@ class _Check:
     def run(self, *, full: bool) -> list[str]:
         begin = time.perf_counter()
         try:
-            with (self.path / LOG).open("rb") as log:
+            with open_to_read(self.path / LOG) as log:
                 if not full:
                     self._resume(log)
                 known = self.state.lines

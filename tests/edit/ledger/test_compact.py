@@ -59,7 +59,7 @@ def test_compacting_keeps_every_bit_and_says_what_it_cost(tmp_path):
 
 def test_what_is_compacted_stays_and_what_is_not_can_be_undone(tmp_path):
     process = filled(tmp_path / "ledger")
-    process.ledger.compact(keep=5)
+    process.ledger.compact(keep_last=5)
     for on, id in ((False, "e0001"), (True, "e0001")):
         with raises(InputError, "sealed_edit"):
             process.ledger.switch([id], on=on)
@@ -69,7 +69,7 @@ def test_what_is_compacted_stays_and_what_is_not_can_be_undone(tmp_path):
     process.ledger.redo("e0016")
     assert process.ledger.append(new_edit(30)).id == "e0017"
     assert_same(process.fold(), Process(tmp_path / "ledger", snapshots=False).fold())
-    assert process.ledger.compact(keep=0).sealed == ("e0012", "e0015", "e0016", "e0017")
+    assert process.ledger.compact(keep_last=0).sealed == ("e0012", "e0015", "e0016", "e0017")
     assert_same(process.fold(), Process(tmp_path / "ledger", snapshots=False).fold())
     assert process.ledger.append(new_edit(31)).id == "e0018"
     assert open_ledger(tmp_path / "ledger").verify() == []
@@ -82,7 +82,7 @@ def test_ids_are_not_given_twice(tmp_path):
     for seed in range(3):
         ledger.append(new_edit(seed))
     ledger.switch(["e0002", "e0003"], on=False)
-    ledger.compact(keep=0)
+    ledger.compact(keep_last=0)
     assert ledger.edits.ids == ["e0001"]
     assert ledger.append(new_edit(4)).id == "e0004"
 
@@ -90,7 +90,7 @@ def test_ids_are_not_given_twice(tmp_path):
 def test_other_readers_and_writers_notice(tmp_path):
     ledger, other = filled(tmp_path / "ledger").ledger, Process(tmp_path / "ledger")
     before = other.fold()
-    ledger.compact(keep=2)
+    ledger.compact(keep_last=2)
     assert_same(other.fold(), before)
     assert other.ledger.append(new_edit(40)).id == "e0017"
     assert ledger.edits.ids[-1] == "e0017"
@@ -102,9 +102,9 @@ def test_other_readers_and_writers_notice(tmp_path):
     ("arguments", "code"),
     [
         ({}, "compact_range"),
-        ({"before": "e0003", "keep": 1}, "compact_range"),
-        ({"keep": -1}, "compact_range"),
-        ({"keep": 99}, "nothing_to_compact"),
+        ({"before": "e0003", "keep_last": 1}, "compact_range"),
+        ({"keep_last": -1}, "compact_range"),
+        ({"keep_last": 99}, "nothing_to_compact"),
         ({"before": "e0001"}, "nothing_to_compact"),
         ({"before": "e0077"}, "unknown_edit"),
     ],
@@ -155,7 +155,7 @@ def _compact_and_die(folder: Path, owner: object, name: str, number: int) -> Non
             return original(*arguments, **options)
 
         setattr(owner, name, die)
-        ledger.compact(keep=3)
+        ledger.compact(keep_last=3)
         os._exit(0)
     finally:
         os._exit(7)
@@ -163,7 +163,7 @@ def _compact_and_die(folder: Path, owner: object, name: str, number: int) -> Non
 
 def test_sealed_tensors_are_checked(tmp_path):
     process = filled(tmp_path / "ledger")
-    process.ledger.compact(keep=0)
+    process.ledger.compact(keep_last=0)
     (pack,) = (tmp_path / "ledger" / "sealed").iterdir()
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1
@@ -175,7 +175,7 @@ def test_sealed_tensors_are_checked(tmp_path):
 
 def test_facts_of_compacted_edits_are_found(tmp_path):
     ledger = filled(tmp_path / "ledger").ledger
-    ledger.compact(keep=0)
+    ledger.compact(keep_last=0)
     assert ids(ledger.active.with_facts_like(new_edit(20).facts)) == ["e0015"]
     assert torch.equal(ledger.get("e0015").tensors["model.layers.2.mlp.down_proj/keys"], _keys(20))
     assert "targets" not in ledger.get("e0015").tensors

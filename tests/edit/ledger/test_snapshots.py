@@ -166,7 +166,7 @@ def test_a_fold_with_snapshots_has_the_bytes_of_a_fold_without(steps):
             elif step == "switch":
                 switch(process.ledger, value)
             elif step == "compact" and len(process.ledger.edits) - len(process.ledger.sealed) > value:
-                process.ledger.compact(keep=value)
+                process.ledger.compact(keep_last=value)
             elif step == "damage":
                 damage(folder, value)
             elif step == "forget":
