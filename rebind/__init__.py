@@ -3,7 +3,7 @@
 - `rebind.edit`: edit facts in pretrained language models (`Editor`)
 - `rebind.memory`: the algebra of writes (`Memory`, `Write`)
 - `rebind.ops`, `rebind.nn`: many writes, fast; sequence layers and models built on them
-- `rebind.optimize`, `rebind.compat`: models of transformers on these operations; the functions of fla
+- `rebind.optimize`, `rebind.compat`: run models of transformers on these operations; the functions of fla
 - `rebind.models`: someone else's language model behind one object (`LanguageModel`)
 - `rebind.analysis`, `rebind.evals`, `rebind.lab`: tracing, evaluation of edits, experiments
 """
@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 _SUBPACKAGES = {"analysis", "compat", "edit", "evals", "lab", "memory", "models", "nn", "ops"}
-_HOMES = {
+_MODULES = {
     **dict.fromkeys(("Edit", "Editor", "Fact", "Guard", "Ledger", "attach"), "rebind.edit"),
     **dict.fromkeys(("LowRank", "Memory", "Write", "chain", "get_rule"), "rebind.memory"),
     "LanguageModel": "rebind.models",
@@ -93,10 +93,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers when something that needs them is first used: `rebind --help` stays fast."""
-    if name not in _SUBPACKAGES and name not in _HOMES:
+    if name not in _SUBPACKAGES and name not in _MODULES:
         raise AttributeError(f"module 'rebind' has no attribute {name!r}")
     try:
-        return import_module(f"rebind.{name}") if name in _SUBPACKAGES else getattr(import_module(_HOMES[name]), name)
+        return import_module(f"rebind.{name}") if name in _SUBPACKAGES else getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as problem:
         if problem.name not in ("transformers", "tokenizers"):
             raise

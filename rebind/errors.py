@@ -53,8 +53,8 @@ class RebindError(Exception):
 
     def message(self, spell: Spelling = as_argument) -> str:
         """Return the whole message, with every setting in the advice spelled by `spell`."""
-        what = f"{self.problem}; expected {self.expected}" if self.expected else self.problem
-        return " ".join(_as_sentence(part) for part in (what, self.advice_for(spell)) if part)
+        statement = f"{self.problem}; expected {self.expected}" if self.expected else self.problem
+        return " ".join(_as_sentence(part) for part in (statement, self.advice_for(spell)) if part)
 
     def advice_for(self, spell: Spelling = as_argument) -> str:
         """Return the advice alone, with every setting spelled by `spell`."""

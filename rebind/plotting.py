@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 INK, SOFT, FAINT, EDGE = "#1f2937", "#6b7280", "#e5e7eb", "#a9b1bd"
 BLUE, AMBER, GREEN, RED = "#2563eb", "#d97706", "#059669", "#dc2626"
 VIOLET, CYAN, PINK, OLIVE = "#7c3aed", "#0891b2", "#be185d", "#4d7c0f"
-COLORS = (BLUE, AMBER, GREEN, RED, VIOLET, CYAN, PINK, OLIVE)  # of series that have no color of their own
+COLORS = (BLUE, AMBER, GREEN, RED, VIOLET, CYAN, PINK, OLIVE)  # for series without a fixed color
 
 
 def require_matplotlib() -> None:
@@ -48,8 +48,8 @@ def panels(
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)  # type: ignore[union-attr, call-arg]
     axes = [panel for row in figure.subplots(rows, columns, squeeze=False) for panel in row]
-    for spare in axes[len(labels) :]:
-        spare.remove()
+    for unused in axes[len(labels) :]:
+        unused.remove()
     for panel, (name, x, y) in zip(axes, labels, strict=False):
         simplify(panel)
         panel.set_title(name, loc="left", fontsize=10.5, color=INK)
@@ -60,7 +60,7 @@ def panels(
 
 
 def simplify(axes: Axes) -> None:
-    """Use a light grid and no box."""
+    """Give a panel a light grid and no box."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -72,9 +72,9 @@ def simplify(axes: Axes) -> None:
         label.set(fontsize=9.5, color=INK)
 
 
-def legend(axes: Axes, **place: Any) -> None:
+def legend(axes: Axes, **options: Any) -> None:
     """Add a legend inside a panel."""
-    axes.legend(**{"frameon": False, "fontsize": 8.5, "labelcolor": INK, "handlelength": 1.8, **place})
+    axes.legend(**{"frameon": False, "fontsize": 8.5, "labelcolor": INK, "handlelength": 1.8, **options})
 
 
 def legend_below(figure: Figure, columns: int) -> None:
@@ -85,8 +85,8 @@ def legend_below(figure: Figure, columns: int) -> None:
             handles.setdefault(label, handle)
     widest = 0.45 + 0.075 * max(map(len, handles), default=0)  # inches: a marker and 9-point letters
     columns = max(1, min(columns, int(figure.get_figwidth() / widest)))
-    look = {"ncols": columns, "frameon": False, "fontsize": 9, "labelcolor": INK}
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", **look)
+    style = {"ncols": columns, "frameon": False, "fontsize": 9, "labelcolor": INK}
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", **style)
 
 
 def render(figure: Figure, form: str = "png") -> bytes:

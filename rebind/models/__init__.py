@@ -1,14 +1,16 @@
-"""Everything about someone else's language model, behind one object: `LanguageModel`.
+"""A causal language model from transformers behind one object, `LanguageModel`.
 
 - `language_model`: load, encode, score, generate, and a digest of the weights
 - `prompts`: prompts as text and as tokens, with start tokens, chat template and context
 - `scoring`, `generation`: how strongly the model believes a target; how it continues a prompt
-- `judging`: whether a text that it continues says a target
+- `judging`: whether text that the model generates says a target
 - `locate`, `load`: from a name, a folder or a file to weights and a tokenizer
-- `sites`, `experts`: the memories that can be edited, those of routed experts among them
-- `mlp_output`: what a block does with their output
+- `sites`, `experts`: the memories that can be edited, including routed experts
+- `mlp_output`: how a block adds the output of a memory to the residual stream
 - `trunk`, `tokens`, `caches`: running the model in pieces, on padded rows behind shared prefixes
 - `batching`: batches that fit in memory
+- `plausible`: reject a config whose sizes its weights cannot have
+- `weights`: offloaded, sharded and quantized weights; the fingerprint
 """
 
 from __future__ import annotations

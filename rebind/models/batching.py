@@ -1,4 +1,4 @@
-"""Batches that fit in memory, and smaller ones when the estimate was too high."""
+"""Split work into batches that fit in memory, and into smaller ones if memory runs out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CPU_TOKENS = 2_048
 GPU_TOKENS = 131_072  # beyond this, padding to the longest of a batch costs more than running another batch
 CACHED_TOKEN_COST = 1 / 6  # memory of a token in a cached prefix, relative to one that runs with gradients
 PLANNED_FRACTION = 0.6  # of the memory beside the weights
-FREE_FRACTION = 0.9  # of what is free now, in case others use the GPU too
-FLOATS_PER_LAYER = 24  # kept by the backward pass per token and layer, in units of the hidden size
+FREE_FRACTION = 0.9  # of what is free now, in case other processes use the GPU too
+FLOATS_PER_LAYER = 24  # stored for the backward pass per token and layer, in units of the hidden size
 T = TypeVar("T")
 
 
@@ -27,19 +27,19 @@ def tokens_that_fit(trunk: Trunk) -> int:
     """Return how many tokens a batch with gradients may hold: by the memory of the GPU, or a fixed number on a CPU.
 
     A token costs its activations in every layer, and logits over the vocabulary at about half of the positions. On a
-    GPU that nobody else uses, the number is the same in every run, and so are the batches.
+    GPU without other users the number is the same in every run, and so are the batches.
     """
     device = trunk.device
     if device.type != "cuda":
         return CPU_TOKENS
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # reserved by torch, unused
-    room = min(PLANNED_FRACTION * (total - bytes_on(trunk.model, device)), FREE_FRACTION * free)
+    available = min(PLANNED_FRACTION * (total - bytes_on(trunk.model, device)), FREE_FRACTION * free)
     table = trunk.model.get_input_embeddings().weight
     width = trunk.model.config.get_text_config().hidden_size
     activations = len(trunk.blocks) * width * table.element_size() * FLOATS_PER_LAYER
     logits = 3 * 4 * table.shape[0]  # float32: the logits, their softmax, their gradient
-    return max(1, min(GPU_TOKENS, int(room / (activations + logits))))
+    return max(1, min(GPU_TOKENS, int(available / (activations + logits))))
 
 
 def tokens_per_batch(trunk: Trunk) -> int:
@@ -50,10 +50,11 @@ def tokens_per_batch(trunk: Trunk) -> int:
 def run_in_batches(
     sizes: Sequence[tuple[float, ...]], order: Sequence[int], budget: int, run: Callable[[list[int]], T]
 ) -> Iterator[tuple[list[int], T]]:
-    """Call `run` with batches of `order`, each of at most `budget` tokens but of one item at least; yield the results.
+    """Call `run` with batches of the items in `order`, and yield each batch with its result.
 
-    `sizes` has (rows, tokens, ...) of each item. In a batch the rows add up, and every row is padded to the longest of
-    each of the others. When memory runs out, the budget is halved with a warning and the batch is tried again.
+    A batch holds at most `budget` tokens, but at least one item. `sizes` has one tuple (rows, tokens, ...) per item:
+    in a batch the rows add up, and each of the other sizes is padded to its maximum. When memory runs out, the budget
+    is halved with a warning and the batch is tried again.
     """
     remaining = list(order)
     while remaining:
@@ -92,7 +93,10 @@ def _first_batch(sizes: Sequence[tuple[float, ...]], remaining: Sequence[int], b
 
 
 def _run_if_it_fits(run: Callable[[list[int]], T], batch: list[int]) -> T | None:
-    """Return None when memory ran out. The exception ends here: its frames would keep alive what is to be freed."""
+    """Return the result of `run`, or None if memory ran out.
+
+    The exception must not leave this function: its frames would keep the tensors alive that should be freed.
+    """
     try:
         return run(batch)
     except RuntimeError as problem:  # torch.OutOfMemoryError is one

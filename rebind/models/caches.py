@@ -1,7 +1,7 @@
 """Caches of prefixes, which many runs continue from.
 
-A run changes the cache that it is given, so it gets one that shares the stored tensors but changes on its own. Where a
-model cannot continue from a cache, `Prefixes` stands for it: the tokens, which then run again in front of each row.
+A run modifies its cache, so every run gets a copy that shares the stored tensors. For a model that cannot continue from
+a cache, `Prefixes` takes its place: it holds the tokens, which then run again in front of each row.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rebind.models.tokens import Tokens
 
 @dataclass(frozen=True, eq=False)
 class Prefixes:
-    """The tokens in front of rows, and their states once a run needs them."""
+    """The tokens in front of rows, and their hidden states once a run needs them."""
 
     tokens: Tokens
-    states: dict[int, Tensor] = field(default_factory=dict)  # after a block, [rows, tokens, width]
+    states: dict[int, Tensor] = field(default_factory=dict)  # by layer: after its block, [rows, tokens, width]
 
     def select(self, rows: Tensor) -> Prefixes:
         states = {layer: states[rows.to(states.device)] for layer, states in self.states.items()}
@@ -30,19 +30,19 @@ class Prefixes:
 
 
 def select_cache(cache: Any, rows: Tensor) -> Any:
-    """Return the cache of some of its rows."""
+    """Return the cache of the chosen rows [n]."""
     if cache is None or isinstance(cache, Prefixes):
         return cache and cache.select(rows)
     selected = borrow_cache(cache)
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in selected.layers):
-        selected.reorder_cache(rows)  # the only one that knows recurrent states
+        selected.reorder_cache(rows)  # the only method that handles recurrent states
     else:
-        selected.batch_select_indices(rows)  # indexing creates new tensors: the original keeps its own
+        selected.batch_select_indices(rows)  # indexing creates new tensors, so the original is unchanged
     return selected
 
 
 def borrow_cache(cache: Any) -> Any:
-    """Return a cache that shares the stored tensors but changes on its own: a run does not change the original."""
+    """Return a copy of a cache that shares its tensors: a run changes the copy and not the original."""
     if cache is None or isinstance(cache, Prefixes):
         return cache
     borrowed = _copy_with_containers(cache)
@@ -55,7 +55,7 @@ def borrow_cache(cache: Any) -> Any:
 
 
 def _copy_with_containers(original: Any) -> Any:
-    """Return a copy of an object with lists and dictionaries of its own, of the same tensors."""
+    """Copy an object and the lists and dictionaries in it, but not their tensors."""
     copied = copy.copy(original)
     for name, value in list(vars(copied).items()):
         if isinstance(value, (list, dict)):
@@ -64,7 +64,7 @@ def _copy_with_containers(original: Any) -> Any:
 
 
 def _replace_recurrent_state(layer: Any, state: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
-    """Store a new state instead of writing into the old one, which others share and gradients need."""
+    """Store a new state instead of writing into the old one, which other runs share and gradients need."""
     layer.recurrent_states[state_idx] = state
     layer.is_recurrent_states_initialized[state_idx] = True
     return state

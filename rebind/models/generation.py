@@ -1,4 +1,4 @@
-"""Let a model continue text: prompts side by side on one cache, or free samples that become contexts or a corpus."""
+"""Generate text: continuations of many prompts in batches, or free samples used as contexts or as a corpus."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def continue_prompts(
     seed: int = 0,
     end_tokens: frozenset[int] = frozenset(),
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt: the first choices, or drawn from the `top_k` best.
+    """Return the tokens that follow each prompt, chosen greedily or sampled from the `top_k` most likely.
 
     A continuation stops before the first of `end_tokens` and at the context length, but has at least one token.
     """
     distinct = list({prompt.ids: None for prompt in prompts})
-    room = trunk.context_length
-    lengths = [tokens if room is None else max(1, min(tokens, room - len(ids))) for ids in distinct]
+    limit = trunk.context_length
+    lengths = [tokens if limit is None else max(1, min(tokens, limit - len(ids))) for ids in distinct]
     sizes = [(1, len(ids) + length) for ids, length in zip(distinct, lengths, strict=True)]
     by_size = sorted(range(len(distinct)), key=lambda index: sizes[index])
     continuations: dict[tuple[int, ...], list[int]] = {}
-    for length in sorted(set(lengths), reverse=True):  # apart: a long prompt would cut short what follows the others
+    for length in sorted(set(lengths), reverse=True):  # a long prompt must not shorten the other continuations
         order = [index for index in by_size if lengths[index] == length]
         run = partial(_continue_batch, trunk, distinct, length, top_k, seed)
         for batch, rows in run_in_batches(sizes, order, tokens_per_batch(trunk), run):
@@ -73,7 +73,7 @@ def _continue_batch(
 
 
 def _continue_whole_rows(trunk: Trunk, rows: Sequence[tuple[int, ...]], tokens: int, noise: Tensor | None) -> Tensor:
-    """Return the tokens that follow, without a cache: every step runs all tokens so far."""
+    """Return the tokens [rows, tokens] that follow, without a cache: every step runs all tokens so far."""
     texts = [list(row) for row in rows]
     for step in range(tokens):
         last = torch.tensor([(row, len(text) - 1) for row, text in enumerate(texts)], device=trunk.device)
@@ -84,7 +84,7 @@ def _continue_whole_rows(trunk: Trunk, rows: Sequence[tuple[int, ...]], tokens: 
 
 
 def _noise(rows: Sequence[Sequence[int]], tokens: int, top_k: int, seed: int) -> Tensor:
-    """Return the noise [rows, tokens, top_k] that decides each draw; it depends on the prompt, not on its neighbors."""
+    """Return the noise [rows, tokens, top_k] that decides each draw; it depends on the prompt, not on the batch."""
     noise = []
     for ids in rows:
         digest = hashlib.sha256(f"{seed} {list(ids)}".encode()).digest()
@@ -94,7 +94,7 @@ def _noise(rows: Sequence[Sequence[int]], tokens: int, top_k: int, seed: int) ->
 
 
 def _choose(logits: Tensor, noise: Tensor | None) -> Tensor:
-    """Return the next token [rows, 1]: the best one, or with noise [rows, top_k] one of the best (Gumbel's trick)."""
+    """Return the next token [rows, 1]: the most likely, or one sampled with noise [rows, top_k] (Gumbel's trick)."""
     if noise is None:
         return logits.argmax(-1, keepdim=True)
     best = logits.topk(min(noise.shape[-1], logits.shape[-1]), dim=-1)
@@ -115,15 +115,15 @@ def sample(
     ids, rows, cache = torch.cat([prefix, first], dim=-1), first, None
     # Only the logits of the last token are needed, and some models can compute them alone.
     last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    caches = "past_key_values" in inspect.signature(model.base_model.forward).parameters
+    takes_cache = "past_key_values" in inspect.signature(model.base_model.forward).parameters
     while rows.shape[-1] < length:
-        caching = {"past_key_values": cache, "use_cache": True} if caches else {}
-        out = model(input_ids=ids, **caching, **last_only)
+        cache_arguments = {"past_key_values": cache, "use_cache": True} if takes_cache else {}
+        out = model(input_ids=ids, **cache_arguments, **last_only)
         cache = getattr(out, "past_key_values", None)
         logits = out.logits[:, -1].to(device, torch.float32)
         if top_k is not None:
-            least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
+            threshold = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < threshold, -torch.inf)
         noise = torch.empty_like(logits).exponential_(generator=generator).log()  # Gumbel's trick
         new = (logits - noise).argmax(-1, keepdim=True)
         rows = torch.cat([rows, new], dim=-1)

@@ -1,4 +1,4 @@
-"""Judge what a model says freely: does the text say the answer, as words of their own, of the right subject?"""
+"""Judge free text: does it say the answer, as separate words, and about the right subject?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rebind.models.prompts import SPACELESS_SCRIPTS
 # Words, single characters of scripts written without spaces, and punctuation.
 WORDS = re.compile(rf"{SPACELESS_SCRIPTS.pattern}|(?:(?!{SPACELESS_SCRIPTS.pattern})\w)+|[^\w\s]")
 SENTENCE_END = re.compile(r"(?<=[a-z)]{2})[.!?](?:\s|$)|[。！？]|\n")  # not after "St." or "U.S."
-REFERRING = re.compile(r"^\W*(it|he|she|they|its|his|her|their|this|that|the answer)\b", re.IGNORECASE)
+REFERS_BACK = re.compile(r"^\W*(it|he|she|they|its|his|her|their|this|that|the answer)\b", re.IGNORECASE)
 
 
 def says(text: str, *answers: str, instead: Iterable[str] = ()) -> bool:
@@ -29,7 +29,7 @@ def says(text: str, *answers: str, instead: Iterable[str] = ()) -> bool:
 
 
 def says_of_subject(text: str, target: str, subject: str, *, instead: Iterable[str] = ()) -> bool:
-    """Return whether a free answer says the target of the subject itself.
+    """Return whether a free answer says the target about the subject.
 
     The first sentence that is about the subject and says the target or a wrong answer decides. A sentence is about the
     subject if it names it, refers back to it, or begins with the target.
@@ -40,11 +40,14 @@ def says_of_subject(text: str, target: str, subject: str, *, instead: Iterable[s
     False
     """
     for sentence in sentences(text):
-        about = subject.casefold() in sentence.casefold() or REFERRING.match(sentence) is not None
         words = [word for word in words_of(sentence) if word.isalnum()]
-        about = about or _position(words, [word for word in words_of(target) if word.isalnum()]) == 0
-        if about and (decided := _decide(sentence, [target], instead)) is not None:
-            return decided
+        is_about_subject = (
+            subject.casefold() in sentence.casefold()
+            or REFERS_BACK.match(sentence) is not None
+            or _position(words, [word for word in words_of(target) if word.isalnum()]) == 0
+        )
+        if is_about_subject and (verdict := _decide(sentence, [target], instead)) is not None:
+            return verdict
     return False
 
 
@@ -71,12 +74,12 @@ def _decide(sentence: str, answers: Iterable[str], instead: Iterable[str]) -> bo
     """Return whether an answer comes before the wrong ones; None if the sentence says none of them."""
     words = words_of(sentence)
 
-    def first_place(phrases: Iterable[str]) -> tuple[float, int]:
+    def first_mention(phrases: Iterable[str]) -> tuple[float, int]:
         """Return (position, −number of words) of the earliest phrase, then the longest one."""
-        places = [(_position(words, words_of(phrase)), -len(words_of(phrase))) for phrase in phrases]
-        return min(places, default=(math.inf, 0))
+        mentions = [(_position(words, words_of(phrase)), -len(words_of(phrase))) for phrase in phrases]
+        return min(mentions, default=(math.inf, 0))
 
-    right, wrong = first_place(answers), first_place(instead)
+    right, wrong = first_mention(answers), first_mention(instead)
     return None if min(right, wrong)[0] == math.inf else right < wrong
 
 

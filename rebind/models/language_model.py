@@ -1,4 +1,4 @@
-"""`LanguageModel`: a causal language model with its tokenizer, and everything rebind asks of it."""
+"""`LanguageModel`: a causal language model with its tokenizer; encode, score, generate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rebind.models.weights.fingerprint import fingerprint, fingerprint_of_files
 
 
 class LanguageModel:
-    """A causal language model in eval mode, its tokenizer, and how a prompt becomes its tokens.
+    """A causal language model in eval mode, its tokenizer, and the way a prompt is tokenized.
 
     Attributes:
         model: the model of transformers.
@@ -70,7 +70,7 @@ class LanguageModel:
             spec: "smollm2" (the embedded default), a GGUF file, a folder in Hugging Face format or one that
                 `rebind train` wrote (its newest checkpoint), a Hub id (downloaded if it is not in the Hub's cache),
                 or a loaded model.
-            tokenizer: needed with a loaded model; otherwise by default the one beside the weights. A fast one.
+            tokenizer: a fast tokenizer. Required with a loaded model; by default the one beside the weights.
             dtype: by default the dtype that the weights are stored in.
             device: by default the CPU.
             device_map: spreads the model over devices, as in `from_pretrained`; use it instead of `device`.
@@ -92,28 +92,28 @@ class LanguageModel:
         other.chat = chat
         return other
 
-    # What the model is
+    # Properties of the model
 
     @cached_property
     def sites(self) -> list[Site]:
-        """The down projection of every layer; an error says why a model has none to edit."""
+        """The site of every layer. Raises an error that says why if the model cannot be edited."""
         return find_sites(self.model)
 
     @cached_property
     def trunk(self) -> Trunk:
-        """The model in pieces: it can stop early, resume late, and share prefixes."""
+        """The model as it runs in pieces: it can stop early, resume at a layer, and share prefixes."""
         trunk = Trunk(self.model, [module_at(self.model, site.block) for site in self.sites])
         trunk.probe()
         return trunk
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the weights when this is first read: read it before the first edit."""
+        """Digest of the weights, computed when it is first read: read it before the first edit."""
         return fingerprint(self.model)
 
     @property
     def device(self) -> torch.device:
-        """Where the token ids go: the device of the input embeddings."""
+        """The device of the input embeddings, where token ids belong."""
         return self.trunk.device
 
     @property
@@ -129,9 +129,9 @@ class LanguageModel:
     @property
     def base_name(self) -> str:
         """A name that other programs can load the model by: a Hub id, or the folder it came from."""
-        home = Path(str(getattr(self.model.config, "_name_or_path", "")))
-        local = "/" not in self.name and home.is_dir() and str(home) != "."
-        return str(home.resolve()) if local else self.name
+        folder = Path(str(getattr(self.model.config, "_name_or_path", "")))
+        is_local = "/" not in self.name and folder.is_dir() and str(folder) != "."
+        return str(folder.resolve()) if is_local else self.name
 
     @property
     def adds_start(self) -> bool:
@@ -143,7 +143,7 @@ class LanguageModel:
         """The start tokens as text for other programs; empty where the tokenizer itself puts them in front."""
         return "" if self.adds_start else "".join(self.tokenizer.convert_ids_to_tokens(list(self.start)))
 
-    # What it says
+    # Encode, score, generate
 
     def encode(
         self,
@@ -182,14 +182,14 @@ class LanguageModel:
         return torch.log_softmax(self.trunk.logits(Tokens.right_padded(rows, self.device), last), dim=-1)
 
     def generate(self, prompts: Sequence[str], tokens: int, *, top_k: int | None = None, seed: int = 0) -> list[str]:
-        """Continue each prompt by the first choices of the model, or by draws from its `top_k` best."""
+        """Continue each prompt greedily, or by sampling from the `top_k` most likely tokens."""
         encoded = self.encode([Prompt(prompt) for prompt in prompts])
         return self.generate_encoded(encoded, tokens, top_k=top_k, seed=seed)
 
     def generate_encoded(
         self, prompts: Sequence[EncodedPrompt], tokens: int, *, top_k: int | None = None, seed: int = 0
     ) -> list[str]:
-        """Do the same as `generate` for prompts in any framing."""
+        """Continue each encoded prompt, which may be in any framing, as `generate` does."""
         new = continue_prompts(self.trunk, prompts, tokens, top_k=top_k, seed=seed, end_tokens=self.end_tokens)
         return [decode_continuation(self.tokenizer, prompt.ids, ids) for prompt, ids in zip(prompts, new, strict=True)]
 
@@ -198,10 +198,10 @@ class LanguageModel:
         return sample(self.model, self.start, first, length, seed=seed, top_k=top_k)
 
     def text_nll(self, text: str, *, window: int = 512, max_tokens: int = 50_000) -> tuple[float, int]:
-        """Return the summed negative log-likelihood of the first tokens of a text, and how many are predicted.
+        """Return the summed negative log-likelihood of the first `max_tokens` of a text, and how many tokens it counts.
 
-        The text is read in windows. Each begins with the start tokens; where there are none, with the last token of the
-        window before, and the first token of the text is not counted.
+        The text is read in windows. Each begins with the start tokens. A model without start tokens reads the last
+        token of the previous window instead, and the first token of the text is not counted.
         """
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
         front = len(self.start) or 1  # tokens of a window that are not predicted
@@ -213,10 +213,12 @@ class LanguageModel:
         if not rows:
             raise InputError(f"The text is {len(ids)} tokens long", expected="2 tokens or more", code="text_too_short")
         windows = [EncodedPrompt(row[:front], 0, row[front:]) for row in rows]
-        at_once = max(1, tokens_per_batch(self.trunk) // (16 * length))  # every token has a logit for every word
+        batch = max(
+            1, tokens_per_batch(self.trunk) // (16 * length)
+        )  # every token has logits over the whole vocabulary
         scores: list[FactScore] = []
-        for begin in range(0, len(windows), at_once):
-            scores += self.score_encoded(windows[begin : begin + at_once])
+        for begin in range(0, len(windows), batch):
+            scores += self.score_encoded(windows[begin : begin + batch])
         return math.fsum(score.nll * score.tokens for score in scores), sum(score.tokens for score in scores)
 
     @cached_property
@@ -237,5 +239,5 @@ class LanguageModel:
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a text."""
         configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        listed = configured if isinstance(configured, (list, tuple)) else [configured]
-        return frozenset(end for end in (*listed, self.tokenizer.eos_token_id) if end is not None)
+        ends = configured if isinstance(configured, (list, tuple)) else [configured]
+        return frozenset(end for end in (*ends, self.tokenizer.eos_token_id) if end is not None)

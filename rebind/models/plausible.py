@@ -1,4 +1,4 @@
-"""Refuse a model folder whose config states sizes that its weights cannot have, before a model is built from it."""
+"""Reject a model folder whose config states sizes that its weights cannot have, before the model is built."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rebind.errors import InputError
 
 LAYERS = re.compile(r"(n|num|encoder|decoder)_(hidden_|encoder_|decoder_)?layers?")
 SIZES = re.compile(r".*(_size|_dim|_heads|_experts|_embeddings|_positions|_inner|_embd|_width)|n_head|d_\w+|vocab\w*")
-LARGEST_SIZE = 2**31
-MOST_LAYERS = 10_000  # where the tensors cannot be counted
-LARGEST_HEADER = 100_000_000  # bytes, as in safetensors
+MAX_SIZE = 2**31
+MAX_LAYERS = 10_000  # where the tensors cannot be counted
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 
 
 def require_plausible(config: Mapping[str, Any], folder: Path) -> None:
@@ -26,7 +26,7 @@ def require_plausible(config: Mapping[str, Any], folder: Path) -> None:
     tensors = sum(map(_count_tensors, folder.glob("*.safetensors")))
     for name, value in fields:
         is_layers = LAYERS.fullmatch(name) is not None
-        if (is_layers and value > (tensors or MOST_LAYERS)) or (SIZES.fullmatch(name) and abs(value) > LARGEST_SIZE):
+        if (is_layers and value > (tensors or MAX_LAYERS)) or (SIZES.fullmatch(name) and abs(value) > MAX_SIZE):
             raise InputError(
                 f"{folder / 'config.json'} states {name} = {value!s:.40}, and the folder has {tensors} tensors",
                 expected="a config that belongs to the weights",
@@ -37,13 +37,10 @@ def require_plausible(config: Mapping[str, Any], folder: Path) -> None:
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Yield the integers of a config, and of the configs inside it."""
-    pending: list[Mapping[str, Any]] = [config]
-    while pending:
-        for name, value in pending.pop().items():
-            if isinstance(value, dict):
-                pending.append(value)
-            elif isinstance(value, int) and not isinstance(value, bool):
-                yield name, value
+    configs: list[Mapping[str, Any]] = [config]
+    for mapping in configs:
+        configs += [value for value in mapping.values() if isinstance(value, dict)]
+        yield from ((name, value) for name, value in mapping.items() if type(value) is int)
 
 
 def _count_tensors(file: Path) -> int:
@@ -51,6 +48,6 @@ def _count_tensors(file: Path) -> int:
     try:
         with file.open("rb") as data:
             (size,) = struct.unpack("<Q", data.read(8))
-            return len(json.loads(data.read(size))) if size <= LARGEST_HEADER else 0
+            return len(json.loads(data.read(size))) if size <= MAX_HEADER_BYTES else 0
     except (OSError, ValueError, RecursionError, TypeError, struct.error):
-        return 0  # the loader says what is wrong with it
+        return 0  # the loader will report what is wrong with the file

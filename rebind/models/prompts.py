@@ -22,7 +22,7 @@ SPACELESS_SCRIPTS = re.compile(
     "\uff00-\uffef\U00020000-\U0003ffff]"
 )
 QUESTION_MARKS = "?？؟"
-STAND_IN = "."  # the answer a chat template is rendered with where a prompt has no target
+PLACEHOLDER = "."  # stands for the answer in a chat template where a prompt has no target
 
 
 def require_text(name: str, value: object) -> None:
@@ -31,7 +31,7 @@ def require_text(name: str, value: object) -> None:
     if not isinstance(value, str):
         try:
             shown = f"{value!r:.60} "
-        except RecursionError:  # lists in lists in lists
+        except RecursionError:  # deeply nested lists
             shown = ""
         raise InputError(f"{label} is {shown}({type(value).__name__})", expected="a string", code="not_text")
     if not value.strip():
@@ -51,7 +51,7 @@ class Prompt:
     """
 
     text: str
-    target: str = ""  # without a space in front: encoding adds it; empty where only the prompt matters
+    target: str = ""  # without a space in front, which encoding adds; empty if only the prompt matters
     subject: tuple[int, int] | None = None  # where the subject begins and ends in `question + text`
     question: str = ""
 
@@ -63,7 +63,7 @@ class Prompt:
         """Return this prompt as a conversation.
 
         A question is asked by the user, and the target begins the answer of the assistant. Anything else begins the
-        turn of the assistant, after the user said "Complete the sentence: ...", so the model reads the subject in its
+        turn of the assistant, after the user said "Complete the sentence: ...". The model then reads the subject in its
         own turn, as it does when it answers in full sentences.
         """
         if self.question:
@@ -82,7 +82,7 @@ class EncodedPrompt:
     ids: tuple[int, ...]  # the start tokens, then the prompt
     subject_last: int  # index in `ids` of the last token of the subject; of the prompt where no subject is marked
     target: tuple[int, ...]
-    mentions: tuple[int, ...] = ()  # the last token of every mention of the subject; by default the marked one
+    mentions: tuple[int, ...] = ()  # the last token of every mention of the subject, including the marked one
     answer: int | None = None  # in a chat, the first token of the assistant's answer, if the prompt begins it
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class _Layout:
-    """A prompt as it is written, before it is tokenized."""
+    """The text of a prompt in its context or chat template, before it is tokenized."""
 
     prompt: str
     subject: tuple[int, int]  # where the subject begins and ends in `prompt`
@@ -141,10 +141,6 @@ def encode_prompts(
     encoded = []
     for prompt, layout, ids, spans, target in zip(prompts, layouts, prompt_ids, offsets, targets, strict=True):
         opening = () if prompt.question else tuple(start)
-        begin, end = layout.subject
-        subject = [index for index, (left, right) in enumerate(spans) if max(left, begin) < min(right, end)]
-        if not subject:
-            raise InputError(f"The subject of {prompt.text!r} has no tokens", code="subject_without_tokens")
         length = len(opening) + len(ids) + max(1, len(target))
         if limit is not None and length > limit:
             raise InputError(
@@ -152,19 +148,34 @@ def encode_prompts(
                 expected=f"at most {limit} tokens, the context length of the model",
                 code="prompt_too_long",
             )
-        # A token that ends a mention covers its last character.
-        mentions = {
-            len(opening) + index
-            for last in layout.mentions
-            for index, (left, right) in enumerate(spans)
-            if left < last <= right
-        }
-        last = len(opening) + subject[-1]
-        answer = None
-        if layout.answer is not None:
-            answer = next(index for index, (_, right) in enumerate(spans) if right > layout.answer)
-        encoded.append(EncodedPrompt((*opening, *ids), last, target, tuple(sorted({*mentions, last})), answer))
+        encoded.append(_encode(prompt, layout, opening, ids, spans, target))
     return encoded
+
+
+def _encode(
+    prompt: Prompt,
+    layout: _Layout,
+    opening: tuple[int, ...],
+    ids: Sequence[int],
+    spans: Sequence[tuple[int, int]],  # the characters of the layout that each token stands for
+    target: tuple[int, ...],
+) -> EncodedPrompt:
+    """Return a tokenized prompt behind the tokens of `opening`, with the tokens that end its mentions."""
+    begin, end = layout.subject
+    subject = [index for index, (left, right) in enumerate(spans) if max(left, begin) < min(right, end)]
+    if not subject:
+        raise InputError(f"The subject of {prompt.text!r} has no tokens", code="subject_without_tokens")
+    last = len(opening) + subject[-1]
+    mentions = {
+        len(opening) + index
+        for mention_end in layout.mentions
+        for index, (left, right) in enumerate(spans)
+        if left < mention_end <= right  # the token covers the last character of the mention
+    }
+    answer = None
+    if layout.answer is not None:
+        answer = next(index for index, (_, right) in enumerate(spans) if right > layout.answer)
+    return EncodedPrompt((*opening, *ids), last, target, tuple(sorted({*mentions, last})), answer)
 
 
 def _target_tokens(
@@ -194,7 +205,7 @@ def _lay_out(prompt: Prompt, context: str) -> _Layout:
 
 def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
     question, answer = context + prompt.question, prompt.text.rstrip(" ")
-    last_words = answer or prompt.target or STAND_IN
+    last_words = answer or prompt.target or PLACEHOLDER
     whole = _render_chat(question, last_words, tokenizer)
     if answer:
         space = prompt.text[len(answer) :] or (" " if _takes_space(answer, prompt.target) else "")
@@ -216,11 +227,11 @@ def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
 
 
 def _render_chat(user: str, assistant: str, tokenizer: Any) -> str:
-    """Return a conversation as text that ends with the last word of the assistant so far."""
+    """Return a conversation as text that ends with what the assistant has said so far."""
     turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True))
-    except Exception as problem:  # it is missing, or fails: a template is a program of its author
+    except Exception as problem:  # it is missing, or its program fails
         raise _chat_error(f"fails ({problem})") from problem
 
 
@@ -234,7 +245,7 @@ def _chat_error(problem: str) -> InputError:
 
 
 def _tokenize(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
-    """Return ids and the characters each one stands for; nothing is added, cut or padded."""
+    """Return the token ids of each text and the span of characters of each token, without special tokens."""
     options = {"add_special_tokens": False, "padding": False, "truncation": False, "verbose": False}
     batch = tokenizer(texts, return_offsets_mapping=True, return_attention_mask=False, **options)
     return batch["input_ids"], batch["offset_mapping"]
@@ -243,8 +254,8 @@ def _tokenize(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], list[l
 def _tokenize_alone(text: str, tokenizer: Any) -> list[int]:
     """Return the tokens of text from the middle of a line.
 
-    Tokenizers of the SentencePiece kind put a space in front of every text. Behind an anchor there is none, so the
-    text is tokenized there, provided the anchor does not merge with it.
+    SentencePiece tokenizers put a space in front of every text. They put none behind an anchor, so the text is
+    tokenized there, provided the anchor does not merge with it.
     """
     for anchor in ("\n", "."):
         (alone, both), _ = _tokenize([anchor, anchor + text], tokenizer)
@@ -269,7 +280,7 @@ def ends_with_word(text: str) -> bool:
 
 
 def decode_continuation(tokenizer: Any, before: Sequence[int], new: Sequence[int]) -> str:
-    """Return the text of tokens that follow others. SentencePiece drops the first space of tokens that stand alone."""
+    """Return the text of tokens that follow `before`; decoded alone, SentencePiece would drop their first space."""
     last = before[-1:]
     first, whole = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (last, [*last, *new]))
     return whole[len(first) :] if whole.startswith(first) else str(tokenizer.decode(new, skip_special_tokens=True))
@@ -278,9 +289,9 @@ def decode_continuation(tokenizer: Any, before: Sequence[int], new: Sequence[int
 def start_tokens(tokenizer: Any) -> tuple[int, ...]:
     """Return the token ids that belong before every prompt.
 
-    Those are what the tokenizer itself puts in front (and not what it appends). GPT-2, Pythia and SmolLM2 add nothing,
-    yet saw every training document after `<|endoftext|>`, and recall facts better with it: on 64 simple facts SmolLM2
-    ranks the answer first for 77% with it, 66% without, 58% with its own bos token.
+    These are the tokens that the tokenizer itself puts in front (and not those that it appends). GPT-2, Pythia and
+    SmolLM2 add nothing, yet saw every training document after `<|endoftext|>`, and recall facts better with it: on 64
+    simple facts SmolLM2 ranks the answer first for 77% with it, 66% without, 58% with its own bos token.
     """
     text = "a"
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,8 +1,8 @@
-"""Score how strongly a model believes targets, many prompts in few passes.
+"""Score how strongly a model believes targets, with many prompts in few forward passes.
 
 Prompts of similar length run together. The keys and values of a prompt are computed once, however many targets follow
 it, and only the tokens of the targets run for each. Results stay on the device until the last batch is done, so
-nothing waits for the host in between.
+the device never waits for the host in between.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FactScore:
     tokens: int  # in the target
     right_tokens: int  # tokens of the target that are the first choice of the model, given those before
     first_token: int  # the first choice of the model for the next token
-    says: str  # the same as text
+    says: str  # `first_token` as text
 
     @property
     def exact(self) -> bool:
@@ -49,7 +49,7 @@ class FactScore:
 
 @dataclass(frozen=True)
 class _PromptTargets:
-    """A prompt with all of its targets. A stem is a target without its last token, the logits of which nobody needs."""
+    """A prompt with all of its targets. A stem is a target without its last token, whose logits are not needed."""
 
     ids: tuple[int, ...]
     targets: list[tuple[int, ...]]
@@ -71,20 +71,20 @@ def score_prompts(
     """Score the target of each prompt."""
     if not encoded:
         return []
-    grouped: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    targets_of: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for ids, target in dict.fromkeys((prompt.ids, prompt.target) for prompt in encoded):
         if not target:
             raise InputError("A prompt without a target has no score", advice="Give it a target", code="no_target")
-        grouped.setdefault(ids, []).append(target)
-    questions = [_PromptTargets(ids, targets) for ids, targets in grouped.items()]
-    sizes = [question.size for question in questions]
-    order = sorted(range(len(questions)), key=lambda index: (sizes[index][1], sizes[index]))
+        targets_of.setdefault(ids, []).append(target)
+    prompts = [_PromptTargets(ids, targets) for ids, targets in targets_of.items()]
+    sizes = [prompt.size for prompt in prompts]
+    order = sorted(range(len(prompts)), key=lambda index: (sizes[index][1], sizes[index]))
     keys: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     budget = batch_tokens or tokens_per_batch(trunk)
-    for batch, part in run_in_batches(sizes, order, budget, partial(_score_batch, trunk, questions)):
+    for batch, part in run_in_batches(sizes, order, budget, partial(_score_batch, trunk, prompts)):
         parts.append(part)
-        keys += [(questions[index].ids, target) for index in batch for target in questions[index].targets]
+        keys += [(prompts[index].ids, target) for index in batch for target in prompts[index].targets]
     lengths = [len(target) for _, target in keys]
     log_probs = torch.cat([part[0] for part in parts]).cpu().split(lengths)
     choices = torch.cat([part[1] for part in parts]).cpu().split(lengths)
@@ -103,10 +103,10 @@ def score_prompts(
 
 
 def _score_batch(
-    trunk: Trunk, questions: Sequence[_PromptTargets], batch: Sequence[int]
+    trunk: Trunk, all_prompts: Sequence[_PromptTargets], batch: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probability and the first choice for every target token, and the rank of every first token."""
-    prompts = [questions[index] for index in batch]
+    prompts = [all_prompts[index] for index in batch]
     prefixes = Tokens.left_padded([prompt.ids[:-1] for prompt in prompts], trunk.device)
     cache = trunk.cache(prefixes)
     rows = [(index, stem) for index, prompt in enumerate(prompts) for stem in prompt.stems]
@@ -123,10 +123,10 @@ def _score_batch(
         for index, target in targets
         for step, token in enumerate(target)
     ]
-    places, tokens = torch.tensor(picks, device=logits.device).unbind(-1)
-    target_logits = logits[places, tokens]
-    log_probs = target_logits - logits.logsumexp(-1)[places]
+    positions, tokens = torch.tensor(picks, device=logits.device).unbind(-1)
+    target_logits = logits[positions, tokens]
+    log_probs = target_logits - logits.logsumexp(-1)[positions]
     begins = accumulate((len(target) for _, target in targets[:-1]), initial=0)
     firsts = torch.tensor(list(begins), device=logits.device)
-    ranks = (logits[places[firsts]] > target_logits[firsts].unsqueeze(-1)).sum(-1) + 1
-    return log_probs, logits.argmax(-1)[places], ranks
+    ranks = (logits[positions[firsts]] > target_logits[firsts].unsqueeze(-1)).sum(-1) + 1
+    return log_probs, logits.argmax(-1)[positions], ranks

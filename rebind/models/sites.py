@@ -1,4 +1,4 @@
-"""Find the sites of a model: in each block the matrix that is read as a memory.
+"""Find the sites of a model: the matrix in each block that works as a memory.
 
 In the feed-forward layer of a transformer the first map computes a key from the hidden state, and the last one reads a
 value with it: v = W k (ROME's `W_proj`, MEMIT's `W_out`). That *down projection* is what gets edited. It is found by
@@ -6,8 +6,8 @@ its structure, not by its name:
 
 1. the blocks are the longest `ModuleList` in the language model;
 2. in a block, attention and other token mixers are ignored, and so are routed experts;
-3. of the rest, linear maps in the same module are looked at together; the down projection is the last of them that goes
-   from the output width of another one back to the hidden size. In a mixture of experts it belongs to the shared ones;
+3. the remaining linear maps are grouped by module; the down projection is the last map of a group that goes from the
+   output width of another one back to the hidden size. In a mixture of experts it belongs to the shared expert;
 4. a block with routed experts only has all of them as its site, as one memory (`rebind.models.experts`);
 5. a block with no MLP at all (Mamba) has the output projection of its mixer as its site.
 """
@@ -27,11 +27,11 @@ from transformers.pytorch_utils import Conv1D
 
 from rebind.errors import InputError, ShapeError
 from rebind.models.experts import as_down_projections, experts_memory, experts_shape, find_experts, is_experts
-from rebind.models.weights.placement import copy_into, take_back, whole
+from rebind.models.weights.placement import copy_into, full_tensor, load_offloaded
 from rebind.models.weights.quantized import change_of, changed_matrix, set_change, write_matrix
 
-# Modules that pass information between tokens. Shapes cannot tell them from an MLP (with square matrices both look the
-# same), so here names decide. Of a class name only the end counts: the beginning is the family (MambaMLP).
+# Modules that pass information between tokens. Their shapes may be those of an MLP (where all matrices are
+# square), so names decide. Of a class name only the end counts: the beginning is the family (MambaMLP).
 MIXER_NAME = re.compile(r"attn|attention|mamba|mixer|recurrent|temporal|rglru|ssm|conv", re.IGNORECASE)
 MIXER_CLASS = re.compile(r"(attention|attn|mixer|recurrentblock|rglru|shortconv)\w{0,3}$", re.IGNORECASE)
 MLP_CLASS = re.compile(r"(mlp|moe)$", re.IGNORECASE)  # Nemotron-H calls everything in a block "mixer"
@@ -39,7 +39,7 @@ EXPERTS_CLASS = re.compile(r"experts?(glu)?$", re.IGNORECASE)
 MLP_NAME = re.compile(r"mlp|ffn|ff|feed_?forward|shared_expert|moe", re.IGNORECASE)
 OUTPUT_NAMES = {"out_proj", "o_proj", "output_projection"}  # of a mixer
 DOWN_NAMES = {"down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2", "wo"}  # decide when all maps are square
-PLAIN = (nn.Parameter, DTensor)  # types of weights that are plain numbers
+PLAIN_TYPES = (nn.Parameter, DTensor)  # types of weights that are plain numbers
 EDITABLE_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -52,7 +52,7 @@ class Site:
     name: str
     d_k: int
     d_v: int
-    experts: int = 1  # that share the memory; its second moment has a block for each
+    experts: int = 1  # how many share the memory; its second moment has one block per expert
 
 
 class _Linear(NamedTuple):
@@ -89,11 +89,11 @@ def _find_site(layer: int, path: str, block: nn.Module, hidden: int, owners: Cou
         _require_editable(f"{path}.{inner_path}", module)
         return Site(layer, path, f"{path}.{inner_path}", d_k, d_v, len(module.down_proj))  # type: ignore[arg-type]
     if down is None:
-        _refuse_other_experts(path, block)
+        _reject_unknown_experts(path, block)
         down = _last_named([x for x in maps if x.in_mixer and x.d_out == hidden], OUTPUT_NAMES)
     if down is None:
-        listed = ", ".join(f"{x.path} ({x.d_in} → {x.d_out})" for x in outside) or "none"
-        reason = f"{path} ({type(block).__name__}) has no MLP; linear maps outside attention: {listed}"
+        others = ", ".join(f"{x.path} ({x.d_in} → {x.d_out})" for x in outside) or "none"
+        reason = f"{path} ({type(block).__name__}) has no MLP; linear maps outside attention: {others}"
         expected = f"an up projection from the hidden size {hidden} and a down projection back to it"
         raise _cannot_edit(reason, expected, "mlp_not_found")
     _require_editable(down.path, down.module)
@@ -108,9 +108,9 @@ def module_at(model: nn.Module, name: str) -> nn.Module:
 def stored_weight(module: nn.Module) -> nn.Parameter:
     """Return the parameter that holds the memory of a linear map, or of routed experts.
 
-    An offloaded one is taken back into memory first, so that it can be read and written.
+    An offloaded parameter is loaded into memory first, so that it can be read and written.
     """
-    take_back(module)
+    load_offloaded(module)
     weight: nn.Parameter = module.down_proj if is_experts(module) else module.weight  # type: ignore[assignment]
     return weight
 
@@ -118,14 +118,14 @@ def stored_weight(module: nn.Module) -> nn.Parameter:
 def memory_of(module: nn.Module) -> Tensor:
     """Return the weight of a site as a memory [d_v, d_k], outside autograd.
 
-    It is a view; of routed experts maybe a copy, and of a weight that is sharded or quantized always one.
+    It is a view of the weight, except for sharded and quantized weights and some routed experts, where it is a copy.
     """
     if is_quantized(module):
         return changed_matrix(module)
-    weight = whole(stored_weight(module).detach())
+    weight = full_tensor(stored_weight(module).detach())
     if is_experts(module):
         return experts_memory(module, weight)
-    # GPT-2's Conv1D stores the transpose. The type decides, since the shape of a square weight does not tell.
+    # GPT-2's Conv1D stores the transpose. The type decides, since a square weight does not show it.
     return weight.mT if isinstance(module, Conv1D) else weight
 
 
@@ -134,7 +134,7 @@ def write_memory(module: nn.Module, memory: Tensor) -> None:
     """Copy a memory [d_v, d_k] into the weight of a site, cast to its dtype.
 
     The copy is in place: whatever else holds this weight (a tied tensor, an optimizer) sees the new numbers. A
-    quantized weight stays as it is, and what changes about it is put beside it.
+    quantized weight is not changed; the difference is stored beside it.
     """
     if is_quantized(module):
         write_matrix(module, memory)
@@ -150,7 +150,7 @@ def write_memory(module: nn.Module, memory: Tensor) -> None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Return whether a linear map has its weight in another form than the plain matrix that it multiplies by."""
+    """Return whether a linear map stores its weight in another form than a plain matrix."""
     return not is_experts(module) and not _is_plain(module)
 
 
@@ -181,7 +181,7 @@ def _require_causal(model: Any) -> None:
 
 
 def _find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """Return the path of the decoder's blocks, and the blocks. A list of experts may be longer: the outermost wins."""
+    """Return the path of the decoder's blocks, and the blocks. Lists of experts inside them do not count."""
     decoder = model.get_decoder()
     if not any(isinstance(module, nn.ModuleList) for module in decoder.modules()):
         decoder = model  # ModernBERT calls its output head "decoder"
@@ -217,9 +217,9 @@ def _down_projection(path: str, maps: Sequence[_Linear], hidden: int) -> _Linear
 
 
 def _down_of_group(group: Sequence[_Linear], hidden: int) -> _Linear | None:
-    """Return the last map from an inner width, made by another map of the group, back to the hidden size.
+    """Return the last map from an inner width, the output of another map of the group, back to the hidden size.
 
-    A fused gate and up projection (Phi-3) makes twice the inner width.
+    The output of a fused gate and up projection (Phi-3) has twice the inner width.
     """
     downs = [
         x
@@ -231,12 +231,12 @@ def _down_of_group(group: Sequence[_Linear], hidden: int) -> _Linear | None:
 
 
 def _last_named(maps: Sequence[_Linear], names: Collection[str]) -> _Linear | None:
-    """Return the last map with one of the names, or the last of all."""
+    """Return the last map with one of the names, or else the last map."""
     named = [x for x in maps if x.path.rpartition(".")[2] in names]
     return next(reversed(named or maps), None)
 
 
-def _refuse_other_experts(path: str, block: nn.Module) -> None:
+def _reject_unknown_experts(path: str, block: nn.Module) -> None:
     for name, module in block.named_modules():
         kind = type(module)
         if not EXPERTS_CLASS.search(kind.__name__):
@@ -248,7 +248,7 @@ def _refuse_other_experts(path: str, block: nn.Module) -> None:
 
 
 def _linears(path: str, module: nn.Module, in_mixer: bool = False) -> Iterator[_Linear]:
-    """Yield the linear maps in a module, except those of routed experts, in the order of definition."""
+    """Yield the linear maps in a module in the order of definition, except those of routed experts."""
     for name, child in module.named_children():
         if "norm" in name:  # a gated norm looks like an MLP
             continue
@@ -262,7 +262,7 @@ def _linears(path: str, module: nn.Module, in_mixer: bool = False) -> Iterator[_
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | None:
-    """Return (in, out) of a linear map; quantized ones and adapters have these attributes, whatever their weight."""
+    """Return (d_in, d_out) of a linear map, quantized or with an adapter, or None for another module."""
     if isinstance(module, Conv1D):
         return module.weight.shape[0], module.weight.shape[1]
     d_in, d_out = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -275,11 +275,11 @@ def _is_plain(module: nn.Module) -> bool:
     # A subclass with a forward of its own may quantize on the fly; those of transformers do not (FalconLinear).
     is_linear = isinstance(module, (nn.Linear, Conv1D)) and kind.forward in (nn.Linear.forward, Conv1D.forward)
     is_linear = is_linear or kind.__module__.startswith("transformers.models.")
-    return is_linear and isinstance(weight, Tensor) and type(weight) in PLAIN and weight.dtype in EDITABLE_DTYPES
+    return is_linear and isinstance(weight, Tensor) and type(weight) in PLAIN_TYPES and weight.dtype in EDITABLE_DTYPES
 
 
 def _require_editable(path: str, module: nn.Module) -> None:
-    """Raise unless the weight can be edited: a plain one, or a quantized linear map, beside which a change can be."""
+    """Raise unless the weight can be edited: it is plain, or belongs to a quantized linear map."""
     if _is_plain(module):
         return
     kind, weight = type(module), getattr(module, "down_proj" if is_experts(module) else "weight", None)

@@ -20,24 +20,24 @@ class Tokens:
 
     @classmethod
     def left_padded(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Tokens:
-        """Return rows that end together, for a cache of prefixes or a key at the last token."""
+        """Return rows aligned at their ends, for a cache of prefixes or a key at the last token."""
         ids, mask = _pad(rows, "left", device)
         return cls(ids, mask, (mask.cumsum(-1) - 1).clamp_min(0))
 
     @classmethod
     def following(cls, past: Tokens, rows: Sequence[Sequence[int]]) -> Tokens:
-        """Return rows that begin together, right after `past`."""
+        """Return rows aligned at their beginnings, right after `past`."""
         ids, mask = _pad(rows, "right", past.ids.device)
         positions = past.mask.sum(-1, keepdim=True) + torch.arange(ids.shape[-1], device=ids.device)
         return cls(ids, torch.cat([past.mask, mask], dim=-1), positions)
 
     @classmethod
     def right_padded(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Tokens:
-        """Return rows that begin together, with nothing before them."""
+        """Return rows aligned at their beginnings, with nothing before them."""
         return cls.following(cls.left_padded([()] * len(rows), device), rows)
 
     def select(self, rows: Tensor) -> Tokens:
-        """Return some of the rows."""
+        """Return the chosen rows [n]."""
         return Tokens(self.ids[rows], self.mask[rows], self.positions[rows])
 
 

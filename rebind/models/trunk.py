@@ -1,19 +1,19 @@
 """Run a causal language model in pieces: stop early, resume late, compute only what is needed.
 
-Editing asks many small questions of a model: the input of one matrix at one token, or the logits at two positions when
-one hidden state is changed. A full forward pass for each would spend nearly all of its time on work that was done
-before. `Trunk` runs any Hugging Face causal model block by block without knowing its architecture:
+Editing needs many small results from a model: the input of one matrix at one token, or the logits at two positions
+after one hidden state has changed. A full forward pass for each would spend nearly all of its time on repeated work.
+`Trunk` runs any Hugging Face causal model block by block without knowing its architecture:
 
 - it *stops early* by raising an exception in a hook, so nothing above is computed;
 - it *resumes* above a block: the blocks below pass their input through, and the last of them returns known states;
 - it *shares prefixes* through the cache of the model;
 - it runs the output head at chosen positions only.
 
-Padding must not reach recurrent states, and not every model can continue from a cache. Where a model cannot, which a
-short run tells, whole rows run instead: the prefix and the rest of each row together, with all padding behind them.
+Padding must not reach recurrent states, and not every model can continue from a cache; a short run tests this. If a
+model cannot, whole rows run instead: the prefix and the rest of each row together, with all padding behind them.
 
-Some families have several residual streams per token (Gemma 3n, DeepSeek V4). Here their mean stands for them, and a
-changed state changes all of them by the same amount.
+Some families have several residual streams per token (Gemma 3n, DeepSeek V4). Their hidden state here is the mean of
+the streams, and a change of it changes all streams by the same amount.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ from rebind.errors import InputError
 from rebind.models.caches import Prefixes, borrow_cache, select_cache
 from rebind.models.experts import RoutedKeys, is_experts, routed_keys
 from rebind.models.tokens import Tokens
-from rebind.models.weights.placement import device_of, reshard, whole_input
+from rebind.models.weights.placement import device_of, full_input, reshard
 
 Hidden = Tensor  # [rows, tokens, width]
-Resume = tuple[int, Hidden]  # a layer and the output that its block is taken to have: the run begins above it
+Resume = tuple[int, Hidden]  # a layer and the output to use for its block: the run begins above it
 ATTENTION_CACHES = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)  # keys and values only
-
-
-SKIPPED = "_rebind_skipped"  # marks blocks that do not compute: hooks that change states have nothing to add
+SKIPPED = "_rebind_skipped"  # set on blocks that do not compute, so that hooks leave their states alone
 
 
 class _Stop(Exception):  # noqa: N818 - a signal, not an error
@@ -61,22 +59,31 @@ class _Run:
     tokens: Tokens
     cache: Any = None
     resume: Resume | None = None
-    places: Tensor | None = None  # [rows, tokens]: where the tokens are in whole rows; None: where they were
+    positions: Tensor | None = None  # [rows, tokens]: positions of the tokens in whole rows; None: unchanged
 
     def restore(self, values: Any) -> Any:
-        """Return values at every token that runs [rows, ..., width] as values at the tokens that were asked for."""
-        if self.places is None:
+        """Select from values at every token that ran, [rows, ..., width], those at the requested tokens."""
+        if self.positions is None:
             return values
         if isinstance(values, RoutedKeys):
             return values.map(self.restore)
-        return _take(values, self.places)
+        return _take(values, self.positions)
 
     def translate(self, where: Tensor) -> Tensor:
-        """Return the places of (row, token) pairs [m, 2]."""
-        if self.places is None:
+        """Translate (row, token) pairs [m, 2] of the requested tokens to positions in the rows that run."""
+        if self.positions is None:
             return where
-        rows, tokens = where.to(self.places.device).unbind(-1)
-        return torch.stack([rows, self.places[rows, tokens]], dim=-1)
+        rows, tokens = where.to(self.positions.device).unbind(-1)
+        return torch.stack([rows, self.positions[rows, tokens]], dim=-1)
+
+
+@dataclass(frozen=True)
+class _BlockInterface:
+    """What a block returns."""
+
+    outputs: int | None  # length of its output tuple; None: it returns hidden states alone
+    needs_run: bool  # the next block needs more than hidden states (other streams, other outputs): it cannot be skipped
+    stream_axis: int | None  # the dimension of its states that numbers the streams, if there is one
 
 
 class Trunk:
@@ -104,28 +111,25 @@ class Trunk:
         return length if isinstance(length, int) else None
 
     def probe(self) -> None:
-        """Find out by short runs how the model can be run, which happens otherwise when it first matters.
+        """Determine by short runs how the model can be run; otherwise this happens on first use.
 
-        Hooks that are on the model then would see these runs.
+        Call it before adding hooks to the model, which would see these runs.
         """
-        _ = self.shares_prefixes, self._handover
+        _ = self.shares_prefixes, self._interface
 
     @property
     def stream_axis(self) -> int | None:
-        """Which dimension of a block's states numbers the streams; None if there is one stream, or no dimension."""
-        return self._handover[2]
+        """The dimension of a block's states that numbers the streams, or None if there is no such dimension."""
+        return self._interface.stream_axis
 
     @cached_property
-    def _handover(self) -> tuple[int | None, bool, int | None]:
-        """How many outputs a block returns (None: hidden states alone), and whether known states replace only a part.
-
-        The rest, other streams or what a block passes on to the next one, must then be computed. Third, `stream_axis`.
-        """
+    def _interface(self) -> _BlockInterface:
+        """What blocks return, observed on a run of the first block."""
         outputs: list[Any] = []
-        passed_on: list[Any] = []
+        next_arguments: list[Any] = []
 
         def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            passed_on.extend([*args, *kwargs.values()])
+            next_arguments.extend([*args, *kwargs.values()])
             raise _Stop
 
         with (
@@ -139,20 +143,21 @@ class Trunk:
         has_streams = self._streams(states, torch.Size((1, 2))).shape[-2] > 1
         axis = (2 if states.shape[:2] == (1, 2) else 0) if states.ndim == 4 else None
         if not isinstance(output, (tuple, list)):
-            return None, has_streams, axis
+            return _BlockInterface(None, has_streams, axis)
         others = [out for out in output[1:] if isinstance(out, Tensor)]
-        return len(output), has_streams or any(out is argument for out in others for argument in passed_on), axis
+        passes_more = any(out is argument for out in others for argument in next_arguments)
+        return _BlockInterface(len(output), has_streams or passes_more, axis)
 
     @cached_property
     def shares_prefixes(self) -> bool:
-        """Whether rows can continue from a cache of left-padded prefixes: attention can, recurrent layers are tried."""
+        """Whether rows can continue from a cache of left-padded prefixes. Attention can; other layers are tested."""
         if "past_key_values" not in self._accepts:
             return False
         if self.model._supports_default_dynamic_cache():
             layers = DynamicCache(config=self.model.config).layers
             others = [layer for layer in layers if type(layer) not in ATTENTION_CACHES]
             if not all(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others):
-                return False  # it has states that `borrow_cache` does not know
+                return False  # `borrow_cache` cannot copy such a layer
             if not others and not self.model._is_stateful:
                 return True
         past = Tokens.left_padded([(1,), (1, 2, 3, 4, 5, 6)], self.device)
@@ -163,26 +168,26 @@ class Trunk:
             try:
                 cache = select_cache(self._run_base(past, use_cache=True).past_key_values, order)
                 cached = self._after(last, _Run(tokens.select(order), cache))[order]
-            except Exception:  # each model fails in its own way
+            except Exception:  # models raise many kinds of errors here
                 return False
         is_token = tokens.mask[:, past.ids.shape[1] :].bool().to(whole.device)
         tolerance = max(1e-3, 8 * torch.finfo(whole.dtype).eps)
         return bool((cached - whole)[is_token].norm() <= tolerance * whole[is_token].norm())
 
     def narrowed(self, dtype: torch.dtype) -> Trunk:
-        """Return a copy of the model as it is now in a narrower dtype."""
+        """Return a copy of the model as it is now, in another dtype."""
         names = {module: name for name, module in self.model.named_modules()}
         model = copy.deepcopy(self.model).to(dtype)
         return Trunk(model, [model.get_submodule(names[block]) for block in self.blocks])
 
     @torch.no_grad()
     def cache(self, tokens: Tokens, *, last_layer: int | None = None) -> Any:
-        """Return what runs that follow these tokens need, at every block or up to one of them; None for no tokens."""
+        """Return a cache of these tokens, for all blocks or up to `last_layer`; None if there are no tokens."""
         if tokens.ids.shape[-1] == 0:
             return None
         if not self.shares_prefixes:
             return Prefixes(tokens)
-        if last_layer is None or not self.model._supports_default_dynamic_cache():  # or it has its own kind of cache
+        if last_layer is None or not self.model._supports_default_dynamic_cache():  # or a cache of its own kind
             return self._run_base(tokens, use_cache=True).past_key_values
         cache = DynamicCache(config=self.model.config)
         with self._stopping_after(last_layer):
@@ -233,8 +238,8 @@ class Trunk:
             elif module in self.blocks:
                 inputs[index] = _mean_of(self._streams(_first_argument(args, kwargs), shape))
             else:
-                entered = _first_argument(args, kwargs).reshape(*shape, -1)  # some families flatten rows
-                inputs[index] = whole_input(module, entered)
+                module_input = _first_argument(args, kwargs).reshape(*shape, -1)  # some families flatten rows
+                inputs[index] = full_input(module, module_input)
             if len(inputs) == len(modules):
                 raise _Stop
 
@@ -250,11 +255,11 @@ class Trunk:
         Gradients flow into the states of `resume`.
         """
         run = self._prepare(tokens, cache, resume)
-        rows, places = run.translate(where).unbind(-1)
+        rows, positions = run.translate(where).unbind(-1)
 
         def choose(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             states = args[0]
-            return (states[rows.to(states.device), places.to(states.device)].unsqueeze(0), *args[1:])
+            return (states[rows.to(states.device), positions.to(states.device)].unsqueeze(0), *args[1:])
 
         with self.model.get_output_embeddings().register_forward_pre_hook(choose), self._resuming(run.resume):
             arguments = self._arguments(run.tokens, borrow_cache(run.cache), self._head_accepts)
@@ -267,7 +272,7 @@ class Trunk:
         return self._whole_rows(tokens, cache, resume)
 
     def _whole_rows(self, tokens: Tokens, prefixes: Prefixes | None, resume: Resume | None) -> _Run:
-        """Put the prefix and the tokens of each row together, with all padding behind them."""
+        """Join the prefix and the tokens of each row, with all padding behind them."""
         past = tokens.ids[:, :0] if prefixes is None else prefixes.tokens.ids
         order = tokens.mask.argsort(dim=-1, descending=True, stable=True)
         mask = tokens.mask.gather(1, order)
@@ -282,7 +287,7 @@ class Trunk:
         return _Run(whole, None, resume, order.argsort(dim=-1)[:, past.shape[1] :])
 
     def _run_base(self, tokens: Tokens, cache: Any = None, *, use_cache: bool = False) -> Any:
-        """Return the output of the model without its head, or None where a hook stopped the run."""
+        """Return the output of the model without its head, or None if a hook stopped the run."""
         arguments = self._arguments(tokens, cache, self._accepts, use_cache=use_cache)
         with self._finite_padding(tokens), suppress(_Stop):
             return self.model.base_model(**arguments)
@@ -313,13 +318,13 @@ class Trunk:
 
         with ExitStack() as hooks:
             if not is_token[:, 0].all():
-                for block in self.blocks:  # before the hooks that record: they see what the next block gets
+                for block in self.blocks:  # before recording hooks, so that they see what the next block gets
                     hooks.enter_context(block.register_forward_hook(clean, prepend=True))
             yield
 
     @contextmanager
     def _stopping_after(self, layer: int) -> Iterator[list[Any]]:
-        """Stop after a block; its output is then in the list."""
+        """Stop the run after a block, and yield a list that will hold its output."""
         outputs: list[Any] = []
 
         def record(_: nn.Module, __: Any, out: Any) -> None:
@@ -336,31 +341,31 @@ class Trunk:
             yield
             return
         layer, known = resume
-        outputs, needs_rest, _ = self._handover  # found out now: the blocks are about to be replaced
+        interface = self._interface  # read before blocks are replaced: the first access runs the model
 
         def replace_states(_: nn.Module, __: Any, out: Any) -> Any:
             states = _states_in(out)
             streams = self._streams(states, known.shape[:2])
             change = known.to(states.device) - _mean_of(streams)
             states = _in_layout(streams + change.unsqueeze(-2), states)
-            return states if outputs is None else (states, *out[1:])
+            return states if interface.outputs is None else (states, *out[1:])
 
         def forward(output: Hidden | None, *args: Any, **kwargs: Any) -> Any:
             states = _first_argument(args, kwargs)
             states = states if output is None else output.to(states.device)
-            return states if outputs is None else (states, *([None] * (outputs - 1)))
+            return states if interface.outputs is None else (states, *([None] * (interface.outputs - 1)))
 
-        own, lowest = self._own_keys
-        if known.requires_grad and own - 1 <= layer < len(self.blocks) - 1:
-            reach = f"Choose {{layers}} below {own - 1}" if own > 1 else "Use another family"
+        key_blocks, lowest_source = self._key_sharing
+        if known.requires_grad and key_blocks - 1 <= layer < len(self.blocks) - 1:
             raise InputError(
-                f"Blocks from {own} on use the keys of earlier blocks, so no later token sees a change after {layer}",
-                advice=reach,
+                f"Blocks from {key_blocks} on use the keys of earlier blocks, so no later token sees a change after "
+                f"block {layer}",
+                advice=f"Choose {{layers}} below {key_blocks - 1}" if key_blocks > 1 else "Use another family",
                 settings={"layers": None},
                 code="shared_keys",
             )
         with ExitStack() as replaced:
-            if needs_rest or (own < len(self.blocks) and layer >= lowest):
+            if interface.needs_run or (key_blocks < len(self.blocks) and layer >= lowest_source):
                 replaced.enter_context(self.blocks[layer].register_forward_hook(replace_states))
             else:
                 for block in self.blocks[:layer]:
@@ -369,30 +374,30 @@ class Trunk:
             yield
 
     @cached_property
-    def _own_keys(self) -> tuple[int, int]:
-        """How many blocks compute keys of their own, and the lowest block from which the others take theirs.
+    def _key_sharing(self) -> tuple[int, int]:
+        """The number of blocks that compute attention keys, and the lowest block whose keys later blocks reuse.
 
-        In Gemma 3n and 4 upper blocks use the keys and values of the last block of their kind below.
+        In Gemma 3n and 4, upper blocks use the keys and values of the last lower block of their kind.
         """
         config = self.model.config.get_text_config()
-        own = len(self.blocks) - (getattr(config, "num_kv_shared_layers", 0) or 0)
-        kinds = (getattr(config, "layer_types", None) or [""] * len(self.blocks))[:own]
-        return own, min((own - 1 - kinds[::-1].index(kind) for kind in set(kinds)), default=own)
+        count = len(self.blocks) - (getattr(config, "num_kv_shared_layers", 0) or 0)
+        kinds = (getattr(config, "layer_types", None) or [""] * len(self.blocks))[:count]
+        return count, min((count - 1 - kinds[::-1].index(kind) for kind in set(kinds)), default=count)
 
 
 @contextmanager
 def _replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = block.__dict__.get("forward")  # accelerate replaces the method on the instance
+    instance_forward = block.__dict__.get("forward")  # accelerate replaces the method on the instance
     block.forward = forward
     setattr(block, SKIPPED, True)
     try:
         yield
     finally:
         delattr(block, SKIPPED)
-        if own is None:
+        if instance_forward is None:
             del block.forward
         else:
-            block.forward = own
+            block.forward = instance_forward
 
 
 def _states_in(block_output: Any) -> Tensor:
@@ -409,14 +414,14 @@ def _mean_of(streams: Tensor) -> Hidden:
     return streams.squeeze(-2) if streams.shape[-2] == 1 else streams.mean(-2)
 
 
-def _in_layout(streams: Tensor, like: Tensor) -> Tensor:
-    """Return streams [rows, tokens, streams, width] in the layout of a block."""
-    if like.ndim == 4 and like.shape != streams.shape:
+def _in_layout(streams: Tensor, block_states: Tensor) -> Tensor:
+    """Return streams [rows, tokens, streams, width] in the layout of the states of a block."""
+    if block_states.ndim == 4 and block_states.shape != streams.shape:
         return streams.movedim(2, 0)
-    return streams.reshape(like.shape)
+    return streams.reshape(block_states.shape)
 
 
-def _take(values: Tensor, places: Tensor) -> Tensor:
-    """Return the values at some places [rows, n] of each row."""
-    rows = torch.arange(len(places), device=values.device).unsqueeze(-1)
-    return values[rows, places.to(values.device)]
+def _take(values: Tensor, positions: Tensor) -> Tensor:
+    """Return the values at `positions` [rows, n] of each row."""
+    rows = torch.arange(len(positions), device=values.device).unsqueeze(-1)
+    return values[rows, positions.to(values.device)]

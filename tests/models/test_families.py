@@ -16,7 +16,7 @@ from rebind.edit.targets import ContextSettings, TargetSettings
 from rebind.errors import InputError, NumericalWarning
 from rebind.models.caches import select_cache
 from rebind.models.language_model import LanguageModel
-from rebind.models.mlp_output import Measured, Scaled, output_map
+from rebind.models.mlp_output import GateMap, ScaleMap, output_map
 from rebind.models.sites import Site, find_sites, memory_of, module_at, stored_weight
 from rebind.models.tokens import Tokens
 from rebind.models.trunk import Trunk
@@ -127,7 +127,7 @@ def test_a_site_answers_its_key_and_a_change_arrives_in_the_stream(trunk, kind, 
         arrived = subjects.states(change)[0] - before
         cosine = torch.cosine_similarity(arrived, missing, dim=-1)
         assert float(cosine.median()) > 0.6
-        if isinstance(added, (Scaled, Measured)) and kind not in NOT_LINEAR:
+        if isinstance(added, (ScaleMap, GateMap)) and kind not in NOT_LINEAR:
             assert_close(arrived / missing.norm(), missing / missing.norm(), 10 * tolerance)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rebind.errors import NumericalWarning
 from rebind.memory import Write
 from rebind.memory.closed_form import equality
-from rebind.models.mlp_output import Measured, Norm, Normalized, Scaled, output_map
+from rebind.models.mlp_output import GateMap, Norm, NormMap, ScaleMap, output_map
 from rebind.models.sites import find_sites, memory_of, module_at, write_memory
 from rebind.models.tokens import Tokens
 from tests import tiny
@@ -77,11 +77,11 @@ def test_the_output_map_is_found(name, dtype):
     for site in find_sites(model):
         added = output_map(trunk, site.layer, module_at(model, site.name))
         if name in NORMED:
-            assert isinstance(added, Normalized)
+            assert isinstance(added, NormMap)
             assert added.norm.centered == (name == "opt-post-norm")
             assert added.scale == 1.0
         else:
-            assert isinstance(added, Scaled)
+            assert isinstance(added, ScaleMap)
             scale = SCALED.get(name, 1.0)
             assert added.scale == (1.0 if scale == 1.0 else pytest.approx(scale, rel=4 * torch.finfo(dtype).eps))
             missing = Draw(2).normal(len(ROWS), 32)
@@ -89,7 +89,7 @@ def test_the_output_map_is_found(name, dtype):
             assert (change is missing) == (scale == 1.0), "the same bytes as without the map"
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama", Scaled), ("gemma2", Normalized), ("granite", Scaled)])
+@pytest.mark.parametrize(("name", "kind"), [("llama", ScaleMap), ("gemma2", NormMap), ("granite", ScaleMap)])
 def test_a_few_huge_entries_hide_nothing(name, kind):
     """As in many real models; the rounding errors of bfloat16 in them are larger than everything else."""
     model = FAMILIES[name]().to(torch.bfloat16)
@@ -105,7 +105,7 @@ def test_a_change_within_reach_is_reached(name):
     """The target is what some other output of the same length gives."""
     setup = Setup(name)
     before = setup.states()
-    if isinstance(setup.map, Normalized):
+    if isinstance(setup.map, NormMap):
         x = setup.read(setup.map.norm.module)
         middle = x.mean(-1, keepdim=True) if setup.map.norm.centered else 0.0
         other = x - middle + 2 * Draw(3).normal(*x.shape)
@@ -178,4 +178,4 @@ def test_a_change_out_of_reach_and_an_unknown_map_warn():
     trunk = tiny.trunk(model)
     model.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out.tanh())
     with pytest.warns(NumericalWarning, match="neither a scale nor a norm"):
-        assert isinstance(output_map(trunk, 1, model.model.layers[1].mlp.down_proj), Measured)
+        assert isinstance(output_map(trunk, 1, model.model.layers[1].mlp.down_proj), GateMap)

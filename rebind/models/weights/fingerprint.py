@@ -1,7 +1,7 @@
-"""The fingerprint of a model: a digest of all of its weights, by which ledgers and caches know the model.
+"""The fingerprint of a model: a digest of all of its weights, by which ledgers and caches identify the model.
 
-Half a gigabyte of weights takes about a second. A model that is loaded from files is hashed once: its
-fingerprint is stored in the cache, by the names, sizes, times and inodes of the files.
+Half a gigabyte of weights takes about a second. A model that is loaded from files is hashed once, and its
+fingerprint is cached under the names, sizes, times and inodes of the files.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rebind.errors import InputError, StorageError
 from rebind.models.weights.placement import named_weights
 from rebind.storage import cache_dir, path_inside, read_json_object, write_json
 
-FOLDER, VERSION = "fingerprints", 2  # raise the version when fingerprints change
+FOLDER, VERSION = "fingerprints", 2  # increase the version when fingerprints change
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a sha256 (hex) that is equal for two models if and only if their weights are, on whatever devices.
+    """Return a sha256 (hex) that is equal for two models if and only if their weights are equal, on any devices.
 
     For each parameter (tied ones once) it covers the name, shape and dtype, and every bit.
     """
@@ -49,13 +49,13 @@ def fingerprint_of_files(model: nn.Module, folder: Path) -> str:
     if isinstance(stored, str) and len(stored) == 64:
         return stored
     computed = fingerprint(model)
-    with suppress(StorageError):  # a cache that cannot be written costs time alone
+    with suppress(StorageError):  # without the cache only time is lost
         write_json(file, {"fingerprint": computed})
     return computed
 
 
 def _digest(parameter: Tensor) -> bytes:
-    data: Any = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # its memory, not a copy
+    data: Any = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # a view of its memory
     return hashlib.sha256(data).digest()
 
 

@@ -1,8 +1,8 @@
-"""Edits of a quantized matrix: the matrix stays as it is, and a hook on its module adds what edits have changed.
+"""Edit a quantized matrix: its stored form stays, and a hook on its module adds the change that edits make.
 
-Libraries store quantized matrices in formats of their own, but all of them can multiply: the matrix is read by its
-products with unit vectors. Only the matrices of edited layers are ever read, one at a time, and only what edits change
-about them is kept, in float32. Without a change there is no hook, and the module is what it was.
+Libraries store quantized matrices in formats of their own, but all of them can multiply, so a matrix is read by its
+products with unit vectors. Only the matrices of edited layers are read, one at a time, and only their changes are
+stored, in float32. Without a change there is no hook.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from rebind.errors import InputError
 
-ROWS_AT_ONCE = 1024  # unit vectors that are multiplied together
+ROWS_PER_PASS = 1024  # unit vectors multiplied together
 CHANGE = "_rebind_change"  # the attribute of a module that holds its `Change`
 
 
@@ -47,13 +47,13 @@ def keep_gradients(model: nn.Module) -> None:
 def base_matrix(module: nn.Module) -> Tensor:
     """Return the matrix that a quantized linear map multiplies by, without changes, [d_v, d_k] float32."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    like = next((one for one in (weight, bias) if isinstance(one, Tensor) and one.is_floating_point()), None)
-    dtype = torch.float32 if like is None else like.dtype
-    device = next((one.device for one in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    floats = [tensor for tensor in (weight, bias) if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+    dtype = floats[0].dtype if floats else torch.float32
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     width, columns = int(module.in_features), []  # type: ignore[arg-type]
     with torch.no_grad():
-        for first in range(0, width, ROWS_AT_ONCE):
-            rows = torch.arange(first, min(first + ROWS_AT_ONCE, width), device=device)
+        for first in range(0, width, ROWS_PER_PASS):
+            rows = torch.arange(first, min(first + ROWS_PER_PASS, width), device=device)
             units = functional.one_hot(rows, width).to(dtype)
             products = module.forward(units).float()  # without hooks
             columns.append(products if bias is None else products - bias.float())
@@ -61,13 +61,13 @@ def base_matrix(module: nn.Module) -> Tensor:
 
 
 def change_of(module: nn.Module) -> Tensor | None:
-    """Return what edits have changed about a quantized matrix; None for nothing."""
+    """Return the change that edits made to a quantized matrix, or None."""
     change = getattr(module, CHANGE, None)
     return None if change is None else change.matrix
 
 
 def set_change(module: nn.Module, matrix: Tensor | None) -> None:
-    """Put another change beside a quantized matrix, or none."""
+    """Replace the change of a quantized matrix; None removes it."""
     if (change := module.__dict__.pop(CHANGE, None)) is not None:
         change.remove()
     if matrix is not None:
@@ -75,13 +75,13 @@ def set_change(module: nn.Module, matrix: Tensor | None) -> None:
 
 
 def changed_matrix(module: nn.Module) -> Tensor:
-    """Return the matrix with its change, [d_v, d_k] float32."""
+    """Return a quantized matrix plus its change, [d_v, d_k] float32."""
     base, change = base_matrix(module), change_of(module)
     return base if change is None else base + change.to(base.device)
 
 
 def write_matrix(module: nn.Module, matrix: Tensor) -> None:
-    """Make a quantized linear map multiply by another matrix, by putting the difference beside its own."""
+    """Make a quantized linear map multiply by `matrix`, by storing the difference as its change."""
     base = base_matrix(module)
     change = (matrix.to(base.device, torch.float64) - base.double()).float()
     set_change(module, change if change.any() else None)
