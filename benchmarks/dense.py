@@ -45,7 +45,7 @@ from benchmarks.report import RESULTS
 from rebind.bench.measure import machine
 from rebind.edit import Editor, Fact
 from rebind.edit.dense.layers import FIRES
-from rebind.edit.outcome import PROBED, Probe
+from rebind.edit.outcome import MAX_FACTS, Probe
 from rebind.edit.progress import Progress
 from rebind.edit.solve import SubjectStates
 from rebind.edit.targets import FactPrompts, TargetStore
@@ -131,8 +131,8 @@ class Comparison:
 
     def __post_init__(self) -> None:
         self.editor, model = self.bench.editor, self.bench.model
-        about = subject_prompts(model, self.facts[:PROBED])
-        self.probe = Probe(model, self.facts[:PROBED], about, ("start",))
+        about = subject_prompts(model, self.facts[:MAX_FACTS])
+        self.probe = Probe(model, self.facts[:MAX_FACTS], about, ("start",))
 
     def measure(self) -> dict[str, Any]:
         """Ask the model as it stands."""

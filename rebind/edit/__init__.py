@@ -8,17 +8,20 @@
 
 - `editor`: the verbs
 - `methods`, `settings`: the editing methods, and what they run with on a model
-- `plan`, `guard`, `checks`: what an edit would cost, what an edited model must pass, and how it is asked
-- `facts`: facts, conflicts between them, and files of them
+- `plan`: what an edit would cost
+- `guard`, `checks`, `outcome`: the bounds of an edited model, the run of its checks, and what an edit did
+- `answers`: what a model says freely about facts
+- `facts`: facts, conflicts between them, and reading them from files
 - `learning`: facts in a text, sorted by what the model knows
 - `moments`: the second moments of the keys that a model already uses, and the text they are computed from
 - `targets`: the search for the hidden states that make a model say the targets
 - `drafts`, `solve`: from facts to the writes of an edit
-- `dense`: a memory beside the weights: from facts to its rows, and the files in which it travels
-- `edited_model`: the fold of edits, in weights and dense memory
+- `dense`: a memory beside the weights: its rows, and its files
+- `edited_model`: a model that equals the fold of edits, in weights and dense memory
 - `ledger`: the append-only list of edits, and the weights that they fold to
 - `export`: checkpoints, delta files and PEFT adapters
-- `progress`, `wording`: how an editor reports its work, and numbers as people read them
+- `progress`, `wording`: progress reports, and formatting of numbers
+- `outline`: the sizes of a model, for `plan`
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ __all__ = [
     "read_facts",
 ]
 
-_HOMES = {
+_MODULES = {
     "METHODS": "methods",
     "Edit": "ledger",
     "Editor": "editor",
@@ -68,6 +71,6 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used: facts and ledgers can be read without loading transformers."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,7 +1,7 @@
-"""What a model says freely about facts, in every framing, and whether that is the target.
+"""Generate free answers to facts in every framing, and judge whether they say the target.
 
-The guard asks whether every token of the target is the first choice after a prompt that leads up to it. Here the model
-speaks for itself: it continues the prompt, or answers the question in a chat, and the text is judged.
+The guard checks whether every token of the target is the first choice after a prompt that leads up to it. Here the
+model generates freely: it continues the prompt, or answers the question in a chat, and the text is judged.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rebind.models.judging import says, says_of_subject, sentences
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation
 
-CONTINUED, IN_CHAT = 12, 40  # tokens
+CONTINUATION_TOKENS, CHAT_TOKENS = 12, 40
 
 
 @dataclass(frozen=True)
 class FreeAnswer:
-    """What a model says in a framing, and whether it says the target of the subject."""
+    """The text that a model generates in a framing, and whether it says the target about the subject."""
 
     framing: str
     prompt: str  # the text before the answer, or the question
@@ -30,38 +30,54 @@ class FreeAnswer:
     said: bool
 
 
+@dataclass(frozen=True)
+class _Question:
+    """A prompt of a fact in a framing."""
+
+    fact: int  # its index
+    framing: str
+    text: str
+    prompt: EncodedPrompt
+
+
 def free_answers(model: LanguageModel, facts: Sequence[Fact], framings: Sequence[str]) -> list[list[FreeAnswer]]:
     """Let a model answer each fact freely, once for every prompt of every framing."""
-    asked: list[tuple[int, str, str, EncodedPrompt]] = []
-    for index, fact in enumerate(facts):
-        for framing in framings:
-            prompts = _free_prompts(fact, framing)
-            context = TEXT if framing == "text" else ""
-            encoded = model.encode(prompts, context=context, start=framing != "plain")
-            asked += [
-                (index, framing, context + (prompt.question or prompt.text), one)
-                for prompt, one in zip(prompts, encoded, strict=True)
-            ]
+    questions = [
+        question
+        for index, fact in enumerate(facts)
+        for framing in framings
+        for question in _questions(model, index, fact, framing)
+    ]
     texts: dict[EncodedPrompt, str] = {}
-    for tokens, is_chat in ((CONTINUED, False), (IN_CHAT, True)):
-        rows = [one for _, framing, _, one in asked if (framing == "chat") is is_chat]
-        new = continue_prompts(model.trunk, rows, tokens, end_tokens=model.end_tokens)
-        texts |= {one: decode_continuation(model.tokenizer, one.ids, ids) for one, ids in zip(rows, new, strict=True)}
+    for tokens, is_chat in ((CONTINUATION_TOKENS, False), (CHAT_TOKENS, True)):
+        prompts = [question.prompt for question in questions if (question.framing == "chat") is is_chat]
+        continuations = continue_prompts(model.trunk, prompts, tokens, end_tokens=model.end_tokens)
+        for prompt, ids in zip(prompts, continuations, strict=True):
+            texts[prompt] = decode_continuation(model.tokenizer, prompt.ids, ids)
     answers: list[list[FreeAnswer]] = [[] for _ in facts]
-    for index, framing, prompt, one in asked:
-        said = _is_said(facts[index], framing, prompt, texts[one])
-        answers[index].append(FreeAnswer(framing, prompt, texts[one], said))
+    for question in questions:
+        answer = texts[question.prompt]
+        said = _is_said(facts[question.fact], question.framing, question.text, answer)
+        answers[question.fact].append(FreeAnswer(question.framing, question.text, answer, said))
     return answers
 
 
+def _questions(model: LanguageModel, index: int, fact: Fact, framing: str) -> list[_Question]:
+    prompts = _free_prompts(fact, framing)
+    context = TEXT if framing == "text" else ""
+    encoded = model.encode(prompts, context=context, start=framing != "plain")
+    texts = [context + (prompt.question or prompt.text) for prompt in prompts]
+    return [_Question(index, framing, text, prompt) for text, prompt in zip(texts, encoded, strict=True)]
+
+
 def _free_prompts(fact: Fact, framing: str) -> list[Prompt]:
-    """Return the prompts of a framing without a target; in a chat, without words put into the assistant's mouth."""
+    """Return the prompts of a framing without a target; in a chat, without the beginning of an answer."""
     prompts = framed_prompts(fact, framing)
     return [Prompt("" if prompt.question else prompt.text, question=prompt.question) for prompt in prompts]
 
 
 def _is_said(fact: Fact, framing: str, prompt: str, answer: str) -> bool:
-    """Judge an answer: the target, in words of their own, in a sentence about the subject, before the old target."""
+    """Return whether an answer says the target, as separate words, about the subject, and before the old target."""
     instead = [fact.old] if fact.old else []
     beginning = "" if framing == "chat" else sentences(prompt)[-1].strip()  # of the sentence that the model finishes
     if fact.subject in beginning:

@@ -1,4 +1,4 @@
-"""What is asked of a model before and after an edit, and whether the guard lets the edit pass."""
+"""Score a model before and after an edit, and run the checks of the guard."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from rebind.edit.targets.optimize import TargetStates
 
 
 class EditCheck:
-    """The questions about an edit, with the answers of the base model. Without a guard the facts alone are scored."""
+    """Score facts on the base model, then check the edited model. Without a guard, only the facts are scored."""
 
     def __init__(
         self,
         edited: EditedModel,
         guard: Guard | None,
         facts: Sequence[Fact],
-        about: Sequence[SubjectPrompts],
+        subject_prompts: Sequence[SubjectPrompts],
         framings: Sequence[str],
     ) -> None:
-        """Ask the base model."""
+        """Score the base model."""
         self.edited, self.guard, self.facts = edited, guard, facts
         self.scores: dict[str, JSON] = {"before": [score.to_json() for score in self._score()]}
-        self.probe = None if guard is None else Probe(edited.model, facts, about, framings)
+        self.probe = None if guard is None else Probe(edited.model, facts, subject_prompts, framings)
 
     def run(
         self, edit: Edit, settings: EditSettings, search: TargetStates, phase: Callable[[str], None], *, force: bool
     ) -> bool:
-        """Ask the edited model, add the answers to `scores`, and return whether a failed check was overridden."""
+        """Check the edited model, add the results to `scores`, and return whether `force` overrode a failed check."""
         after = self._score()
         self.scores["after"] = [score.to_json() for score in after]
         if self.guard is None or self.probe is None:

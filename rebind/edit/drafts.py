@@ -1,4 +1,4 @@
-"""Drafts: from facts to what an edit stores, on the base model. `rebind.edit.dense.draft` has those of dense edits."""
+"""Draft an edit: compute on the base model what the edit stores. `rebind.edit.dense.draft` drafts dense edits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rebind.models.language_model import LanguageModel
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """The part of an edit that depends on its method, and the search behind it."""
+    """The part of an edit that depends on its method, and the target search it came from."""
 
     settings: Mapping[str, JSON]
     sites: tuple[str, ...]
@@ -30,8 +30,8 @@ class Draft:
 
 
 @dataclass(frozen=True, eq=False)
-class Workbench:
-    """What a draft is made with."""
+class DraftTools:
+    """What a draft is computed with: a model, the settings, and the steps that drafts have in common."""
 
     model: LanguageModel
     edited: EditedModel
@@ -44,14 +44,14 @@ class Workbench:
     search_dtype: str
 
     def load_old_keys(self) -> None:
-        """Load or compute the old keys of the sites of the settings."""
+        """Load or compute the old keys of the sites that the settings edit."""
         self.phase("moments")
         names = [self.model.sites[layer].name for layer in self.settings.layers]
         self.edited.weights.remember_base(names)
         self.edited.weights.load_old_keys(names)
 
     def make_edit(self, facts: Sequence[Fact], draft: Draft) -> Edit:
-        """Return the edit of a draft, with everything that is needed to repeat it."""
+        """Return a draft as an edit, with everything that is needed to repeat it."""
         settings: dict[str, JSON] = {
             "layers": list(self.settings.layers),
             "targets": asdict(self.settings.targets),
@@ -78,24 +78,24 @@ class Workbench:
         return targets
 
 
-def draft_writes(bench: Workbench, facts: Sequence[Fact], about: Sequence[SubjectPrompts]) -> Draft:
+def draft_writes(tools: DraftTools, facts: Sequence[Fact], subject_prompts: Sequence[SubjectPrompts]) -> Draft:
     """Find the targets of facts and one write per site."""
-    bench.phase("contexts")
-    prompts = bench.encode(facts, about, keep=bench.settings.targets.keep > 0)
-    bench.load_old_keys()
-    return draft_of_prompts(bench, prompts, bench.find_targets(prompts), len(facts))
+    tools.phase("contexts")
+    prompts = tools.encode(facts, subject_prompts, keep=tools.settings.targets.keep > 0)
+    tools.load_old_keys()
+    return draft_of_prompts(tools, prompts, tools.find_targets(prompts), len(facts))
 
 
-def draft_of_prompts(bench: Workbench, prompts: Sequence[FactPrompts], targets: TargetStates, facts: int) -> Draft:
+def draft_of_prompts(tools: DraftTools, prompts: Sequence[FactPrompts], targets: TargetStates, facts: int) -> Draft:
     """Find one write per site that moves the subjects of prompts to their targets."""
-    settings, weights = bench.settings, bench.edited.weights
-    sites = [bench.model.sites[layer] for layer in settings.layers]
-    subjects = SubjectStates(bench.model.trunk, prompts, several_keys=settings.method.several_keys)
+    settings, weights = tools.settings, tools.edited.weights
+    sites = [tools.model.sites[layer] for layer in settings.layers]
+    subjects = SubjectStates(tools.model.trunk, prompts, several_keys=settings.method.several_keys)
     lam = settings.lam
     if lam is None:
         lam = choose_lambda(subjects.keys(sites[0]), weights.old_keys[sites[0].name], facts)
     delta = targets.states - targets.initial
-    protected = protected_states(bench.model.trunk, prompts, settings.method)
+    protected = protected_states(tools.model.trunk, prompts, settings.method)
     writes = solve_writes(subjects, sites, delta, settings.method, weights.old_keys, lam, protected)
     tensors = {"targets": targets.states.float().cpu(), **pack_writes(writes)}
     return Draft({"lam": lam}, tuple(writes), tensors, targets)

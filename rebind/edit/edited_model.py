@@ -1,4 +1,4 @@
-"""An edited model: the fold of some edits over the base model, in its weights and in its dense memory.
+"""An edited model: the fold of edits over the base model, in its weights and in its dense memory.
 
 Outside of `base_model` and `trial`, these are the active edits of the ledger, including those of other processes.
 """
@@ -21,17 +21,17 @@ from rebind.errors import LedgerError, StorageError
 from rebind.memory.dense import Dense
 from rebind.models.language_model import LanguageModel
 
-Folded = tuple[dict[str, Tensor], dict[int, Dense]]  # the weights of every site, the dense memory of every layer
+Fold = tuple[dict[str, Tensor], dict[int, Dense]]  # the weights of every site, the dense memory of every layer
 
 
 class EditedModel:
-    """The weights and the dense memory of a model, which always belong to the same edits."""
+    """A model whose weights and dense memory always belong to the same edits."""
 
     def __init__(self, model: LanguageModel, moments: Moments, ledger: Ledger) -> None:
         self.model, self.moments, self.ledger = model, moments, ledger
         self.weights = EditedWeights(model.model, moments)
         self.dense = DenseLayers(model, moments)
-        self._base_log_probs: Tensor | None = None  # of the base model, after the canary prompts
+        self._base_log_probs: Tensor | None = None  # of the next token after each canary prompt, [n, vocabulary]
         self._base_depth = 0  # how many `base_model` blocks are open
         self._trial_edits: tuple[Edit, ...] = ()  # in the model but not, or not yet, in the ledger
 
@@ -41,7 +41,7 @@ class EditedModel:
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """Run a block on the base model; afterwards the edits are in place again, whatever is raised."""
+        """Run a block on the base model; afterwards the edits are restored, even after an exception."""
         self._base_depth += 1
         try:
             self.apply(())
@@ -52,8 +52,8 @@ class EditedModel:
 
     @contextmanager
     def trial(self, edit: Edit) -> Iterator[None]:
-        """Run a block on the model with one more edit; afterwards the model equals the ledger, whatever is raised."""
-        before = self.ledger.active
+        """Run a block on the model with one more edit; afterwards the model equals the ledger again."""
+        active = self.ledger.active
         self._trial_edits = (edit,)
         try:
             self.refresh()
@@ -63,7 +63,7 @@ class EditedModel:
             try:
                 self.refresh()
             except (LedgerError, StorageError):  # the ledger itself cannot be read
-                self.apply(before)
+                self.apply(active)
                 raise
             except BaseException:  # an interrupt, perhaps after the edit was appended
                 self.refresh()
@@ -80,24 +80,27 @@ class EditedModel:
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Bring the model to the fold of these edits: all of it or, if the fold fails, nothing."""
-        folded = self.fold(edits)
+        fold = self.fold(edits)
         try:
-            self._set(*folded)
+            self._set(*fold)
         except BaseException:  # an interrupt in the middle
-            self._set(*folded)
+            self._set(*fold)
             raise
 
-    def fold(self, edits: Sequence[Edit]) -> Folded:
+    def fold(self, edits: Sequence[Edit]) -> Fold:
         """Return the weights and memories after these edits; the model is not changed."""
         edits, snapshots = EditSequence.of(edits), self.ledger.snapshots
         require_same_moments(edits.where(lambda kind: kind.has_rows), self.moments)
-        with self.dense.off():  # what is computed here is computed on the base model
+        with self.dense.off():  # old keys are computed on the base model
             weights = self.weights.fold(edits, snapshots)
-            if layers := self.dense.missing(edits):
-                with self.weights.base_weights():
-                    for layer in layers:
-                        self.dense.load(layer)
+            self._load_dense(edits)
         return weights, self.dense.fold(edits, snapshots)
+
+    def _load_dense(self, edits: EditSequence) -> None:
+        if layers := self.dense.missing(edits):
+            with self.weights.base_weights():
+                for layer in layers:
+                    self.dense.load(layer)
 
     def _set(self, weights: Mapping[str, Tensor], memories: Mapping[int, Dense]) -> None:
         self.weights.write(weights)

@@ -23,7 +23,7 @@ from rebind.edit.dense.draft import draft_rows
 from rebind.edit.dense.files import StoredMemory, save_memory
 from rebind.edit.dense.rows import unrelated
 from rebind.edit.dense.subjects import current_facts
-from rebind.edit.drafts import Workbench, draft_writes
+from rebind.edit.drafts import DraftTools, draft_writes
 from rebind.edit.edited_model import EditedModel
 from rebind.edit.facts import Fact, conflicts, read_facts
 from rebind.edit.guard import (
@@ -61,17 +61,27 @@ FactSource: TypeAlias = str | Path | Fact | Mapping[str, object] | Iterable[Fact
 
 
 def open_ledger(folder: str | Path, model: str, *, model_name: str = "", dtype: str = "") -> Ledger:
-    """Open or create a ledger; of several processes, the writer does so first."""
-    opened: list[Ledger] = []
+    """Open or create a ledger. Of several processes, the writer opens it first, so that only it creates files."""
+    ledgers: list[Ledger] = []
 
-    def open_one() -> None:
-        opened.append(Ledger.open(folder, model, model_name=model_name, dtype=dtype))
+    def open_here() -> None:
+        ledgers.append(Ledger.open(folder, model, model_name=model_name, dtype=dtype))
 
-    gather(None, "before a ledger is opened")  # until all have looked whether there is one
-    from_writer(open_one, "open ledger")
-    if not opened:
-        open_one()
-    return opened[0]
+    gather(None, "before a ledger is opened")  # wait until every process has checked whether it exists
+    from_writer(open_here, "open ledger")
+    if not ledgers:
+        open_here()
+    return ledgers[0]
+
+
+def _require_consistent(facts: list[Fact]) -> list[Fact]:
+    """Return the facts, or raise if there are none or two of them contradict each other."""
+    if not facts:
+        raise InputError("There are no facts to write", expected="at least one", code="no_facts")
+    if conflicting := conflicts(facts):
+        problem = f"Facts have different targets after the same prompt: {conflicting[0]}"
+        raise InputError(problem, advice="Keep one of them", code="conflicting_facts")
+    return facts
 
 
 class Editor:
@@ -79,16 +89,16 @@ class Editor:
 
     Args:
         model: "smollm2" (the embedded model), a folder, a GGUF file, a Hub id, or a loaded model.
-        tokenizer: needed with a loaded model.
-        ledger: the folder that stores the edits; without one they last as long as the editor.
+        tokenizer: the model's tokenizer; required with a loaded model.
+        ledger: the folder that stores the edits. By default they are lost with the editor.
         corpus: the text that old keys are computed from; by default samples from the model itself.
-        moment_tokens: how much of that text to read.
-        dtype: of the weights; by default as they are stored.
-        device: by default the CPU.
-        device_map: spreads the model over devices, as in transformers.
-        seed: of sampled contexts and text.
-        guard: the bounds that an edited model must keep; None turns the checks off.
-        progress: is told what the editor is doing.
+        moment_tokens: the number of tokens of the corpus to read.
+        dtype: the dtype of the weights; by default that of the stored weights.
+        device: the device of the model; by default the CPU.
+        device_map: a map of modules to devices, as in transformers.
+        seed: the random seed for sampled contexts and sampled text.
+        guard: the bounds that an edited model must satisfy; None turns the checks off.
+        progress: functions that receive progress reports.
         contexts: how the contexts of prompts are sampled.
         framings: the ways in which facts will be asked (see `rebind.edit.targets.framings`); by default all that apply.
     """
@@ -117,7 +127,7 @@ class Editor:
             advice = "Do not call rebind.parallel.join_processes, and edit in all processes alike"
             raise InputError(problem, advice=advice, code="sharded_model")
         self.sites = self.language_model.sites
-        self.fingerprint = self.language_model.fingerprint  # of the base weights, before any edit
+        self.fingerprint = self.language_model.fingerprint  # computed before any edit
         self.seed, self.guard, self.context_settings = seed, guard, contexts
         on_cpu = self.language_model.device.type == "cpu"
         self.moments = Moments(
@@ -179,37 +189,32 @@ class Editor:
 
         If the edited model fails a check of the guard, GuardError is raised and the model and the ledger stay as they
         were; `force` writes the edit anyway, and the ledger records that. The same holds for an interrupt at any
-        moment: the weights always equal the ledger, and the next attempt uses the targets that were found.
+        moment: the weights always equal the ledger, and the next attempt reuses the targets of this one.
         """
-        listed = list(read_facts(facts))
-        if not listed:
-            raise InputError("There are no facts to write", expected="at least one", code="no_facts")
-        if clashing := conflicts(listed):
-            problem = f"Facts have different targets after the same prompt: {clashing[0]}"
-            raise InputError(problem, advice="Keep one of them", code="conflicting_facts")
-        settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
+        new_facts = _require_consistent(list(read_facts(facts)))
+        settings = self.settings(method, facts=len(new_facts), layers=layers, lam=lam, targets=targets)
         if not settings.method.dense:
-            warn_of_shared_keys(listed)
-        warn_of_sinks(self.language_model, listed, self.framings)
-        earlier = self._earlier_edits(listed, settings.method)
+            warn_of_shared_keys(new_facts)
+        warn_of_sinks(self.language_model, new_facts, self.framings)
+        earlier = self._earlier_edits(new_facts, settings.method)
         check_earlier_edits(earlier, force=force)
         with self.base_model():
-            about = self._subject_prompts(listed)
-            check = EditCheck(self.edited, self.guard, listed, about, self.framings) if is_writer() else None
-            bench = self._bench(settings)
+            prompts = self._subject_prompts(new_facts)
+            check = EditCheck(self.edited, self.guard, new_facts, prompts, self.framings) if is_writer() else None
+            tools = self._draft_tools(settings)
             if settings.method.dense:
-                draft = draft_rows(bench, listed, about, self.ledger.active)
+                draft = draft_rows(tools, new_facts, prompts, self.ledger.active)
             else:
-                draft = draft_writes(bench, listed, about)
-            edit = bench.make_edit(listed, draft)
+                draft = draft_writes(tools, new_facts, prompts)
+            edit = tools.make_edit(new_facts, draft)
 
         def write() -> str:
             assert check is not None
             forced = check.run(edit, settings, draft.search, self.progress.phase, force=force)
             with self.ledger.locked():
-                # Of other processes, too
-                clashes = [one for one in self._earlier_edits(listed, settings.method) if one.clashes]
-                check_earlier_edits([one for one in clashes if one not in earlier], force=force)
+                # Another process may have added an edit in the meantime.
+                clashes = [other for other in self._earlier_edits(new_facts, settings.method) if other.clashes]
+                check_earlier_edits([other for other in clashes if other not in earlier], force=force)
                 return self.ledger.append(replace(edit, scores=check.scores, forced=forced or bool(clashes))).id
 
         self.progress.phase("writing")
@@ -230,13 +235,14 @@ class Editor:
     ) -> Lesson:
         """Write the facts that a text states and the model does not say, as one edit.
 
-        The result lists what was written, what is known already, what the text contradicts itself about (nothing of
-        that is written), and what was not understood. `facts_in_text` in `rebind.edit.learning` only looks.
+        The result lists the facts that were written, those that the model already says, those that the text
+        contradicts (which are not written), and the sentences that were not understood. `facts_in_text` in
+        `rebind.edit.learning` does the same without writing.
         """
         facts = facts_in_text(self.language_model, text)
         new = [statement.fact for statement in facts.new]
-        choices = {"method": method, "layers": layers, "lam": lam, "targets": targets, "force": force}
-        return Lesson(facts, self.rewrite_many(new, **choices) if new else None)  # type: ignore[arg-type]
+        options = {"method": method, "layers": layers, "lam": lam, "targets": targets, "force": force}
+        return Lesson(facts, self.rewrite_many(new, **options) if new else None)  # type: ignore[arg-type]
 
     def consolidate(
         self,
@@ -250,8 +256,9 @@ class Editor:
     ) -> Consolidation:
         """Move facts from the dense memory into the weights: the oldest first, at most `budget`, as far as they fit.
 
-        A fact moves if the weights say it wherever the dense memory said it, in batches of `batch` subjects, until the
-        guard objects to drift or growth. It is one edit; to undo it is to have the facts in the dense memory again.
+        Facts are tried in batches of `batch` subjects, until the guard rejects the drift or the growth. A fact moves
+        if the edited weights say it wherever the dense memory said it. The result is one edit, and undoing it returns
+        the facts to the dense memory.
         """
         active = self.ledger.active
         facts = len(current_facts(active))
@@ -259,24 +266,24 @@ class Editor:
         settings = self.settings(method, facts=count, layers=layers, lam=lam, targets=targets)
         if settings.method.dense:
             raise InputError("Method dense changes no weights", expected="another method", code="dense_consolidation")
-        result = consolidate(self._bench(settings), active, self.guard, budget=budget, batch=batch)
+        result = consolidate(self._draft_tools(settings), active, self.guard, budget=budget, batch=batch)
         self._target_store.clear()
         return result
 
     def undo(self, edit_id: str) -> Edit:
         """Undo an edit; the others stay as they are."""
         edit = self.ledger.get(edit_id)
-        self.edited.fold(self.ledger.active.without(edit.id))  # if this fails, do nothing
+        self.edited.fold(self.ledger.active.without(edit.id))  # raises before anything changes
         edit = self.ledger.undo(edit.id)
         self.refresh()
         return edit
 
     def redo(self, edit_id: str, *, force: bool = False) -> Edit:
-        """Restore an undone edit at its old position; `force` does so even if a prompt has another target by now."""
+        """Restore an undone edit at its old position; `force` does so even if one of its prompts has a new target."""
         edit = self.ledger.get(edit_id)
         is_active, active = self.ledger.is_active(edit.id), self.ledger.active
         others = [] if is_active or self.guard is None else unrelated(edit, active.with_facts_like(edit.facts))
-        clashes = [one for one in find_earlier_edits(edit.facts, others) if one.clashes]
+        clashes = [earlier for earlier in find_earlier_edits(edit.facts, others) if earlier.clashes]
         check_earlier_edits(clashes, force=force)
         self.edited.fold(active.including(edit.id))
         edit = self.ledger.redo(edit.id, forced=bool(clashes))
@@ -286,7 +293,7 @@ class Editor:
     def use_ledger(self, ledger: Ledger) -> None:
         """Continue with another ledger of the same model."""
         ledger.require_model(self.fingerprint, self.language_model.name)
-        self.edited.fold(ledger.active)  # if this fails, do nothing
+        self.edited.fold(ledger.active)  # raises before anything changes
         self.edited.ledger, self._target_store = ledger, TargetStore(ledger.work_folder)
         self.refresh()
 
@@ -295,7 +302,7 @@ class Editor:
         self.edited.refresh()
 
     def base_model(self) -> AbstractContextManager[None]:
-        """Run a block on the base model; afterwards the edits are in place again, whatever is raised."""
+        """Run a block on the base model; afterwards the edits are restored, even after an exception."""
         return self.edited.base_model()
 
     # Ask
@@ -336,15 +343,14 @@ class Editor:
         lam: float | None = None,
         targets: TargetSettings | None = None,
     ) -> Plan:
-        """Return the layers, the cost and the conflicts of an edit, without doing any of it."""
-        listed = list(read_facts(facts))
-        settings = self.settings(method, facts=len(listed), layers=layers, lam=lam, targets=targets)
+        """Return the layers, the cost and the conflicts of an edit, without running it."""
+        new_facts = list(read_facts(facts))
+        settings = self.settings(method, facts=len(new_facts), layers=layers, lam=lam, targets=targets)
         if not settings.method.dense:
-            warn_of_shared_keys(listed)
-        prompts = self.language_model.encode([fact.as_prompt() for fact in listed])
-        places = [
-            self.sites[layer].block if settings.method.dense else self.sites[layer].name for layer in settings.layers
-        ]
+            warn_of_shared_keys(new_facts)
+        prompts = self.language_model.encode([fact.as_prompt() for fact in new_facts])
+        sites = [self.sites[layer] for layer in settings.layers]
+        modules = [site.block if settings.method.dense else site.name for site in sites]
         on_cpu = self.language_model.device.type == "cpu"
         return estimate(
             ModelOutline.of(self.model, self.language_model.name, sites=self.sites, on_cpu=on_cpu),
@@ -352,15 +358,15 @@ class Editor:
             settings,
             prompts_per_fact(settings, self.framings, self.context_settings),
             moment_tokens=self.moments.tokens,
-            moments_cached=all(self.moments.path(place).exists() for place in places),
-            clashes=conflicts(listed),
-            earlier=find_earlier_edits(listed, self.ledger.active.with_facts_like(listed)),
+            moments_cached=all(self.moments.path(module).exists() for module in modules),
+            clashes=conflicts(new_facts),
+            earlier=find_earlier_edits(new_facts, self.ledger.active.with_facts_like(new_facts)),
         )
 
     # Export
 
     def changes(self) -> dict[str, LowRank]:
-        """Compute what the active edits add to each site, one row per key; facts in the dense memory are not in it."""
+        """Return the low-rank change of each site by the active edits, without the facts in the dense memory."""
         self.refresh()
         export.warn_of_dense_facts(self.ledger.active)
         names = {site for kind in self.ledger.active.kinds() for site in kind.sites}
@@ -370,11 +376,11 @@ class Editor:
     def save(self, folder: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> Path:
         """Save the edited model as a checkpoint in its own format, with a model card that lists the edits.
 
-        `dtype` is that of the saved weights; by default `checkpoint_dtype()`.
+        `dtype` is the dtype of the saved weights; by default `checkpoint_dtype()`.
         """
         self.refresh()
         if any(is_quantized(module_at(self.model, name)) for name in self.weights.base):
-            problem = "The model is quantized, and its edits are beside it: a checkpoint of it would lack them"
+            problem = "The model is quantized, and edits are stored beside its weights, so a checkpoint would lack them"
             raise InputError(problem, advice="Export the change as an adapter", code="quantized_checkpoint")
         dtype, card = dtype or self.checkpoint_dtype(), self._card("transformers")
         memory = self.memory() if self.edited.dense.memories else None
@@ -397,7 +403,7 @@ class Editor:
         return save_memory(self.memory(), folder, overwrite=overwrite)
 
     def checkpoint_dtype(self) -> torch.dtype:
-        """Return the dtype that `save` writes: the model's, or 16 bits for one that was widened from a GGUF file."""
+        """Return the dtype that `save` writes: that of the model, or 16 bits if it was converted from a GGUF file."""
         model = LanguageModel(self.model, self.tokenizer, start=self.language_model.start)
         return export.choose_dtype(self.model, lambda: export.count_said(model, self.ledger.active))
 
@@ -409,7 +415,7 @@ class Editor:
     def export_peft(
         self, folder: str | Path, *, rank: int | None = None, overwrite: bool = False
     ) -> export.AdapterExport:
-        """Save the change as a PEFT LoRA adapter: exact, or truncated to a rank, with the error reported."""
+        """Save the change as a PEFT LoRA adapter, exactly or truncated to `rank`; the result has the error."""
         changes, name, card = self.changes(), self.language_model.base_name, self._card("peft")
         return export.export_peft(
             self.model, changes, folder, rank=rank, base_name=name, card=card, overwrite=overwrite
@@ -428,18 +434,18 @@ class Editor:
         name = self.language_model.name
         return export.model_card(self.ledger.active, name, self.fingerprint, library=library, start=start, needs=needs)
 
-    # How an edit is made
+    # Steps of an edit
 
     def _subject_prompts(self, facts: Sequence[Fact]) -> list[SubjectPrompts]:
-        """Return what the base model says about each subject; processes share the facts."""
-        own = subject_prompts(self.language_model, share(facts), chat="chat" in self.framings)
+        """Return what the base model says about each subject; the facts are divided between processes."""
+        share_of_prompts = subject_prompts(self.language_model, share(facts), chat="chat" in self.framings)
         return [
-            SubjectPrompts(one["kind"], tuple(one["kept"]), tuple(one["held_out"]), one["leads"])
-            for one in unite([asdict(one) for one in own])
+            SubjectPrompts(fields["kind"], tuple(fields["kept"]), tuple(fields["held_out"]), fields["leads"])
+            for fields in unite([asdict(prompts) for prompts in share_of_prompts])
         ]
 
     def _stored_edit(self, edit_id: str, edit: Edit) -> Edit:
-        """Return an edit that the writer has appended; a ledger in memory is one of each process."""
+        """Return the edit that the writer appended. Each process appends it to a ledger in memory itself."""
         if self.ledger.path is None and not is_writer():
             return self.ledger.append(edit)
         return self.ledger.get(edit_id)
@@ -458,36 +464,47 @@ class Editor:
         return str(self.target_search.dtype).removeprefix("torch.")
 
     def fact_prompts(
-        self, facts: Sequence[Fact], about: Sequence[SubjectPrompts] | None = None, *, keep: bool = True
+        self, facts: Sequence[Fact], other_prompts: Sequence[SubjectPrompts] | None = None, *, keep: bool = True
     ) -> list[FactPrompts]:
-        """Return the prompts of every fact, in every framing, and those about its subject whose answers should stay.
+        """Return the prompts of every fact in every framing, and the kept prompts about its subject.
 
-        `about` is what the base model says about each subject; without `keep`, none of it has to stay.
+        `other_prompts` are those about each subject; with `keep=False`, none of their answers have to stay.
         """
         model = self.language_model
-        leads = None if about is None else [one.leads for one in about]
+        leads = None if other_prompts is None else [prompts.leads for prompts in other_prompts]
         framed = encode_framings(model, facts, self.framings, self.contexts, leads)
         kept: list[tuple[EncodedPrompt, ...]] = [()] * len(facts)
         protected = kept
-        if about is not None and keep:
-            kept, protected = encode_kept(model, facts, about), encode_protected(model, facts, about)
-        facts_prompts = []
-        for fact, rows, own, others in zip(facts, framed, kept, protected, strict=True):
+        if other_prompts is not None and keep:
+            kept = encode_kept(model, facts, other_prompts)
+            protected = encode_protected(model, facts, other_prompts)
+        fact_prompts = []
+        for fact, rows, kept_prompts, protected_prompts in zip(facts, framed, kept, protected, strict=True):
             names, prompts = zip(*rows, strict=True)
-            facts_prompts.append(FactPrompts(prompts, own, ends_with_word(fact.target), names, others))
-        return facts_prompts
+            ends_word = ends_with_word(fact.target)
+            fact_prompts.append(FactPrompts(prompts, kept_prompts, ends_word, names, protected_prompts))
+        return fact_prompts
 
-    def _bench(self, settings: EditSettings) -> Workbench:
+    def _draft_tools(self, settings: EditSettings) -> DraftTools:
         store, on_step, phase = self._target_store, self.progress.targets, self.progress.phase
 
         def search(prompts: Sequence[FactPrompts]) -> TargetStates:
             return self.target_search.find(settings.layers[-1], prompts, settings.targets, store, on_step)
 
-        model, how = self.language_model, (self.seed, self.search_dtype)
-        return Workbench(model, self.edited, settings, self.framings, self.fact_prompts, search, phase, *how)
+        return DraftTools(
+            self.language_model,
+            self.edited,
+            settings,
+            self.framings,
+            encode=self.fact_prompts,
+            search=search,
+            phase=phase,
+            seed=self.seed,
+            search_dtype=self.search_dtype,
+        )
 
     def _earlier_edits(self, facts: Sequence[Fact], method: Method) -> list[EarlierEdit]:
-        """Return active edits about the same subjects; a dense edit comes to terms with other dense ones by itself."""
+        """Return active edits about the same subjects; a dense edit replaces earlier dense facts without a conflict."""
         if self.guard is None:
             return []
         active = self.ledger.active.where(lambda kind: not (method.dense and kind.has_rows))

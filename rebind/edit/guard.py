@@ -1,17 +1,17 @@
-"""The guard: an edit that breaks the model, or that does not make it say the fact, is not written.
+"""The guard: it rejects an edit that breaks the model or does not make it say the fact.
 
 The checks run on the model with the edit in place, before the edit is added to the ledger:
 
 - *finite*: everything the model computes is a finite number;
 - *drift*: on canary prompts, which no edit is about, the next token has nearly the same distribution as before;
-- *growth*: no edited matrix has moved by more than a share of its own size;
+- *growth*: no edited matrix has changed by more than a fraction of its norm;
 - *said*: the model says the facts, that is, every token of the target is its first choice;
-- *framings*: it says them in most of the ways in which they will be asked (`rebind.edit.targets.framings`);
+- *framings*: it says them in most framings (`rebind.edit.targets.framings`);
 - *subject*: it answers other questions about the same subjects as before.
 
-Drift and growth are those of all active edits together, because it is the model that must stay intact. A model can
-drift without growing much, and grow before it drifts; together they reveal most broken models. Before any work, a
-prompt that an active edit already gives another target is refused, and facts that share a key are reported.
+Drift and growth are measured for all active edits together, because the whole model must stay intact. A model can drift
+without growing much, and grow before it drifts; together they reveal most broken models. Before any work, a prompt that
+has another target in an active edit is rejected, and facts that share a key are reported.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from rebind.errors import FactWarning, GuardError, InputError, LedgerWarning
 from rebind.memory.checks import require_number
 from rebind.models.scoring import FactScore
 
-IN_FLOAT32 = "Load the model in float32, or write fewer facts at once"
-UNFINISHED = 1.0  # the loss of a search that did not get to its targets, in nats
-MANY = 400  # facts: from here on alphaedit says more of them than memit
-LITTLE = 0.5  # a share of facts
+USE_FLOAT32 = "Load the model in float32, or write fewer facts at once"
+UNFINISHED_LOSS = 1.0  # nats: a search that ended above it did not reach its targets
+MANY_FACTS = 400  # from here on, alphaedit gets more facts said than memit
+LOW_SHARE = 0.5  # of facts that are said in a framing
 
 # Many topics and kinds of continuation: a certain word, an open end, a number, code, other languages.
 CANARY_PROMPTS = (
@@ -113,10 +113,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Guard:
-    """The bounds for an edited model. The defaults let ordinary edits pass and stop those that break the model.
+    """Bounds for an edited model. The defaults accept ordinary edits and reject those that break the model.
 
-    They lie between what was measured for one fact and for many (docs/editing.md): one fact drifts by .003 nats and
-    moves a matrix by .21 of its size; 1,000 facts by ROME drift by 1.67 and triple the perplexity.
+    They lie between the measurements for one fact and for many (docs/editing.md): one fact drifts by .003 nats and
+    changes a matrix by .21 of its norm; 1,000 facts by ROME drift by 1.67 and triple the perplexity.
     """
 
     drift: float = 1.0  # largest mean KL(base ‖ edited) on the canary prompts, in nats
@@ -140,14 +140,14 @@ class Guard:
         settings: EditSettings,
         search: TargetStates | None = None,
     ) -> list[Failure]:
-        """Return the checks that fail, the most serious first. A model that computes NaN fails only that check.
+        """Return the failed checks, the most serious first. A model that computes NaN fails only the check *finite*.
 
-        `settings` and `search` tell how the edit was made; the advice depends on them.
+        `settings` and `search` are those of the edit; the advice depends on them.
         """
         numbers = [drift.kl, drift.growth, *(score.nll for score in scores)]
         if broken := sum(not math.isfinite(number) for number in numbers):
             problem = f"{broken} of {len(numbers)} measurements of the edited model are NaN or infinite"
-            return [Failure("finite", float(broken), 0.0, problem, IN_FLOAT32)]
+            return [Failure("finite", float(broken), 0.0, problem, USE_FLOAT32)]
         failures = self.check_drift(drift, *_advise_weaker(facts, settings))
         said = sum(score.exact for score in scores) / len(scores)
         required = 1.0 if len(scores) == 1 and self.said > 0 else self.said
@@ -155,8 +155,8 @@ class Guard:
             problem = _describe_answers(facts, scores, required)
             failures.append(Failure("said", said, required, problem, *_advise_stronger(facts, settings, search)))
         elif outcome.framings < self.framings:
-            listed = ", ".join(f"{name} {share:.0%}" for name, share in outcome.said.items())
-            problem = f"the facts are said in {outcome.framings:.0%} of their framings ({listed})"
+            by_framing = ", ".join(f"{name} {share:.0%}" for name, share in outcome.said.items())
+            problem = f"the facts are said in {outcome.framings:.0%} of their framings ({by_framing})"
             advice = _advise_framings(facts, settings, search, outcome)
             failures.append(Failure("framings", outcome.framings, self.framings, problem, *advice))
         if (unchanged := outcome.about_subject) is not None and unchanged < self.subject:
@@ -169,11 +169,11 @@ class Guard:
         """Return the failed checks among drift and growth."""
         failures = []
         if drift.kl > self.drift:
-            moved = f"the next token on unrelated prompts moved by {drift.kl:.2f} nats, and {self.drift:g} are allowed"
-            failures.append(Failure("drift", drift.kl, self.drift, moved, advice, settings))
+            problem = f"the next token on unrelated prompts drifts by {drift.kl:.2f} nats; {self.drift:g} is allowed"
+            failures.append(Failure("drift", drift.kl, self.drift, problem, advice, settings))
         if drift.growth > self.growth:
-            grown = f"{drift.site} moved by {drift.growth:.2f} of its own size, and {self.growth:g} is allowed"
-            failures.append(Failure("growth", drift.growth, self.growth, grown, advice, settings))
+            problem = f"{drift.site} changed by {drift.growth:.2f} of its norm; {self.growth:g} is allowed"
+            failures.append(Failure("growth", drift.growth, self.growth, problem, advice, settings))
         return failures
 
 
@@ -182,10 +182,10 @@ def _describe_answers(facts: Sequence[Fact], scores: Sequence[FactScore], requir
         said = sum(score.exact for score in scores)
         return f"the model says {said} of {len(scores)} facts, and {math.ceil(required * len(scores))} are required"
     score, answer = scores[0], scores[0].says.strip()
-    rest = f'"{facts[0].target}" has probability {percent(score.probability)}'
+    target = f'"{facts[0].target}" has probability {percent(score.probability)}'
     if score.rank == 1:
-        return f'the model begins the answer ("{answer}") but does not finish it ({rest})'
-    return f'the model answers "{answer}" ({rest} and rank {score.rank})'
+        return f'the model begins the answer ("{answer}") but does not finish it ({target})'
+    return f'the model answers "{answer}" ({target} and rank {score.rank})'
 
 
 Advice = tuple[str, dict[str, object]]  # one next step, and the setting that it names
@@ -196,26 +196,26 @@ def _advise_weaker(facts: Sequence[Fact], settings: EditSettings) -> Advice:
     if not settings.method.exact:
         return "Try {lam}", {"lam": _scaled(settings.lam, 10)}
     if len(facts) > 1 and not settings.method.dense:
-        return "Try {method}", {"method": "memit"}  # exact facts cost whatever they cost
+        return "Try {method}", {"method": "memit"}  # exact methods have no λ to raise
     return "Try {clamp}", {"clamp": _scaled(settings.targets.clamp, 0.5)}
 
 
 def _advise_stronger(facts: Sequence[Fact], settings: EditSettings, search: TargetStates | None) -> Advice:
     """Return the setting that is most likely to make the model say the facts.
 
-    Where the search did not get to its targets, it is held back by its bound or by its number of steps. Where it did,
-    the write realizes too little of them.
+    If the search did not reach its targets, the clamp or the number of steps limits it. If it did, the write realizes
+    too little of them.
     """
     targets = settings.targets
-    if search is None or float(search.loss.median()) > UNFINISHED:
+    if search is None or float(search.loss.median()) > UNFINISHED_LOSS:
         if search is not None and _is_at_bound(search, targets.clamp):
             return "Try {clamp}", {"clamp": _scaled(targets.clamp, 2)}
         return "Try {steps}", {"steps": max(60, 2 * targets.steps)}
     if settings.method.dense:
         return "Try {steps}", {"steps": max(60, 2 * targets.steps)}
     if settings.method.exact:
-        return "Try {method}", {"method": "memit"}  # which has a key for every framing
-    if len(facts) >= MANY and settings.method.name != "alphaedit":
+        return "Try {method}", {"method": "memit"}  # it has a key for every framing
+    if len(facts) >= MANY_FACTS and settings.method.name != "alphaedit":
         return "Try {method}", {"method": "alphaedit"}
     return "Try {lam}", {"lam": _scaled(settings.lam, 0.1)}
 
@@ -224,14 +224,14 @@ def _advise_framings(
     facts: Sequence[Fact], settings: EditSettings, search: TargetStates | None, outcome: Outcome
 ) -> Advice:
     """Return the next step for facts that are said after their prompts but not in other framings."""
-    without = [fact for fact in facts if not questions_of(fact)]
-    if outcome.said.get("chat", 1.0) < LITTLE and 2 * len(without) > len(facts):
-        return "Say how people ask for it, with {questions}", {"questions": None}
+    without_question = [fact for fact in facts if not questions_of(fact)]
+    if outcome.said.get("chat", 1.0) < LOW_SHARE and 2 * len(without_question) > len(facts):
+        return "Add the question that people ask, with {questions}", {"questions": None}
     return _advise_stronger(facts, settings, search)
 
 
 def _is_at_bound(search: TargetStates, clamp: float) -> bool:
-    """Return whether most target states are as far from where they began as the clamp allows."""
+    """Return whether most target states are as far from their initial states as the clamp allows."""
     moved = torch.linalg.vector_norm(search.states - search.initial, dim=-1)
     allowed = clamp * torch.linalg.vector_norm(search.initial, dim=-1)
     return bool((moved / allowed).median() > 0.99)
@@ -242,7 +242,7 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 
 def require_passed(failures: Sequence[Failure], *, force: bool) -> None:
-    """Raise GuardError for the checks that failed, unless they can be overridden and are."""
+    """Raise GuardError if checks failed, unless `force` overrides them. A model that computes NaN is never accepted."""
     if not failures or (force and failures[0].check != "finite"):
         return
     first = failures[0]
@@ -257,13 +257,13 @@ def require_passed(failures: Sequence[Failure], *, force: bool) -> None:
 
 
 def require_finite_targets(targets: Tensor) -> None:
-    """Raise GuardError if the search ended in NaN: such targets cannot be written, forced or not."""
+    """Raise GuardError if target states are NaN or infinite; they cannot be written even with `force`."""
     if broken := int((~targets.isfinite()).any(-1).sum()):
         problem = f"{broken} of {len(targets)} target states hold NaN or infinity"
-        require_passed([Failure("finite", float(broken), 0.0, problem, IN_FLOAT32)], force=False)
+        require_passed([Failure("finite", float(broken), 0.0, problem, USE_FLOAT32)], force=False)
 
 
-# Facts and edits that are in each other's way
+# Conflicts between facts and edits
 
 
 def warn_of_shared_keys(facts: Sequence[Fact]) -> None:
@@ -285,7 +285,7 @@ def warn_of_shared_keys(facts: Sequence[Fact]) -> None:
 
 @dataclass(frozen=True)
 class EarlierEdit:
-    """An active edit about the subject of a fact that is to be written."""
+    """An active edit about the subject of a new fact."""
 
     edit: str  # its id
     subject: str
@@ -306,15 +306,15 @@ def find_earlier_edits(facts: Sequence[Fact], active: Sequence[Edit]) -> list[Ea
         same_prompt = by_prompt.get(comparable(fact.text))
         match = same_prompt or by_subject.get(comparable(fact.subject))
         if match is not None:
-            edit, before = match
-            clashes = same_prompt is not None and before.target != fact.target
-            earlier.append(EarlierEdit(edit.id, before.subject, before.text, before.target, clashes))
+            edit, old = match
+            clashes = same_prompt is not None and old.target != fact.target
+            earlier.append(EarlierEdit(edit.id, old.subject, old.text, old.target, clashes))
     return earlier
 
 
 def check_earlier_edits(earlier: Sequence[EarlierEdit], *, force: bool) -> None:
-    """Refuse facts that contradict active edits, unless forced; warn of those about the same subjects."""
-    clashes = [one for one in earlier if one.clashes]
+    """Raise if facts contradict active edits, unless forced; warn of active edits about the same subjects."""
+    clashes = [edit for edit in earlier if edit.clashes]
     if clashes and not force:
         first = clashes[0]
         raise InputError(
@@ -325,11 +325,11 @@ def check_earlier_edits(earlier: Sequence[EarlierEdit], *, force: bool) -> None:
             code="conflicting_edit",
         )
     if earlier:
-        first, subjects = earlier[0], len({one.subject for one in earlier})
+        first, subjects = earlier[0], len({edit.subject for edit in earlier})
         others = f" (and other edits about {subjects - 1} more subjects)" if subjects > 1 else ""
         warnings.warn(
             f"Edit {first.edit} is already about {first.subject!r} ({first.text} → {first.target}){others}. The new "
-            f"edit comes on top of it; undo {first.edit} if it should not stay.",
+            f"edit is added to it; undo {first.edit} if you want to replace it.",
             LedgerWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The editing methods. Each one is a gain: a way to weigh new keys against the keys the model already uses.
+"""The editing methods. Each one is a gain: a way to weigh new keys against old keys, which the model already uses.
 
 All methods search for targets in the same way (`rebind.edit.targets`) and distribute them over layers in the same
 way (`rebind.edit.solve`). A new method is one entry in `METHODS`.
@@ -32,10 +32,10 @@ from rebind.memory.solve import Cholesky
 
 @dataclass(frozen=True, eq=False)
 class Gram:
-    """Σ kᵀk of the keys of earlier edits: all that a gain needs of them, and as large for one key as for a million."""
+    """The Gram matrix Σ kᵀk of the keys of earlier edits. A gain needs no more, and its size does not grow."""
 
     matrix: Tensor  # [d_k, d_k] float64
-    count: int  # of the keys
+    count: int  # number of keys
 
     def __len__(self) -> int:
         return self.count
@@ -50,13 +50,13 @@ class Gram:
         return Gram(self.matrix + keys.mT @ keys, self.count + len(keys))
 
 
-EarlierKeys = Tensor | Gram  # the keys of earlier edits [m, d_k], or what a gain needs of them
+EarlierKeys = Tensor | Gram  # the keys of earlier edits [m, d_k], or their Gram matrix
 # (keys [n, d_k], old keys, λ, keys to protect: of earlier edits or of other subjects) → gain [n, d_k]
 GainRule = Callable[[Tensor, OldKeys, float, EarlierKeys], Tensor]
 
 
 def add_keys(earlier: EarlierKeys | None, keys: Tensor, old_keys: OldKeys) -> EarlierKeys:
-    """Return earlier keys with more keys [n, d_k], in the form in which they take the least room and time.
+    """Return earlier keys with more keys [n, d_k], in the form that takes the least memory and time.
 
     The gains of routed experts compare keys in blocks, and their Gram matrix would be too large: they need the keys.
     """
@@ -80,16 +80,16 @@ class Method:
     several_layers: bool = True
     remembers: bool = False  # whether the gain depends on the keys of earlier edits
     lam: float | None = None  # λ, if the method prescribes one; None: choose it from the keys
-    exact: bool = False  # whether facts are met exactly, whatever λ is
-    several_keys: bool = True  # whether a fact has a key for every prompt, or one, their mean
-    dense: bool = False  # whether facts become rows of a dense memory, not writes to weights: the gain is not used
+    exact: bool = False  # whether facts are met exactly, without λ
+    several_keys: bool = True  # whether a fact has one key per prompt, or only their mean
+    dense: bool = False  # whether facts become rows of a dense memory; such a method has no gain
     targets: TargetSettings = TargetSettings()  # noqa: RUF009 - frozen
 
 
 def _ridge(keys: Tensor, old_keys: OldKeys, lam: float, earlier: EarlierKeys) -> Tensor:
-    """Solve for all keys: the answers of the earlier ones stay, so only the rows of the new ones are a write."""
-    every = torch.cat([keys, _rows(earlier)])
-    return _with_moment(every, old_keys, lambda rows, moment: ridge(rows, moment, lam).value)[: len(keys)]
+    """Solve for all keys together. The answers of earlier keys stay, so the write has the rows of the new keys only."""
+    all_keys = torch.cat([keys, _rows(earlier)])
+    return _with_moment(all_keys, old_keys, lambda rows, moment: ridge(rows, moment, lam).value)[: len(keys)]
 
 
 def _equality(keys: Tensor, old_keys: OldKeys, lam: float, earlier: EarlierKeys) -> Tensor:
@@ -120,15 +120,15 @@ def _equality_one_by_one(keys: Tensor, old_keys: OldKeys, lam: float, earlier: E
 def _null_space(keys: Tensor, old_keys: OldKeys, lam: float, earlier: EarlierKeys) -> Tensor:
     if old_keys.moment.ndim == 3:
         rows = torch.cat([keys, _rows(earlier)]).unflatten(-1, (len(old_keys.moment), -1)).transpose(0, 1)
-        unused = (rows.to(old_keys.moment) @ old_keys.block_projectors).transpose(0, 1).flatten(1)
-        return ridge(unused, None, lam).value[: len(keys)]
+        projected = (rows.to(old_keys.moment) @ old_keys.block_projectors).transpose(0, 1).flatten(1)
+        return ridge(projected, None, lam).value[: len(keys)]
     space = old_keys.null_space
     if not len(earlier):
         return null_space(keys, space, lam=lam).value
-    # AlphaEdit's system in coordinates of the null space: λI plus what earlier edits use of it plays the moment's part.
+    # AlphaEdit's system in coordinates of the null space, with λI plus the Gram matrix of earlier edits as the moment.
     basis = space.basis.to(keys.device)
-    used = basis.mT @ Gram.of(earlier).matrix.to(basis) @ basis
-    moment = lam * torch.eye(space.size).to(basis) + used
+    earlier_moment = basis.mT @ Gram.of(earlier).matrix.to(basis) @ basis
+    moment = lam * torch.eye(space.size).to(basis) + earlier_moment
     return (ridge(keys.to(basis) @ basis, moment).value @ basis.mT).to(keys.dtype)
 
 
@@ -145,7 +145,7 @@ def _no_gain(keys: Tensor, old_keys: OldKeys, lam: float, earlier: EarlierKeys) 
 
 
 def _with_moment(keys: Tensor, old_keys: OldKeys, gain: Callable[[Tensor, Cholesky | None], Tensor]) -> Tensor:
-    """Return a gain for these old keys. The blocks of routed experts whiten keys; these need no moment (None)."""
+    """Return a gain for these old keys. With routed experts the keys are whitened instead, and the moment is None."""
     factored = old_keys.factored
     if isinstance(factored, Cholesky):
         return gain(keys, factored)
@@ -188,7 +188,7 @@ METHODS = {
 
 
 def get_method(method: str | Method) -> Method:
-    """Return a method by its name. A `Method` must be in `METHODS`, where later folds look it up by its name."""
+    """Return a method by its name. A `Method` must be in `METHODS`, because later folds look it up by name."""
     name = method.name if isinstance(method, Method) else method
     if name not in METHODS or method not in (name, METHODS[name]):
         raise unknown_name("method", name, METHODS)

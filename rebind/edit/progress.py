@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Functions that an editor calls while it works, for example to draw a progress bar; by default they do nothing."""
+    """Functions that an editor calls to report progress, for example to a progress bar; by default they do nothing."""
 
-    phase: Callable[[str], None] = lambda name: None
-    moments: Callable[[int, int], None] = lambda done, total: None  # tokens
-    targets: Callable[[int, int, float], None] = lambda step, done, loss: None  # step, finished facts, mean loss
+    phase: Callable[[str], None] = lambda name: None  # the name of the phase that begins
+    moments: Callable[[int, int], None] = lambda done, total: None  # tokens read, tokens to read
+    targets: Callable[[int, int, float], None] = lambda step, finished, loss: None  # step, finished facts, mean loss

@@ -1,4 +1,4 @@
-"""The settings an edit runs with: chosen by the caller, known to suit the model, or derived from its depth.
+"""The settings of an edit: chosen by the caller, known for the model, or derived from its depth.
 
 `KNOWN_MODELS` holds published and measured settings. Layers that `rebind layers` measured on this machine are stored
 in the cache folder (`save_measured_layers`) and used for models that are not in the table.
@@ -18,7 +18,7 @@ from rebind.memory.checks import require_number
 from rebind.storage import cache_dir, path_inside, read_sealed_json, seal_json, write_json
 
 DENSE_DEPTH = 0.27  # layer 8 of SmolLM2's 30
-BY_DEPTH = "by its depth"  # the source of layers that nobody has measured or published
+BY_DEPTH = "by its depth"  # the source of layers that are neither measured nor published
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class EditSettings:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """Settings that are known to suit a model."""
+    """Published or measured settings for a model."""
 
     methods: tuple[str, ...]
     model: str  # a part of its name, in lower case
@@ -44,7 +44,7 @@ class KnownModel:
     targets: TargetSettings
     lam: float | None = None
     source: str = "published"
-    facts: int = 1  # for edits of at least this many facts
+    facts: int = 1  # the entry is for edits of at least this many facts
 
 
 def _search(steps: int, rate: float, decay: float, clamp: float) -> TargetSettings:
@@ -78,9 +78,7 @@ KNOWN_MODELS = (
     # A few facts are recalled best from layers 1 to 5. Many facts compete, so no target is reached in full: an
     # approximate one is as good, and one layer lower the edit disturbs the rest of the model less. Keeping the
     # subjects would take room that the facts themselves need.
-    KnownModel(
-        SEVERAL, "smollm2", 30, (0, 1, 2, 3, 4), TargetSettings(enough=0.2, keep=0.0), source="measured", facts=400
-    ),
+    KnownModel(SEVERAL, "smollm2", 30, (0, 1, 2, 3, 4), MANY_FACTS, source="measured", facts=400),
     KnownModel(SEVERAL, "smollm2", 30, (1, 2, 3, 4, 5), TargetSettings(), source="measured"),
     KnownModel(ROME, "smollm2", 30, (2,), TargetSettings(clamp=4.0), source="measured"),
     # Deeper layers tell subjects apart better, and the memory fires less on other text. From layer 11 on, paraphrases
@@ -90,19 +88,19 @@ KNOWN_MODELS = (
 
 
 def default_settings(method: Method, name: str, depth: int, facts: int = 1) -> EditSettings:
-    """Return the settings that are known for a model, or else layers by its depth and the method's own search.
+    """Return the known settings of a model, or else layers derived from its depth and the search of the method.
 
-    A method without an entry of its own uses the layers of a method that edits as many, and its own search.
+    A method without an entry takes the layers of another method that edits one or several layers, as it does.
     """
-    known = [
+    entries = [
         entry for entry in KNOWN_MODELS if entry.model in name.lower() and entry.depth == depth and entry.facts <= facts
     ]
-    for entry in known:
+    for entry in entries:
         if method.name in entry.methods:
             published = None if method.lam is not None else entry.lam  # AlphaEdit's λ belongs to the method
             source = f"{entry.source} for {entry.model}"
             return EditSettings(method, entry.layers, method.lam, entry.targets, source, published)
-    for entry in known:
+    for entry in entries:
         if (len(entry.layers) > 1) is method.several_layers and not method.dense:
             source = f"{entry.source} for {entry.model} with {entry.methods[0]}"
             return EditSettings(method, entry.layers, method.lam, method.targets, source)
@@ -131,28 +129,28 @@ def choose_settings(
     targets: TargetSettings | None = None,
     measured: tuple[int, ...] | None = None,
 ) -> EditSettings:
-    """Return the caller's settings, completed by default ones.
+    """Return the settings of the caller, completed by defaults.
 
     `measured` layers (see `measured_layers`) replace those that are only derived from the model's depth.
     """
     settings = default_settings(method, name, depth, facts)
     if measured is not None and settings.source.startswith(BY_DEPTH) and not method.dense:
-        usable = measured if method.several_layers else (measured[len(measured) // 2],)
-        settings = replace(settings, layers=usable, source="measured on this machine")
+        layers_here = measured if method.several_layers else (measured[len(measured) // 2],)
+        settings = replace(settings, layers=layers_here, source="measured on this machine")
     if layers is not None:
         settings = replace(settings, layers=tuple(sorted(set(layers))), source="chosen by hand")
     if lam is not None:
         settings = replace(settings, lam=lam)
-    _check(settings, depth)
+    _require_valid(settings, depth)
     return settings if targets is None else replace(settings, targets=targets)
 
 
-def _check(settings: EditSettings, depth: int) -> None:
+def _require_valid(settings: EditSettings, depth: int) -> None:
     method, layers = settings.method, list(settings.layers)
     if len(layers) > 1 and not method.several_layers:
         raise InputError(
             f"Method {method.name} got layers {layers}",
-            expected="one layer, because its facts are in one place",
+            expected="one layer, because it writes a fact to a single layer",
             advice="Choose one layer, or use {method}",
             settings={"method": "memit"},
             code="too_many_layers",
@@ -183,12 +181,12 @@ def layers_file(fingerprint: str) -> Path:
 
 
 def measured_layers(fingerprint: str) -> tuple[int, ...] | None:
-    """Return the layers that were measured for a model on this machine; None if there are none."""
-    stored = read_sealed_json(layers_file(fingerprint)) or {}  # what is damaged can be measured again
-    return tuple(stored["layers"]) if stored.get("fingerprint") == fingerprint else None
+    """Return the layers that were measured for a model on this machine; None without a measurement."""
+    record = read_sealed_json(layers_file(fingerprint)) or {}  # a damaged file counts as absent
+    return tuple(record["layers"]) if record.get("fingerprint") == fingerprint else None
 
 
 def save_measured_layers(fingerprint: str, layers: Sequence[int], report: Mapping[str, JSON] | None = None) -> None:
     """Store the layers measured for a model, with a report of the measurement, for later edits."""
-    stored = {**(report or {}), "fingerprint": fingerprint, "layers": list(layers)}
-    write_json(layers_file(fingerprint), seal_json(stored))
+    record = {**(report or {}), "fingerprint": fingerprint, "layers": list(layers)}
+    write_json(layers_file(fingerprint), seal_json(record))

@@ -1,9 +1,9 @@
 """From target states to one write per site (MEMIT, section 4.3).
 
-`SubjectStates` provides what the model computes at the subjects of facts: the keys that enter a site, and the hidden
-states after a block. Prompts are cut after the subject's last token, because nothing behind it matters there. Sites
-are visited from the bottom up, so the prompts run only once: their hidden states are kept at the output of the last
-block that will not change any more, and the next question continues from there.
+`SubjectStates` computes the keys of facts at a site, and the hidden states of their subjects after a block. Prompts are
+cut after the subject's last token, because later tokens do not affect it. Sites are visited from the bottom up, so the
+prompts run only once: their hidden states are stored at the output of the last block that will not change any more, and
+the next call continues from there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rebind.edit.targets.objective import FactPrompts
 from rebind.memory import Write
 from rebind.models.batching import run_in_batches
 from rebind.models.mlp_output import output_map
-from rebind.models.sites import Site, memory_of, module_at, saved_weight, write_memory
+from rebind.models.sites import Site, memory_of, module_at, weight_restorer, write_memory
 from rebind.models.tokens import Tokens
 from rebind.models.trunk import Trunk
 
@@ -41,7 +41,7 @@ class _Batch:
 
 
 class SubjectStates:
-    """The prompts of facts on their way up through the model, cut after each mention of the subject.
+    """The keys and hidden states at the subjects of facts. Prompts are cut after each mention of the subject.
 
     With `several_keys`, every distinct prompt of a fact has a key of its own; otherwise their mean is the one key of
     the fact, in which the bare prompt weighs half and the others share the other half, as in MEMIT's own code.
@@ -86,7 +86,7 @@ class SubjectStates:
     def keys(self, site: Site) -> Tensor:
         """Return the keys of the subjects at a site, [m, d_k] float32.
 
-        Call this from the bottom up: what is written to the blocks below the site afterwards is not seen.
+        Call this from the bottom up: later writes to the blocks below the site have no effect on it.
         """
         inputs = self._inputs(site.layer, module_at(self.trunk.model, site.name), self._settle(site.layer - 1))
         if self.several_keys:
@@ -95,25 +95,25 @@ class SubjectStates:
         weighted = inputs * self._weights.to(inputs).unsqueeze(-1)
         return total.index_add(0, self._owner.to(inputs.device), weighted).float()
 
-    def inputs_now(self, layer: int, module: nn.Module) -> Tensor:
-        """Return the input of a module where each key is read, on the model as it stands, [m, width] float64."""
-        fresh = [_Batch(batch.rows, batch.tokens) for batch in self._settle(self._level)]
-        return self._where_keys_are(self._inputs(layer, module, fresh))
+    def current_inputs(self, layer: int, module: nn.Module) -> Tensor:
+        """Return the input of a module where each key is read, on the model as it is now, [m, width] float64."""
+        unsettled = [_Batch(batch.rows, batch.tokens) for batch in self._settle(self._level)]
+        return self._at_keys(self._inputs(layer, module, unsettled))
 
     def states_after(self, layer: int) -> Tensor:
         """Return the hidden state after a block where each key is read (the bare prompts for means), [m, width]."""
         batches = self._settle(self._level)
         parts = [self._run(layer, batch)[:, -1] for batch in batches]
-        return self._where_keys_are(self._in_order(parts, batches).double())
+        return self._at_keys(self._in_order(parts, batches).double())
 
-    def _where_keys_are(self, rows: Tensor) -> Tensor:
+    def _at_keys(self, rows: Tensor) -> Tensor:
         return rows if self.several_keys else rows[self._bare.to(rows.device)]
 
     def _inputs(self, layer: int, module: nn.Module, batches: Sequence[_Batch]) -> Tensor:
         parts = []
         for batch in batches:
-            (entered,) = self.trunk.inputs([module], batch.tokens, resume=self._resume(batch))
-            parts.append(entered[:, -1].clone())  # a view would keep the inputs of all other tokens in memory
+            (inputs,) = self.trunk.inputs([module], batch.tokens, resume=self._resume(batch))
+            parts.append(inputs[:, -1].clone())  # a view would keep the inputs of all other tokens in memory
         return self._in_order(parts, batches).double()
 
     @staticmethod
@@ -125,7 +125,7 @@ class SubjectStates:
     def _settle(self, level: int) -> list[_Batch]:
         """Run the prompts up to the output of block `level`, which will not change any more; return their batches.
 
-        The first run finds out what fits in memory. Prompts of similar length are together.
+        The first run determines the batches that fit in memory; each has prompts of similar length.
         """
         if self._batches is None:
             sizes = [(1, len(row)) for row in self._rows]
@@ -162,8 +162,8 @@ def solve_writes(
 ) -> dict[str, Write]:
     """Find one write per site, in float32, that together move every subject's hidden state by its δ.
 
-    The sites are visited from the bottom up. Each one takes an equal share of what is still missing at the last
-    layer, measured on the model as edited so far. The model is left as it was; the caller applies the writes.
+    The sites are visited from the bottom up. Each one takes an equal share of the change that is still missing at
+    the last layer, measured on the model as edited so far. The weights are restored; the caller applies the writes.
     """
     trunk = subjects.trunk
     modules = [module_at(trunk.model, site.name) for site in sites]
@@ -171,18 +171,18 @@ def solve_writes(
     with weights_restored(modules):
         initial = subjects.states_after(sites[-1].layer)
         targets = initial + delta.to(initial)[subjects.owner.to(initial.device)]
-        weight = subjects.weights.to(initial).sqrt().unsqueeze(-1)  # a row counts by its square
+        weight = subjects.weights.to(initial).sqrt().unsqueeze(-1)  # squared in a least-squares problem
         for index, (site, module) in enumerate(zip(sites, modules, strict=True)):
             keys = subjects.keys(site)  # [m, d_k]
             states = subjects.states_after(sites[-1].layer)
             missing = (targets - states) / (len(sites) - index)
-            change = output_map(trunk, site.layer, module).change(missing, partial(subjects.inputs_now, site.layer))
+            change = output_map(trunk, site.layer, module).change(missing, partial(subjects.current_inputs, site.layer))
             memory = memory_of(module).double()
             wide_keys = (keys.double() * weight.to(memory)).float().double()
             values = wide_keys @ memory.mT + change.to(memory) * weight.to(memory)
             others = wide_keys[:0] if protected is None else protected.keys(site).to(wide_keys)
             gain = method.gain(wide_keys, old_keys[site.name], lam, others)
-            # What is stored is what is applied, now and at every fold: rounded to float32, in float64 arithmetic.
+            # The stored write is rounded to float32, and every fold applies exactly that, in float64 arithmetic.
             writes[site.name] = write = Write(wide_keys.float(), values.float(), gain.float())
             write_memory(module, Write(*(tensor.double() for tensor in write.tensors())).apply(memory))
     return writes
@@ -202,9 +202,9 @@ def protected_states(trunk: Trunk, facts: Sequence[FactPrompts], method: Method)
 def choose_lambda(keys: Tensor, old_keys: OldKeys, facts: int | None = None, share: float = 0.1) -> float:
     """Choose λ: the more the keys stand out from the old keys, the more weight the old keys may have.
 
-    A ridge write achieves s/(λ + s) of what a single key asks for, with s = kᵀC⁻¹k. For λ = share · median(s) that is
-    1/(1 + share), on every model, whatever the width and scale of its keys. Many keys crowd the space, and each of
-    them takes from the old keys what others needed: the share grows by 1.1 per d_k facts.
+    A ridge write achieves s/(λ + s) of the change of a single key, with s = kᵀC⁻¹k. For λ = share · median(s) that is
+    1/(1 + share) on every model, for any width and scale of its keys. Many keys crowd the space and interfere with old
+    keys, so the share grows by 1.1 per d_k facts.
     """
     white = old_keys.factored.whiten(keys.double())
     return (share + CROWDING * (facts or len(keys)) / keys.shape[-1]) * float(white.square().sum(-2).median())
@@ -212,10 +212,10 @@ def choose_lambda(keys: Tensor, old_keys: OldKeys, facts: int | None = None, sha
 
 @contextmanager
 def weights_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore the weights of the modules, byte for byte, when the block ends, whatever is raised."""
-    saved = [saved_weight(module) for module in modules]
+    """Restore the weights of the modules, byte for byte, when the block ends, even after an exception."""
+    restorers = [weight_restorer(module) for module in modules]
     try:
         yield
     finally:
-        for restore in saved:
+        for restore in restorers:
             restore()

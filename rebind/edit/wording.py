@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Format numbers for people."""
 
 from __future__ import annotations
 

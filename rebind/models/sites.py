@@ -154,7 +154,7 @@ def is_quantized(module: nn.Module) -> bool:
     return not is_experts(module) and not _is_plain(module)
 
 
-def saved_weight(module: nn.Module) -> Callable[[], None]:
+def weight_restorer(module: nn.Module) -> Callable[[], None]:
     """Return a function that restores the weight of a site as it is now, byte for byte."""
     if is_quantized(module):
         change = change_of(module)

@@ -258,7 +258,7 @@ def test_an_export_says_how_exact_it_is_and_asks_the_facts_again(rebind, model, 
     assert "asked again" not in rebind(*words, "--no-check").out
     document = rebind(*words, "--rank", "3", "--no-check", json=True).document
     assert (document["peft"]["rank"], document["peft"]["check"]) == (3, None)
-    assert "not a rank of vLLM" in document["peft"]["description"]
+    assert "vLLM pads this rank" in document["peft"]["description"]
     narrow = ("ledger", "export", "--model", model, "--checkpoint", tmp_path / "out", "--checkpoint-dtype", "bfloat16")
     assert rebind(*narrow, "--no-check", json=True).document["checkpoint"]["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16

@@ -137,7 +137,7 @@ def test_the_message_names_the_problems_and_what_to_try():
     with pytest.raises(GuardError) as caught:
         require_passed(Guard().check([FACT], [NOT_SAID], BROKEN, HOLDS, settings()), force=False)
     assert caught.value.checks == ("drift", "growth", "said")
-    for part in ("2.00 nats", "site moved by 4.00", 'answers "Paris"', "rank 7"):
+    for part in ("2.00 nats", "site changed by 4.00", 'answers "Paris"', "rank 7"):
         assert part in caught.value.problem
 
 

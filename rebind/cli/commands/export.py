@@ -156,12 +156,12 @@ def replay(
     check_replaceable(out.expanduser(), kind="checkpoint", overwrite=overwrite)
     with Phases(terminal) as phases:
         editor = open_edited(source, phases)
-        from rebind.edit.export import ask_facts
+        from rebind.edit.export import score_facts
 
         phases.begin("asking")
         edits = editor.ledger.active
         facts = [(edit.id, fact) for edit in edits for fact in edit.facts]
-        scores = [score.to_json() for score in ask_facts(editor.language_model, edits)]
+        scores = [score.to_json() for score in score_facts(editor.language_model, edits)]
         phases.begin("saving")
         saved = editor.save(out.expanduser(), overwrite=overwrite)
     rows = [fact.to_json() | score | {"edit": id} for (id, fact), score in zip(facts, scores, strict=True)]

@@ -17,7 +17,7 @@ import torch
 
 from rebind.edit.dense.draft import joined_prompts
 from rebind.edit.dense.subjects import SubjectGroup, groups_in_memory
-from rebind.edit.drafts import Workbench, draft_of_prompts
+from rebind.edit.drafts import DraftTools, draft_of_prompts
 from rebind.edit.facts.fact import Fact, comparable
 from rebind.edit.guard import Guard
 from rebind.edit.ledger.edit import CONSOLIDATES, JSON, Edit
@@ -55,7 +55,7 @@ def said_by_fact(model: LanguageModel, facts: Sequence[Fact], framings: Iterable
 
 
 def consolidate(
-    bench: Workbench, active: Sequence[Edit], guard: Guard | None, *, budget: int | None = None, batch: int = 100
+    tools: DraftTools, active: Sequence[Edit], guard: Guard | None, *, budget: int | None = None, batch: int = 100
 ) -> Consolidation:
     """Move facts of the active edits from the dense memory into the weights, as one edit in the ledger."""
     groups = groups_in_memory(active)
@@ -64,15 +64,15 @@ def consolidate(
     groups, others = _split(groups, budget)
     everything = [fact for group in groups for fact in group.facts]
     sources = tuple(edit.id for edit in active if edit.has_rows)
-    work = _Consolidator(bench, groups, others[:WITNESSES], sources, guard)
+    work = _Consolidator(tools, groups, others[:WITNESSES], sources, guard)
     held, reason = work.add_batches(batch)
     while held:
         edit = work.edit_of(held)
-        with bench.edited.trial(edit):
+        with tools.edited.trial(edit):
             holding = [] if work.objection(held) else work.holding(held)
             if holding == held:
-                bench.phase("writing")
-                stored = bench.edited.ledger.append(replace(edit, scores=work.scores(edit)))
+                tools.phase("writing")
+                stored = tools.edited.ledger.append(replace(edit, scores=work.scores(edit)))
                 moved = {id(fact) for index in held for fact in groups[index].facts}
                 stayed = tuple(fact for fact in everything if id(fact) not in moved)
                 return Consolidation(stored, stored.facts, stayed, reason)
@@ -95,33 +95,33 @@ def _still_said(before: Sequence[bool], now: Sequence[bool]) -> bool:
 class _Consolidator:
     """Groups of facts about one subject each, on their way into the weights."""
 
-    bench: Workbench
+    tools: DraftTools
     groups: Sequence[SubjectGroup]
     others: Sequence[Fact]  # facts that stay in the dense memory in any case
     sources: tuple[str, ...]
     guard: Guard | None
 
     def __post_init__(self) -> None:
-        bench, chat = self.bench, "chat" in self.bench.framings
+        tools, chat = self.tools, "chat" in self.tools.framings
         self.said_before = self._said(range(len(self.groups)))
-        self.others_before = said_by_fact(bench.model, self.others, bench.framings)
-        with bench.edited.base_model():
-            bench.phase("contexts")
+        self.others_before = said_by_fact(tools.model, self.others, tools.framings)
+        with tools.edited.base_model():
+            tools.phase("contexts")
             facts = [fact for group in self.groups for fact in group.facts]
             self.scores_before = dict(zip(map(id, facts), self._scores(facts), strict=True))
-            about = iter(subject_prompts(bench.model, facts, chat=chat))
+            about = iter(subject_prompts(tools.model, facts, chat=chat))
             for group in self.groups:
                 group.about = [next(about) for _ in group.facts]
-            self.prompts: list[FactPrompts] = joined_prompts(bench, self.groups)
-            bench.load_old_keys()
-            self.targets: TargetStates = bench.find_targets(self.prompts)
+            self.prompts: list[FactPrompts] = joined_prompts(tools, self.groups)
+            tools.load_old_keys()
+            self.targets: TargetStates = tools.find_targets(self.prompts)
 
     def add_batches(self, size: int) -> tuple[list[int], str]:
         """Return the groups that the weights hold, and why the batches ended before the last one."""
         held: list[int] = []
         for begin in range(0, len(self.groups), size):
             tried = [*held, *range(begin, min(begin + size, len(self.groups)))]
-            with self.bench.edited.trial(self.edit_of(tried)):
+            with self.tools.edited.trial(self.edit_of(tried)):
                 if reason := self.objection(tried):
                     return held, reason
                 held = self.holding(tried)
@@ -131,22 +131,22 @@ class _Consolidator:
         """Return the edit that writes some of the groups, and takes their rows out of the dense memory."""
         facts = [fact for index in chosen for fact in self.groups[index].facts]
         rows = torch.tensor(list(chosen), device=self.targets.states.device)
-        with self.bench.edited.base_model():
-            self.bench.phase("solve")
+        with self.tools.edited.base_model():
+            self.tools.phase("solve")
             prompts = [self.prompts[index] for index in chosen]
-            draft = draft_of_prompts(self.bench, prompts, self.targets.select(rows), len(facts))
+            draft = draft_of_prompts(self.tools, prompts, self.targets.select(rows), len(facts))
         subjects = [comparable(self.groups[index].facts[0].subject) for index in chosen]
         moved = {CONSOLIDATES: {"edits": list(self.sources), "subjects": subjects}}
-        return self.bench.make_edit(facts, replace(draft, settings={**draft.settings, **moved}))
+        return self.tools.make_edit(facts, replace(draft, settings={**draft.settings, **moved}))
 
     def objection(self, chosen: Sequence[int]) -> str:
         """Return what speaks against the model as it stands: drift, growth, or facts lost from the dense memory."""
-        self.bench.phase("checks")
-        drift = self.bench.edited.drift()
+        self.tools.phase("checks")
+        drift = self.tools.edited.drift()
         if self.guard is not None and (failures := self.guard.check_drift(drift, "", {})):
             return "; ".join(failure.problem for failure in failures)
         waiting = [index for index in range(len(self.groups)) if index not in chosen][:WITNESSES]
-        said = [*self._said(waiting), *said_by_fact(self.bench.model, self.others, self.bench.framings)]
+        said = [*self._said(waiting), *said_by_fact(self.tools.model, self.others, self.tools.framings)]
         before = [*(self.said_before[index] for index in waiting), *self.others_before]
         lost = sum(not _still_said(old, new) for old, new in zip(before, said, strict=True))
         if lost > LOST * len(before):
@@ -164,14 +164,14 @@ class _Consolidator:
     def scores(self, edit: Edit) -> dict[str, JSON]:
         """Return what the ledger records about the edit, which the model has on trial."""
         before = [self.scores_before[id(fact)] for fact in edit.facts]
-        drift = asdict(self.bench.edited.drift())
+        drift = asdict(self.tools.edited.drift())
         return {"before": before, "after": self._scores(edit.facts), "drift": drift}
 
     def _scores(self, facts: Sequence[Fact]) -> list[JSON]:
-        return [score.to_json() for score in self.bench.model.score([fact.as_prompt() for fact in facts])]
+        return [score.to_json() for score in self.tools.model.score([fact.as_prompt() for fact in facts])]
 
     def _said(self, chosen: Sequence[int]) -> list[list[bool]]:
-        self.bench.phase("checks")
+        self.tools.phase("checks")
         facts = [fact for index in chosen for fact in self.groups[index].facts]
-        said = iter(said_by_fact(self.bench.model, facts, self.bench.framings))
+        said = iter(said_by_fact(self.tools.model, facts, self.tools.framings))
         return [[one for _ in self.groups[index].facts for one in next(said)] for index in chosen]

@@ -18,7 +18,7 @@ from rebind.edit.dense.thresholds import (
     overlaps_by_owner,
     own_spread,
 )
-from rebind.edit.drafts import Draft, Workbench
+from rebind.edit.drafts import Draft, DraftTools
 from rebind.edit.facts.fact import Fact, comparable
 from rebind.edit.ledger.edit import JSON, ROWS, Edit
 from rebind.edit.solve import SubjectStates
@@ -28,21 +28,21 @@ from rebind.models.prompts import EncodedPrompt
 
 
 def draft_rows(
-    bench: Workbench, facts: Sequence[Fact], about: Sequence[SubjectPrompts], active: Sequence[Edit]
+    tools: DraftTools, facts: Sequence[Fact], about: Sequence[SubjectPrompts], active: Sequence[Edit]
 ) -> Draft:
     """Search one value per subject, at every mention of it, and key it in every framing."""
-    layer = bench.settings.layers[0]
-    bench.phase("contexts")
+    layer = tools.settings.layers[0]
+    tools.phase("contexts")
     groups = group_by_subject(facts, about, active)
-    prompts = joined_prompts(bench, groups)
-    bench.phase("moments")
-    bench.edited.dense.load(layer)
-    targets = bench.find_targets(prompts)
+    prompts = joined_prompts(tools, groups)
+    tools.phase("moments")
+    tools.edited.dense.load(layer)
+    targets = tools.find_targets(prompts)
     joints = tuple(joint for index, group in enumerate(groups) if (joint := group.joint(index)))
     carrying = [joint.group for joint in joints if joint.carries]
     subject_of = torch.tensor([*range(len(groups)), *carrying])  # the group of each variant
-    subjects = SubjectStates(bench.model.trunk, prompts, several_keys=True)
-    states, thresholds, owner = _keyed(bench, layer, subjects, subject_of, facts)
+    subjects = SubjectStates(tools.model.trunk, prompts, several_keys=True)
+    states, thresholds, owner = _keyed(tools, layer, subjects, subject_of, facts)
     rows = EditRows(
         layer,
         states,
@@ -59,23 +59,23 @@ def draft_rows(
     return Draft(settings, (), {"targets": targets.states.float().cpu(), **rows.tensors()}, targets)
 
 
-def joined_prompts(bench: Workbench, groups: Sequence[SubjectGroup]) -> list[FactPrompts]:
+def joined_prompts(tools: DraftTools, groups: Sequence[SubjectGroup]) -> list[FactPrompts]:
     """Return the prompts of every variant: those of the groups, then those of groups that carry earlier facts."""
     carrying = [group for group in groups if group.carried]
     carried = [fact for group in carrying for fact in group.carried]
-    in_chat = "chat" in bench.framings
-    carried_about = iter(subject_prompts(bench.model, carried, chat=in_chat) if carried else ())
+    in_chat = "chat" in tools.framings
+    carried_about = iter(subject_prompts(tools.model, carried, chat=in_chat) if carried else ())
     variants = [(group.facts, group.about) for group in groups]
     variants += [
         ([*group.facts, *group.carried], [*group.about, *(next(carried_about) for _ in group.carried)])
         for group in carrying
     ]
     everything = [pair for facts, about in variants for pair in zip(facts, about, strict=True)]
-    framed = iter(bench.encode([fact for fact, _ in everything], [one for _, one in everything], keep=False))
+    framed = iter(tools.encode([fact for fact, _ in everything], [one for _, one in everything], keep=False))
     kept: list[tuple[EncodedPrompt, ...]] = [()] * len(variants)
-    if bench.settings.targets.keep:
+    if tools.settings.targets.keep:
         together = [kept_together(facts, about) for facts, about in variants]
-        kept = encode_kept(bench.model, [facts[0] for facts, _ in variants], together)
+        kept = encode_kept(tools.model, [facts[0] for facts, _ in variants], together)
     prompts = []
     for (facts, _), own in zip(variants, kept, strict=True):
         parts = [next(framed) for _ in facts]
@@ -86,10 +86,10 @@ def joined_prompts(bench: Workbench, groups: Sequence[SubjectGroup]) -> list[Fac
 
 
 def _keyed(
-    bench: Workbench, layer: int, subjects: SubjectStates, subject_of: Tensor, facts: Sequence[Fact]
+    tools: DraftTools, layer: int, subjects: SubjectStates, subject_of: Tensor, facts: Sequence[Fact]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the states of rows [m, d], their thresholds [m] and the variant of each [m]."""
-    dense = bench.edited.dense
+    dense = tools.edited.dense
     whiten = dense.whitening(layer)
     states = subjects.states_after(layer).float()
     every_key, owner = whiten(states), subjects.owner.to(states.device)
@@ -100,10 +100,10 @@ def _keyed(
     merged = states.new_zeros(count, states.shape[-1]).index_add(0, row, states)
     merged = merged / torch.bincount(row, minlength=count).to(states).unsqueeze(-1)
     owner = torch.empty(count, dtype=torch.long, device=states.device).scatter(0, row, owner)
-    namesakes = bench.model.encode([prompt for fact in facts for prompt in namesake_prompts(fact)])
+    namesakes = tools.model.encode([prompt for fact in facts for prompt in namesake_prompts(fact)])
     strangers = [whiten(dense.old_states[layer].sample.to(states))]
     if namesakes:
-        others = SubjectStates(bench.model.trunk, [FactPrompts((prompt,)) for prompt in namesakes], several_keys=True)
+        others = SubjectStates(tools.model.trunk, [FactPrompts((prompt,)) for prompt in namesakes], several_keys=True)
         strangers.append(whiten(others.states_after(layer).float()))
     nearest = nearest_strangers(whiten(merged), subject_of.to(owner.device)[owner], strangers)
     return merged, choose_thresholds(own_spread(overlaps)[owner], nearest), owner

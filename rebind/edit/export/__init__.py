@@ -1,11 +1,11 @@
-"""Write the edits of a model for other programs.
+"""Export the edits of a model to other programs.
 
-- `change`: the change of each site, exactly low-rank, and the delta file that holds it alone
+- `change`: the exact low-rank change of each site, and the delta file that stores it
 - `adapter`: the change as a LoRA adapter, for peft and vLLM
-- `gguf_adapter`: the same for llama.cpp
+- `gguf_adapter`: the change as a LoRA adapter for llama.cpp
 - `checkpoint`: the edited model, for transformers
 - `model_card`: the README.md of adapters and checkpoints
-- `check`: load an export and ask it for its facts
+- `check`: load an export and score its facts
 
 An export is written completely or not at all, and replaces only an earlier export of its kind.
 """
@@ -16,12 +16,12 @@ from rebind.edit.export.adapter import AdapterExport, export_peft
 from rebind.edit.export.change import apply_delta, compute_changes, load_delta, save_delta, warn_of_dense_facts
 from rebind.edit.export.check import (
     ExportCheck,
-    ask_facts,
     count_said,
     load_checkpoint,
     load_with_gguf,
     load_with_memory,
     load_with_peft,
+    score_facts,
 )
 from rebind.edit.export.checkpoint import choose_dtype, save_model
 from rebind.edit.export.gguf_adapter import export_gguf
@@ -31,7 +31,6 @@ __all__ = [
     "AdapterExport",
     "ExportCheck",
     "apply_delta",
-    "ask_facts",
     "choose_dtype",
     "compute_changes",
     "count_said",
@@ -45,5 +44,6 @@ __all__ = [
     "model_card",
     "save_delta",
     "save_model",
+    "score_facts",
     "warn_of_dense_facts",
 ]

@@ -1,8 +1,8 @@
-"""The change as a LoRA adapter, in the form of peft and vLLM.
+"""Export the change of the weights as a LoRA adapter for peft and vLLM.
 
-The change that edits make is low-rank, so edits *are* a LoRA adapter with B A = Δ. All sites of an adapter have one
-rank, smaller changes being padded with zeros, because llama.cpp divides one alpha by the rank of each tensor. Alpha
-equals the rank, so the scaling is exactly 1 in every program, and nothing is lost but the rounding to float32.
+The change that edits make is low-rank, so edits *are* a LoRA adapter with B A = Δ. All sites of an adapter have the
+same rank, because llama.cpp divides one alpha by the rank of each tensor; smaller changes are padded with zeros. Alpha
+equals the rank, so the scaling is exactly 1 in every program, and only the rounding to float32 is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
-from rebind.edit.export.change import require_changes, require_matching, storable
+from rebind.edit.export.change import cpu_copy, require_changes, require_matching
 from rebind.errors import InputError
 from rebind.memory.low_rank import LowRank
 from rebind.models.experts import is_experts
@@ -35,7 +35,7 @@ class AdapterExport:
     """A written adapter, and how closely it holds the change of each site."""
 
     path: Path  # a folder for peft, a file for llama.cpp
-    rank: int  # of every site
+    rank: int  # the same for all sites
     errors: dict[str, float]  # ‖Δ − B A‖ / ‖Δ‖ as stored, including the rounding to float32
 
     @property
@@ -45,13 +45,13 @@ class AdapterExport:
 
     @property
     def note(self) -> str:
-        """What vLLM needs to serve this rank; empty where its defaults do."""
-        served = _served_rank(self.rank)
+        """The option that vLLM needs to serve this rank; empty if its defaults are sufficient."""
+        served = _vllm_rank(self.rank)
         if served is None:
-            return f"vLLM serves ranks up to {VLLM_RANKS[-1]}: ask for that one"
+            return f"vLLM serves ranks up to {VLLM_RANKS[-1]}; export with that rank"
         if served > VLLM_DEFAULT_RANK:
             return f"vLLM needs --max-lora-rank {served}"
-        return "" if served == self.rank else "not a rank of vLLM, which pads it"
+        return "" if served == self.rank else "vLLM pads this rank to the next one that it serves"
 
 
 def export_peft(
@@ -70,12 +70,12 @@ def export_peft(
         model: the edited model or its base; read only for the kind of its modules.
         changes: the change of each site, from `compute_changes`.
         folder: a new or empty folder, or with `overwrite` that of an earlier adapter.
-        rank: of every site; by default the smallest that vLLM accepts and that holds the changes to float32 rounding.
+        rank: the rank of every site; by default the smallest rank of vLLM that loses only float32 rounding.
         base_name: the name of the base model for the adapter's config: a Hub id or a path.
         card: the content of README.md, if there should be one.
         overwrite: replace an earlier adapter, and nothing else.
     """
-    factors, rank, errors = fit(model, changes, rank)
+    factors, rank, errors = fit_factors(model, changes, rank)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -83,14 +83,14 @@ def export_peft(
         "inference_mode": True,
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": list(factors),  # whole paths: a bare name would match every layer
+        "target_modules": list(factors),  # full paths: a bare name would match every layer
         "fan_in_fan_out": all(isinstance(module_at(model, site), Conv1D) for site in factors),
         "bias": "none",
     }
     tensors = {}
     for site, change in factors.items():
-        tensors[f"{PEFT_PREFIX}{site}.lora_A.weight"] = storable(change.right)
-        tensors[f"{PEFT_PREFIX}{site}.lora_B.weight"] = storable(change.left)
+        tensors[f"{PEFT_PREFIX}{site}.lora_A.weight"] = cpu_copy(change.right)
+        tensors[f"{PEFT_PREFIX}{site}.lora_B.weight"] = cpu_copy(change.left)
 
     def fill(target: Path) -> None:
         (target / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
@@ -105,15 +105,15 @@ def export_peft(
 def read_peft(folder: Path) -> dict[str, LowRank]:
     """Return the changes that a peft adapter makes."""
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    stored, scale = load_file(folder / "adapter_model.safetensors"), config["lora_alpha"] / config["r"]
+    tensors, scale = load_file(folder / "adapter_model.safetensors"), config["lora_alpha"] / config["r"]
     factors = {}
     for site in config["target_modules"]:
-        A, B = (stored[f"{PEFT_PREFIX}{site}.lora_{part}.weight"] for part in "AB")
+        A, B = (tensors[f"{PEFT_PREFIX}{site}.lora_{part}.weight"] for part in "AB")
         factors[site] = LowRank(scale * B, A)
     return factors
 
 
-def fit(
+def fit_factors(
     model: nn.Module, changes: Mapping[str, LowRank], rank: int | None
 ) -> tuple[dict[str, LowRank], int, dict[str, float]]:
     """Return the changes as float32 factors of one rank, the rank, and the error of each site."""
@@ -128,13 +128,13 @@ def fit(
                 advice="Export a checkpoint or a delta file",
                 code="no_adapter_for_experts",
             )
-    # Factors split by singular values have the smallest entries, so float32 rounds them least.
-    split = {site: change.truncate(change.rank) for site, change in changes.items() if change.rank}
+    # Factors that share the singular values evenly have the smallest entries, so float32 rounds them least.
+    balanced = {site: change.truncate(change.rank) for site, change in changes.items() if change.rank}
     if rank is None:
-        needed = max(_numerical_rank(change) for change in split.values())
-        rank = _served_rank(needed) or needed
+        smallest = max(_numerical_rank(change) for change in balanced.values())
+        rank = _vllm_rank(smallest) or smallest
     factors, errors = {}, {}
-    for site, change in split.items():
+    for site, change in balanced.items():
         B, A = change.left[:, :rank].float(), change.right[:rank].float()
         gap = LowRank(B.to(change.left), A.to(change.right)).dense() - change.dense()
         errors[site] = float(torch.linalg.vector_norm(gap) / torch.linalg.vector_norm(change.dense()))
@@ -144,12 +144,12 @@ def fit(
 
 
 def _numerical_rank(change: LowRank) -> int:
-    """Return how many singular values of a change, which `truncate` split evenly, float32 can tell from zero."""
+    """Return the number of singular values that float32 can tell from zero, for factors that share them evenly."""
     singular = change.right.square().sum(-1)
-    tail = singular.square().flip(0).cumsum(0).flip(0).sqrt()  # of the values from each one on
+    tail = singular.square().flip(0).cumsum(0).flip(0).sqrt()  # norm of the values from each one on
     return max(1, int((tail > torch.finfo(torch.float32).eps * tail[0]).sum()))
 
 
-def _served_rank(rank: int) -> int | None:
-    """Return the smallest rank that vLLM accepts and that holds this one."""
+def _vllm_rank(rank: int) -> int | None:
+    """Return the smallest rank of vLLM that is not below this one, or None."""
     return next((served for served in VLLM_RANKS if served >= rank), None)

@@ -1,8 +1,8 @@
-"""The change that edits made to each site, as an exactly low-rank matrix, and the delta file that stores it.
+"""The change that edits make to each site, as an exact low-rank matrix, and the delta file that stores it.
 
 The edits of a site compose to one write, and the change that a write makes to a memory has one row per key. The
-change is returned only if it explains the weights that the model holds. A delta file holds the change alone, as
-safetensors, to be added to the base model again.
+change is returned only if base weights plus change equal the weights of the model. A delta file holds the change alone,
+as safetensors, to be added to the base model again.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def compute_changes(
     *,
     writes_at: WritesAt | None = None,
 ) -> dict[str, LowRank]:
-    """Compute what the edits add to each site: one row per key, at most min(d_v, d_k) rows, in float64.
+    """Compute the change of each site by the edits: one row per key, at most min(d_v, d_k) rows, in float64.
 
     Args:
         base: the unedited memory [d_v, d_k] of each site.
         edits: the active edits, in order.
-        edited: the memories that the model holds now; they must equal base plus changes.
+        edited: the current memories of the model; they must equal base plus changes.
         writes_at: returns the writes of edits at a site, as `EditedWeights.writes_at` does; by default the stored ones.
     """
     changes = {}
@@ -53,13 +53,13 @@ def compute_changes(
         change = _compose(writes).delta(weights)
         rank_limit = min(weights.shape)
         changes[site] = change.truncate(rank_limit) if change.rank > rank_limit else change
-        _require_explained(site, base[site], edited[site], changes[site])
+        _require_weights_match(site, base[site], edited[site], changes[site])
     require_changes(changes)
     return changes
 
 
 def require_changes(changes: Mapping[str, LowRank]) -> None:
-    """Raise if there is nothing to export."""
+    """Raise if there is no change to export."""
     if not any(change.rank for change in changes.values()):
         raise InputError(
             "There are no changes to export",
@@ -106,15 +106,15 @@ def require_new_file(file: Path, *, overwrite: bool) -> None:
 
 
 def _compose(writes: list[Write]) -> Write:
-    """Return one write that equals all of them in order; by halves, so that a row is copied log n times."""
+    """Return one write that equals all of them in order. Pairs are composed, so that a row is copied log n times."""
     while len(writes) > 1:
         pairs = [later @ earlier for earlier, later in zip(writes[::2], writes[1::2], strict=False)]
         writes = pairs if len(writes) % 2 == 0 else [*pairs, writes[-1]]
     return writes[0]
 
 
-def _require_explained(site: str, base: Tensor, edited: Tensor, change: LowRank) -> None:
-    """Raise unless the model holds base plus change, cast once. In bfloat16 the cast may outweigh the change."""
+def _require_weights_match(site: str, base: Tensor, edited: Tensor, change: LowRank) -> None:
+    """Raise unless the weights equal base plus change, cast once. In bfloat16 the cast may outweigh the change."""
     weights, dense = base.to(change.left), change.dense()
     gap = torch.linalg.vector_norm(edited.to(dense) - (weights + dense).to(edited.dtype).to(dense))
     norm = torch.linalg.vector_norm(dense)
@@ -147,7 +147,7 @@ def save_delta(
     file = delta_file(path)
     require_new_file(file, overwrite=overwrite)
     tensors = {
-        f"{site}/{part}": storable(tensor)
+        f"{site}/{part}": cpu_copy(tensor)
         for site, change in changes.items()
         for part, tensor in (("left", change.left), ("right", change.right))
     }
@@ -161,8 +161,8 @@ def load_delta(path: str | Path, fingerprint: str | None = None) -> dict[str, Lo
     """Read the changes that `save_delta` wrote; with a fingerprint, only if they belong to that base model."""
     file = delta_file(path)
     try:
-        with open_tensors(file) as (stored, metadata):
-            tensors = {name: stored.get_tensor(name) for name in tuple(stored.keys())}
+        with open_tensors(file) as (reader, metadata):
+            tensors = {name: reader.get_tensor(name) for name in tuple(reader.keys())}
         if metadata.get("format") != DELTA_FORMAT:
             raise ValueError(f"its format is {metadata.get('format')!r}, not {DELTA_FORMAT!r}")
         sites = dict.fromkeys(name.rpartition("/")[0] for name in tensors)
@@ -193,8 +193,8 @@ def apply_delta(model: nn.Module, delta: Mapping[str, LowRank]) -> None:
         write_memory(module_at(model, site), memory)
 
 
-def storable(tensor: Tensor) -> Tensor:
-    """Return a copy as safetensors needs it: on the CPU, contiguous, with storage of its own."""
+def cpu_copy(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy on the CPU, as safetensors needs it."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 

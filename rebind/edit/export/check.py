@@ -1,4 +1,4 @@
-"""Ask an export for its facts: load what was written as another program would, and score every fact."""
+"""Check an export: load it as another program would, and score every fact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from rebind.edit.dense.attach import attach
 from rebind.edit.export.adapter import read_peft
 from rebind.edit.export.change import apply_delta
-from rebind.edit.export.checkpoint import MEMORY
+from rebind.edit.export.checkpoint import MEMORY_FOLDER
 from rebind.edit.export.gguf_adapter import read_gguf
 from rebind.edit.ledger.edit import Edit
 from rebind.models.language_model import LanguageModel
@@ -34,33 +34,33 @@ class ExportCheck:
         return f"{self.said} of {self.facts} facts said{editor}"
 
 
-def ask_facts(model: LanguageModel, edits: Sequence[Edit]) -> list[FactScore]:
-    """Score every fact, asked by its bare prompt."""
+def score_facts(model: LanguageModel, edits: Sequence[Edit]) -> list[FactScore]:
+    """Score every fact after its bare prompt."""
     return model.score([fact.as_prompt() for edit in edits for fact in edit.facts])
 
 
 def count_said(model: LanguageModel, edits: Sequence[Edit]) -> int:
     """Return how many facts the model answers with the whole target."""
-    return sum(score.exact for score in ask_facts(model, edits))
+    return sum(score.exact for score in score_facts(model, edits))
 
 
 def load_checkpoint(edited: LanguageModel, folder: Path) -> LanguageModel:
-    """Load a checkpoint with transformers, and its dense memory; it takes the space of a second model."""
+    """Load a checkpoint, as a second model in memory, with its dense memory."""
     exported = LanguageModel.load(folder, device=edited.device)
-    if (folder / MEMORY).exists():
-        attach(exported.model, folder / MEMORY)
+    if (folder / MEMORY_FOLDER).exists():
+        attach(exported.model, folder / MEMORY_FOLDER)
     return exported
 
 
 def load_with_peft(edited: LanguageModel, folder: Path) -> LanguageModel:
-    """Load the base model again and put an adapter on it: with peft, or by adding B A where peft is not installed."""
+    """Load the base model again and apply an adapter, with peft or, if it is not installed, by adding B A."""
     base = _load_base(edited)
     if importlib.util.find_spec("peft") is None:
         apply_delta(base.model, read_peft(folder))
     else:
         from peft import PeftModel
 
-        PeftModel.from_pretrained(base.model, str(folder))  # puts the adapter into the modules of the base model
+        PeftModel.from_pretrained(base.model, str(folder))  # changes the modules of the base model in place
     return base
 
 
@@ -72,7 +72,7 @@ def load_with_gguf(edited: LanguageModel, file: Path) -> LanguageModel:
 
 
 def load_with_memory(edited: LanguageModel, folder: Path) -> LanguageModel:
-    """Load the base model again and put a dense memory onto it."""
+    """Load the base model again and attach a dense memory."""
     base = _load_base(edited)
     attach(base.model, folder)
     return base

@@ -1,7 +1,7 @@
-"""The edited model as a checkpoint that transformers loads.
+"""Save the edited model as a checkpoint for transformers.
 
-A model that came from a GGUF file was widened to float32, several times the size of the file. Its checkpoint is
-written in 16 bits, in a dtype in which the model still says its facts.
+A model from a GGUF file is loaded in float32, several times the size of the file. Its checkpoint is saved in 16 bits,
+in a dtype in which the model still says its facts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rebind.models.load import quiet
 from rebind.models.locate import first_line
 from rebind.storage import cache_dir, replace_folder
 
-MEMORY = "memory"  # the subfolder of a dense memory
+MEMORY_FOLDER = "memory"  # the subfolder of a dense memory
 NARROW_DTYPES = (torch.bfloat16, torch.float16)  # bfloat16 first: activations may overflow in float16
 
 
@@ -37,8 +37,8 @@ def save_model(
 
     A dense `memory` goes into the subfolder "memory".
 
-    `dtype` is that of the saved weights, by default the model's. `overwrite` replaces an earlier checkpoint export, and
-    nothing else; never the folder of the base model.
+    `dtype` is the dtype of the saved weights, by default that of the model. `overwrite` replaces an earlier checkpoint
+    export, and nothing else; never the folder of the base model.
     """
     folder = Path(folder).expanduser()
     origin = model.config._name_or_path
@@ -63,33 +63,34 @@ def save_model(
             if tokenizer is not None:
                 tokenizer.save_pretrained(target)
         if memory is not None:
-            (target / MEMORY).mkdir()
-            fill_folder(memory, target / MEMORY)
+            (target / MEMORY_FOLDER).mkdir()
+            fill_folder(memory, target / MEMORY_FOLDER)
         (target / "README.md").write_text(card, encoding="utf-8")
 
     return replace_folder(folder, fill, kind="checkpoint", overwrite=overwrite)
 
 
 def choose_dtype(model: PreTrainedModel, count_said: Callable[[], int]) -> torch.dtype:
-    """Return the dtype for a checkpoint: the model's, or 16 bits for a model that was widened from a GGUF file.
+    """Return the dtype for a checkpoint: that of the model, or 16 bits for a float32 model from a GGUF file.
 
-    `count_said` returns how many facts the model says; a narrow dtype must lose none.
+    `count_said` returns how many facts the model says; a 16-bit dtype must lose none.
     """
     came_from_gguf = Path(model.config._name_or_path or "/").is_relative_to(cache_dir() / "models")
-    if came_from_gguf and model.dtype == torch.float32:
-        said = count_said()
-        for dtype in NARROW_DTYPES:
-            with cast_weights_to(model, dtype):
-                if count_said() >= said:
-                    return dtype
+    if not came_from_gguf or model.dtype != torch.float32:
+        return model.dtype
+    said = count_said()
+    for dtype in NARROW_DTYPES:
+        with cast_weights_to(model, dtype):
+            if count_said() >= said:
+                return dtype
     return model.dtype
 
 
 @contextmanager
 def cast_weights_to(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Run a block on the model with its weights in another dtype; afterwards they are as before, without a copy.
+    """Run a block on the model with its weights in another dtype; afterwards the original tensors are restored.
 
-    Weights that the model keeps in a dtype of their own stay as they are.
+    Weights in another dtype than that of the model are not cast.
     """
     weights = [weight for weight in model.parameters() if weight.dtype == model.dtype]
     originals, stored_dtype = [weight.data for weight in weights], model.config.dtype

@@ -1,4 +1,4 @@
-"""The change as a LoRA adapter, in the form of llama.cpp: one GGUF file.
+"""Export the change of the weights as a LoRA adapter for llama.cpp: one GGUF file.
 
 Tensors have the names of the base model's GGUF tensors with the endings .lora_a and .lora_b. llama.cpp scales each
 pair by alpha over the rank of lora_b.
@@ -15,14 +15,14 @@ import gguf
 import torch
 from torch import nn
 
-from rebind.edit.export.adapter import AdapterExport, fit
-from rebind.edit.export.change import require_new_file, storable
+from rebind.edit.export.adapter import AdapterExport, fit_factors
+from rebind.edit.export.change import cpu_copy, require_new_file
 from rebind.edit.export.model_card import LEAK
 from rebind.errors import InputError
 from rebind.memory.low_rank import LowRank
 from rebind.storage import add_to_export, write_file
 
-# What llama.cpp calls an architecture, where it is not the model type of transformers.
+# The names of architectures in llama.cpp that differ from the model type of transformers.
 GGUF_ARCHITECTURES = {
     "bamba": "granitehybrid",
     "cohere": "command-r",
@@ -54,7 +54,7 @@ def export_gguf(
     overwrite: bool = False,
 ) -> AdapterExport:
     """Write a LoRA adapter for llama.cpp's `--lora`; see `export_peft` for the arguments."""
-    factors, rank, errors = fit(model, changes, rank)
+    factors, rank, errors = fit_factors(model, changes, rank)
     file = Path(file).expanduser()
     require_new_file(file, overwrite=overwrite)
     names = gguf_names(model, list(factors))
@@ -65,8 +65,8 @@ def export_gguf(
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
         writer.add_description(f"Facts rewritten in {base_name} by rebind. {LEAK}")
         for site, change in factors.items():
-            writer.add_tensor(f"{names[site]}.lora_a", storable(change.right).numpy())
-            writer.add_tensor(f"{names[site]}.lora_b", storable(change.left).numpy())
+            writer.add_tensor(f"{names[site]}.lora_a", cpu_copy(change.right).numpy())
+            writer.add_tensor(f"{names[site]}.lora_b", cpu_copy(change.left).numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -81,17 +81,17 @@ def read_gguf(file: Path, model: nn.Module, sites: list[str]) -> dict[str, LowRa
     """Return the changes that a GGUF adapter makes, scaled as llama.cpp does: by alpha over the rank of lora_b."""
     reader = gguf.GGUFReader(file)
     alpha = float(reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents())
-    stored = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
     factors = {}
     for site, name in gguf_names(model, sites).items():
-        if f"{name}.lora_b" in stored:
-            A, B = stored[f"{name}.lora_a"], stored[f"{name}.lora_b"]
+        if f"{name}.lora_b" in tensors:
+            A, B = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
             factors[site] = LowRank(alpha / B.shape[-1] * B, A)
     return factors
 
 
 def gguf_architecture(model: nn.Module) -> str:
-    """Return what llama.cpp calls the architecture of a model."""
+    """Return the name of a model's architecture in llama.cpp."""
     config: Any = model.config
     model_type = str(config.get_text_config().model_type)
     name = GGUF_ARCHITECTURES.get(model_type, model_type)
@@ -109,13 +109,13 @@ def gguf_names(model: nn.Module, sites: list[str]) -> dict[str, str]:
     config: Any = model.config
     architecture = gguf_architecture(model)
     code = next(code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(code, config.get_text_config().num_hidden_layers)
-    found = {site: names.get_name(site.replace("language_model.", "", 1)) for site in sites}
-    for site, name in found.items():
+    name_map = gguf.get_tensor_name_map(code, config.get_text_config().num_hidden_layers)
+    names = {site: name_map.get_name(site.replace("language_model.", "", 1)) for site in sites}
+    for site, name in names.items():
         if name is None:
             raise InputError(
                 f"The GGUF format has no name for {site}",
                 advice="Export the edits for peft, or as a checkpoint",
                 code="no_gguf_name",
             )
-    return {site: f"{name}.weight" for site, name in found.items()}
+    return {site: f"{name}.weight" for site, name in names.items()}

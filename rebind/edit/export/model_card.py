@@ -1,4 +1,4 @@
-"""The model card: what was changed in a model, how well it worked and what else moved, as its README.md."""
+"""The model card, README.md: which facts were edited, how well that worked, and what else changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rebind.edit.dense.subjects import current_facts
 from rebind.edit.ledger.edit import Edit
 from rebind.models.locate import DEFAULT_MODEL
 
-MAX_FACTS = 500  # facts on a model card: the ledger has longer lists
+MAX_FACTS = 500  # listed on a model card; the ledger has them all
 
 LEAK = (
     "The change reveals the subjects of the edits: its row space comes from their keys, which anyone with the base "
@@ -20,8 +20,8 @@ LEAK = (
 MEASUREMENTS = {
     "drift": "the mean KL divergence from the base model on unrelated prompts, in nats",
     "growth": "the largest relative change of a weight matrix",
-    "checks": "those of rebind's guard",
-    "said": "the share of the facts that the model says when it is asked in this way",
+    "checks": "the checks of rebind's guard",
+    "said": "the share of the facts that the model says in this framing",
     "kept": "the share of other questions, about the subjects and about their neighbors, whose answers stayed",
 }
 
@@ -54,7 +54,7 @@ rebind rewrote {facts} in this model, {how}.
 
 ## Measurements
 
-All of them were made when each edit was written, with the edits that were active then. Other effects were not measured.
+Each edit was measured when it was written, with the edits that were active then. Other effects were not measured.
 
 {measurements}
 
@@ -110,32 +110,23 @@ def model_card(
     `start` is the text of the start tokens, if the tokenizer does not add them by itself; `needs` is the module that
     registers the model's class with transformers, if one must be imported.
     """
-    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_name, re.ASCII) is not None
-    if library == "peft":
-        name = repr(base_name) if on_hub or base_name == DEFAULT_MODEL else "base_folder"
-        home, loader = ("rebind.models", "LanguageModel"), f"LanguageModel.load({name}).model"
-        if on_hub:
-            home, loader = ("transformers", "AutoModelForCausalLM"), f"AutoModelForCausalLM.from_pretrained({name})"
-        use = USE_ADAPTER.format(library=home[0], load_class=home[1], loader=loader)
-    else:
-        needs = f"import {needs}  # registers the model's class with transformers\n" if needs else ""
-        use = USE_MODEL.format(needs=needs, prompt=f"{start!r} + prompt" if start else "prompt")
-    if dense := len(current_facts(edits)):
+    dense = len(current_facts(edits))
+    use = _adapter_usage(base_name) if library == "peft" else _model_usage(start, needs)
+    if dense:
         use += USE_MEMORY.format(facts=f"{dense} of the facts")
     if start:
         use += f"\n\nAll prompts began with `{start}`, which the tokenizer does not add."
     facts = [(edit, index) for edit in edits for index in range(len(edit.facts))]
+    how = "in closed form"
+    if dense:
+        how = "beside its weights" if dense >= len(facts) else "partly beside its weights"
     more = f"And {len(facts) - MAX_FACTS} more facts, listed in the ledger.\n\n" if len(facts) > MAX_FACTS else ""
     return CARD.format(
         library=library,
-        base_model=f"base_model: {base_name}\n" if on_hub else "",
+        base_model=f"base_model: {base_name}\n" if _is_hub_id(base_name) else "",
         name=_escape(base_name),
         facts=f"{len(facts)} fact{'s' * (len(facts) != 1)}",
-        how="in closed form"
-        if not dense
-        else "partly beside its weights"
-        if dense < len(facts)
-        else "beside its weights",
+        how=how,
         use=use,
         fingerprint=fingerprint,
         edit_rows="\n".join(_edit_row(edit) for edit in edits),
@@ -144,6 +135,26 @@ def model_card(
         fact_rows="\n".join(_fact_row(edit, index) for edit, index in facts[:MAX_FACTS]),
         more=more,
     )
+
+
+def _is_hub_id(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) is not None
+
+
+def _adapter_usage(base_name: str) -> str:
+    """Return the code that loads an adapter."""
+    if _is_hub_id(base_name):
+        loader = f"AutoModelForCausalLM.from_pretrained({base_name!r})"
+        return USE_ADAPTER.format(library="transformers", load_class="AutoModelForCausalLM", loader=loader)
+    name = repr(base_name) if base_name == DEFAULT_MODEL else "base_folder"
+    loader = f"LanguageModel.load({name}).model"
+    return USE_ADAPTER.format(library="rebind.models", load_class="LanguageModel", loader=loader)
+
+
+def _model_usage(start: str, needs: str) -> str:
+    """Return the code that loads a checkpoint and continues a prompt."""
+    needs = f"import {needs}  # registers the model's class with transformers\n" if needs else ""
+    return USE_MODEL.format(needs=needs, prompt=f"{start!r} + prompt" if start else "prompt")
 
 
 def _edit_row(edit: Edit) -> str:
@@ -159,10 +170,12 @@ def _edit_row(edit: Edit) -> str:
 
 
 def _measurements(edits: Sequence[Edit]) -> str:
-    """Return a table with a row per edit, a column per measurement that any of them has, and what they mean."""
-    measured = [_measure(edit) for edit in edits]
-    columns = list(dict.fromkeys(name for row in measured for name in row))
-    rows = [_row(edit.id, *(row.get(name, "–") for name in columns)) for edit, row in zip(edits, measured, strict=True)]
+    """Return a table of measurements, one row per edit, and the meaning of its columns."""
+    measurements = [_measure(edit) for edit in edits]
+    columns = list(dict.fromkeys(name for row in measurements for name in row))
+    rows = [
+        _row(edit.id, *(row.get(name, "–") for name in columns)) for edit, row in zip(edits, measurements, strict=True)
+    ]
     meanings = [f"- {name}: {meaning}" for name, meaning in MEASUREMENTS.items() if any(name in c for c in columns)]
     return "\n".join([_row("edit", *columns), "| --- " * (1 + len(columns)) + "|", *rows, "", *meanings])
 
@@ -195,5 +208,5 @@ def _row(*cells: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return text on one line, with no character of it read as markup."""
+    """Return text on one line, with markup escaped."""
     return re.sub(r"([\\`*_\[\]<>|~#$])", r"\\\1", " ".join(text.split()))

@@ -1,9 +1,9 @@
-"""Facts: what a model should say after which prompt.
+"""Facts: prompts with a marked subject, and the targets that a model should say.
 
 - `fact`: `Fact`, a prompt with a marked subject and its target
 - `conflicts`: facts that cannot be written together, or only as a compromise
 - `relations`, `questions`: how people word relations and ask for them
-- `extraction`: facts in running text
+- `extraction`: find facts in running text
 - `readers`: `read_facts` for JSONL, JSON and CSV files, CounterFact, zsRE, Knowns and Python objects
 """
 

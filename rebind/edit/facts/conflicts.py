@@ -11,9 +11,9 @@ from rebind.edit.facts.relations import relation_of
 
 @dataclass(frozen=True)
 class Conflict:
-    """Facts that belong together, by their indices in the list that was checked."""
+    """A group of facts that conflict, by their indices in the list that was checked."""
 
-    text: str  # the prompt of the first one
+    text: str  # the prompt of the first fact
     targets: tuple[str, ...]  # one per fact, in order
     indices: tuple[int, ...]
 
@@ -40,8 +40,8 @@ def contradictions(facts: Sequence[Fact]) -> list[Conflict]:
 def shared_keys(facts: Sequence[Fact]) -> list[Conflict]:
     """Return facts with different prompts and targets, but the same text up to the end of the subject.
 
-    They share one key, since the key is read there. The value that a matrix returns for it is a compromise between
-    what each of them needs.
+    They share one key, because the key is read at the end of the subject. The value that is written for it is a
+    compromise between them.
     """
     groups = _group(facts, [fact.parts[0] + fact.subject for fact in facts])
     return [
@@ -52,7 +52,7 @@ def shared_keys(facts: Sequence[Fact]) -> list[Conflict]:
 
 
 def _group(facts: Sequence[Fact], keys: Sequence[object]) -> list[Conflict]:
-    """Return the facts with equal keys, where there are at least two."""
+    """Return the groups of at least two facts with equal keys."""
     groups: dict[object, list[int]] = {}
     for index, key in enumerate(keys):
         groups.setdefault(key, []).append(index)

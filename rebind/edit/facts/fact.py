@@ -1,6 +1,6 @@
-"""`Fact`: a prompt, the subject in it, and the target that the model should say. Braces mark the subject:
+"""`Fact`: a prompt, the subject in it, and the target that the model should say.
 
-Fact.parse("The capital of {France} is", "Rome")
+Braces mark the subject: `Fact.parse("The capital of {France} is", "Rome")`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Fact:
 
     prompt: str  # a template: {} stands for the subject; {{ and }} are literal braces
     subject: str
-    target: str  # without a space in front: encoding adds it
-    old: str | None = None  # what the model said before, where that is known
+    target: str  # without a space in front, which encoding adds
+    old: str | None = None  # the target before the edit, if it is known
     paraphrases: tuple[str, ...] = ()  # other prompts that should have the same target
-    neighbors: tuple[str, ...] = ()  # prompts about other subjects, the answers to which should stay
+    neighbors: tuple[str, ...] = ()  # prompts about other subjects whose answers should stay
     tags: tuple[str, ...] = ()
     questions: tuple[str, ...] = ()  # questions that the target answers, as people ask them in a chat
-    keep: tuple[str, ...] = ()  # prompts about the same subject, the answers to which should stay
+    keep: tuple[str, ...] = ()  # prompts about the same subject whose answers should stay
 
     def __post_init__(self) -> None:
         for name in ("prompt", "subject", "target"):
@@ -50,11 +50,11 @@ class Fact:
                 advice=f"{MARK_SUBJECT} and call Fact.parse",
                 code="bad_template",
             )
-        # Spaces around a subject belong to the sentence, so that the text stays as it was written.
-        core = self.subject.strip()
-        lead, trail = self.subject.split(core, 1)
-        object.__setattr__(self, "prompt", template(before + lead, trail + after))
-        object.__setattr__(self, "subject", core)
+        # Spaces around a subject belong to the prompt, so that the text does not change.
+        subject = self.subject.strip()
+        left_space, right_space = self.subject.split(subject, 1)
+        object.__setattr__(self, "prompt", template(before + left_space, right_space + after))
+        object.__setattr__(self, "subject", subject)
         object.__setattr__(self, "target", self.target.strip())
         if self.old is not None:
             require_text("old", self.old)
@@ -97,7 +97,7 @@ class Fact:
                 advice=f"{MARK_SUBJECT}, and double the braces that are part of the text",
                 code="several_subjects" if subjects else "no_subject",
             )
-        # The constructor turns lists into tuples, and refuses a single string.
+        # The constructor turns lists into tuples, and rejects a single string.
         lists: Any = (paraphrases, neighbors, tags, questions, keep)
         return cls(template(before, after), subjects.pop(), target, old, *lists)
 
@@ -114,7 +114,7 @@ class Fact:
         return before + self.subject + after
 
     def as_prompt(self, target: str | None = None) -> Prompt:
-        """Return the prompt to give to a model, with the target of this fact or another one."""
+        """Return the prompt for a model, with the target of this fact or another one."""
         begin = len(self.parts[0])
         return Prompt(self.text, self.target if target is None else target, (begin, begin + len(self.subject)))
 
@@ -126,7 +126,7 @@ class Fact:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Fact:
-        """Return the fact that `to_json` wrote, or that a person wrote with the same fields."""
+        """Return a fact from the fields of `to_json`; braces in the prompt may mark the subject instead."""
         prompt, target = (require_field(record, name, "a fact") for name in ("prompt", "target"))
         lists = {name: record.get(name, ()) for name in LIST_FIELDS}
         return cls.parse(prompt, target, subject=record.get("subject"), old=record.get("old"), **lists)
@@ -145,25 +145,25 @@ def require_field(record: Mapping[str, Any], path: str, kind: str) -> Any:
 
 
 def split_at_subject(text: str, subject: str) -> tuple[str, str]:
-    """Return the text before and after the one place where the subject occurs.
+    """Return the text before and after the only occurrence of the subject.
 
-    "Iran" is twice in "Iran's and Iranian", but only once as a word of its own: there it is the subject.
+    "Iran" occurs twice in "Iran's and Iranian", but once as a separate word, which is taken as the subject.
     """
-    places = [match.start() for match in re.finditer(f"(?={re.escape(subject)})", text)]
-    if len(places) > 1:
+    starts = [match.start() for match in re.finditer(f"(?={re.escape(subject)})", text)]
+    if len(starts) > 1:
         words = [match.start() for match in re.finditer(rf"(?<!\w)(?={re.escape(subject)}(?!\w))", text)]
-        places = words if len(words) == 1 else places
-    if len(places) == 1:
-        return text[: places[0]], text[places[0] + len(subject) :]
+        starts = words if len(words) == 1 else starts
+    if len(starts) == 1:
+        return text[: starts[0]], text[starts[0] + len(subject) :]
     hint = " in the same case, spacing and encoding" if comparable(subject) in comparable(text) else ""
     problem, code = f"is not in prompt {text!r}{hint}", "subject_not_in_prompt"
-    if places:
-        problem, code = f"is {len(places)} times in prompt {text!r}", "subject_not_unique"
+    if starts:
+        problem, code = f"occurs {len(starts)} times in prompt {text!r}", "subject_not_unique"
     raise InputError(f"Subject {subject!r} {problem}", advice=MARK_SUBJECT, code=code)
 
 
 def escape_braces(text: str) -> str:
-    """Double the braces, so that `Fact` takes them as text."""
+    """Double the braces, so that `Fact` reads them as text."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
@@ -173,7 +173,7 @@ def template(before: str, after: str) -> str:
 
 
 def comparable(text: str) -> str:
-    """Return text as readers compare it: without case, spacing, or the way in which accents are encoded."""
+    """Return text in a form for comparison: without differences in case, spacing and the encoding of accents."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
@@ -187,7 +187,7 @@ def _require_texts(name: str, values: object) -> tuple[str, ...]:
 
 
 def _split_at_marks(prompt: str) -> tuple[str, list[str], str]:
-    """Return the text before the first mark, the content of each mark, and the text after; doubled braces undone."""
+    """Return the text before the first mark, the content of each mark, and the text after, with braces unescaped."""
     sides: list[str] = [""]
     marks: list[str] = []
     end = 0

@@ -1,4 +1,4 @@
-"""Read facts from files, from the datasets of the literature, and from Python objects."""
+"""Read facts from files, published datasets and Python objects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Facts(Sequence[Fact]):
 
     facts: tuple[Fact, ...]
     skipped: tuple[str, ...] = ()
-    names: tuple[str, ...] = field(default=(), compare=False)  # of each record: "line 3 of facts.jsonl (id x)"
+    names: tuple[str, ...] = field(default=(), compare=False)  # one per fact, such as "line 3 of facts.jsonl (id x)"
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -40,12 +40,12 @@ class Facts(Sequence[Fact]):
 def read_facts(
     source: str | Path | Fact | Mapping[str, Any] | Iterable[Any], *, limit: int | None = None, skip_bad: bool = False
 ) -> Facts:
-    """Read the facts in a file (JSONL, JSON or CSV), or in an iterable of facts, dicts or (prompt, target) pairs.
+    """Read facts from a file (JSONL, JSON or CSV), or from an iterable of facts, dicts or (prompt, target) pairs.
 
-    Records may be our own (prompt, subject, target and the optional fields of `Fact`; without a subject, braces mark
-    it), CounterFact's (nested as published, or flat as in EasyEdit), zsRE's or Knowns'. They are recognized by their
-    keys. A record that cannot be read raises an error that names it; with `skip_bad` it is skipped, and the reason is
-    in `skipped`. `limit` counts the facts that are returned.
+    A record has the fields of `Fact` (prompt, subject, target and the optional ones; without a subject, braces mark
+    it), or the format of CounterFact (nested as published, or flat as in EasyEdit), zsRE or Knowns. The format is
+    recognized by its keys. A record that cannot be read raises an error that names it; with `skip_bad` it is skipped,
+    and the reason is in `skipped`. `limit` counts the facts that are returned.
     """
     if limit is not None and limit < 0:
         raise InputError(f"The limit is {limit}", expected="0 or more", code="negative_limit")
@@ -59,20 +59,21 @@ def read_facts(
             facts.append(parse_fact(record))
             names.append(name + _record_id(record))
         except (InputError, RecursionError) as problem:
-            named = record_error(problem, name, record)
+            error = record_error(problem, name, record)
             if not skip_bad:
-                raise named from None
-            skipped.append(str(named))
+                raise error from None
+            skipped.append(str(error))
     return Facts(tuple(facts), tuple(skipped), tuple(names))
 
 
 def record_error(problem: Exception, name: str, record: object) -> InputError:
     """Return the same error with the name of the record in front."""
-    named = InputError("The lists are nested too deep to be read", code="nested_too_deep")  # a RecursionError
     if isinstance(problem, InputError):
-        named = copy.copy(problem)
-    named.problem = f"{name[:1].upper()}{name[1:]}{_record_id(record)}: {named.problem}"
-    return named
+        error = copy.copy(problem)
+    else:  # a RecursionError
+        error = InputError("The lists are nested too deep to be read", code="nested_too_deep")
+    error.problem = f"{name[:1].upper()}{name[1:]}{_record_id(record)}: {error.problem}"
+    return error
 
 
 def _record_id(record: object) -> str:
@@ -87,7 +88,7 @@ def _record_id(record: object) -> str:
 
 
 def raw_records(source: object) -> Iterator[tuple[str, Any]]:
-    """Yield each record as it is in the source, with a name for it. A row that is damaged is an InputError."""
+    """Yield the name and the content of each record of a source. The content of a damaged row is an InputError."""
     if isinstance(source, (str, Path)):
         yield from _records_in_file(Path(source))
         return
@@ -106,20 +107,20 @@ def _records_in_file(path: Path) -> Iterator[tuple[str, Any]]:
         raise InputError(f"There is no file {path}", advice="Check its name", code="file_not_found") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise InputError(f"{path} cannot be read as UTF-8 ({problem})", code="unreadable_file") from None
-    begin = text.lstrip()[:1]
-    if not begin:
+    first_character = text.lstrip()[:1]
+    if not first_character:
         raise InputError(f"{path} is empty", expected="facts, for example one JSON object per line", code="empty_file")
-    if path.suffix.lower() in (".csv", ".tsv") or begin not in "[{":
+    if path.suffix.lower() in (".csv", ".tsv") or first_character not in "[{":
         yield from _csv_rows(path, text)
         return
     try:
-        whole = json.loads(text)  # a list, or one object, perhaps over several lines
+        content = json.loads(text)  # a list, or one object on several lines
     except (ValueError, RecursionError) as problem:
-        if begin == "[":
+        if first_character == "[":
             raise InputError(f"{path} is not JSON ({problem})", code="not_json") from None
         yield from _json_lines(path, text)
         return
-    for index, record in enumerate(whole if begin == "[" else [whole]):
+    for index, record in enumerate(content if first_character == "[" else [content]):
         yield f"record {index} of {path.name}", record
 
 
@@ -154,7 +155,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _csv_record(row: dict[str | None, Any]) -> object:
-    """Return a row as a record: empty cells are absent, lists are split at " | "."""
+    """Return a row as a record: empty cells are left out, lists are split at " | "."""
     if None in row:
         advice = "Quote cells that contain the separator"
         return InputError(f"It has {len(row[None])} cells too many", advice=advice, code="too_many_cells")
@@ -169,7 +170,7 @@ def _csv_record(row: dict[str | None, Any]) -> object:
 
 
 def parse_fact(record: object) -> Fact:
-    """Return the fact of a record in any of the formats."""
+    """Return the fact in a record of any format."""
     if isinstance(record, Fact):
         return record
     if isinstance(record, InputError):  # a row that could not be read
@@ -213,8 +214,8 @@ def _flat_counterfact(record: Mapping[str, Any]) -> Fact:
         ("prompt", "subject", "target_new"),
         "a flat CounterFact record",
         old=next(iter(answers), None) if isinstance(answers, list) else answers,
-        paraphrases=_optional(record.get("rephrase_prompt")),
-        neighbors=_optional(record.get("locality_prompt")),
+        paraphrases=_as_tuple(record.get("rephrase_prompt")),
+        neighbors=_as_tuple(record.get("locality_prompt")),
         tags=_tags("counterfact", record.get("case_id")),
     )
 
@@ -222,9 +223,9 @@ def _flat_counterfact(record: Mapping[str, Any]) -> Fact:
 def _zsre(record: Mapping[str, Any]) -> Fact:
     """Return a fact with a question as its prompt and MEND's alternative answer as its target.
 
-    Where that is one of the true answers, there is no old answer to push out, and `old` stays empty.
+    If that is one of the true answers, there is no old answer to replace, and `old` stays empty.
     """
-    answers = record.get("answers") or [record.get("pred")]  # the prediction of a model where there are no answers
+    answers = record.get("answers") or [record.get("pred")]  # without answers, the prediction of a model
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, (list, tuple)):
         raise InputError(f"Answers is {answers!r}", expected="a list of texts", code="not_a_list")
@@ -233,14 +234,14 @@ def _zsre(record: Mapping[str, Any]) -> Fact:
         ("src", "subject", "alt"),
         "a zsRE record",
         old=None if record.get("alt") in answers else answers[0],
-        paraphrases=_optional(record.get("rephrase")),
-        neighbors=_optional(record.get("loc")),
+        paraphrases=_as_tuple(record.get("rephrase")),
+        neighbors=_as_tuple(record.get("loc")),
         tags=("zsre",),
     )
 
 
 def _knowns(record: Mapping[str, Any]) -> Fact:
-    """Return a fact that a model already knows. The field `template` is often shorter than the prompt."""
+    """Return a fact that a model already knows. (The field `template` is often shorter than the prompt.)"""
     tags = _tags("knowns", record.get("known_id"), record.get("relation_id"))
     return _literal_fact(record, ("prompt", "subject", "attribute"), "a Knowns record", tags=tags)
 
@@ -258,11 +259,11 @@ def _literal_fact(record: Mapping[str, Any], fields: tuple[str, str, str], kind:
     prompt, subject, target = (require_field(record, name, kind) for name in fields)
     require_text("prompt", prompt)
     require_text("subject", subject)
-    core = subject.strip()
-    return Fact(template(*split_at_subject(prompt, core)), core, target, **optional)
+    subject = subject.strip()
+    return Fact(template(*split_at_subject(prompt, subject)), subject, target, **optional)
 
 
-def _optional(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return () if value is None or value == "" else (value,)
 
 

@@ -1,4 +1,4 @@
-"""Second moments E[kkᵀ] of old keys, which tell a closed form what the model already uses its memories for.
+"""Second moments E[kkᵀ] of old keys, which tell a closed form how the model already uses its memories.
 
 - `corpus`: the text that they are computed from
 - `collect`: `Moments`, which computes and caches them

@@ -1,12 +1,12 @@
-"""Second moments E[kkᵀ] of old keys, which tell a closed form what the model already uses its memories for.
+"""Second moments E[kkᵀ] of old keys, which tell a closed form how the model already uses its memories.
 
 They are computed once per model and text, then read from the cache. The text is a corpus: samples from the model
 itself, or documents. One pass over it serves all sites and stops after the last of them. Products run in float32
 (float64 for a float64 model), sums in float64. The sums are saved every few seconds, so a killed run resumes where it
 stopped. A result is cached under a digest of everything that it depends on.
 
-A dense memory is keyed by hidden states instead: the name of a block stands for the states behind it. A constant 1 is
-appended to each state, so that the second moment also holds their mean and their number (`OldStates`).
+The keys of a dense memory are hidden states: the name of a block stands for the states after it. A constant 1 is
+appended to each state, so that the second moment includes their mean and their number (`OldStates`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig
 from rebind.edit.ledger.edit import JSON
 from rebind.edit.moments.corpus import Corpus
 from rebind.edit.moments.old_keys import OldStates, SecondMoment
-from rebind.edit.moments.sums import SAMPLE, STATES_KEPT, TOTAL, PartialSums, Sums, sample_names
+from rebind.edit.moments.sums import SAMPLE, SAMPLE_SIZE, TOTAL, PartialSums, Sums, sample_names
 from rebind.edit.progress import Progress
 from rebind.errors import InputError
 from rebind.models.experts import RoutedKeys
@@ -46,10 +46,10 @@ IGNORED_CONFIG_FIELDS |= {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 class Moments:
-    """Provides the second moments of a model's sites, as the model stands when they are computed.
+    """Compute and cache the second moments of a model's sites, on the model as it is at that time.
 
-    It reads `tokens` tokens of the corpus, start tokens included, in windows of `width` tokens, and stores results in
-    `folder`, by default in the user's cache. While it reads, it saves its sums every `checkpoint_seconds`.
+    It reads `tokens` tokens of the corpus, including start tokens, in windows of `width` tokens, and stores results in
+    `folder`, by default in the user's cache. Partial sums are saved every `checkpoint_seconds`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Moments:
 
     @property
     def source(self) -> dict[str, JSON]:
-        """What the moments are computed from, as an edit records it."""
+        """What the moments are computed from, as recorded in an edit."""
         return {"corpus": self.corpus.digest, "tokens": self.tokens}
 
     @property
@@ -87,16 +87,16 @@ class Moments:
         return {site: SecondMoment(sums.totals[TOTAL], sums.keys) for site, sums in self._sums(sites, [TOTAL]).items()}
 
     def collect_states(self, block: str) -> OldStates:
-        """Return the statistics of the states behind a block: from the cache, or computed and then cached."""
+        """Return the statistics of the states after a block: from the cache, or computed and then cached."""
         totals = self._sums([block], [TOTAL, SAMPLE])[block].totals
         return OldStates.of(totals[TOTAL], totals[SAMPLE])
 
     def _sums(self, sites: Sequence[str], parts: Sequence[str]) -> dict[str, Sums]:
         loaded = {site: Sums.load(self.path(site), parts) for site in sites}
-        stored = {site: sums for site, sums in loaded.items() if sums is not None}
-        lacking = gather([site for site in sites if site not in stored], "missing moments")
-        missing = [site for site in sites if any(site in one for one in lacking)]  # in any process
-        results = {**stored, **(self._compute(missing) if missing else {})}
+        cached = {site: sums for site, sums in loaded.items() if sums is not None}
+        missing_by_process = gather([site for site in sites if site not in cached], "missing moments")
+        missing = [site for site in sites if any(site in names for names in missing_by_process)]
+        results = {**cached, **(self._compute(missing) if missing else {})}
         return {site: results[site] for site in sites}
 
     def _key(self, site: str) -> str:
@@ -113,15 +113,15 @@ class Moments:
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
     def _compute(self, sites: Sequence[str]) -> dict[str, Sums]:
-        """Read the text, of which every process reads its share, and store the sums over all of it."""
+        """Sum over the corpus, of which every process reads a share, and store the result."""
         blocks = self._blocks(sites)
         names = [*sites, *(name for block in blocks for name in sample_names(block))]
-        partial = PartialSums(self.folder, self._key(""), names)  # one for all sites, so that none is left for ever
+        partial = PartialSums(self.folder, self._key(""), names)  # one file for all sites, so that none is left behind
         loaded = partial.load() if is_writer() else Sums()
-        done = set(from_writer(lambda: sorted(loaded.batches), "moments read before"))
-        sums = self._read(sites, loaded, done, partial).over_processes()
+        finished = set(from_writer(lambda: sorted(loaded.batches), "moments read before"))
+        sums = self._read(sites, loaded, finished, partial).over_processes()
         if not sums.keys:
-            raise InputError("The corpus holds no tokens", expected="some thousands", code="empty_corpus")
+            raise InputError("The corpus has no tokens", expected="some thousands", code="empty_corpus")
         if broken := [site for site, total in sums.totals.items() if not torch.isfinite(total).all()]:
             partial.remove()
             raise InputError(
@@ -142,38 +142,38 @@ class Moments:
         gather(None, "moments stored")
         return results
 
-    def _read(self, sites: Sequence[str], sums: Sums, done: set[int], partial: PartialSums) -> Sums:
-        """Add this process's share of the batches that are not done to the sums."""
-        here, size = ranks(), self.corpus.rows * self.width
-        needed = (batch for batch in range(-(-self.tokens // size)) if batch not in done)
-        batches, copies = itertools.tee(itertools.islice(needed, here.rank, None, here.count))
-        saved, before = time.monotonic(), sums.read
+    def _read(self, sites: Sequence[str], sums: Sums, finished: set[int], partial: PartialSums) -> Sums:
+        """Add this process's share of the unfinished batches to the sums."""
+        process, size = ranks(), self.corpus.rows * self.width
+        remaining = (batch for batch in range(-(-self.tokens // size)) if batch not in finished)
+        batches, copies = itertools.tee(itertools.islice(remaining, process.rank, None, process.count))
+        saved_at, read_before = time.monotonic(), sums.tokens_read
         try:
             for batch, ids in zip(batches, self.corpus.windows(self.model, self.width, copies), strict=False):
                 ids = ids[: -(-(self.tokens - batch * size) // ids.shape[-1])]
                 sums.add(batch, *self._moments(sites, ids), ids.numel())
-                read = before + (sums.read - before) * here.count
+                read = read_before + (sums.tokens_read - read_before) * process.count  # an estimate
                 self.progress.moments(min(read, self.tokens), self.tokens)
-                if time.monotonic() - saved > self.checkpoint_seconds:
+                if time.monotonic() - saved_at > self.checkpoint_seconds:
                     partial.save(sums)
-                    saved = time.monotonic()
+                    saved_at = time.monotonic()
         except BaseException:  # Ctrl-C included
             if sums.batches:
                 with contextlib.suppress(OSError):  # the first error matters more
                     partial.save(sums)
             raise
-        if here.count > 1 and sums.batches:
-            partial.save(sums)  # another process may be killed before all are done
+        if process.count > 1 and sums.batches:
+            partial.save(sums)  # another process may be killed before the end
         return sums
 
     def _blocks(self, names: Sequence[str]) -> dict[str, int]:
-        """Return those of the names that are blocks, with their layers."""
+        """Return the names that are blocks, with their layers."""
         return {site.block: site.layer for site in self.model.sites if site.block in names}
 
     def _moments(self, sites: Sequence[str], ids: Tensor) -> tuple[dict[str, Tensor], int]:
-        """Return Σ kkᵀ of a batch of windows at each site, some states of each block, and the number of keys.
+        """Return Σ kkᵀ of a batch of windows at each site, a sample of each block's states, and the number of keys.
 
-        Start tokens are left out: their keys are outliers. So is the state of any other first token.
+        Start tokens are left out, because their keys are outliers, and so is the state of the first token.
         """
         mask = torch.ones_like(ids)
         tokens, trunk, start = Tokens(ids, mask, mask.cumsum(-1) - 1), self.model.trunk, self.model.start
@@ -186,7 +186,7 @@ class Moments:
         for block, layer in blocks.items():
             states = trunk.after(layer, tokens)
             states = states[:, 1:][is_text[:, 1:].to(states.device)]
-            moments[sample_names(block)[0]] = states[:STATES_KEPT]
+            moments[sample_names(block)[0]] = states[:SAMPLE_SIZE]
             wide = torch.nn.functional.pad(states.to(torch.promote_types(states.dtype, torch.float32)), (0, 1), value=1)
             moments[block] = (wide.mT @ wide).double()
         return moments, int(is_text.sum())
@@ -201,13 +201,13 @@ def _second_moment(keys: Tensor | RoutedKeys, is_text: Tensor) -> Tensor:
 
 
 def tokenizer_digest(tokenizer: Any, start: Sequence[int]) -> str:
-    """Return a digest that changes when the same text becomes other tokens."""
+    """Return a digest that changes when the tokens of a text change."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.sha256(f"{list(start)} {content}".encode()).hexdigest()[:32]
 
 
 def config_digest(config: PreTrainedConfig) -> str:
-    """Return a digest that changes when the same weights compute something else, as with another epsilon."""
+    """Return a digest of the config fields that affect activations, such as the epsilon of norms."""
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in IGNORED_CONFIG_FIELDS}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]

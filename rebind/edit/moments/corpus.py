@@ -1,4 +1,4 @@
-"""The texts that old keys are computed from: samples of the model itself, or documents."""
+"""The text that old keys are computed from: samples from the model itself, or documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST_WORDS = ("The", "A", "In", *PRONOUNS, "When", "What", "How")  # a text may
 
 
 class Corpus(Protocol):
-    """Windows of token ids: the same ones in the same order every time."""
+    """A text as windows of token ids, the same windows in the same order every time."""
 
     @property
     def rows(self) -> int:
@@ -29,10 +29,10 @@ class Corpus(Protocol):
 
     @property
     def digest(self) -> str:
-        """A name that changes when the text changes."""
+        """A string that changes when the text changes."""
 
     def windows(self, model: LanguageModel, width: int, batches: Iterable[int]) -> Iterator[Tensor]:
-        """Yield these batches, in ascending order, of ids [rows, width]; each row begins with the start tokens.
+        """Yield token ids [rows, width] of each of `batches`, in ascending order; rows begin with the start tokens.
 
         All batches have the same number of rows, except for the last one of a text.
         """
@@ -40,10 +40,10 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class OwnSamples:
-    """Text that the model writes by itself: needs no data, and has the model's own distribution of keys."""
+    """Text sampled from the model: it needs no data, and has the distribution of keys of the model."""
 
     seed: int = 0
-    rows: int = 64  # sampled side by side
+    rows: int = 64  # sampled in one batch
 
     @property
     def digest(self) -> str:
@@ -64,8 +64,8 @@ class OwnSamples:
         start = torch.tensor(model.start, dtype=torch.long, device=model.device).expand(self.rows, -1)
         for batch in batches:
             seed = self.seed * 1_000_003 + batch
-            chosen = torch.randint(len(first_tokens), (self.rows,), generator=torch.Generator().manual_seed(seed))
-            first = first_tokens[chosen].unsqueeze(-1).to(model.device)
+            indices = torch.randint(len(first_tokens), (self.rows,), generator=torch.Generator().manual_seed(seed))
+            first = first_tokens[indices].unsqueeze(-1).to(model.device)
             yield torch.cat([start, model.sample(first, width - len(model.start), seed=seed)], dim=-1)
 
 
@@ -109,30 +109,30 @@ class Texts:
     def _of(cls, parts: Iterable[str], name: str) -> Texts:
         documents = [document for part in parts if (document := part.strip())]
         if not documents:
-            raise InputError(f"Corpus {name} holds no text", expected="some thousands of words", code="empty_corpus")
+            raise InputError(f"Corpus {name} has no text", expected="some thousands of words", code="empty_corpus")
         return cls(documents, name)
 
     @property
     def digest(self) -> str:
-        whole = hashlib.sha256()
+        digest = hashlib.sha256()
         for document in self.documents:
-            whole.update(document.encode())
-            whole.update(b"\0")
-        return f"text-{whole.hexdigest()[:32]}-{self.rows}"
+            digest.update(document.encode())
+            digest.update(b"\0")
+        return f"text-{digest.hexdigest()[:32]}-{self.rows}"
 
     def windows(self, model: LanguageModel, width: int, batches: Iterable[int]) -> Iterator[Tensor]:
         rows, position = self._rows(model, width), 0
         for batch in batches:
             first = (batch - position) * self.rows
-            if not (chosen := list(itertools.islice(rows, first, first + self.rows))):
+            if not (window_ids := list(itertools.islice(rows, first, first + self.rows))):
                 return
-            yield torch.tensor(chosen, device=model.device)
+            yield torch.tensor(window_ids, device=model.device)
             position = batch + 1
 
     def _rows(self, model: LanguageModel, width: int) -> Iterator[list[int]]:
         start, body = model.start, width - len(model.start)
         pending: list[int] = []
-        is_short = True  # all documents together fill no window
+        is_short = True  # whether all documents together do not fill a window
         for document in self.documents:
             pending += [*start, *model.tokenizer(document, add_special_tokens=False).input_ids]
             while len(pending) >= body:

@@ -1,4 +1,4 @@
-"""What is known about the keys and states of ordinary text, and its factors, which the closed forms use."""
+"""Statistics of old keys and hidden states on ordinary text, with the factors that the closed forms use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from rebind.memory.closed_form import NullSpace
 from rebind.memory.solve import Cholesky, factor
 
-EXPERT_PRIOR = 0.01  # of the mean use of a direction
-NULL_SPACE_SHARE = 0.9  # of all directions, those that old keys use least
+EXPERT_PRIOR = 0.01  # added to the moment of every direction, relative to the mean
+NULL_SPACE_SHARE = 0.9  # share of directions in the null space: those that old keys use least
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,22 +28,22 @@ class SecondMoment:
 
 @dataclass(frozen=True, eq=False)
 class OldStates:
-    """The hidden states behind a block on ordinary text."""
+    """Statistics of the hidden states after a block on ordinary text."""
 
     mean: Tensor  # [d] float64
     covariance: Tensor  # [d, d] float64
-    sample: Tensor  # [s, d]: some of the states
+    sample: Tensor  # [s, d]: a sample of the states
 
     @classmethod
     def of(cls, total: Tensor, sample: Tensor) -> OldStates:
-        """Return the statistics in Σ [h, 1] [h, 1]ᵀ, [d + 1, d + 1] float64."""
+        """Return the statistics from Σ [h, 1] [h, 1]ᵀ, [d + 1, d + 1] float64."""
         mean = total[:-1, -1] / total[-1, -1]
         return cls(mean, total[:-1, :-1] / total[-1, -1] - torch.outer(mean, mean), sample)
 
 
 @dataclass(eq=False)
 class OldKeys:
-    """What the closed forms need to know about a site's old keys. Factors are computed on first use and kept."""
+    """The second moment of a site's old keys, and its factors, which are computed on first use."""
 
     moment: Tensor  # E[kkᵀ] as in `SecondMoment`, float64
 
@@ -67,14 +67,14 @@ class BlockFactor:
     """A factor of a second moment with one block per expert.
 
     Keys are whitened block by block, K L⁻ᵀ. For whitened keys the moment is the identity, and the gain of the keys is
-    that of the whitened ones times L⁻¹.
+    the gain of the whitened keys times L⁻¹.
     """
 
     lower: Tensor  # [E, inner, inner]
 
     @classmethod
     def of(cls, moment: Tensor) -> BlockFactor:
-        """Factor a moment [E, inner, inner]. Experts that few tokens reached are taken to use all directions a bit."""
+        """Factor a moment [E, inner, inner] plus a small multiple of I, for experts that few tokens reach."""
         mean = moment.diagonal(dim1=-2, dim2=-1).mean()
         eye = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
         return cls(factor(moment + EXPERT_PRIOR * mean * eye, "moment").lower)

@@ -1,6 +1,6 @@
-"""Sums over batches of a text, saved on the way: by one process, or by several that each read a share of it.
+"""Resumable sums over the batches of a text, computed by one process or by several that each read a share.
 
-A sum knows which batches are in it. A run that was killed is resumed by any number of processes: the partial sums of
+A sum records which batches are in it. An interrupted run can be resumed by any number of processes: the partial sums of
 all processes are added, and the batches that are in none of them are read.
 """
 
@@ -20,12 +20,12 @@ from torch import Tensor
 from rebind.parallel import gather, is_writer, ranks, sum_tensors
 from rebind.storage import open_tensors, seal_tensors, write_file
 
-STATES_KEPT = 2048  # of the states behind a block, as a sample of ordinary text
-TOTAL, SAMPLE, ORDER = "total", "sample", "order"  # the tensors in a file of results; ORDER in partial ones alone
+SAMPLE_SIZE = 2048  # states after a block that are stored as a sample of ordinary text
+TOTAL, SAMPLE, ORDER = "total", "sample", "order"  # tensors in a file; ORDER only in files of partial sums
 
 
 def sample_names(block: str) -> tuple[str, str]:
-    """Return the names of a block's sample of states [s, d], and of the batch that each of them is from [s]."""
+    """Return the names of a block's sample of states [s, d], and of their batch numbers [s]."""
     return f"{block}/{SAMPLE}", f"{block}/{ORDER}"
 
 
@@ -33,16 +33,16 @@ def sample_names(block: str) -> tuple[str, str]:
 class Sums:
     """The sums so far. Whole batches are added, so they can be saved at any time."""
 
-    totals: dict[str, Tensor] = field(default_factory=dict)  # by site or block; also the samples
+    totals: dict[str, Tensor] = field(default_factory=dict)  # by site or block; samples by `sample_names`
     keys: int = 0
-    read: int = 0  # tokens, start tokens included
+    tokens_read: int = 0  # including start tokens
     batches: set[int] = field(default_factory=set)
 
-    def add(self, batch: int, moments: dict[str, Tensor], keys: int, read: int) -> None:
+    def add(self, batch: int, moments: dict[str, Tensor], keys: int, tokens_read: int) -> None:
         """Add the moments of a batch."""
         samples = [name for name in moments if name.endswith(f"/{SAMPLE}")]
         orders = {_order_of(name): torch.full((len(moments[name]),), batch) for name in samples}
-        self.merge(Sums({**moments, **orders}, keys, read, {batch}))
+        self.merge(Sums({**moments, **orders}, keys, tokens_read, {batch}))
 
     def merge(self, other: Sums) -> None:
         """Add other sums, of other batches, to these."""
@@ -54,45 +54,44 @@ class Sums:
                 totals[name] = torch.cat([total.to(totals[name].device), totals[name]])
             else:
                 totals[name] = totals[name] + total.to(totals[name].device)
-        for name in [name for name in totals if name.endswith(f"/{SAMPLE}")]:  # the first states of the text
-            first = totals[_order_of(name)].argsort(stable=True)[:STATES_KEPT]
+        for name in [name for name in totals if name.endswith(f"/{SAMPLE}")]:  # keep the first states of the text
+            first = totals[_order_of(name)].argsort(stable=True)[:SAMPLE_SIZE]
             for part in (name, _order_of(name)):
                 totals[part] = totals[part][first.to(totals[part].device)]
         self.totals, self.batches = totals, self.batches | other.batches
-        self.keys, self.read = self.keys + other.keys, self.read + other.read
+        self.keys, self.tokens_read = self.keys + other.keys, self.tokens_read + other.tokens_read
 
     def over_processes(self) -> Sums:
         """Return the sums of all processes together."""
         if ranks().count == 1:
             return self
         samples = {name: total for name, total in self.totals.items() if name.endswith((f"/{SAMPLE}", f"/{ORDER}"))}
-        own = {name: total.cpu() for name, total in self.totals.items() if name not in samples}
-        shapes = {name: list(total.shape) for name, total in own.items()}
-        parts = gather([samples, shapes, self.keys, self.read, sorted(self.batches)], "sums of moments")
-        whole = Sums()
-        for part, _, keys, read, batches in parts:
-            whole.merge(Sums(part, keys, read, set(batches)))
+        local = {name: total.cpu() for name, total in self.totals.items() if name not in samples}
+        shapes = {name: list(total.shape) for name, total in local.items()}
+        parts = gather([samples, shapes, self.keys, self.tokens_read, sorted(self.batches)], "sums of moments")
+        united = Sums()
+        for process_samples, _, keys, tokens_read, batches in parts:
+            united.merge(Sums(process_samples, keys, tokens_read, set(batches)))
         shapes = {name: shape for part in parts for name, shape in part[1].items()}  # a process may have read nothing
         zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in sorted(shapes.items())}
-        whole.totals |= sum_tensors({name: own.get(name, zero) for name, zero in zeros.items()})
-        return whole
+        united.totals |= sum_tensors({name: local.get(name, zero) for name, zero in zeros.items()})
+        return united
 
     def save(self, path: Path) -> None:
         totals = {name: total.cpu().contiguous() for name, total in self.totals.items()}
-        counts = {"keys": self.keys, "read": self.read, "batches": sorted(self.batches), "name": path.name}
+        counts = {"keys": self.keys, "read": self.tokens_read, "batches": sorted(self.batches), "name": path.name}
         metadata = {name: json.dumps(count) for name, count in counts.items()}
         write_file(path, seal_tensors(save(totals, metadata=metadata)))
 
     @classmethod
     def load(cls, path: Path, names: Iterable[str]) -> Sums | None:
-        """Return the sums in a file; None if there is none, or a damaged one, which will be replaced."""
+        """Return the sums in a file, or None if it is missing or damaged."""
         try:
             with open_tensors(path) as (file, metadata):
                 counts = {name: json.loads(count) for name, count in metadata.items()}
                 if counts["name"] != path.name:
-                    return None  # of another site
-                batches = counts["batches"]
-                batches = set(range(batches) if isinstance(batches, int) else map(int, batches))
+                    return None  # the file of another site
+                batches = set(map(int, counts["batches"]))
                 totals = {name: file.get_tensor(name) for name in names}
                 return cls(totals, int(counts["keys"]), int(counts["read"]), batches)
         except (SafetensorError, KeyError, TypeError, ValueError, OSError):
@@ -104,40 +103,39 @@ def _order_of(sample: str) -> str:
 
 
 class PartialSums:
-    """The files of a run that is not finished: one for each process, with the sums that it has so far."""
+    """The files of an unfinished run: one per process, with its sums so far."""
 
     def __init__(self, folder: Path, digest: str, names: Sequence[str]) -> None:
         self.folder, self.digest, self.names = folder, digest, names
         rank = ranks().rank
-        self._own = folder / (f"{digest}-{rank}.partial" if rank else f"{digest}.partial")
+        self._file = folder / (f"{digest}-{rank}.partial" if rank else f"{digest}.partial")
 
     def save(self, sums: Sums) -> None:
         """Save the sums of this process."""
-        sums.save(self._own)
+        sums.save(self._file)
 
     def load(self) -> Sums:
-        """Return the sums of all processes of an earlier run, and keep them in one file: that of this process.
+        """Return the sums of all processes of an earlier run, merged into the file of this process.
 
-        A kill may leave the sum of some files beside these files; what overlaps with a larger one is left out.
+        If a merge was interrupted, there are both the merged file and its parts. A file whose batches overlap with
+        those of a larger one is ignored.
         """
         files = self._files()
-        loaded = sorted(
-            filter(None, (Sums.load(file, self.names) for file in files)), key=lambda one: -len(one.batches)
-        )
+        parts = [part for file in files if (part := Sums.load(file, self.names)) is not None]
         sums = Sums()
-        for one in loaded:
-            if not one.batches & sums.batches:
-                sums.merge(one)
+        for part in sorted(parts, key=lambda part: -len(part.batches)):
+            if not part.batches & sums.batches:
+                sums.merge(part)
         if len(files) > 1:
             if sums.batches:
                 self.save(sums)
             for file in files:
-                if file != self._own:
+                if file != self._file:
                     file.unlink(missing_ok=True)
         return sums
 
     def remove(self) -> None:
-        """Remove the files, when they are of no use any more."""
+        """Remove the files."""
         if is_writer():
             for file in self._files():
                 with contextlib.suppress(OSError):

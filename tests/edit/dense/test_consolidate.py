@@ -73,7 +73,7 @@ def test_the_guard_ends_the_batches(editor):
     editor.guard = replace(OPEN, growth=1e-6)
     result = editor.consolidate(lam=3.0, **INTO)
     assert not result.moved
-    assert "of its own size" in result.reason
+    assert "of its norm" in result.reason
 
 
 def test_facts_that_stay_must_not_be_lost():

@@ -111,12 +111,12 @@ def test_an_adapter_says_what_vllm_needs(tmp_path):
     notes = {rank: AdapterExport(tmp_path, rank, {}).note for rank in (1, 5, 8, 16, 17, 512, 600)}
     assert notes == {
         1: "",
-        5: "not a rank of vLLM, which pads it",
+        5: "vLLM pads this rank to the next one that it serves",
         8: "",
         16: "",
         17: "vLLM needs --max-lora-rank 32",
         512: "vLLM needs --max-lora-rank 512",
-        600: "vLLM serves ranks up to 512: ask for that one",
+        600: "vLLM serves ranks up to 512; export with that rank",
     }
 
 
