@@ -1,8 +1,8 @@
-"""Look inside a model: where it recalls facts, what each layer would say, and which layers to edit.
+"""Analyze a model: where it recalls facts, what each layer would predict, and which layers to edit.
 
 - `tracing`, `traces`: causal tracing, its settings and results
 - `lens`: the logit lens
-- `layer_search`: the layers where edits work best, by trial edits
+- `layer_search`: find the layers where edits work best, by trial edits
 - `plots`: figures of traces and lenses
 """
 

@@ -1,8 +1,8 @@
-"""The logit lens: what each layer would say if the model ended there.
+"""The logit lens: what each layer would predict if the model ended there.
 
-The output of a block, at every token, goes to what the model does after its last block: the final norm and the output
-head. The model itself does that, resumed above its last block, so whatever a family has there (a projection, a scale,
-a soft cap) is included, and the row of the last layer is exactly what the model says.
+The output of a block at every token is passed to the final norm and the output head of the model. The model itself
+computes them, resumed above its last block, so whatever a family has there (a projection, a scale, a soft cap) is
+included, and the row of the last layer is exactly the prediction of the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Lens:
     """The first choice at each layer and token, and the probability and rank of one answer there."""
 
     prompt: PromptTokens
-    answer: str  # the token that is looked for
+    answer: str  # the token whose rank is shown
     answer_id: int
     top: tuple[tuple[str, ...], ...]  # [layers][tokens]: the likeliest next token
     top_probability: Tensor  # [layers, tokens]
@@ -35,9 +35,9 @@ class Lens:
 
     @property
     def appears(self) -> int | None:
-        """The layer from which on the answer is the first choice after the prompt; None if it is not at the end."""
-        behind = (self.rank[:, -1] != 1).nonzero()
-        first = int(behind[-1]) + 1 if len(behind) else 0
+        """The layer from which the answer stays the first choice after the prompt; None if the last layer differs."""
+        not_first = (self.rank[:, -1] != 1).nonzero()
+        first = int(not_first[-1]) + 1 if len(not_first) else 0
         return first if first < len(self.rank) else None
 
     def to_json(self) -> dict[str, Any]:
@@ -55,22 +55,23 @@ class Lens:
 
 @torch.no_grad()
 def logit_lens(model: LanguageModel, prompt: str, target: str | None = None, *, answer_id: int | None = None) -> Lens:
-    """Compute what each layer would say after each token, and the rank and probability of an answer.
+    """Compute the prediction of each layer after each token, and the rank and probability of an answer.
 
-    The answer is the first token of the target, else the token `answer_id`, else the model's own first choice.
+    The answer is the first token of `target`, or else the token `answer_id`, or else the first choice of the model.
     """
-    read, target_id = read_prompt(model, Prompt(prompt, target or ""))
-    trunk, decode, count = model.trunk, model.tokenizer.decode, len(read.ids)
-    tokens = Tokens.left_padded([read.ids], trunk.device)
-    everywhere = torch.stack([torch.zeros(count), torch.arange(count)], dim=-1).long().to(trunk.device)
+    prompt_tokens, target_id = read_prompt(model, Prompt(prompt, target or ""))
+    trunk, decode, count = model.trunk, model.tokenizer.decode, len(prompt_tokens.ids)
+    tokens = Tokens.left_padded([prompt_tokens.ids], trunk.device)
+    all_positions = torch.stack([torch.zeros(count), torch.arange(count)], dim=-1).long().to(trunk.device)
     hidden: list[Hidden] = []
     with hooked([(block, record_in(hidden, trunk, tokens)) for block in trunk.blocks]):
-        logits = trunk.logits(tokens, everywhere[-1:])
-    wanted = answer_id if target_id is None else target_id
-    answer = int(logits[0].argmax()) if wanted is None else wanted
+        logits = trunk.logits(tokens, all_positions[-1:])
+    answer = answer_id if target_id is None else target_id
+    if answer is None:
+        answer = int(logits[0].argmax())
     rows = []
     for states in hidden:
-        logits = trunk.logits(tokens, everywhere, resume=(len(trunk.blocks) - 1, states))
+        logits = trunk.logits(tokens, all_positions, resume=(len(trunk.blocks) - 1, states))
         log_probs = torch.log_softmax(logits, -1)  # [tokens, vocabulary]
         best = log_probs.max(-1)
         top = tuple(str(decode([token])) for token in best.indices.tolist())
@@ -78,4 +79,4 @@ def logit_lens(model: LanguageModel, prompt: str, target: str | None = None, *, 
         rows.append((top, best.values.exp().double().cpu(), log_probs[:, answer].exp().double().cpu(), rank.cpu()))
     tops, top_probability, probability, ranks = zip(*rows, strict=True)
     numbers = (torch.stack(column) for column in (top_probability, probability, ranks))
-    return Lens(read, str(decode([answer])), answer, tops, *numbers)
+    return Lens(prompt_tokens, str(decode([answer])), answer, tops, *numbers)

@@ -23,12 +23,12 @@ ROME_WINDOW, ROME_DEPTH = 10, 48  # ROME restores 10 layers of the 48 of GPT-2 X
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """How to trace."""
+    """Settings of causal tracing."""
 
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = KINDS  # the states to restore
     noise: float = 3.0  # standard deviation of the noise, in standard deviations of the embeddings; 3 in ROME
     draws: int = 4  # draws of noise to average over; 10 in ROME
-    window: int | None = None  # layers restored together (mlp, attention); None: ROME's share of the depth
+    window: int | None = None  # layers restored together (mlp, attention); None: the share of the depth in ROME
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -52,13 +52,13 @@ class PromptTokens:
     labels: tuple[str, ...]  # the text that each token stands for
     subject: tuple[int, int]  # the first and the last token of the subject
     text: str
-    mentions: tuple[tuple[int, int], ...] = ()  # every mention of it that is corrupted; by default the marked one
+    mentions: tuple[tuple[int, int], ...] = ()  # every corrupted mention of the subject; by default the marked one
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mentions", self.mentions or (self.subject,))
 
     def by_position(self) -> list[list[int]]:
-        """Return the tokens at each of `POSITIONS`. A subject, or text after it, of one token has only a last one."""
+        """Return the tokens at each of `POSITIONS`. A single token counts as the last one of its part."""
         (first, last), end = self.subject, len(self.ids) - 1
         subject = [range(first, min(first + 1, last)), range(first + 1, last), range(last, last + 1)]
         after = [range(last + 1, min(last + 2, end)), range(last + 2, end), range(max(end, last + 1), end + 1)]
@@ -77,8 +77,8 @@ def read_prompt(model: LanguageModel, prompt: Prompt) -> tuple[PromptTokens, int
         subject = prompt.text[begin:end].strip()
         mentions = tuple((_first_token(model, encoded.ids, last, subject), last) for last in encoded.mentions)
         marked = next(span for span in mentions if span[1] == encoded.subject_last)
-        every = tuple(str(model.tokenizer.decode([token])) for token in encoded.ids)
-        return PromptTokens(encoded.ids, every, marked, prompt.text, mentions), target
+        chat_labels = tuple(str(model.tokenizer.decode([token])) for token in encoded.ids)
+        return PromptTokens(encoded.ids, chat_labels, marked, prompt.text, mentions), target
     text = prompt.text.rstrip(" ")
     batch = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans, start = batch["offset_mapping"], len(encoded.ids) - len(batch["input_ids"])
@@ -91,22 +91,24 @@ def read_prompt(model: LanguageModel, prompt: Prompt) -> tuple[PromptTokens, int
 
 
 def _first_token(model: LanguageModel, ids: Sequence[int], last: int, subject: str) -> int:
-    """Return where a subject begins that ends with the token `last`."""
+    """Return the first token of a mention of the subject that ends with the token `last`."""
     starts = range(last, -1, -1)
     return next((first for first in starts if subject in model.tokenizer.decode(ids[first : last + 1])), last)
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """How much of one answer's probability each restored state brings back."""
+    """The indirect effect of every restored state on the probability of one answer."""
 
     prompt: PromptTokens
     answer: str  # the traced token
     answer_id: int
-    first_choice: bool  # whether it is the likeliest next token of the clean run
+    first_choice: bool  # whether the answer is the most likely next token of the clean run
     clean: float  # its probability P
     corrupted: float  # P*, the mean over the draws of noise
-    effects: dict[str, Tensor]  # kind → indirect effects [tokens, layers], float64; NaN for tokens that were left out
+    effects: dict[
+        str, Tensor
+    ]  # kind → indirect effects [tokens, layers] float64; NaN for tokens that were not restored
     settings: TraceSettings
     noise: float  # standard deviation of the noise
     window: int
@@ -114,9 +116,9 @@ class Trace:
 
     @property
     def labels(self) -> list[str]:
-        """The tokens, those of the subject marked with a star."""
-        marked = {index for first, last in self.prompt.mentions for index in range(first, last + 1)}
-        return [f"{label}*" if index in marked else label for index, label in enumerate(self.prompt.labels)]
+        """The tokens; a star marks those of the subject."""
+        in_subject = {index for first, last in self.prompt.mentions for index in range(first, last + 1)}
+        return [f"{label}*" if index in in_subject else label for index, label in enumerate(self.prompt.labels)]
 
     def peak(self, kind: str) -> tuple[int, int]:
         """Return (token, layer) of the largest effect."""
@@ -141,12 +143,12 @@ class Trace:
 
 
 def unite_traces(traces: Sequence[Trace]) -> list[Trace]:
-    """Return the traces of all processes, in the order of the facts that they shared."""
+    """Return the traces of all processes, in the order of the facts that were divided between them."""
     if ranks().count == 1:
         return list(traces)
     names = [field.name for field in fields(Trace)]
     rows = [{name: getattr(trace, name) for name in names} for trace in traces]
-    plain = [{**row, "prompt": asdict(row["prompt"]), "settings": asdict(row["settings"])} for row in rows]
+    messages = [{**row, "prompt": asdict(row["prompt"]), "settings": asdict(row["settings"])} for row in rows]
     return [
         Trace(
             **{
@@ -155,12 +157,12 @@ def unite_traces(traces: Sequence[Trace]) -> list[Trace]:
                 "settings": TraceSettings(**_tuples(row["settings"])),
             }
         )
-        for row in unite(plain)
+        for row in unite(messages)
     ]
 
 
 def _tuples(value: Any) -> Any:
-    """Return fields with tuples in the place of lists, into which a message turns them."""
+    """Return nested fields with lists, which messages have, turned back into tuples."""
     if isinstance(value, dict):
         return {name: _tuples(part) for name, part in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
@@ -176,7 +178,7 @@ POSITIONS = (*SUBJECT, "first token after", "further tokens", "last token")
 class AverageTrace:
     """Mean indirect effects by the position of a token relative to the subject."""
 
-    effects: dict[str, Tensor]  # kind → [positions, layers], float64; 0 where no fact has such a token
+    effects: dict[str, Tensor]  # kind → [positions, layers], float64; 0 if no fact has such a token
     counts: tuple[int, ...]  # facts with a token at each position
     clean: float
     corrupted: float
@@ -198,17 +200,20 @@ class AverageTrace:
             "corrupted": self.corrupted,
             "effects": {kind: rows.tolist() for kind, rows in self.effects.items()},
             **{name: traces[0][name] for name in ("settings", "noise", "window")},
-            "prompts": [{name: one[name] for name in ("prompt", "answer", "clean", "corrupted")} for one in traces],
+            "prompts": [{name: trace[name] for name in ("prompt", "answer", "clean", "corrupted")} for trace in traces],
         }
 
 
 def average_traces(traces: Sequence[Trace]) -> AverageTrace:
-    """Average traces. Each fact counts once at every position it has, however many tokens it has there."""
+    """Average traces by position. At each position a fact counts once, by the mean over its tokens there."""
     tokens = [trace.prompt.by_position() for trace in traces]
-    counts = tuple(sum(map(bool, here)) for here in zip(*tokens, strict=True))
+    counts = tuple(sum(map(bool, groups)) for groups in zip(*tokens, strict=True))
     effects = {}
     for kind in traces[0].effects:
-        rows = [[trace.effects[kind][here].mean(0) for here in at] for trace, at in zip(traces, tokens, strict=True)]
+        rows = [
+            [trace.effects[kind][group].mean(0) for group in groups]
+            for trace, groups in zip(traces, tokens, strict=True)
+        ]
         effects[kind] = torch.stack([torch.stack(row) for row in rows]).nanmean(0).nan_to_num()  # NaN: no token there
     clean, corrupted = fmean(trace.clean for trace in traces), fmean(trace.corrupted for trace in traces)
     return AverageTrace(effects, counts, clean, corrupted, tuple(traces), traces[0].window)

@@ -4,21 +4,21 @@ Three runs of one prompt:
 
 - *clean*: the model gives the answer the probability P;
 - *corrupted*: noise is added to the embeddings of the subject's tokens, and the probability falls to P*;
-- *restored*: as before, but one state, at one token and one layer, is put back to its value in the clean run. The
-  probability that comes back, P*(restored) − P*, is the *indirect effect* of that state.
+- *restored*: as corrupted, but one state, at one token and one layer, has its value from the clean run. The increase
+  of the probability, P*(restored) − P*, is the *indirect effect* of that state.
 
 A state is the output of a block (`hidden`), or what the MLP (`mlp`) or attention (`attention`) adds to it. The latter
-two are restored over a window of layers, because the contribution of one layer alone hardly shows.
+two are restored over a window of layers, because the contribution of a single layer is small.
 
-A plain loop makes one full pass for every token, layer, kind and draw of noise. Nearly all of that work is known
-before it is done, and is left out here without changing the result:
+A plain loop would make one full pass for every token, layer, kind and draw of noise. Nearly all of that work is
+redundant, and is left out here without changing the result:
 
-- below the restored layer everything equals the corrupted run: a pass starts above it, from stored hidden states;
-- before the restored token everything equals the corrupted run, at every layer: a pass runs only the tokens after it,
-  on top of the keys and values of the corrupted run;
+- below the restored layer everything equals the corrupted run, so a pass starts above it, from stored hidden states;
+- before the restored token everything equals the corrupted run, so a pass runs only the tokens after it, with the
+  cached keys and values of the corrupted run;
 - before the subject nothing was corrupted, so restoring has no effect;
 - the output head is applied to the last position only;
-- all draws of noise, and as many tokens as pay off, go through the model together.
+- all draws of noise, and as many tokens as are efficient, go through the model together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rebind.models.tokens import Tokens
 from rebind.models.trunk import Hidden, Trunk
 
 CPU_TOKENS, GPU_TOKENS = 96, 16_384  # per pass: on a CPU just enough for efficient matrix products
-EMBEDDINGS_AT_ONCE = 4096  # rows of the embedding table
+EMBEDDING_ROWS = 4096  # rows of the embedding table per pass
 OUTPUT_NAMES = {"o_proj", "c_proj", "out_proj", "dense", "Wo", "wo"}  # of the last linear map of attention
 
 States = dict[str, list[Hidden]]  # kind → the state at each layer
@@ -65,7 +65,7 @@ class _Group:
     noise: Tensor  # [rows, tokens, width]
 
     def select(self, states: Tensor) -> Tensor:
-        """Return the part of [draws, tokens, width], taken from the corrupted run, that belongs to each row."""
+        """Return for each row its states from the corrupted run, given as [draws, tokens, width]."""
         return states[self.draw.to(states.device), self.begin :]
 
     def restore(self, states: Tensor, clean: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ class _Group:
 
 
 class Tracer:
-    """Traces prompts through one model.
+    """Run causal tracing on one model.
 
     Args:
         model: the language model; with `chat`, prompts are traced in its chat template.
-        settings: how to trace.
-        on_progress: called with (states restored, states in all) during a trace.
-        batch_tokens: tokens per pass; by default what suits the device.
+        settings: what to restore, and the noise.
+        on_progress: called with (states restored, number of states) during a trace.
+        batch_tokens: tokens per pass; by default chosen for the device.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Tracer:
     @cached_property
     @torch.no_grad()
     def embedding_std(self) -> float:
-        """Standard deviation of all embeddings, as they leave their module: some families scale them there."""
+        """Standard deviation of the outputs of the embedding module, which some families scale."""
         table = self._embeddings.weight
-        parts = torch.arange(len(table), device=table.device).split(EMBEDDINGS_AT_ONCE)
-        rows = (self._embeddings(ids).double() for ids in parts)
-        sums = sum(torch.stack([some.sum(), some.square().sum()]) for some in rows)
+        parts = torch.arange(len(table), device=table.device).split(EMBEDDING_ROWS)
+        outputs = (self._embeddings(ids).double() for ids in parts)
+        sums = sum(torch.stack([output.sum(), output.square().sum()]) for output in outputs)
         mean, square = (sums / table.numel()).tolist()
         return float((square - mean**2) ** 0.5)
 
@@ -123,7 +123,7 @@ class Tracer:
 
         Args:
             fact: the prompt, with its subject.
-            use_target: trace the first token of the fact's target instead of the model's own first choice.
+            use_target: trace the first token of the fact's target instead of the first choice of the model.
             subject_only: restore only states at the last token of the subject.
         """
         started = time.perf_counter()
@@ -135,12 +135,12 @@ class Tracer:
         answer = torch.tensor(target, device=probabilities.device) if use_target else probabilities.argmax()
         baseline = torch.softmax(corrupted_logits, -1)[:, answer].double().mean()
         first, last = prompt.mentions[0][0], prompt.subject[1]
-        chosen = [last] if subject_only else list(range(first, len(prompt.ids)))
-        restored = self._restore_all(prompt, chosen, noise, clean, corrupted, answer)
-        # Everything is fetched from the device here at once: until now nothing waited for it.
+        restored_tokens = [last] if subject_only else list(range(first, len(prompt.ids)))
+        restored = self._restore_all(prompt, restored_tokens, noise, clean, corrupted, answer)
+        # The results are copied from the device once, here: nothing waits for it before.
         effects = {kind: (rows - baseline).cpu() for kind, rows in restored.items()}
         for rows in effects.values():
-            rows[:first] = 0.0  # there both runs are equal
+            rows[:first] = 0.0  # before the subject both runs are equal
         without_noise, with_noise = float(probabilities[answer]), float(baseline)
         if not math.isfinite(without_noise + with_noise):
             raise NumericalError(
@@ -165,21 +165,21 @@ class Tracer:
         )
 
     def knows(self, fact: Fact) -> bool:
-        """Return whether the model's first choice after the prompt begins the fact's answer: `old`, else its target."""
+        """Return whether the first choice of the model begins the true answer: `old`, or else the target."""
         return self.model.score([fact.as_prompt(fact.old)])[0].rank == 1
 
     def _noise(self, prompt: PromptTokens) -> Tensor:
-        """Return noise [draws, tokens, width], zero outside the subject; drawn on the CPU, so that devices agree."""
+        """Return noise [draws, tokens, width], zero outside the subject; the same on every device."""
         table = self._embeddings.weight
         generator = torch.Generator().manual_seed(self.settings.seed)
         noise = torch.zeros(self.settings.draws, len(prompt.ids), table.shape[-1], dtype=torch.float64)
         for first, last in prompt.mentions:
-            drawn = torch.randn(self.settings.draws, last + 1 - first, table.shape[-1], generator=generator)
-            noise[:, first : last + 1] = self.settings.noise * self.embedding_std * drawn.double()
+            draws = torch.randn(self.settings.draws, last + 1 - first, table.shape[-1], generator=generator)
+            noise[:, first : last + 1] = self.settings.noise * self.embedding_std * draws.double()
         return noise.to(table.device, table.dtype)
 
     def _run(self, prompt: PromptTokens, noise: Tensor | None) -> tuple[States, Tensor]:
-        """Run the whole prompt, once for each draw of noise; return states and the last logits [rows, vocabulary]."""
+        """Run the prompt, once per draw of noise; return states and the logits of the last token [rows, vocabulary]."""
         tokens = Tokens.left_padded([prompt.ids] * (1 if noise is None else len(noise)), self.trunk.device)
         kinds = self._modules if noise is None else ("hidden",)
         states: States = {kind: [] for kind in kinds}
@@ -192,31 +192,37 @@ class Tracer:
             return states, self.trunk.logits(tokens, _last_positions(tokens))
 
     def _restore_all(
-        self, prompt: PromptTokens, chosen: list[int], noise: Tensor, clean: States, corrupted: States, answer: Tensor
+        self,
+        prompt: PromptTokens,
+        restored_tokens: list[int],
+        noise: Tensor,
+        clean: States,
+        corrupted: States,
+        answer: Tensor,
     ) -> dict[str, Tensor]:
-        """Return for each kind [tokens, layers]: the mean probability with a state restored; NaN if it was not."""
+        """Return for each kind the mean probability with one state restored, [tokens, layers]; NaN for other tokens."""
         depth = len(self.trunk.blocks)
         nothing = torch.full((len(prompt.ids), depth), torch.nan, dtype=torch.float64, device=answer.device)
         restored = {kind: nothing.clone() for kind in self.settings.kinds}
-        total, done = len(restored) * depth * len(chosen), 0
-        for group in self._groups(prompt, chosen, noise):
+        total, done = len(restored) * depth * len(restored_tokens), 0
+        for group in self._groups(prompt, restored_tokens, noise):
             tokens = group.restored[:: len(noise)].to(answer.device)
             for kind, layer in itertools.product(restored, range(depth)):
                 logits = self._restore(kind, layer, group, clean, corrupted)
-                # Not [:, answer]: indexing with a tensor without dimensions waits for the device.
+                # Indexing with [:, answer] would wait for the device.
                 probability = torch.softmax(logits, -1).index_select(-1, answer.view(1))
                 restored[kind][tokens, layer] = probability.double().view(len(tokens), -1).mean(-1)
                 done += len(tokens)
                 self.on_progress(done, total)
         return restored
 
-    def _groups(self, prompt: PromptTokens, chosen: list[int], noise: Tensor) -> Iterator[_Group]:
-        """Yield tokens that are restored in one pass: more of them where few tokens come after."""
+    def _groups(self, prompt: PromptTokens, restored_tokens: list[int], noise: Tensor) -> Iterator[_Group]:
+        """Yield groups of tokens that are restored in one pass: more tokens per group toward the end of the prompt."""
         draws, device = len(noise), self.trunk.device
-        while chosen:
-            begin = chosen[0] if self.trunk.shares_prefixes else 0
-            count = max(1, min(len(chosen), self.batch_tokens // ((len(prompt.ids) - begin) * draws)))
-            group, chosen = chosen[:count], chosen[count:]
+        while restored_tokens:
+            begin = restored_tokens[0] if self.trunk.shares_prefixes else 0
+            count = max(1, min(len(restored_tokens), self.batch_tokens // ((len(prompt.ids) - begin) * draws)))
+            group, restored_tokens = restored_tokens[:count], restored_tokens[count:]
             before = Tokens.left_padded([prompt.ids[:begin]] * draws, device)
             with hooked([(self._embeddings, _add(noise[:, :begin]))]):
                 cache = self.trunk.cache(before)
@@ -234,7 +240,7 @@ class Tracer:
         else:
             first = max(0, layer - self.window // 2)
             end = min(len(self.trunk.blocks), layer + (self.window + 1) // 2)
-            hooks = [(self._modules[kind][at], _restore_from(clean[kind][at], group)) for at in range(first, end)]
+            hooks = [(self._modules[kind][i], _restore_from(clean[kind][i], group)) for i in range(first, end)]
             if first:
                 resume = (first - 1, group.select(corrupted["hidden"][first - 1]))
             else:
@@ -246,8 +252,8 @@ class Tracer:
 def attention_outputs(model: nn.Module, sites: Sequence[Site]) -> list[nn.Module]:
     """Return the last linear map of the attention (or other token mixer) of each layer, in order.
 
-    What attention adds to a token is the output of that map. The module around it is not a safe place to look: in
-    BLOOM it also adds the residual stream, and others return a tuple.
+    The output of that map is what attention adds to a token. The module around it is no substitute: in BLOOM it also
+    adds the residual stream, and in other families it returns a tuple.
     """
     outputs = []
     for site in sites:
@@ -288,7 +294,7 @@ def hooked(hooks: Sequence[tuple[nn.Module, Hook]]) -> Iterator[None]:
 
 
 def record_in(outputs: list[Hidden], trunk: Trunk, tokens: Tokens) -> Hook:
-    """Return a hook that appends the output of a block, or of a map into the stream, [rows, tokens, width]."""
+    """Return a hook that appends the output [rows, tokens, width] of a module to a list."""
     return lambda _, __, out: outputs.append(trunk.states_in(out, tokens))
 
 
