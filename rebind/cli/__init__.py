@@ -3,8 +3,8 @@
 app           the command and its subcommands
 command       turns functions into commands
 options       options that commands share
-completion    the names that options take, for shell completion
-session       from options to an editor with its ledger
+completion    names for shell completion
+session       open an editor and its ledger from options
 fact_input    the facts that a command works on
 commands/     one module per command
 ui/           what the commands print

@@ -37,7 +37,7 @@ def _print_version(is_set: bool) -> None:
 
 
 def _version_of(package: str) -> str:
-    """Return the name and the version of a package, which need not be imported for that."""
+    """Return the name and the version of a package without importing it."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Turn a function into a command: shared groups of options, plain help, and one place where errors end."""
+"""Turn a function into a command: shared groups of options, plain help, and one handler for all errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CommandGroup(PlainHelp, TyperGroup):
     """Commands under one name. The outermost group reports all errors."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Show the help where no command is named."""
+        """Show the help if no command is named."""
         if not args and self.no_args_is_help and not ctx.resilient_parsing:
             typer.echo(ctx.get_help())
             raise typer.Exit(INVALID_INPUT)
@@ -59,14 +59,14 @@ class CommandGroup(PlainHelp, TyperGroup):
     def main(self, args: Any = None, prog_name: str | None = None, *_: Any, **__: Any) -> None:
         """Run the command line and exit; click would report errors in another form."""
         prog_name = prog_name or "rebind"
-        self._main_shell_completion({}, prog_name)  # answers the shell and exits, if it is the shell that asks
-        words = list(sys.argv[1:] if args is None else args)
+        self._main_shell_completion({}, prog_name)  # if the shell asks for completions, answers it and exits
+        arguments = list(sys.argv[1:] if args is None else args)
         is_first = os.environ.get("RANK", "0") == "0" or _count_processes() == 1
-        # What the words say is for errors in the options themselves.
-        terminal = Terminal(as_json="--json" in words, debug="--debug" in words, writes=is_first)
+        # Options are not parsed yet, so errors in the options themselves need these.
+        terminal = Terminal(as_json="--json" in arguments, debug="--debug" in arguments, writes=is_first)
 
         def invoke() -> None:
-            with self.make_context(prog_name, words, obj=terminal) as context:
+            with self.make_context(prog_name, arguments, obj=terminal) as context:
                 self.invoke(context)
 
         sys.exit(run(invoke, terminal))
@@ -83,7 +83,8 @@ def add_command(
 ) -> None:
     """Add a function to a group of commands; its docstring and its examples are the help.
 
-    Started by torchrun, several processes share the work of a command, or it joins them on its "own".
+    `processes` says what happens under torchrun: the command needs "one" process, its work is "shared" between them, or
+    it joins them on its "own".
     """
     command = with_option_groups(function, processes=processes)
     app.command(name, cls=Command, epilog=examples, context_settings=HELP_NAMES)(command)
@@ -111,7 +112,7 @@ def with_option_groups(function: Callable[..., None], *, processes: Processes = 
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
             if group is OutputOptions:
-                values[name] = _prepare(context.obj, values[name], context.command.params)
+                values[name] = _configure(context.obj, values[name], context.command.params)
         if context.invoked_subcommand is None:
             if _count_processes() > 1:
                 _join(context.command_path, processes)
@@ -123,7 +124,7 @@ def with_option_groups(function: Callable[..., None], *, processes: Processes = 
 
 
 def _count_processes() -> int:
-    """Return how many processes torchrun has started for this command."""
+    """Return the number of processes that torchrun started."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -132,17 +133,17 @@ def _join(command: str, processes: Processes) -> None:
     if processes == "one":
         raise InputError(
             f"`{command}` was started in {_count_processes()} processes",
-            expected="one process: it has no work to share",
+            expected="one process",
             advice="Start it without torchrun",
             code="several_processes",
         )
     if processes == "shared":
         from rebind.parallel import join_processes
 
-        join_processes("cpu")  # they exchange numbers and texts; each may compute on a GPU of its own
+        join_processes("cpu")  # messages are exchanged on the CPU, even if processes compute on GPUs
 
 
-def _prepare(terminal: Terminal, output: OutputOptions, params: list[Any]) -> Terminal:
+def _configure(terminal: Terminal, output: OutputOptions, params: list[Any]) -> Terminal:
     terminal.as_json, terminal.quiet, terminal.debug = output.as_json, output.quiet, output.debug
-    terminal.options = {one.name: max(one.opts, key=len) for one in params if one.param_type_name == "option"}
+    terminal.options = {param.name: max(param.opts, key=len) for param in params if param.param_type_name == "option"}
     return terminal

@@ -1,4 +1,4 @@
-"""Shell completion: the names that options take, without importing torch, which takes seconds.
+"""Shell completion: the names that options accept, without importing torch, which takes seconds.
 
 `tests/cli/test_completion.py` compares the names with the tables that they are copied from.
 """
@@ -37,7 +37,7 @@ def one_of(*names: str) -> Completer:
 
 
 def list_of(*names: str) -> Completer:
-    """Complete the last name of a list that is separated by commas.
+    """Complete the last name of a comma-separated list.
 
     >>> list_of("delta", "attention")("delta,a")
     ['delta,attention']

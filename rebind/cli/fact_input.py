@@ -1,4 +1,4 @@
-"""The facts that a command works on, checked before minutes are spent on them."""
+"""Read and check the facts of a command, before any expensive work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rebind.edit.facts.fact import Fact
     from rebind.edit.facts.readers import Facts
 
-LONGEST_QUOTE = 60  # characters of a prompt or a target in a message
+MAX_QUOTE_LENGTH = 60  # characters of a prompt or a target in a message
 
 
 def single_fact(
@@ -27,7 +27,7 @@ def single_fact(
     keep: Sequence[str] = (),
     neighbors: Sequence[str] = (),
 ) -> Facts:
-    """Return a fact from the command line."""
+    """Return a single fact from the command line."""
     from rebind.edit.facts.fact import Fact
     from rebind.edit.facts.readers import Facts
 
@@ -38,19 +38,19 @@ def single_fact(
 
 
 def facts_of_file(terminal: Terminal, file: str | Path, skip_bad: bool, limit: int | None = None) -> Facts:
-    """Read at most `limit` facts from a file; an invalid record is an error, or skipped and reported."""
+    """Read at most `limit` facts from a file. An invalid record raises, or with `skip_bad` is reported and skipped."""
     from rebind.edit.facts.readers import read_facts
 
     facts = read_facts(Path(file), limit=limit, skip_bad=skip_bad)
     for reason in facts.skipped:
         terminal.report("skipped", reason)
     if not facts:
-        raise InputError(f"{file} holds no facts", expected="at least one JSON object per line", code="no_facts")
+        raise InputError(f"{file} has no facts", expected="at least one JSON object per line", code="no_facts")
     return facts
 
 
 def valid_facts(terminal: Terminal, facts: Facts, check: Callable[[Fact], object], skip_bad: bool) -> Facts:
-    """Return the facts that pass a check. The first that fails is an error; with `skip_bad`, each is skipped."""
+    """Return the facts that pass a check. A fact that fails raises, or with `skip_bad` is reported and skipped."""
     from rebind.edit.facts.readers import Facts, record_error
 
     valid: list[tuple[Fact, str]] = []
@@ -59,11 +59,11 @@ def valid_facts(terminal: Terminal, facts: Facts, check: Callable[[Fact], object
         try:
             check(fact)
             valid.append((fact, name))
-        except InputError as error:
-            named = record_error(error, name, None) if name else error
+        except InputError as problem:
+            error = record_error(problem, name, None) if name else problem
             if not skip_bad:
-                raise named from None
-            skipped.append(named.message(terminal.as_option))
+                raise error from None
+            skipped.append(error.message(terminal.as_option))
             terminal.report("skipped", skipped[-1])
     if not valid:
         raise InputError(f"All {len(skipped)} records were skipped", expected="at least one fact", code="no_facts")
@@ -79,7 +79,7 @@ def fits_context(editor: Editor, *, behind_contexts: bool = False) -> Callable[[
             if fact.subject not in text:
                 raise InputError(
                     f"{_quote(text)} should be kept, but does not name the subject {_quote(fact.subject)}",
-                    advice="Name the subject as the fact does; prompts about others are neighbors",
+                    advice="Name the subject exactly as in the fact; prompts about other subjects are neighbors",
                     code="keep_without_subject",
                 )
         texts = (fact.text, *fact.paraphrases, *fact.neighbors, *fact.questions, *fact.keep)
@@ -118,4 +118,4 @@ def print_skipped(terminal: Terminal, facts: Facts) -> None:
 
 
 def _quote(text: str) -> str:
-    return repr(one_line(text, LONGEST_QUOTE))
+    return repr(one_line(text, MAX_QUOTE_LENGTH))

@@ -1,4 +1,4 @@
-"""Options that several commands share, declared once, and how options are typed."""
+"""Options that several commands share, and functions that declare, parse and format options."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_MODEL = "smollm2"
-LAST_LAYER = 9_999  # far more than any model has, and few enough to list
+MAX_LAYER = 9_999  # far more than any model has, and few enough to list
 LAYER_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-LONGEST_SHOWN = 60  # characters of an option in an error
+MAX_QUOTE_LENGTH = 60  # characters of an option in an error
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 MODEL, OUTPUT = "Model", "Output"  # headings in the help
 
 
 def value(metavar: str, help: str, *names: str, default: str = "", panel: str = "", **limits: Any) -> Any:
-    """Declare an option that takes a value; `default` says in words what happens without it."""
-    note = f" [dim]\\[default: {default}][/dim]" if default else ""  # the style in which typer shows defaults
+    """Declare an option that takes a value; `default` describes the value that applies without it."""
+    note = f" [dim]\\[default: {default}][/dim]" if default else ""  # styled as typer's own defaults
     return typer.Option(*names, metavar=metavar, help=help + note, rich_help_panel=panel or None, **limits)
 
 
 def flag(name: str, help: str, *names: str, panel: str = "") -> Any:
-    """Declare an option that is either there or not."""
+    """Declare an option without a value."""
     return typer.Option(name, *names, help=help, rich_help_panel=panel or None)
 
 
@@ -42,7 +42,7 @@ def argument(metavar: str, help: str, **settings: Any) -> Any:
 
 
 def examples(*commands: str, note: str = "") -> str:
-    """Return the end of a command's help: commands to copy, and a remark."""
+    """Return the end of a command's help: commands to copy, and a note."""
     title = "Example" if len(commands) == 1 else "Examples"
     return "\n\n".join([f"[bold]{title}[/bold]", *commands, *([note] if note else [])])
 
@@ -110,7 +110,7 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class LedgerOptions:
-    """Which ledger to open, without its model."""
+    """The ledger to open, without loading its model."""
 
     model: ModelName = DEFAULT_MODEL
     ledger: LedgerFolder = None
@@ -118,7 +118,7 @@ class LedgerOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model to load, where, and which text its old keys come from."""
+    """The model to load, its device, and the text that its old keys come from."""
 
     model: ModelName = DEFAULT_MODEL
     device: Device = None
@@ -134,13 +134,13 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class EditorOptions(ModelOptions):
-    """Which model to load, and the ledger of its edits."""
+    """The model to load, and the ledger of its edits."""
 
     ledger: LedgerFolder = None
 
 
 def as_typed(options: ModelOptions | LedgerOptions, **flags: bool) -> str:
-    """Return the options that are not at their defaults, and flags that are set, the way they are typed.
+    """Return the options that differ from their defaults, and the flags that are set, as they are typed.
 
     >>> as_typed(LedgerOptions("smollm2", Path("my edits")), chat=True)
     "--ledger 'my edits' --chat"
@@ -182,10 +182,10 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     for part in text.split(","):
         match = LAYER_RANGE.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
-        if not first <= last <= LAST_LAYER:
-            shown = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
-            expected = f"numbers such as 2,3,4 or a range such as 2-6, up to {LAST_LAYER}"
-            raise InputError(f"{shown!r} is not a list of layers", expected=expected, code="invalid_layers")
+        if not first <= last <= MAX_LAYER:
+            quote = text if len(text) <= MAX_QUOTE_LENGTH else f"{text[:MAX_QUOTE_LENGTH]}…"
+            expected = f"numbers such as 2,3,4 or a range such as 2-6, up to {MAX_LAYER}"
+            raise InputError(f"{quote!r} is not a list of layers", expected=expected, code="invalid_layers")
         layers |= set(range(first, last + 1))
     return tuple(sorted(layers))
 

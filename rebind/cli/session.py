@@ -1,4 +1,4 @@
-"""From the options of a command line to an editor with its ledger."""
+"""Open an editor and its ledger from the options of a command."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ def load_editor(
 ) -> Editor:
     """Load the base model, without a ledger.
 
-    With `chat`, prompts that are asked go into the chat template. `framings` and the number of `contexts` are those in
-    which facts are edited.
+    With `chat`, prompts go into the chat template. `framings` and the number of `contexts` apply to edits.
     """
     dtype = parse_dtype(source.dtype)
     if source.model == DEFAULT_MODEL or Path(source.model).expanduser().exists():
-        phases.begin("loading")  # not for a Hub id: its download shows bars of its own
+        phases.begin("loading")  # not for a Hub id, whose download has its own progress bars
     import transformers
 
     from rebind.edit.editor import Editor
@@ -48,7 +47,7 @@ def load_editor(
     logging: Any = transformers.logging  # untyped
     logging.set_verbosity_error()
     if source.device_map is not None and ranks().count > 1:
-        advice = "Start one process, or leave out {device_map}: then each process has a device of its own"
+        advice = "Start one process, or leave out {device_map}, so that each process has its own device"
         settings = {"device_map": None}
         problem = f"A device map cannot be shared by {ranks().count} processes"
         raise InputError(problem, advice=advice, settings=settings, code="device_map_with_processes")
@@ -78,8 +77,8 @@ def open_editor(
 ) -> Editor:
     """Load the model and apply the edits of its ledger.
 
-    A ledger that does not exist is created with `use="create"`. With "read" and "preview" a missing default ledger
-    counts as empty, and nothing is written; a missing ledger that was named is an error with "read" alone.
+    With `use="create"`, a missing ledger is created. With "read" and "preview" nothing is written, and a missing
+    default ledger counts as empty; a missing ledger that `source` names is an error with "read".
     """
     if use == "create":
         check_writable((source.ledger or ledgers_dir()).expanduser())
@@ -100,7 +99,7 @@ def open_editor(
 
 
 def describe(editor: Editor) -> dict[str, Any]:
-    """Return which model and which edits a result belongs to."""
+    """Return the model and the edits of a result, for its document."""
     path = editor.ledger.path
     return {
         "model": editor.language_model.name,
@@ -111,7 +110,7 @@ def describe(editor: Editor) -> dict[str, Any]:
 
 
 def require_ledger(folder: Path, *, or_empty: bool = False) -> Path:
-    """Check, before minutes of loading, that a folder that was named holds a ledger, or that one can be created."""
+    """Check, before a model is loaded, that a folder has a ledger, or with `or_empty` that one can be created there."""
     folder = folder.expanduser()
     if (folder / LEDGER_FILE).exists():
         return folder
@@ -124,7 +123,7 @@ def require_ledger(folder: Path, *, or_empty: bool = False) -> Path:
 
 
 def find_ledger(source: LedgerOptions) -> Path:
-    """Find a ledger without loading its model: the folder that was named, or the only default ledger of that name."""
+    """Find a ledger without loading its model: the named folder, or the only default ledger with the model's name."""
     if source.ledger is not None:
         return require_ledger(source.ledger)
     folders = default_ledgers(source.model)
@@ -137,9 +136,9 @@ def find_ledger(source: LedgerOptions) -> Path:
 
 
 def default_ledgers(model: str) -> list[Path]:
-    """Return the default ledgers of all models with this one's name; their weights or dtypes differ."""
+    """Return the default ledgers of all models with this name; their weights or dtypes differ."""
     path = Path(model).expanduser()
-    if model != DEFAULT_MODEL and path.exists():  # as the library names models
+    if model != DEFAULT_MODEL and path.exists():  # the name that `locate` gives to a model
         model = path.resolve().name if path.is_dir() else path.stem
     pattern = f"{_as_file_name(model)}-{'[0-9a-f]' * 8}/{LEDGER_FILE}"
     return [file.parent for file in sorted(ledgers_dir().glob(pattern))]
@@ -147,8 +146,8 @@ def default_ledgers(model: str) -> list[Path]:
 
 def complete_edit_id(context: typer.Context, incomplete: str) -> list[str]:
     """Complete the id of an edit, from the files of the ledger: reading its log would load torch."""
-    named, model = context.params.get("ledger"), context.params.get("model") or DEFAULT_MODEL
-    folders = [Path(named).expanduser()] if named else default_ledgers(model)
+    ledger, model = context.params.get("ledger"), context.params.get("model") or DEFAULT_MODEL
+    folders = [Path(ledger).expanduser()] if ledger else default_ledgers(model)
     files = [file for folder in folders for file in sorted(folder.glob("edits/*.safetensors"))]
     return [file.stem for file in files if file.stem.startswith(incomplete)]
 
@@ -169,16 +168,16 @@ def _as_file_name(model_name: str) -> str:
 
 
 def _use_samples_of(ledger: Ledger, editor: Editor, tokens: int | None) -> None:
-    """Let the editor use the same samples of the model as the ledger's edits, if these need them again.
+    """Let the editor use the same samples of the model as the edits in the ledger, if those need them.
 
-    The default number of samples depends on the device, and an edit by a method that builds on earlier edits, or in
-    the dense memory, can only be applied with the moments it was made with.
+    The default number of samples depends on the device. An edit by a method that builds on earlier edits, or in the
+    dense memory, can only be applied with the moments that it was computed with.
     """
     from rebind.edit.methods import get_method
     from rebind.edit.moments import OwnSamples
 
-    needing = ledger.active.where(lambda kind: get_method(kind.method).remembers or kind.has_rows)
-    if len(needing):
-        moments: Any = needing[0].settings["moments"]
+    dependent = ledger.active.where(lambda kind: get_method(kind.method).remembers or kind.has_rows)
+    if len(dependent):
+        moments: Any = dependent[0].settings["moments"]
         if (samples := OwnSamples.from_digest(moments["corpus"])) is not None:
             editor.moments.corpus, editor.moments.tokens = samples, tokens or moments["tokens"]

@@ -1,12 +1,12 @@
-"""Evaluations: write records with an editing method, ask everything before and after, and report what changed.
+"""Evaluate editing methods: write records, question the model before and after, and report what changed.
 
-- `records`, `reading`: evaluation records; reading them from files and datasets, in the formats of the literature
-- `selection`: which records a model can be evaluated with
-- `answers`, `drift`: everything a model says about a record; perplexity, canary prompts and growth of the weights
+- `records`, `reading`: evaluation records; reading them from files and published datasets
+- `selection`: select the records that suit a model
+- `answers`, `drift`: the answers of a model to a record; perplexity, canary prompts and growth of the weights
 - `baselines`: a LoRA fine-tune on the same facts, to compare with
-- `metrics`, `scores`: one function per metric; which metric applies to which answers
-- `protocols`, `run`: single, batch and sequential protocols; the run itself
-- `summary`, `figures`: tables, JSON and one PNG of a run, and of several side by side
+- `metrics`, `scores`: one function per metric; the scores of a record's answers
+- `protocols`, `run`, `stored_units`: single, batch and sequential protocols; the run, and its stored results
+- `summary`, `figures`: tables, JSON and a figure of one run, or of several side by side
 - `demo`: the demonstration of `rebind demo`
 """
 

@@ -1,8 +1,8 @@
-"""The answers of a model to a record: everything it says about it, as one row that can be stored.
+"""Collect the answers of a model to the questions of a record, as one row that can be stored.
 
 Facts, paraphrases and neighbors are asked in every framing that applies to the model: behind the start tokens, without
-them, behind a sentence of text, and in the chat template. None of these questions is one that target search trains on:
-the sentence is not one of its contexts, and a question that is made from the prompt gets other words in front.
+them, behind a sentence of text, and in the chat template. Target search trains on none of these prompts: the sentence
+is not one of its contexts, and a question that is derived from the prompt begins with other words.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from rebind.models.scoring import FactScore
 from rebind.storage import Row
 
 FRAMINGS = ("start", "plain", "text", "chat")
-WORST_NLL = 1e4  # stored where a broken model returns NaN
-AT_ONCE = 64  # prompts whose next tokens are compared together
+WORST_NLL = 1e4  # stored if a broken model returns NaN
+PROMPTS_PER_PASS = 64  # when next tokens are compared
 
-BaseModel = Callable[[], AbstractContextManager[None]]  # inside, the model is the unedited one
+BaseModel = Callable[[], AbstractContextManager[None]]  # in this context the model is unedited
 
 
 @dataclass(frozen=True)
 class QuestionSettings:
-    """How much is asked about each record."""
+    """How many answers to collect for each record."""
 
-    free_tokens: int = 24  # greedy tokens after the prompt, the paraphrases and the consequences; 0: none
+    free_tokens: int = 24  # greedy tokens after each prompt, paraphrase and consequence; 0: none
     texts: int = 1  # longer texts per record, for fluency and consistency; 0: none
     text_tokens: int = 100
-    top_k: int = 5  # longer texts are sampled from this many best tokens, as in ROME
+    top_k: int = 5  # longer texts are sampled from this many most likely tokens, as in ROME
 
     def __post_init__(self) -> None:
         for name in ("free_tokens", "texts"):
@@ -49,8 +49,8 @@ class QuestionSettings:
 
 
 @dataclass(frozen=True)
-class _Ask:
-    """A prompt in a framing: its target is scored or, if it has none, it is continued."""
+class _FramedPrompt:
+    """A prompt in a framing. Its target is scored; without a target, the model continues it."""
 
     prompt: Prompt
     framing: str = "start"
@@ -69,41 +69,58 @@ def answer_records(
     """Ask the model every question of every record, and return one row per record.
 
     Args:
-        model: the model as it stands.
-        records: what to ask.
+        model: the model as it is now.
+        records: the records to ask about.
         settings: how much to ask.
-        base: gives access to the unedited model, with which answers about neighbors are compared; None: they are not.
+        base: a context with the unedited model, to compare answers about neighbors with; by default they are not.
         probes: prompts about other relations of each record's subject, compared in the same way.
-        in_prompt: puts the facts of a record before everything that is asked about it.
-        seed: of longer texts.
+        in_prompt: put the facts of a record before every question about it.
+        seed: the random seed for longer texts.
     """
     framings = asked_framings(model)
     questions = [_questions(record, framings, free=settings.free_tokens > 0) for record in records]
-    fronts = [_sentence(record) if in_prompt else "" for record in records]
+    contexts = [_sentence(record) if in_prompt else "" for record in records]
     if in_prompt:
         questions = [
-            _replace_asks(row, partial(_put_before, front)) for row, front in zip(questions, fronts, strict=True)
+            _map_prompts(row, partial(_put_before, context)) for row, context in zip(questions, contexts, strict=True)
         ]
-    asks: list[_Ask] = []
-    _replace_asks(questions, asks.append)
-    answers = iter(_answer(model, asks, settings.free_tokens))
-    rows: list[Row] = _replace_asks(questions, lambda _: next(answers))
+    prompts: list[_FramedPrompt] = []
+    _map_prompts(questions, prompts.append)
+    answers = iter(_answer(model, prompts, settings.free_tokens))
+    rows: list[Row] = _map_prompts(questions, lambda _: next(answers))
     if base is not None:
-        for name, prompts in (
-            ("neighbors", [[one.prompt for one in record.neighbors] for record in records]),
-            ("same_subject", probes or [()] * len(records)),
-        ):
-            pairs = [(front + text, text) for front, some in zip(fronts, prompts, strict=True) for text in some]
-            changes = iter(_compare(model, base, pairs))
-            for row, some in zip(rows, prompts, strict=True):
-                row.setdefault("kept", {})[name] = [next(changes) for _ in some]
+        neighbors = [[neighbor.prompt for neighbor in record.neighbors] for record in records]
+        _add_comparisons(rows, "neighbors", neighbors, contexts, model, base)
+        _add_comparisons(rows, "same_subject", probes or [()] * len(records), contexts, model, base)
     if settings.texts:
-        beginnings = [record.text_prompts[: settings.texts] for record in records]
-        starts = [start for some in beginnings for start in some]
-        texts = iter(model.generate(starts, settings.text_tokens, top_k=settings.top_k, seed=seed))
-        for row, some in zip(rows, beginnings, strict=True):
-            row["texts"] = [start + next(texts) for start in some]
+        _add_texts(rows, records, model, settings, seed)
     return rows
+
+
+def _add_comparisons(
+    rows: Sequence[Row],
+    name: str,
+    prompts: Sequence[Sequence[str]],  # of each record
+    contexts: Sequence[str],  # of each record
+    model: LanguageModel,
+    base: BaseModel,
+) -> None:
+    """Add to each row how the next token after its prompts differs from that of the unedited model."""
+    pairs = [(context + text, text) for context, texts in zip(contexts, prompts, strict=True) for text in texts]
+    changes = iter(_compare(model, base, pairs))
+    for row, texts in zip(rows, prompts, strict=True):
+        row.setdefault("kept", {})[name] = [next(changes) for _ in texts]
+
+
+def _add_texts(
+    rows: Sequence[Row], records: Sequence[Record], model: LanguageModel, settings: QuestionSettings, seed: int
+) -> None:
+    """Add longer sampled texts to each row."""
+    beginnings = [record.text_prompts[: settings.texts] for record in records]
+    flat = [beginning for group in beginnings for beginning in group]
+    texts = iter(model.generate(flat, settings.text_tokens, top_k=settings.top_k, seed=seed))
+    for row, group in zip(rows, beginnings, strict=True):
+        row["texts"] = [beginning + next(texts) for beginning in group]
 
 
 def asked_framings(model: LanguageModel) -> tuple[str, ...]:
@@ -114,13 +131,13 @@ def asked_framings(model: LanguageModel) -> tuple[str, ...]:
 
 def encode_all(model: LanguageModel, record: Record) -> None:
     """Raise unless every prompt of a record fits into the model's context, also behind its facts."""
-    asks = [_Ask(Prompt(text)) for text in record.text_prompts]
-    _replace_asks(_questions(record, asked_framings(model), free=True), asks.append)
-    _encode(model, [_put_before(_sentence(record), ask) for ask in asks])
+    prompts = [_FramedPrompt(Prompt(text)) for text in record.text_prompts]
+    _map_prompts(_questions(record, asked_framings(model), free=True), prompts.append)
+    _encode(model, [_put_before(_sentence(record), prompt) for prompt in prompts])
 
 
 def chat_question(fact: Fact) -> str:
-    """Return the question that a fact is asked by in a chat: the record's, or one that is made from the prompt."""
+    """Return the question for a fact in a chat: the record's own, or one derived from the prompt."""
     if fact.questions:
         return fact.questions[0]
     question = question_from_grammar(fact)
@@ -128,12 +145,12 @@ def chat_question(fact: Fact) -> str:
 
 
 def _questions(record: Record, framings: Sequence[str], *, free: bool) -> Row:
-    """Return the row of a record with asks in place of their answers."""
+    """Return the row of a record with prompts in place of their answers."""
     new, old = record.fact.target, record.fact.old
 
     def pair(prompt: Prompt, framing: str, targets: tuple[str, str | None]) -> Row:
-        named = zip(("new", "true"), targets, strict=True)
-        return {name: _Ask(replace(prompt, target=target), framing) for name, target in named if target}
+        by_name = zip(("new", "true"), targets, strict=True)
+        return {name: _FramedPrompt(replace(prompt, target=target), framing) for name, target in by_name if target}
 
     def ask_fact(fact: Fact, framing: str) -> Row:
         targets = fact.target, fact.old
@@ -146,24 +163,30 @@ def _questions(record: Record, framings: Sequence[str], *, free: bool) -> Row:
             "paraphrases": [pair(_framed(text, framing), framing, targets) for text in fact.paraphrases],
         }
         if free:
-            row["free"] = _Ask(Prompt("", question=question) if framing == "chat" else bare, framing)
+            row["free"] = _FramedPrompt(Prompt("", question=question) if framing == "chat" else bare, framing)
             if framing == "start":
-                row["free_paraphrases"] = [_Ask(Prompt(text)) for text in fact.paraphrases]
+                row["free_paraphrases"] = [_FramedPrompt(Prompt(text)) for text in fact.paraphrases]
         return row
 
     choice = Prompt("", question=chat_question(record.fact)) if "chat" in framings else Prompt(record.fact.text)
     row: Row = {
         "facts": [{framing: ask_fact(fact, framing) for framing in framings} for fact in record.facts],
         "neighbors": {
-            framing: [pair(_framed(one.prompt, framing), framing, (new, one.answer)) for one in record.neighbors]
+            framing: [
+                pair(_framed(neighbor.prompt, framing), framing, (new, neighbor.answer))
+                for neighbor in record.neighbors
+            ]
             for framing in framings
         },
-        "choice": [_Ask(replace(choice, target=target)) for target in (new, old, *record.rivals) if target],
-        "consequences": [[_Ask(Prompt(one.prompt, answer)) for answer in one.answers] for one in record.consequences],
+        "choice": [_FramedPrompt(replace(choice, target=target)) for target in (new, old, *record.rivals) if target],
+        "consequences": [
+            [_FramedPrompt(Prompt(question.prompt, answer)) for answer in question.answers]
+            for question in record.consequences
+        ],
     }
     if free:
-        row["free_consequences"] = [_Ask(Prompt(one.prompt)) for one in record.consequences]
-        row["free_reversed"] = [_Ask(Prompt(one.prompt)) for one in record.reversed]
+        row["free_consequences"] = [_FramedPrompt(Prompt(question.prompt)) for question in record.consequences]
+        row["free_reversed"] = [_FramedPrompt(Prompt(question.prompt)) for question in record.reversed]
     return row
 
 
@@ -179,35 +202,35 @@ def _sentence(record: Record) -> str:
     return "".join(f"{fact.text} {fact.target}. " for fact in record.facts)
 
 
-def _put_before(front: str, ask: _Ask) -> _Ask:
-    prompt = ask.prompt
+def _put_before(context: str, framed: _FramedPrompt) -> _FramedPrompt:
+    prompt = framed.prompt
     if prompt.question:
-        return replace(ask, prompt=replace(prompt, question=front + prompt.question))
-    return replace(ask, prompt=replace(prompt, text=front + prompt.text))
+        return replace(framed, prompt=replace(prompt, question=context + prompt.question))
+    return replace(framed, prompt=replace(prompt, text=context + prompt.text))
 
 
-def _replace_asks(value: Any, function: Callable[[_Ask], Any]) -> Any:
-    """Return nested dicts and lists with the function applied to every ask in them, in order."""
-    if isinstance(value, _Ask):
+def _map_prompts(value: Any, function: Callable[[_FramedPrompt], Any]) -> Any:
+    """Return nested dicts and lists with the function applied to every prompt in them, in order."""
+    if isinstance(value, _FramedPrompt):
         return function(value)
     if isinstance(value, dict):
-        return {key: _replace_asks(part, function) for key, part in value.items()}
-    return [_replace_asks(part, function) for part in value]
+        return {key: _map_prompts(part, function) for key, part in value.items()}
+    return [_map_prompts(part, function) for part in value]
 
 
-def _encode(model: LanguageModel, asks: Sequence[_Ask]) -> list[EncodedPrompt]:
+def _encode(model: LanguageModel, prompts: Sequence[_FramedPrompt]) -> list[EncodedPrompt]:
     encoded: dict[int, EncodedPrompt] = {}
     for framing in FRAMINGS:
-        places = [place for place, ask in enumerate(asks) if ask.framing == framing]
+        indices = [index for index, framed in enumerate(prompts) if framed.framing == framing]
         context = TEXT if framing == "text" else ""
-        prompts = model.encode([asks[place].prompt for place in places], context=context, start=framing != "plain")
-        encoded |= dict(zip(places, prompts, strict=True))
-    return [encoded[place] for place in range(len(asks))]
+        bare = [prompts[index].prompt for index in indices]
+        encoded |= dict(zip(indices, model.encode(bare, context=context, start=framing != "plain"), strict=True))
+    return [encoded[index] for index in range(len(prompts))]
 
 
-def _answer(model: LanguageModel, asks: Sequence[_Ask], free_tokens: int) -> list[Row | str]:
+def _answer(model: LanguageModel, prompts: Sequence[_FramedPrompt], free_tokens: int) -> list[Row | str]:
     """Return the score of every target, and the continuation of every prompt without one."""
-    encoded = _encode(model, asks)
+    encoded = _encode(model, prompts)
     scores = iter(model.score_encoded([prompt for prompt in encoded if prompt.target]))
     texts = iter(model.generate_encoded([prompt for prompt in encoded if not prompt.target], free_tokens))
     return [_score_json(next(scores)) if prompt.target else next(texts) for prompt in encoded]
@@ -221,8 +244,8 @@ def _score_json(score: FactScore) -> Row:
 def _compare(model: LanguageModel, base: BaseModel, pairs: Sequence[tuple[str, str]]) -> list[Row]:
     """Compare the next token after the first prompt of each pair with that of the unedited model after the second."""
     rows: list[Row] = []
-    for begin in range(0, len(pairs), AT_ONCE):
-        prompts, base_prompts = zip(*pairs[begin : begin + AT_ONCE], strict=True)
+    for begin in range(0, len(pairs), PROMPTS_PER_PASS):
+        prompts, base_prompts = zip(*pairs[begin : begin + PROMPTS_PER_PASS], strict=True)
         after = model.next_token_log_probs(prompts, truncate=True)
         with base():
             before = model.next_token_log_probs(base_prompts, truncate=True)

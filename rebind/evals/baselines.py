@@ -1,6 +1,6 @@
-"""What an edit is compared with: the facts put into the prompt of the unedited model, and a plain LoRA fine-tune.
+"""Baselines for edits: the facts in the prompt of the unedited model, and a plain LoRA fine-tune.
 
-`answer_records` does the former. `fine_tuned` trains low-rank adapters on the down projections of the edited layers by
+`answer_records` runs the first. `fine_tuned` trains low-rank adapters on the down projections of the edited layers with
 Adam, on the bare prompts and their targets, and removes them afterwards.
 """
 
@@ -21,28 +21,27 @@ from rebind.models.tokens import Tokens
 
 BASELINES = {"prompt": "the facts in the prompt", "lora": "LoRA fine-tune"}
 RANK, STEPS, LEARNING_RATE = 8, 30, 5e-3
-AT_ONCE = 32  # facts per pass
+FACTS_PER_PASS = 32
 
 
 class Adapters:
-    """Low-rank maps that are added to the outputs of modules, made when the modules first run."""
+    """A hook that adds low-rank maps to the outputs of modules. A map is created when its module first runs."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.parts: dict[nn.Module, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.factors: dict[nn.Module, tuple[nn.Parameter, nn.Parameter]] = {}
         self.enabled = True
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         if not self.enabled:
             return output
-        if module not in self.parts:
+        if module not in self.factors:
             d_k, d_v = inputs[0].shape[-1], output.shape[-1]
             down = torch.randn(RANK, d_k, generator=self.generator) / d_k**0.5
-            parts = (down, torch.zeros(d_v, RANK))
-            first, second = (nn.Parameter(part.to(output.device)) for part in parts)
-            self.parts[module] = first, second
-        first, second = self.parts[module]
-        return output + (inputs[0].float() @ first.mT @ second.mT).to(output.dtype)
+            up = torch.zeros(d_v, RANK)
+            self.factors[module] = nn.Parameter(down.to(output.device)), nn.Parameter(up.to(output.device))
+        down, up = self.factors[module]
+        return output + (inputs[0].float() @ down.mT @ up.mT).to(output.dtype)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -58,27 +57,31 @@ class Adapters:
 def fine_tuned(
     model: LanguageModel, facts: Sequence[Fact], sites: Sequence[Site], *, seed: int = 0
 ) -> Iterator[BaseModel]:
-    """Fine-tune a model on facts for the time of a block; yield a way back to the unedited model meanwhile."""
+    """Run a block on a model that is fine-tuned on facts; yield a context in which it is unedited."""
     adapters = Adapters(seed)
     hooks = [module_at(model.model, site.name).register_forward_hook(adapters) for site in sites]
     try:
-        with torch.no_grad():
-            _loss(model, facts[:1])  # makes the adapters
-        parameters = [part for parts in adapters.parts.values() for part in parts]
-        optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            for begin in range(0, len(facts), AT_ONCE):
-                some = facts[begin : begin + AT_ONCE]
-                with torch.enable_grad():
-                    (_loss(model, some) * len(some) / len(facts)).backward()
-            optimizer.step()
-        for part in parameters:
-            part.requires_grad_(False)
+        _train(adapters, model, facts)
         yield adapters.disabled
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _train(adapters: Adapters, model: LanguageModel, facts: Sequence[Fact]) -> None:
+    with torch.no_grad():
+        _loss(model, facts[:1])  # creates the adapters
+    parameters = [factor for factors in adapters.factors.values() for factor in factors]
+    optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for begin in range(0, len(facts), FACTS_PER_PASS):
+            batch = facts[begin : begin + FACTS_PER_PASS]
+            with torch.enable_grad():
+                (_loss(model, batch) * len(batch) / len(facts)).backward()
+        optimizer.step()
+    for factor in parameters:
+        factor.requires_grad_(False)
 
 
 def _loss(model: LanguageModel, facts: Sequence[Fact]) -> Tensor:

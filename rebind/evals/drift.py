@@ -14,7 +14,7 @@ BUNDLED_TEXT = Path(__file__).parent / "data" / "held.txt"
 
 
 class DriftMeter:
-    """Measures how far a model has moved from its base, on text and prompts that no edit is about."""
+    """Measure how far a model is from its base model, on text and prompts that no edit is about."""
 
     def __init__(self, editor: Editor, text: str | None = None) -> None:
         self.editor = editor

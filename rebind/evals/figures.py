@@ -1,4 +1,4 @@
-"""The figure of a run: what is said in each framing, what is kept, and how both hold in a sequence."""
+"""The figure of a run: what is said in each framing, what is kept, and both along a sequence of edits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SAID = {
+SAID_LABELS = {
     "free": "the prompt",
     "free_plain": "without start tokens",
     "free_text": "in a text",
@@ -25,7 +25,7 @@ SAID = {
     "free_reversed": "reversed",
     "choice": "likelier than others",
 }
-KEPT = {
+KEPT_LABELS = {
     "locality": "other subjects,\nsame first token",
     "NS": "other subjects,\ntrue target likelier",
     "same_subject": "same subject, other\nrelation, same first token",
@@ -36,7 +36,7 @@ LINES = {  # name → label and color
     "EA": ("EA", CYAN),
     "NS": ("NS", PINK),
 }
-MIN_ROWS = 4  # a lower figure has no room for its title and legend
+MIN_ROWS = 4  # a smaller figure has no space for its title and legend
 
 Scores = dict[str, dict[str, float]]  # name → value, low, high
 Runs = Sequence[tuple[str, Summary]]  # (name, summary)
@@ -48,24 +48,26 @@ def draw_runs(path: Path, runs: Runs) -> None:
 
 
 def draw(runs: Runs) -> Figure:
-    """Draw the last scores with intervals; of one run also those before and of the baselines.
+    """Draw the last scores with intervals; for a single run also the scores before it and of the baselines.
 
-    Sequences have two more panels: scores against the number of edits, and scores at the end by age.
+    Sequences have two more panels: scores by number of edits, and scores at the end by age.
     """
-    alone, (_, summary) = len(runs) == 1, runs[0]
-    names = [[name for name in group if any(name in _last(run) for _, run in runs)] for group in (SAID, KEPT)]
+    is_single, (_, summary) = len(runs) == 1, runs[0]
+    names = [
+        [name for name in group if any(name in _last(run) for _, run in runs)] for group in (SAID_LABELS, KEPT_LABELS)
+    ]
     sequence = any(len(run["states"]) > 2 for _, run in runs)
     labels = [("Said in greedy decoding", "share", ""), ("Kept, as before the edit", "share", "")]
     labels += [("In the sequence", "records written", ""), ("At the end, by age", "records, first to last", "")]
-    title = f"{summary['method']} on {shorten(Path(summary['model']).name)}" if alone else "Runs side by side"
-    below = f"{describe_protocol(summary)}, {summary['states'][-1]['records']:,} records, " if alone else ""
-    series = 1 + len(summary["baselines"]) if alone else len(runs)
+    title = f"{summary['method']} on {shorten(Path(summary['model']).name)}" if is_single else "Runs side by side"
+    subtitle = f"{describe_protocol(summary)}, {summary['states'][-1]['records']:,} records, " if is_single else ""
+    series = 1 + len(summary["baselines"]) if is_single else len(runs)
     rows = max(*map(len, names), MIN_ROWS)
     height = 1.9 + (0.26 + 0.12 * series) * rows
     labels = labels if sequence else labels[:2]
-    figure, axes = panels(title, f"{below}95% intervals", labels, columns=2, size=(6.4, height))
-    for panel, some, words in zip(axes, names, (SAID, KEPT), strict=False):
-        _dots(panel, some, words, runs)
+    figure, axes = panels(title, f"{subtitle}95% intervals", labels, columns=2, size=(6.4, height))
+    for panel, group, tick_labels in zip(axes, names, (SAID_LABELS, KEPT_LABELS), strict=False):
+        _dots(panel, group, tick_labels, runs)
         panel.set_ylim(rows - 0.4, -0.6)
     if sequence:
         _lines(axes[2], runs, _states)
@@ -75,38 +77,38 @@ def draw(runs: Runs) -> Figure:
     return figure
 
 
-def _dots(axes: Axes, names: Sequence[str], words: dict[str, str], runs: Runs) -> None:
-    axes.set_yticks(range(len(names)), [words[name] for name in names])
+def _dots(axes: Axes, names: Sequence[str], labels: dict[str, str], runs: Runs) -> None:
+    axes.set_yticks(range(len(names)), [labels[name] for name in names])
     axes.set_xlim(-0.02, 1.02)
     axes.grid(axis="y", visible=False)
     series = [(label, _last(run)) for label, run in runs]
     if len(runs) == 1:
         (summary,) = (run for _, run in runs)
         first = summary["states"][0]["scores"]
-        places = [(first[name]["value"], at) for at, name in enumerate(names) if name in first]
-        shares, places_down = [share for share, _ in places], [at for _, at in places]
-        axes.plot(shares, places_down, "o", ms=6.5, mfc="white", mec=EDGE, mew=1.6, label="before")
-        series += [(BASELINES[one["name"]], one["scores"]) for one in summary["baselines"]]
+        points = [(first[name]["value"], row) for row, name in enumerate(names) if name in first]
+        shares, rows = [share for share, _ in points], [row for _, row in points]
+        axes.plot(shares, rows, "o", ms=6.5, mfc="white", mec=EDGE, mew=1.6, label="before")
+        series += [(BASELINES[baseline["name"]], baseline["scores"]) for baseline in summary["baselines"]]
     for number, (label, scores) in enumerate(series):
         shift = 0.5 * (number - (len(series) - 1) / 2) / max(len(series) - 1, 1)
         color = COLORS[number % len(COLORS)]
-        heights = [at + shift for at, name in enumerate(names) if name in scores]
+        heights = [row + shift for row, name in enumerate(names) if name in scores]
         low, middle, high = _columns([scores[name] for name in names if name in scores])
         axes.hlines(heights, low, high, color=color, lw=4, alpha=0.28, capstyle="round")
         axes.plot(middle, heights, "o", ms=6, color=color, zorder=3, label=shorten(label))
 
 
 def _lines(axes: Axes, runs: Runs, points: Callable[[Summary], list[tuple[float, Scores]]]) -> None:
-    """Draw scores at places; of several runs free decoding alone."""
-    alone = len(runs) == 1
+    """Draw scores along the x axis; of several runs, only free decoding."""
+    is_single = len(runs) == 1
     for number, (label, run) in enumerate(runs):
-        own = {"free": (label, COLORS[number % len(COLORS)])}
-        for name, (text, color) in (LINES if alone else own).items():
-            line = [(at, scores[name]) for at, scores in points(run) if name in scores]
-            at, (low, middle, high) = [place for place, _ in line], _columns([score for _, score in line])
-            axes.fill_between(at, low, high, color=color, alpha=0.13, lw=0)
+        lines = LINES if is_single else {"free": (label, COLORS[number % len(COLORS)])}
+        for name, (text, color) in lines.items():
+            line = [(x, scores[name]) for x, scores in points(run) if name in scores]
+            xs, (low, middle, high) = [x for x, _ in line], _columns([score for _, score in line])
+            axes.fill_between(xs, low, high, color=color, alpha=0.13, lw=0)
             if line:
-                axes.plot(at, middle, "o-", color=color, ms=4.5, lw=1.8, label=shorten(text))
+                axes.plot(xs, middle, "o-", color=color, ms=4.5, lw=1.8, label=shorten(text))
     axes.set_ylim(-0.02, 1.02)
     axes.xaxis.set_major_formatter("{x:,.0f}")
 

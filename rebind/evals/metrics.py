@@ -65,19 +65,21 @@ def fluency(texts: Sequence[str]) -> float:
 
 def inverse_document_frequencies(documents: Sequence[str]) -> dict[str, float]:
     """Return ln((1 + documents) / (1 + documents with the word)) + 1 for every word."""
-    having = Counter(word for document in documents for word in set(words_of(document)))
-    return {word: math.log((1 + len(documents)) / (1 + count)) + 1 for word, count in having.items()}
+    document_counts = Counter(word for document in documents for word in set(words_of(document)))
+    return {word: math.log((1 + len(documents)) / (1 + count)) + 1 for word, count in document_counts.items()}
 
 
 def consistency(text: str, reference: str, idf: Mapping[str, float]) -> float:
-    """Return RS: the cosine of the TF-IDF vectors of a text and a reference; unknown words weigh most."""
+    """Return RS: the cosine of the TF-IDF vectors of a text and a reference; unknown words count as the rarest."""
     rarest = max(idf.values(), default=1.0)
-    one, other = (
+    vector, reference_vector = (
         {word: count * idf.get(word, rarest) for word, count in Counter(words_of(part)).items()}
         for part in (text, reference)
     )
-    lengths = math.hypot(*one.values()) * math.hypot(*other.values())
-    return sum(weight * other.get(word, 0.0) for word, weight in one.items()) / lengths if lengths else 0.0
+    lengths = math.hypot(*vector.values()) * math.hypot(*reference_vector.values())
+    if not lengths:
+        return 0.0
+    return sum(weight * reference_vector.get(word, 0.0) for word, weight in vector.items()) / lengths
 
 
 def perplexity(nll: float, tokens: int) -> float:
@@ -90,9 +92,9 @@ def bootstrap(
 ) -> dict[str, dict[str, float]]:
     """Return {value, low, high, records} of each score: its mean, 95% percentile interval, and number of records.
 
-    A column has one value (or None) per record; one without any value is omitted. Whole records are resampled, the
-    same ones for every column. S is added in every framing that has its parts: the harmonic mean of three means, not a
-    mean of harmonic means, which is near zero as soon as one of them is.
+    A column has one value (or None) per record; a column without any value is omitted. Whole records are resampled,
+    the same ones for every column. S is added in every framing that has its parts. It is the harmonic mean of three
+    means, not a mean of harmonic means, which would be near zero as soon as one part is.
     """
     values = {name: column for name, column in columns.items() if any(value is not None for value in column)}
     if not values:

@@ -1,11 +1,11 @@
-"""The three protocols of the papers.
+"""The three evaluation protocols of the papers.
 
 - *single*: each record alone; the model is restored, byte for byte, before the next record.
 - *batch*: all records in one edit.
 - *sequential*: batch after batch into the same model; everything written so far is evaluated at checkpoints (after
   1, 2, 4, 8, … batches and at the end, or after every `every` batches).
 
-A protocol is a list of stages: which batches the model holds, and which records are asked about.
+A protocol is a list of stages: the batches that are written into the model, and the records to ask about.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rebind.memory.checks import require_number, unknown_name
 
 @dataclass(frozen=True)
 class Stage:
-    """A state of the model in which questions are asked."""
+    """A state of the model that is evaluated."""
 
     edits: int  # number of records written; 0 is the base model
     batches: tuple[range, ...]  # ranges of records, each written as one edit, in order
     records: range  # the records to ask about
-    alone: bool = False  # whether the model holds only these batches
-    drift: bool = True  # whether to measure the model as a whole as well
+    alone: bool = False  # whether only these batches are in the model
+    drift: bool = True  # whether to measure drift as well
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Protocol:
             yield Stage(edits, tuple(batches[:count]), range(edits))
 
     def units(self, n: int, unit_size: int, drift_edits: int) -> list[Stage]:
-        """Split the stages into units of `unit_size` records, which are asked about and stored together.
+        """Split the stages into units of `unit_size` records, which are evaluated and stored together.
 
-        A killed run resumes at the first unit that is not stored. With single edits, drift is measured for the first
-        `drift_edits` of them.
+        An interrupted run resumes at the first unit that is not stored. With single edits, drift is measured for the
+        first `drift_edits` of them.
         """
         units = []
         for number, stage in enumerate(self.stages(n)):

@@ -1,11 +1,11 @@
 """Read records from a file, a dataset of the Hub, or Python objects.
 
-records = read_records("counterfact.json", limit=1000, skip_bad=True)
-records = read_records("hf:azhx/counterfact:test")
-records = bundled_records()                                # sixty facts that come with the package
+    records = read_records("counterfact.json", limit=1000, skip_bad=True)
+    records = read_records("hf:azhx/counterfact:test")
+    records = bundled_records()  # sixty facts that come with the package
 
-Formats are recognized by their fields: CounterFact, zsRE, Knowns, MQuAKE, EasyEdit, KnowEdit, and our own JSONL.
-`rebind.edit.facts` reads the fact of a record; this module reads the questions.
+Formats are recognized by their fields: CounterFact, zsRE, Knowns, MQuAKE, EasyEdit, KnowEdit, and rebind's JSONL.
+`rebind.edit.facts` reads the fact of a record; this module adds the questions.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def read_records(
     records, skipped = select(items, lambda raw: parse_record(raw, str(next(numbers))), skip_bad=skip_bad, limit=limit)
     if not records:
         why = f" ({len(skipped)} skipped; the first: {skipped[0]})" if skipped else ""
-        raise InputError(f"{name} holds no records{why}", expected="at least one", code="no_records")
+        raise InputError(f"{name} has no records{why}", expected="at least one", code="no_records")
     return Records(tuple(records), name, tuple(skipped))
 
 
 def select(
     items: Iterable[tuple[str, Any]], as_record: Callable[[Any], Record], *, skip_bad: bool, limit: int | None = None
 ) -> tuple[list[Record], list[str]]:
-    """Return the first `limit` items as records, and why others before them cannot be used.
+    """Return the first `limit` usable items as records, and the reasons why other items were skipped.
 
-    The first item that cannot be used is an error, unless `skip_bad`. Each item comes with a name for that error.
+    Items are (name, content) pairs. An unusable item raises an error that names it, unless `skip_bad`.
     """
     records: list[Record] = []
     reasons: list[str] = []
@@ -84,7 +84,7 @@ def _hub_dataset(name: str) -> Iterator[Any]:
         import datasets  # type: ignore[import-not-found, unused-ignore]  # an optional dependency
 
         yield from datasets.load_dataset(repository, split=split or "train")
-    except Exception as problem:  # not installed, missing, gated or offline: each raises its own exception
+    except Exception as problem:  # not installed, missing, gated or offline: each has its own exception
         line = str(problem).strip().partition("\n")[0] or type(problem).__name__
         raise InputError(
             f"Dataset {repository!r}, split {split or 'train'!r}, could not be loaded ({line})",
@@ -104,17 +104,17 @@ def parse_record(raw: Any, number: str) -> Record:
 
 def _parse(raw: Any, number: str) -> Record:
     if not isinstance(raw, Mapping):
-        return _own_format(parse_fact(raw), {}, number)
+        return _rebind_format(parse_fact(raw), {}, number)
     if isinstance(raw.get("requested_rewrite"), (list, tuple)):
         return _mquake(raw, number)
     if "src" in raw:
         return _zsre(raw, number)
     if "requested_rewrite" in raw or "target_new" in raw:
         return _counterfact(raw, number)
-    return _own_format(parse_fact({key: value for key, value in raw.items() if key != "neighbors"}), raw, number)
+    return _rebind_format(parse_fact({key: value for key, value in raw.items() if key != "neighbors"}), raw, number)
 
 
-def _own_format(fact: Fact, raw: Mapping[str, Any], number: str) -> Record:
+def _rebind_format(fact: Fact, raw: Mapping[str, Any], number: str) -> Record:
     neighbors = _list({"neighbors": fact.neighbors, **raw}, "neighbors")
     for consequence in _list(raw, "consequences"):
         require_field(consequence, "answer", "a consequence")
@@ -169,7 +169,7 @@ def _mquake(raw: Mapping[str, Any], number: str) -> Record:
     facts = []
     for rewrite in raw["requested_rewrite"]:
         fact = parse_fact({"requested_rewrite": rewrite})
-        question = rewrite.get("question")  # a paraphrase of the prompt, and asked in a chat
+        question = rewrite.get("question")  # used as a paraphrase and as the question in a chat
         facts.append(replace(fact, paraphrases=(question,), questions=(question,)) if question else fact)
     if not facts:
         raise InputError("The field requested_rewrite is empty", expected="the facts to write", code="field_empty")
@@ -181,7 +181,7 @@ def _mquake(raw: Mapping[str, Any], number: str) -> Record:
 
 
 def reversed_questions(fact: Fact) -> tuple[Question, ...]:
-    """Return the question from the target back to the subject, where the prompt has a form that can be turned around.
+    """Return the question from the target back to the subject, if the prompt has a form that can be reversed.
 
     >>> reversed_questions(Fact.parse("The official currency of {Germany} is the", "peso"))[0].prompt
     'The peso is the official currency of'
@@ -216,10 +216,10 @@ def _grouped_questions(name: str, value: Any) -> tuple[Question, ...]:
 
 
 def _question(value: Any, answer: str | None = None) -> Question:
-    """Read a bare prompt, whose answer is known from elsewhere, or a prompt with its answer and aliases."""
+    """Read a bare prompt with the default `answer`, or an object with prompt, answer and aliases."""
     if isinstance(value, Mapping):
-        own = value.get("answer", answer)
-        return Question(require_field(value, "prompt", "a question"), own, tuple(_list(value, "aliases")))
+        prompt, answer = require_field(value, "prompt", "a question"), value.get("answer", answer)
+        return Question(prompt, answer, tuple(_list(value, "aliases")))
     return Question(value, answer)
 
 
@@ -253,5 +253,5 @@ def _id(raw: Mapping[str, Any], *names: str) -> str | None:
 
 
 def _dataset_id(fact: Fact) -> str | None:
-    """Return the tag that names a dataset's record, as in counterfact/17."""
+    """Return the tag that identifies a record of a dataset, such as counterfact/17."""
     return next((tag for tag in fact.tags if "/" in tag), None)

@@ -1,4 +1,4 @@
-"""Records to evaluate with: a fact to write, and everything to ask afterwards. `reading` reads them from files."""
+"""Evaluation records: facts to write, and the questions about them. `reading` reads them from files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Question:
         return () if self.answer is None else (self.answer, *self.aliases)
 
     def to_json(self) -> dict[str, Any]:
-        # The answer is written even if it is None: without the field, a reader would use the old target of the fact.
+        # The answer is written even if it is None: without it, reading would use the old target of the fact.
         fields = {"prompt": self.prompt, "answer": self.answer}
         return fields | ({"aliases": list(self.aliases)} if self.aliases else {})
 
@@ -51,9 +51,9 @@ class Record:
     fact: Fact
     id: str
     also: tuple[Fact, ...] = ()  # facts written together with it: a MQuAKE case may change several
-    neighbors: tuple[Question, ...] = ()  # about other subjects, whose answers should stay
-    consequences: tuple[Question, ...] = ()  # what follows from the new fact, with the answers that are then true
-    reversed: tuple[Question, ...] = ()  # from the new target back to the subject
+    neighbors: tuple[Question, ...] = ()  # questions about other subjects whose answers should stay
+    consequences: tuple[Question, ...] = ()  # questions whose answers follow from the new fact
+    reversed: tuple[Question, ...] = ()  # questions from the new target back to the subject
     generation_prompts: tuple[str, ...] = ()  # beginnings of texts about the subject
     references: tuple[str, ...] = ()  # texts about things for which the new target is true
     rivals: tuple[str, ...] = ()  # answers of other records of the same relation, for the forced choice
@@ -64,7 +64,7 @@ class Record:
 
     @property
     def written_facts(self) -> tuple[Fact, ...]:
-        """The facts as they are written: without what is asked about them, which target search would train on."""
+        """The facts as they are written: without the questions about them, which target search would train on."""
         return tuple(replace(fact, paraphrases=(), neighbors=(), questions=(), keep=()) for fact in self.facts)
 
     @property
@@ -73,7 +73,7 @@ class Record:
         return self.generation_prompts or self.fact.paraphrases or (self.fact.text,)
 
     def to_json(self) -> dict[str, Any]:
-        """Return one line of our own JSONL format."""
+        """Return the record in rebind's JSONL format."""
         optional = {
             "also": [fact.to_json() for fact in self.also],
             "neighbors": [question.to_json() for question in self.neighbors],
@@ -86,10 +86,10 @@ class Record:
         return {"id": self.id, **replace(self.fact, neighbors=()).to_json(), **present}
 
 
-def with_rivals(records: Sequence[Record], most: int = 3) -> list[Record]:
-    """Return records with the answers of up to three others of the same relation: the same template, or the same tag.
+def with_rivals(records: Sequence[Record], limit: int = 3) -> list[Record]:
+    """Add to each record the answers of up to `limit` others of the same relation: the same template, or the same tag.
 
-    The tag of a relation is one without a slash, as CounterFact's P36; the others name datasets and cases.
+    The tag of a relation has no slash, such as P36 in CounterFact; other tags name datasets and cases.
     """
     answers: dict[str, dict[str, None]] = {}
 
@@ -99,17 +99,19 @@ def with_rivals(records: Sequence[Record], most: int = 3) -> list[Record]:
     for record in records:
         for relation in relations(record):
             answers.setdefault(relation, {}).setdefault(record.fact.old or record.fact.target)
-    with_others = []
+    extended = []
     for record in records:
-        own = {record.fact.target, record.fact.old}
-        others = dict.fromkeys(one for name in relations(record) for one in answers[name] if one not in own)
-        with_others.append(replace(record, rivals=tuple(others)[:most]))
-    return with_others
+        excluded = {record.fact.target, record.fact.old}
+        rivals = dict.fromkeys(
+            answer for name in relations(record) for answer in answers[name] if answer not in excluded
+        )
+        extended.append(replace(record, rivals=tuple(rivals)[:limit]))
+    return extended
 
 
 @dataclass(frozen=True)
 class Records(Sequence[Record]):
-    """The records of a source, and the reasons why others were skipped."""
+    """The records of a source, and the reason for each record that was skipped."""
 
     records: tuple[Record, ...]
     name: str = "records"
@@ -127,6 +129,6 @@ class Records(Sequence[Record]):
 
     @property
     def digest(self) -> str:
-        """A sha256 (hex) of everything that is asked."""
+        """A sha256 (hex) of all facts and questions."""
         lines = [json.dumps(record.to_json(), sort_keys=True) + "\n" for record in self.records]
         return hashlib.sha256("".join(lines).encode()).hexdigest()

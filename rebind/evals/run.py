@@ -1,19 +1,19 @@
-"""Run an evaluation: write records by a method and a protocol, ask everything before and after, store all of it.
+"""Run an evaluation: write records by a method and a protocol, and store the answers before and after.
 
     editor = Editor()
     result = evaluate(editor, bundled_records(10), EvalConfig(method="memit"), "results/memit")
 
-The run folder holds
+The run folder contains
 
     config.json      everything needed to repeat the run: model, data, method, settings, seed, versions
     records.jsonl    the answers: one row per record in each state of the model, the base model (edits 0) first
-    edits.jsonl      the settings of every edit: layers, λ and the rest
+    edits.jsonl      the settings of every edit: layers, λ and others
     drift.jsonl      the model as a whole: perplexity, canary prompts, growth of the weights
-    baselines.jsonl  the answers of the baselines, if they were asked for
+    baselines.jsonl  the answers of the baselines, if they are part of the run
     timings.jsonl    seconds; the only file that differs between two runs
-    summary.json, table.md, report.png                           made from the files above
+    summary.json, table.md, report.png                           computed from the files above
 
-The same seed on the same machine gives the same bytes. A killed run resumes when it is called again.
+The same seed on the same machine gives the same bytes. An interrupted run resumes when it is called again.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from rebind.evals.metrics import PARTS_OF_S
 from rebind.evals.protocols import Protocol, Stage, get_protocol
 from rebind.evals.records import Records, with_rivals
 from rebind.evals.scores import Scores, score_record
-from rebind.evals.stored import DRIFT, EDITS, RECORDS, TIMINGS, StoredUnits
+from rebind.evals.stored_units import DRIFT, EDITS, RECORDS, TIMINGS, StoredUnits
 from rebind.evals.summary import markdown_report, summarize_run
 from rebind.memory.checks import require_number
 from rebind.parallel import alone, from_writer, is_writer, open_run_folder, ranks, share
 from rebind.storage import Row, RunFolder, seal_json, write_json
 
 RUNS = Path("runs")
-MOST_ROUNDS = 1_000_000  # of the bootstrap
-WORK = "work"  # the ledger of a run that is not finished
+MAX_ROUNDS = 1_000_000  # bootstrap samples
+WORK = "work"  # the subfolder for the ledger of an unfinished run
 CPU_RECORDS, GPU_RECORDS = 64, 512  # records per unit of work
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Which method is evaluated, and how."""
+    """The method to evaluate, the protocol and the questions."""
 
     method: str = "memit"
     protocol: Protocol = get_protocol("single")  # noqa: RUF009 - frozen
@@ -73,15 +73,15 @@ class EvalConfig:
     steps: int | None = None  # maximum number of steps of target search; None: the method's default
     questions: QuestionSettings = QuestionSettings()  # noqa: RUF009 - frozen
     drift_edits: int = 3  # with the single protocol, drift is measured for this many edits
-    rounds: int = 1000  # of the bootstrap
-    unit_size: int | None = None  # records that are asked about and stored together; None: by device
-    baselines: bool = False  # whether to ask the baselines as well
+    rounds: int = 1000  # bootstrap samples
+    unit_size: int | None = None  # records that are evaluated and stored together; None: chosen by device
+    baselines: bool = False  # whether to evaluate the baselines as well
     figure: bool = True
 
     def __post_init__(self) -> None:
-        get_method(self.method)  # which raises an error for a name that there is not
+        get_method(self.method)  # raises an error for an unknown name
         require_number("drift_edits", self.drift_edits, whole=True)
-        require_number("rounds", self.rounds, least=1, most=MOST_ROUNDS, whole=True)
+        require_number("rounds", self.rounds, least=1, most=MAX_ROUNDS, whole=True)
         for name in ("steps", "unit_size"):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), least=1, whole=True)
@@ -91,7 +91,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class EvalProgress:
-    """Call-backs that report progress; each may be replaced by one that draws a bar."""
+    """Callbacks that report progress, for example to a progress bar; by default they do nothing."""
 
     unit: Callable[[int, int, Stage, dict[str, float]], None] = lambda done, total, stage, scores: None
     phase: Callable[[str], None] = lambda name: None  # "asking", "drift" or a phase of the editor
@@ -117,15 +117,15 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate a method on the editor's base model, and return the summary.
 
-    The guard of the editor is off meanwhile: an evaluation measures what an edit breaks instead of refusing it.
+    The guard of the editor is off during the run: an evaluation measures what an edit breaks instead of rejecting it.
 
     Args:
-        editor: an editor without active edits. Its weights are the same bytes afterwards.
-        records: what to write and to ask, from `read_records` or `bundled_records`.
-        config: the method, the protocol and how much to ask.
+        editor: an editor without active edits. Its weights are restored byte for byte.
+        records: the facts and questions, from `read_records` or `bundled_records`.
+        config: the method, the protocol and the questions.
         out: the run folder; by default one in `runs/` that belongs to this configuration.
-        text: text for perplexity; by default one that comes with the package.
-        progress: where to report progress.
+        text: the text for perplexity; by default a text that comes with the package.
+        progress: functions that receive progress reports.
     """
     config = config or EvalConfig()
     if editor.ledger.active:
@@ -165,12 +165,14 @@ def _report(run: _Run, folder: RunFolder) -> dict[str, Any]:
 
 
 def default_folder(config: dict[str, Any]) -> Path:
-    """Return a folder in `runs/` for each configuration, so that the same call resumes the same run."""
+    """Return the folder of a configuration in `runs/`, so that the same call resumes the same run."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
     return RUNS / f"{config['method']}-{config['protocol']['name']}-{config['data']['records']}-{digest}"
 
 
 class _Run:
+    """An evaluation in progress."""
+
     def __init__(
         self, editor: Editor, records: Records, config: EvalConfig, drift_meter: DriftMeter, progress: EvalProgress
     ) -> None:
@@ -180,11 +182,11 @@ class _Run:
         self.model = editor.language_model
         self.unit_size = config.unit_size or (GPU_RECORDS if self.model.device.type == "cuda" else CPU_RECORDS)
         batches = {batch for stage in config.protocol.stages(len(records)) for batch in stage.batches}
-        # Settings are chosen here, once for each number of facts, so that a run cannot mix two choices.
+        # Settings are chosen once for each number of facts, so that they cannot change during the run.
         sizes = sorted({len(self._facts(batch)) for batch in batches})
         self.edit_settings = {facts: self._choose_settings(facts) for facts in sizes}
-        self.running: list[Scores] = []  # of the current state, for progress
-        self.seconds: dict[str, float] = {}  # of the current unit
+        self.running: list[Scores] = []  # scores of the current state, for progress
+        self.seconds: dict[str, float] = {}  # timings of the current unit
 
     def _facts(self, batch: range) -> list[Fact]:
         return [fact for index in batch for fact in self.records[index].written_facts]
@@ -205,7 +207,9 @@ class _Run:
                 "fingerprint": model.fingerprint,
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-                "threads": torch.get_num_threads() if device.type == "cpu" else None,  # they order sums
+                "threads": torch.get_num_threads()
+                if device.type == "cpu"
+                else None,  # they determine the order of sums
             },
             "data": {
                 "name": self.source.name,
@@ -233,37 +237,37 @@ class _Run:
         }
 
     def run(self, folder: RunFolder) -> None:
-        """Do the units of work that are not stored yet; `rows` and `drift` are then those of the whole run.
+        """Run the units that are not stored yet; afterwards `rows` and `drift` are those of the whole run.
 
-        Several processes share the units. Edits that are made one after another they make together.
+        Units are divided between processes. All processes make the edits of a sequence.
         """
         units = self.config.protocol.units(len(self.records), self.unit_size, self.config.drift_edits)
         self.folder, self.rows = folder, list[Row]()
         stored = StoredUnits(folder, [len(unit.records) for unit in units], [unit.drift for unit in units])
-        done, rows, self.drift = stored.open()
+        finished, rows, self.drift = stored.open()
         self._count_stored(rows)
         self.edits = folder.rows(EDITS).read()
-        missing = [number for number in range(len(units)) if number not in done]
+        missing = [number for number in range(len(units)) if number not in finished]
         self._load_old_keys(units[number] for number in missing)
-        own = set(share(missing))
+        assigned = set(share(missing))
         for number in missing:
             unit = units[number]
-            if unit.alone and number not in own:
+            if unit.alone and number not in assigned:
                 continue
             with alone() if unit.alone else nullcontext():
-                results = self._run_unit(unit, is_own=number in own)
+                results = self._run_unit(unit, is_assigned=number in assigned)
             if results is not None:
                 stored.add(number, results)
                 self._count(results[RECORDS])
                 self.progress.unit(number + 1, len(units), unit, self._running_scores())
         self.rows, self.drift = stored.merge()
 
-    def _run_unit(self, unit: Stage, *, is_own: bool) -> dict[str, list[Row]] | None:
-        """Bring the model to a unit's state; return the rows of the unit for each file, if it is this process's own."""
+    def _run_unit(self, unit: Stage, *, is_assigned: bool) -> dict[str, list[Row]] | None:
+        """Bring the model to the state of a unit; return the unit's rows by file, if it is assigned to this process."""
         self.seconds.clear()
         with self._timed("edit"):
             edits = self._prepare(unit)
-        if not is_own:
+        if not is_assigned:
             return None
         with alone():
             drift = [self._measure_drift(unit)] if unit.drift else []
@@ -276,23 +280,28 @@ class _Run:
         return {RECORDS: rows, DRIFT: drift, EDITS: edits, TIMINGS: timings}
 
     def _load_old_keys(self, units: Iterable[Stage]) -> None:
-        """Load the old keys that single edits need: all processes together, before each makes edits of its own."""
+        """Let all processes load the old keys for single edits together, before each makes its own edits."""
         if ranks().count > 1 and any(unit.alone and unit.edits for unit in units):
-            layers = {layer for one in self.edit_settings.values() if not one.method.dense for layer in one.layers}
+            layers = {
+                layer
+                for settings in self.edit_settings.values()
+                if not settings.method.dense
+                for layer in settings.layers
+            }
             self.editor.weights.load_old_keys([self.editor.sites[layer].name for layer in sorted(layers)])
 
     def _prepare(self, stage: Stage) -> list[Row]:
-        """Write the stage's batches, and nothing else, into the model; return the rows of edits that are not logged."""
+        """Bring the model to a stage, with exactly its batches; return the rows of edits that are not logged yet."""
         model, editor, config = self.model, self.editor, self.config
         if stage.alone or not stage.batches:
             editor.use_ledger(Ledger.in_memory(model.fingerprint, model.name))
-        else:  # edits accumulate, in a ledger on disk
+        else:  # edits accumulate in a ledger on disk
             path = self.folder.file(f"{WORK}/ledger")
             if editor.ledger.path != path:
                 editor.use_ledger(open_ledger(path, model.fingerprint, model_name=model.name))
         edits, rows = editor.ledger.edits, list[Row]()
         for batch, edit in zip(stage.batches, edits, strict=False):
-            rows += self._log_edit(batch, edit)  # the run may have been killed between the ledger and the log
+            rows += self._log_edit(batch, edit)  # an interrupted run may have written the edit but not the log
         for batch in stage.batches[len(edits) :]:
             facts = self._facts(batch)
             settings = self.edit_settings[len(facts)]
@@ -303,7 +312,7 @@ class _Run:
         return rows
 
     def _log_edit(self, batch: range, edit: Edit) -> list[Row]:
-        """Return the row of an edit that is made alone; log one of those that are made one after another."""
+        """Return the row of a single edit, or add the row of an edit in a sequence to the log."""
         row = {"records": [batch.start, batch.stop], "sites": list(edit.sites), **edit.settings}
         if self.config.protocol.alone:
             return [row]
@@ -340,24 +349,26 @@ class _Run:
 
     @cached_property
     def probes(self) -> list[tuple[str, ...]]:
-        """Prompts about other relations of each record's subject, which target search holds out."""
+        """Prompts about other relations of each record's subject, held out from target search."""
         with self.editor.base_model():
-            about = subject_prompts(self.model, [record.written_facts[0] for record in self.records])
-        return [one.held_out for one in about]
+            prompts = subject_prompts(self.model, [record.written_facts[0] for record in self.records])
+        return [prompt.held_out for prompt in prompts]
 
     def run_baselines(self, folder: RunFolder) -> None:
-        """Ask the baselines what is not stored yet; LoRA learns the records that the model holds at the end."""
+        """Evaluate the baselines on the records that are not stored yet."""
         self.editor.use_ledger(Ledger.in_memory(self.model.fingerprint, self.model.name))
         questions, everything = replace(self.config.questions, texts=0), range(len(self.records))
         layers = self.edit_settings[max(self.edit_settings)].layers
         rows, sites = folder.rows("baselines.jsonl"), [self.editor.sites[layer] for layer in layers]
-        done = len(rows.read())
-        _ = self.probes  # chosen now, by the unedited model
-        if not done:
+        stored = len(rows.read())
+        _ = self.probes  # computed now, on the unedited model
+        if not stored:
             self.progress.phase(BASELINES["prompt"])
             rows.append(self._answer(everything, {"baseline": "prompt"}, questions, nullcontext, in_prompt=True))
         size = 1 if self.config.protocol.alone else len(self.records)
-        for batch in (everything[begin : begin + size] for begin in everything[max(0, done - len(everything)) :: size]):
+        for batch in (
+            everything[begin : begin + size] for begin in everything[max(0, stored - len(everything)) :: size]
+        ):
             self.progress.phase(BASELINES["lora"])
             with fine_tuned(self.model, self._facts(batch), sites, seed=self.editor.seed) as base:
                 rows.append(self._answer(batch, {"baseline": "lora"}, questions, base))
@@ -373,7 +384,7 @@ class _Run:
             ) from None
 
     def _count(self, rows: Sequence[Row]) -> None:
-        """Add rows, and their scores to those of the current state."""
+        """Add rows, and their scores to the running scores of the current state."""
         self.rows += rows
         for row in rows:
             if row["edits"]:
@@ -382,7 +393,7 @@ class _Run:
                 self.running.append(score_record(self.records[row["record"]], row))
 
     def _running_scores(self) -> dict[str, float]:
-        columns = {name: [one[name] for one in self.running] for name in PARTS_OF_S}
+        columns = {name: [scores[name] for scores in self.running] for name in PARTS_OF_S}
         values = {name: [value for value in column if value is not None] for name, column in columns.items()}
         return {name: fmean(column) for name, column in values.items() if column}
 

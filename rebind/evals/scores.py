@@ -1,7 +1,7 @@
-"""From answers to scores: which metric applies to which answers, and the means with their intervals.
+"""Score the answers of a record, and average scores over records, with intervals.
 
-A score of the first group is asked in every framing: `EA` behind the start tokens, `EA_plain`, `EA_text` and `EA_chat`
-in the others.
+The scores in `FRAMED_SCORES` exist in every framing: `EA` behind the start tokens, and `EA_plain`, `EA_text` and
+`EA_chat` in the other framings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rebind.evals.records import Record
 from rebind.models.judging import says, says_of_subject
 from rebind.storage import Row
 
-FRAMED = {  # name → meaning, in the order of the tables
+FRAMED_SCORES = {  # name → meaning, in the order of the tables
     "free": "greedy decoding says the target; in a chat, the answer to a question does",
     "EA": "every target token is the first choice",
     "PA": "the same, on paraphrases",
@@ -26,7 +26,7 @@ FRAMED = {  # name → meaning, in the order of the tables
     "NS": "true target still likelier, on neighbors",
     "S": "harmonic mean of ES, PS and NS",
 }
-OTHERS = {
+OTHER_SCORES = {
     "free_paraphrases": "greedy decoding says the target, on paraphrases",
     "choice": "new target beats the old one and others of its kind",
     "portability": "share of tokens right, on consequences",
@@ -40,7 +40,7 @@ OTHERS = {
     "RS": "consistency: cosine with reference texts",
 }
 
-Scores = dict[str, float | None]  # None where a record has nothing for a score
+Scores = dict[str, float | None]  # None if a score does not apply to a record
 
 
 def framed_name(name: str, framing: str) -> str:
@@ -52,26 +52,28 @@ def framed_name(name: str, framing: str) -> str:
     return name if framing == "start" else f"{name}_{framing}"
 
 
-SCORES = (*(framed_name(name, framing) for framing in FRAMINGS for name in FRAMED), *OTHERS)
+SCORES = (*(framed_name(name, framing) for framing in FRAMINGS for name in FRAMED_SCORES), *OTHER_SCORES)
 
 
 def score_record(record: Record, row: Row, idf: Mapping[str, float] | None = None) -> Scores:
-    """Return every score of a record but S; None where it has nothing for one.
+    """Return every score of a record except S; None if a score does not apply to it.
 
     Args:
-        record: what was asked.
+        record: the facts and questions.
         row: the answers of the edited model, from `answer_records`.
-        idf: weights of the words in the references, for RS.
+        idf: inverse document frequencies of the words in the references, for RS.
     """
     facts = [_score_fact(fact, answers) for fact, answers in zip(record.facts, row["facts"], strict=True)]
     scores: Scores = dict.fromkeys(name for name in SCORES if not name.startswith("S"))
-    scores |= {name: _apply(fmean, [one[name] for one in facts if one[name] is not None]) for name in facts[0]}
+    scores |= {name: _apply(fmean, [fact[name] for fact in facts if fact[name] is not None]) for name in facts[0]}
     for framing, neighbors in row["neighbors"].items():
         answers = zip(record.neighbors, neighbors, strict=True)
-        comparable = [one for question, one in answers if question.answer and question.answer == record.fact.old]
+        comparable = [answer for question, answer in answers if question.answer and question.answer == record.fact.old]
         scores[framed_name("NS", framing)] = _on_pairs(metrics.neighborhood_score, comparable)
-    new, *others = [one["nll"] for one in row["choice"]]
-    wordings = [[(one["right"], one["tokens"]) for one in answers] for answers in row["consequences"] if answers]
+    new, *others = [answer["nll"] for answer in row["choice"]]
+    wordings = [
+        [(answer["right"], answer["tokens"]) for answer in answers] for answers in row["consequences"] if answers
+    ]
     texts, reference = row.get("texts", ()), " ".join(record.references)
     scores |= {
         "choice": float(new < min(others)) if others else None,
@@ -80,12 +82,13 @@ def score_record(record: Record, row: Row, idf: Mapping[str, float] | None = Non
         "RS": metrics.consistency(" ".join(texts), reference, idf or {}) if texts and reference else None,
     }
     for name, questions in (("free_consequences", record.consequences), ("free_reversed", record.reversed)):
-        free = zip(questions, row.get(name, ()), strict=False)
-        scores[name] = _apply(fmean, [says(text, *one.answers) for one, text in free if one.answers])
+        pairs = zip(questions, row.get(name, ()), strict=False)
+        said = [says(text, *question.answers) for question, text in pairs if question.answers]
+        scores[name] = _apply(fmean, said)
     for name, group in (("locality", "neighbors"), ("same_subject", "same_subject")):
         changes = row.get("kept", {}).get(group, ())
-        scores[name] = _apply(fmean, [one["same"] for one in changes])
-        scores[f"{name}_kl"] = _apply(fmean, [one["kl"] for one in changes])
+        scores[name] = _apply(fmean, [change["same"] for change in changes])
+        scores[f"{name}_kl"] = _apply(fmean, [change["kl"] for change in changes])
     return scores
 
 
@@ -126,10 +129,10 @@ def _on_counts(rows: Sequence[Row]) -> float | None:
 def summarize(
     records: Sequence[Record], rows: Sequence[Row], *, seed: int = 0, rounds: int = 1000
 ) -> dict[str, dict[str, float]]:
-    """Return every score that the records have, with its interval: {name: {value, low, high, records}}."""
+    """Return the scores of records with their intervals: {name: {value, low, high, records}}."""
     idf = metrics.inverse_document_frequencies([" ".join(record.references) for record in records if record.references])
     scores = [score_record(record, row, idf) for record, row in zip(records, rows, strict=True)]
-    columns = {name: [one[name] for one in scores] for name in SCORES if name in scores[0]}
+    columns = {name: [row[name] for row in scores] for name in SCORES if name in scores[0]}
     estimates = metrics.bootstrap(columns, seed=seed, rounds=rounds)
     return {
         name: {key: round(value, 6) for key, value in estimates[name].items()} for name in SCORES if name in estimates

@@ -1,6 +1,6 @@
-"""The result of a run in a few numbers: scores with intervals and drift per state of the model, as JSON and tables.
+"""Summarize a run: scores with intervals, and drift, for every state of the model, as JSON and as tables.
 
-`compare` puts several runs side by side, and lists everything besides the method in which they differ.
+`compare` puts several runs side by side, and lists the settings besides the method in which they differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rebind.errors import InputError
 from rebind.evals.answers import FRAMINGS
 from rebind.evals.baselines import BASELINES
 from rebind.evals.records import Record
-from rebind.evals.scores import FRAMED, OTHERS, framed_name, summarize
+from rebind.evals.scores import FRAMED_SCORES, OTHER_SCORES, framed_name, summarize
 from rebind.storage import Row, RunFolder, check_json, flatten, read_json_object
 
 DRIFT = {  # name → meaning
@@ -26,13 +26,19 @@ DRIFT = {  # name → meaning
     "largest_kl": "the same: largest",
     "growth": "largest ‖W' − W‖ / ‖W‖ of a site",
 }
-NOT_COMPARED = {"method", "data.name", "data.skipped", "model.name", "drift.text"}  # or shown otherwise
+NOT_COMPARED = {
+    "method",
+    "data.name",
+    "data.skipped",
+    "model.name",
+    "drift.text",
+}  # expected to differ, or shown elsewhere
 COLUMNS = (
     *("free", "free_chat", "EA", "ES", "PS", "NS", "S", "choice", "portability", "free_reversed"),
     *("locality", "same_subject", "GE", "perplexity", "kl", "growth"),
 )
 RETENTION = ("free", "free_chat", "EA")
-AGES = 10  # most groups of records, by age, of a sequence
+MAX_AGES = 10  # groups of records by age in a sequence
 
 Summary = dict[str, Any]
 
@@ -44,18 +50,20 @@ def summarize_run(
     drift: Sequence[Row],
     baselines: Sequence[Row] = (),
 ) -> Summary:
-    """Return scores with intervals, and drift, in every state of the model; then the baselines, and scores by age."""
+    """Return the scores with intervals and the drift of every state of the model, the baselines, and scores by age."""
 
     def estimate(answers: Sequence[Row]) -> dict[str, dict[str, float]]:
-        about = [records[row["record"]] for row in answers]
-        return summarize(about, answers, seed=config["seed"], rounds=config["bootstrap"])
+        answered_records = [records[row["record"]] for row in answers]
+        return summarize(answered_records, answers, seed=config["seed"], rounds=config["bootstrap"])
 
     states = []
     for edits in sorted({row["edits"] for row in rows}):
         last = [row for row in rows if row["edits"] == edits]
         columns = {name: [row[name] for row in drift if row["edits"] == edits] for name in DRIFT}
-        # Means over single edits; None where a broken model returned a number that is not finite.
-        means = {name: None if None in some else round(fmean(some), 6) for name, some in columns.items() if some}
+        # Means over single edits; None if a broken model returned a number that is not finite.
+        means = {
+            name: None if None in values else round(fmean(values), 6) for name, values in columns.items() if values
+        }
         states.append({"edits": edits, "records": len(last), "scores": estimate(last), "drift": means})
     answers_of = {name: [row for row in baselines if row["baseline"] == name] for name in BASELINES}
     size = config["protocol"]["batch"]
@@ -87,18 +95,18 @@ def summarize_run(
 def _ages(rows: Sequence[Row], batch: int) -> list[Sequence[Row]]:
     """Return the rows of the last state in the order of writing, in groups of one batch or several."""
     batches = -(-len(rows) // batch)
-    size = batch * -(-batches // AGES)
+    size = batch * -(-batches // MAX_AGES)
     return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
 def describe_protocol(summary: Summary) -> str:
     """Return the protocol of a run in words."""
-    words = {"single": "one edit at a time", "batch": "all in one batch"}
-    return words.get(summary["protocol"], f"batches of {summary['batch']} in sequence")
+    descriptions = {"single": "one edit at a time", "batch": "all in one batch"}
+    return descriptions.get(summary["protocol"], f"batches of {summary['batch']} in sequence")
 
 
 def markdown_report(summary: Summary) -> str:
-    """Return table.md: what is said in each framing, everything else, then states and ages of a sequence."""
+    """Return table.md: the scores in each framing, the other scores, then states and ages of a sequence."""
     count = summary["states"][0]["records"]
     skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
     lines = [
@@ -108,7 +116,7 @@ def markdown_report(summary: Summary) -> str:
         "",
         *markdown_table(*framings_table(summary)),
         "",
-        *(f"- {name}: {meaning}" for name, meaning in FRAMED.items()),
+        *(f"- {name}: {meaning}" for name, meaning in FRAMED_SCORES.items()),
         "",
         *markdown_table(*scores_table(summary)),
     ]
@@ -120,34 +128,34 @@ def markdown_report(summary: Summary) -> str:
 def framings_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
     """Return a header and one row per model and framing: before, after, and the baselines."""
     states = summary["states"]
-    models = [("before", states[0]), ("after", states[-1]), *((one["name"], one) for one in summary["baselines"])]
+    models = [("before", states[0]), ("after", states[-1]), *((row["name"], row) for row in summary["baselines"])]
     rows = []
     for label, model in models:
         values = _values(model)
         for framing in FRAMINGS:
-            names = [framed_name(name, framing) for name in FRAMED]
+            names = [framed_name(name, framing) for name in FRAMED_SCORES]
             if any(name in values for name in names):
                 free, *others = (_cell(values, name) for name in names)
                 rows.append([label, framing, free, _interval(model["scores"].get(names[0])), *others])
-    first, *others = FRAMED
+    first, *others = FRAMED_SCORES
     return ["model", "framing", first, "95 %", *others], rows
 
 
 def scores_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
-    """Return a header and one row per score that is not asked in framings, and of drift."""
+    """Return a header, one row per score that has no framings, and the rows of drift."""
     first, last = summary["states"][0], summary["states"][-1]
     before, after = _values(first), _values(last)
-    baselines = {one["name"]: _values(one) for one in summary["baselines"]}
+    baselines = {row["name"]: _values(row) for row in summary["baselines"]}
     rows = []
-    for name, meaning in (OTHERS | DRIFT).items():
+    for name, meaning in (OTHER_SCORES | DRIFT).items():
         if name in after:
             values = [_cell(before, name), _cell(after, name), _interval(last["scores"].get(name))]
-            rows.append([name, *values, *(_cell(one, name) for one in baselines.values()), meaning])
+            rows.append([name, *values, *(_cell(baseline, name) for baseline in baselines.values()), meaning])
     return ["score", "before", "after", "95 %", *baselines, "meaning"], rows
 
 
 def retention_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
-    """Return a header and one row per age of a sequence: the scores at the end, of records written first and last."""
+    """Return a header and one row per age of a sequence: the scores at the end, from the first records to the last."""
     names = [name for name in RETENTION if any(name in group["scores"] for group in summary["retention"])]
     rows = []
     for group in summary["retention"]:
@@ -161,7 +169,7 @@ def _interval(score: dict[str, float] | None) -> str:
 
 
 def states_table(runs: Sequence[tuple[str, Summary]]) -> tuple[list[str], list[list[str]]]:
-    """Return a header and one row per state of each (name, summary), with the main scores that the runs have."""
+    """Return a header and one row per state of each (name, summary), with the main scores of the runs."""
     states = [(run, state, _values(state)) for run, summary in runs for state in summary["states"]]
     present = [name for name in COLUMNS if any(name in values for *_, values in states)]
     rows = [
@@ -213,7 +221,7 @@ class Comparison:
 
     header: list[str]
     rows: list[list[str]]
-    notes: list[str]  # what the runs do not have in common
+    notes: list[str]  # settings in which the runs differ
     runs: list[tuple[str, Summary]]  # (name, summary)
 
     @property
@@ -239,7 +247,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
         except ValueError as problem:
             raise InputError(
                 f"{folder / 'summary.json'} was altered ({problem})",
-                advice="Run the same evaluation again to write it anew",
+                advice="Run the same evaluation again to replace it",
                 code="summary_damaged",
             ) from None
     runs = list(zip(_names(folders, configs), summaries, strict=True))
@@ -247,7 +255,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
 
 
 def _names(folders: Sequence[Path], configs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the methods if these differ, else as much of the folders' paths as makes them different."""
+    """Return the methods if they differ, or else as much of the paths of the folders as distinguishes them."""
     methods = [config["method"] for config in configs]
     paths = [folder.resolve() for folder in folders]
     tails = (["/".join(path.parts[-parts:]) for path in paths] for parts in itertools.count(1))
@@ -257,7 +265,7 @@ def _names(folders: Sequence[Path], configs: Sequence[dict[str, Any]]) -> list[s
 def _notes(configs: Sequence[dict[str, Any]]) -> list[str]:
     """Return a sentence for each setting besides the method in which the runs differ.
 
-    Settings in use (`used`) are compared only between runs of one method, because every method has its own.
+    Resolved settings (`used`) are compared only between runs of one method, because every method has its own.
     """
     leaves = [flatten(config) for config in configs]
     notes = []

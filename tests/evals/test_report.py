@@ -17,7 +17,7 @@ from matplotlib.text import Text
 
 from rebind.errors import InputError
 from rebind.evals import compare, figures, read_records
-from rebind.evals.figures import KEPT, SAID, draw_runs
+from rebind.evals.figures import KEPT_LABELS, SAID_LABELS, draw_runs
 from rebind.evals.summary import (
     format_score,
     framings_table,
@@ -218,7 +218,7 @@ def boxes_of(figure: Figure, artists: Sequence[Any]) -> list[Any]:
 @pytest.mark.parametrize(("model", "data"), NAMES, ids=["short", "long"])
 def test_texts_are_inside_the_figure_and_do_not_overlap(summary, model, data):
     summary |= {"model": model, "data": data, "method": "alphaedit", "batch": 1000}
-    scores = dict.fromkeys((*SAID, *KEPT), SCORE)
+    scores = dict.fromkeys((*SAID_LABELS, *KEPT_LABELS), SCORE)
     summary["states"][-1]["scores"] |= scores
     summary["baselines"] = [{"name": name, "records": 5, "scores": scores} for name in ("prompt", "lora")]
     alone = {**summary, "states": summary["states"][::3], "retention": []}
@@ -232,7 +232,7 @@ def test_texts_are_inside_the_figure_and_do_not_overlap(summary, model, data):
             assert not box.overlaps(beside), (one, other)
 
 
-@pytest.mark.parametrize("names", [["free_consequences"], ["EA", "NS"], [*SAID, *KEPT]], ids=len)
+@pytest.mark.parametrize("names", [["free_consequences"], ["EA", "NS"], [*SAID_LABELS, *KEPT_LABELS]], ids=len)
 @pytest.mark.filterwarnings("error")  # matplotlib warns when a layout does not fit
 def test_a_figure_has_room_however_few_scores_it_has(summary, names):
     summary |= {"model": NAMES[1][0], "retention": []}

@@ -46,7 +46,8 @@ def ask(
         active = document["active"]
         edited = _answers(editor.language_model, prompts, top, tokens) if active else base
     answers = [
-        {"prompt": prompt, "base": old, "edited": new} for prompt, old, new in zip(prompts, base, edited, strict=True)
+        {"prompt": prompt, "base": before, "edited": after}
+        for prompt, before, after in zip(prompts, base, edited, strict=True)
     ]
     for answer in answers:
         _print(terminal, answer, ("base", "edited") if active else ("base",), chat=chat)
@@ -56,7 +57,7 @@ def ask(
     if questions and not chat and editor.tokenizer.chat_template:
         command = opt.command_line("ask", *questions, options=opt.as_typed(source, chat=True))
         terminal.suggest("ask as in a chat", command)
-    terminal.result(document | {"answers": answers}, "\n".join(" ".join(one["says"].split()) for one in edited))
+    terminal.result(document | {"answers": answers}, "\n".join(" ".join(answer["says"].split()) for answer in edited))
 
 
 def _answers(model: LanguageModel, prompts: Sequence[str], top: int, tokens: int) -> list[dict[str, Any]]:
@@ -71,12 +72,12 @@ def _answers(model: LanguageModel, prompts: Sequence[str], top: int, tokens: int
 
 
 def _print(terminal: Terminal, answer: dict[str, Any], models: Sequence[str], *, chat: bool) -> None:
-    """Print one prompt: the first choices, and the prompt as each model goes on; in a chat, its answer alone."""
+    """Print the first choices after a prompt, and the prompt with each continuation; in a chat, only the answer."""
     terminal.print(Text(answer["prompt"], style="bold"))
-    unnamed = [" " * index for index in range(len(models))]  # columns of probabilities
+    unnamed = [" " * index for index in range(len(models))]  # headings of the columns of probabilities
     grid = table(*(name for pair in zip(models, unnamed, strict=True) for name in pair), right=unnamed)
     for choices in zip(*(answer[model]["top"] for model in models), strict=True):
-        grid.add_row(*(cell for one in choices for cell in (repr(one["token"]), percent(one["probability"]))))
+        grid.add_row(*(cell for choice in choices for cell in (repr(choice["token"]), percent(choice["probability"]))))
     terminal.print(grid)
     for model in models:
         text = answer[model]["says"]

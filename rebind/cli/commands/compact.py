@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 COMPACT_EXAMPLES = opt.examples(
     "rebind ledger compact --keep-last 100",
     "rebind ledger compact --before e0500 --yes",
-    note="The edits before ID, or all but the last N, are stored together. The active ones can no longer be undone one "
-    "by one, and undone ones are gone. Facts, keys and values stay, so the model and its exports stay as they are, to "
-    "the last bit. The command says what it is going to do, and asks. Only a copy of the folder leads back.",
+    note="The edits before ID, or all but the last N, are stored together. Active edits among them can no longer be "
+    "undone one by one, and undone edits are removed. Facts, keys and values stay, so the model and its exports do not "
+    "change, to the last bit. The command shows what it will do and asks for confirmation. To be able to go back, copy "
+    "the folder first.",
 )
 
 
@@ -31,40 +32,39 @@ def compact(
     source: opt.LedgerOptions,
     terminal: Terminal,
 ) -> None:
-    """Squash old edits that nobody will undo any more; the model stays as it is."""
+    """Squash old edits that need not be undone one by one any more; the model does not change."""
     folder = find_ledger(source)
     from rebind.edit.ledger.ledger import Ledger
 
     ledger = Ledger.open(folder)
     plan = ledger.compact(before=before, keep_last=keep_last, dry_run=True)
-    if not yes and not _approved(terminal, plan):
+    if not yes and not _is_confirmed(terminal, plan):
         terminal.hint("nothing was changed")
         return
-    done = ledger.compact(before=before, keep_last=keep_last)
-    after = done.bytes_after or 0
+    compaction = ledger.compact(before=before, keep_last=keep_last)
+    after = compaction.bytes_after or 0
     if yes:
-        terminal.print(_costs(done, "can no longer be undone one by one", "gone"))
-    terminal.print(f"log and tensors: {_size(done.bytes_before)} before, {_size(after)} now")
-    document = {"ledger": str(folder), "sealed": list(done.sealed), "dropped": list(done.dropped)}
-    terminal.result({**document, "bytes_before": done.bytes_before, "bytes_after": after}, str(after))
+        terminal.print(_consequences(compaction, "can no longer be undone one by one", "gone"))
+    terminal.print(f"log and tensors: {_size(compaction.bytes_before)} before, {_size(after)} now")
+    document = {"ledger": str(folder), "sealed": list(compaction.sealed), "dropped": list(compaction.dropped)}
+    terminal.result({**document, "bytes_before": compaction.bytes_before, "bytes_after": after}, str(after))
 
 
-def _approved(terminal: Terminal, plan: Compaction) -> bool:
-    """Say what a compaction costs, and ask."""
+def _is_confirmed(terminal: Terminal, plan: Compaction) -> bool:
+    """Print the consequences of a compaction, and ask for confirmation."""
     if terminal.quiet or terminal.as_json or not is_terminal():
         raise InputError(
-            "Nobody can be asked whether to compact",
-            expected="a terminal",
+            "The compaction cannot be confirmed without a terminal",
             advice="Compact without asking with {yes}",
             settings={"yes": True},
             code="cannot_ask",
         )
-    terminal.print(_costs(plan, "will no longer be undoable one by one", "will be gone"))
+    terminal.print(_consequences(plan, "will no longer be undoable one by one", "will be gone"))
     return terminal.out.input("Compact them? [y/N] ", markup=False).strip().lower() in ("y", "yes")
 
 
-def _costs(plan: Compaction, sealed: str, dropped: str) -> str:
-    """Return what a compaction costs, in words."""
+def _consequences(plan: Compaction, sealed: str, dropped: str) -> str:
+    """Return a description of what a compaction gives up."""
     lines = []
     if plan.sealed:
         span = f"{plan.sealed[0]} to {plan.sealed[-1]}" if len(plan.sealed) > 1 else plan.sealed[0]

@@ -108,7 +108,7 @@ def _tiny_edit() -> Iterator[Finding]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             rank, is_restored = _edit_and_undo()
-    except Exception as problem:  # whatever it is, it is what the user came to find out
+    except Exception as problem:  # any failure is a finding
         advice = "Reinstall the packages above; if that does not help, report this line"
         yield Finding("edit and undo", False, f"{type(problem).__name__}: {problem}", advice)
         return
@@ -131,7 +131,9 @@ def _edit_and_undo() -> tuple[int, bool]:
     inner = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = library.LlamaConfig(vocab_size=len(alphabet), initializer_range=0.2, **sizes)  # large enough to matter
+    config = library.LlamaConfig(
+        vocab_size=len(alphabet), initializer_range=0.2, **sizes
+    )  # large enough for activations that differ
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = library.LlamaForCausalLM(config).eval()
@@ -142,4 +144,6 @@ def _edit_and_undo() -> tuple[int, bool]:
     edit = editor.rewrite("The answer is {France}", "Rome", targets=TargetSettings(steps=10, clamp=4.0))
     editor.undo(edit.id)
     scores: Any = edit.scores
-    return scores["after"][0]["rank"], all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    return scores["after"][0]["rank"], all(
+        torch.equal(before[name], weights) for name, weights in model.state_dict().items()
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rebind.edit.facts.readers import Facts
     from rebind.edit.ledger.edit import Edit
     from rebind.edit.plan import Plan
+    from rebind.edit.settings import EditSettings
 
 EXAMPLES = opt.examples(
     'rebind edit "The capital of {France} is" "Rome" --question "Which city is the capital of France?"',
@@ -36,28 +38,81 @@ EXAMPLES = opt.examples(
 )
 
 SEARCH = "Target search (by default chosen for the model)"
-SMALLEST = 1e-6  # rate and clamp of a search
-ANSWERED = 8  # facts, at most, that the model answers freely
-SHORT = 12  # tokens of an answer that is compared
+MIN_POSITIVE = 1e-6  # for the learning rate and the clamp of a search
+MAX_ANSWERED = 8  # facts that the model answers freely
+ANSWER_TOKENS = 12
+
+search_value = partial(opt.value, panel=SEARCH)
+
+
+@dataclass(frozen=True)
+class FactOptions:
+    """The fields of a single fact besides its prompt and target."""
+
+    subject: opt.Subject = None
+    paraphrase: Annotated[list[str] | None, opt.value("TEXT", "Another wording of the prompt. Can be repeated.")] = None
+    question: Annotated[
+        list[str] | None,
+        opt.value("TEXT", "A question that the target answers. Can be repeated.", default="made from the prompt"),
+    ] = None
+    keep: Annotated[
+        list[str] | None, opt.value("TEXT", "A prompt about the subject whose answer should stay. Can be repeated.")
+    ] = None
+    neighbor: Annotated[
+        list[str] | None, opt.value("TEXT", "A prompt about another subject, to compare its answers. Can be repeated.")
+    ] = None
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the options as fields of a `Fact`."""
+        return {
+            "subject": self.subject,
+            "paraphrases": self.paraphrase or (),
+            "questions": self.question or (),
+            "keep": self.keep or (),
+            "neighbors": self.neighbor or (),
+        }
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Settings of target search; None leaves a setting at its default."""
+
+    steps: Annotated[int | None, search_value("N", "Search each target for at most N steps.", min=1)] = None
+    rate: Annotated[float | None, search_value("X", "Learning rate of the search.", min=MIN_POSITIVE)] = None
+    clamp: Annotated[
+        float | None, search_value("X", "Largest change of the hidden state, relative to its norm.", min=MIN_POSITIVE)
+    ] = None
+    decay: Annotated[float | None, search_value("X", "Penalty on the size of the change.", min=0)] = None
+    kl: Annotated[float | None, search_value("X", "Penalty on predicting other words after the subject.", min=0)] = None
+    keep_weight: Annotated[
+        float | None, search_value("X", "Weight of keeping other answers about the subject.", min=0)
+    ] = None
+    contexts: Annotated[int | None, search_value("N", "Sample N contexts to put before the prompt.", min=0)] = None
+
+    def target_settings(self) -> dict[str, Any]:
+        """Return the fields of `TargetSettings` that the options set."""
+        fields = {"steps": self.steps, "rate": self.rate, "clamp": self.clamp, "decay": self.decay, "kl": self.kl}
+        return {name: value for name, value in {**fields, "keep": self.keep_weight}.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class _Request:
+    """An edit as the command line describes it."""
+
+    facts: Facts
+    method: str
+    layers: tuple[int, ...] | None
+    lam: float | None
+    framings: tuple[str, ...] | None
+    search: SearchOptions
+    skip_bad: bool
 
 
 def edit(
     facts: Annotated[str, opt.argument("FACTS", "A prompt with its subject in braces, or a file of facts.")],
     target: Annotated[str | None, opt.argument("TARGET", "What the model should answer to the prompt.")] = None,
-    subject: opt.Subject = None,
-    paraphrase: Annotated[
-        list[str] | None, opt.value("TEXT", "Another wording of the prompt. Can be repeated.")
-    ] = None,
-    question: Annotated[
-        list[str] | None,
-        opt.value("TEXT", "A question that the target answers. Can be repeated.", default="made from the prompt"),
-    ] = None,
-    keep: Annotated[
-        list[str] | None, opt.value("TEXT", "A prompt about the subject whose answer should stay. Can be repeated.")
-    ] = None,
-    neighbor: Annotated[
-        list[str] | None, opt.value("TEXT", "A prompt about another subject, to compare its answers. Can be repeated.")
-    ] = None,
+    *,
+    fact_options: FactOptions,
     framings: Annotated[
         str | None,
         opt.value(
@@ -70,27 +125,11 @@ def edit(
     method: opt.Method = "memit",
     layers: opt.Layers = None,
     lam: opt.Lambda = None,
-    steps: Annotated[int | None, opt.value("N", "Search each target for at most N steps.", min=1, panel=SEARCH)] = None,
-    rate: Annotated[float | None, opt.value("X", "Learning rate of the search.", min=SMALLEST, panel=SEARCH)] = None,
-    clamp: Annotated[
-        float | None,
-        opt.value("X", "Largest change of the hidden state, relative to its norm.", min=SMALLEST, panel=SEARCH),
-    ] = None,
-    decay: Annotated[float | None, opt.value("X", "Penalty on the size of the change.", min=0, panel=SEARCH)] = None,
-    kl: Annotated[
-        float | None, opt.value("X", "Penalty on predicting other words after the subject.", min=0, panel=SEARCH)
-    ] = None,
-    keep_weight: Annotated[
-        float | None, opt.value("X", "Weight of keeping other answers about the subject.", min=0, panel=SEARCH)
-    ] = None,
-    contexts: Annotated[
-        int | None, opt.value("N", "Sample N contexts to put before the prompt.", min=0, panel=SEARCH)
-    ] = None,
+    search: SearchOptions,
     force: Annotated[bool, opt.flag("--force", "Write the edit even if a check fails; the ledger records it.")] = False,
     plan: Annotated[bool, opt.flag("--plan", "Show layers, cost and conflicts, and write nothing.")] = False,
     out: Annotated[Path | None, opt.value("DIR", "Also save the edited model into this folder.")] = None,
     skip_bad: opt.SkipBad = False,
-    *,
     source: opt.EditorOptions,
     terminal: Terminal,
 ) -> None:
@@ -98,51 +137,65 @@ def edit(
     from rebind.edit.methods import get_method
     from rebind.edit.targets.framings import require_framings
 
-    get_method(method)
-    chosen_layers, chosen_framings = opt.parse_layers(layers), opt.parse_names(framings)
-    require_framings(chosen_framings or ())
-    search: dict[str, Any] = {"steps": steps, "rate": rate, "clamp": clamp, "decay": decay}
-    search |= {"kl": kl, "keep": keep_weight}
-    lists = {"paraphrases": paraphrase, "questions": question, "keep": keep, "neighbors": neighbor}
-    details = {"subject": subject, **{name: texts or () for name, texts in lists.items()}}
-    input_facts = _read(terminal, facts, target, details, skip_bad)
-    if out is not None and not plan:
-        check_replaceable(out.expanduser(), kind="checkpoint")
-    if plan and (config := _config_alone(source.model)) is not None:
-        chosen: dict[str, Any] = {"method": method, "layers": chosen_layers, "lam": lam, "dtype": source.dtype}
-        chosen |= {"framings": chosen_framings, "contexts": contexts, "moment_tokens": source.moment_tokens}
-        _show_plan(terminal, _plan_config(config, input_facts, search, chosen), input_facts)
-        return
-    with Phases(terminal) as phases:
-        use: LedgerUse = "preview" if plan else "create"
-        editor = open_editor(source, phases, use, framings=chosen_framings, contexts=contexts)
-        fits = fits_context(editor, behind_contexts=skip_bad and not plan)
-        input_facts = valid_facts(terminal, input_facts, fits, skip_bad)
-        settings = editor.settings(method, facts=len(input_facts), layers=chosen_layers, lam=lam)
-        targets = replace(settings.targets, **{name: value for name, value in search.items() if value is not None})
-        choices: dict[str, Any] = {"method": method, "layers": chosen_layers, "lam": lam, "targets": targets}
-        phases.steps, phases.facts = targets.steps, len(input_facts)
-        if plan:
-            estimate = editor.plan(input_facts.facts, **choices)
-        else:
-            earlier = len(editor.ledger.edits)
-            try:
-                new_edit = editor.rewrite_many(input_facts.facts, **choices, force=force)
-            finally:  # an interrupt may hide an edit that is written
-                for later in editor.ledger.edits[earlier:]:
-                    terminal.written_edits[later.id] = undo_command(editor, later, source)
-            if not terminal.writes:
-                return
-            report = _ask(editor, new_edit, phases)
-            if out is not None:
-                phases.begin("saving")
-                editor.save(out.expanduser())
+    get_method(method)  # raises an error for an unknown name, before anything is loaded
+    parsed_layers, parsed_framings = opt.parse_layers(layers), opt.parse_names(framings)
+    require_framings(parsed_framings or ())
+    input_facts = _read(terminal, facts, target, fact_options.as_fields(), skip_bad)
+    request = _Request(input_facts, method, parsed_layers, lam, parsed_framings, search, skip_bad)
     if plan:
-        _show_plan(terminal, estimate, input_facts)
-        return
-    print_skipped(terminal, input_facts)
+        _plan(terminal, source, request)
+    else:
+        _write(terminal, source, request, force=force, out=out)
+
+
+def _plan(terminal: Terminal, source: opt.EditorOptions, request: _Request) -> None:
+    """Print what an edit would cost."""
+    facts = request.facts
+    if (config := _config_alone(source.model)) is not None:
+        plan = _plan_config(config, request, source)
+    else:
+        with Phases(terminal) as phases:
+            editor, facts, settings = _open_for(terminal, source, request, phases, "preview")
+            plan = editor.plan(
+                facts.facts,
+                method=request.method,
+                layers=request.layers,
+                lam=request.lam,
+                targets=settings.targets,
+            )
+    print_skipped(terminal, facts)
+    _print_plan(terminal, plan)
+    terminal.result({"plan": asdict(plan), "skipped": len(facts.skipped)}, f"{plan.seconds:.1f}")
+
+
+def _write(terminal: Terminal, source: opt.EditorOptions, request: _Request, *, force: bool, out: Path | None) -> None:
+    """Write an edit, and report it."""
+    if out is not None:
+        check_replaceable(out.expanduser(), kind="checkpoint")
+    with Phases(terminal) as phases:
+        editor, facts, settings = _open_for(terminal, source, request, phases, "create")
+        earlier = len(editor.ledger.edits)
+        try:
+            new_edit = editor.rewrite_many(
+                facts.facts,
+                method=request.method,
+                layers=request.layers,
+                lam=request.lam,
+                targets=settings.targets,
+                force=force,
+            )
+        finally:  # after an interrupt the edit may be in the ledger nevertheless
+            for written in editor.ledger.edits[earlier:]:
+                terminal.written_edits[written.id] = undo_command(editor, written, source)
+        if not terminal.writes:
+            return
+        report = _ask(editor, new_edit, phases)
+        if out is not None:
+            phases.begin("saving")
+            editor.save(out.expanduser())
+    print_skipped(terminal, facts)
     saved = None if out is None else str(out)
-    report |= {"skipped": len(input_facts.skipped), "seconds": phases.seconds, "saved": saved}
+    report |= {"skipped": len(facts.skipped), "seconds": phases.seconds, "saved": saved}
     _print_edit(terminal, editor, report, settings.source)
     if settings.source.startswith("by its depth"):
         model = opt.ModelOptions(source.model, source.device, source.device_map, source.dtype)
@@ -152,91 +205,104 @@ def edit(
     terminal.result(report, new_edit.id)
 
 
+def _open_for(
+    terminal: Terminal, source: opt.EditorOptions, request: _Request, phases: Phases, use: LedgerUse
+) -> tuple[Editor, Facts, EditSettings]:
+    """Return the editor for a request, the facts that fit into the model's context, and the settings of the edit."""
+    editor = open_editor(source, phases, use, framings=request.framings, contexts=request.search.contexts)
+    fits = fits_context(editor, behind_contexts=request.skip_bad and use == "create")
+    facts = valid_facts(terminal, request.facts, fits, request.skip_bad)
+    settings = editor.settings(request.method, facts=len(facts), layers=request.layers, lam=request.lam)
+    settings = replace(settings, targets=replace(settings.targets, **request.search.target_settings()))
+    phases.steps, phases.facts = settings.targets.steps, len(facts)
+    return editor, facts, settings
+
+
 def _read(terminal: Terminal, facts: str, target: str | None, details: dict[str, Any], skip_bad: bool) -> Facts:
-    """Read a file of facts, or a single fact; `details` are the subject and the lists of texts of the latter."""
-    is_file = os.path.isfile(facts)  # noqa: PTH113 - False for a prompt that is too long to be a file's name
+    """Read a file of facts, or a single fact with the fields in `details`."""
+    is_file = os.path.isfile(facts)  # noqa: PTH113 - False for a prompt that is too long for a file name
     if target is not None and not (is_file and details["subject"] is None and "{" not in facts):
         return single_fact(facts, target, **details)
     if not is_file and ("{" in facts or " " in facts.strip()):
         example = 'rebind edit "The capital of {France} is" "Rome"'
         raise InputError(f"The prompt {facts!r} has no target", advice=f"Add it: {example}", code="missing_target")
     if target or any(details.values()):
-        problem = f"{facts} is a file of facts, and a target or options of a single fact were given as well"
+        problem = f"{facts} is a file of facts, but there is also a target or an option for a single fact"
         advice = "Write targets, subjects, paraphrases, questions, prompts to keep and neighbors into the file"
         raise InputError(problem, advice=advice, code="file_and_fact")
     return valid_facts(terminal, facts_of_file(terminal, facts, skip_bad), has_one_target(), skip_bad)
 
 
 def undo_command(editor: Editor, edit: Edit, source: opt.EditorOptions) -> str:
-    """Return the command that undoes an edit; the model alone does not name the ledger if several have its name."""
+    """Return the command that undoes an edit, with the ledger if the name of the model does not identify it."""
     is_unique = default_ledgers(source.model) == [editor.ledger.path]
     ledger = source.ledger or (None if is_unique else editor.ledger.path)
     return opt.command_line("ledger undo", edit.id, options=opt.as_typed(opt.LedgerOptions(source.model, ledger)))
 
 
 def _ask(editor: Editor, new_edit: Edit, phases: Phases) -> dict[str, Any]:
-    """Let the base model and the edited model answer freely, and return everything that is known about an edit."""
+    """Let the base model and the edited model answer freely, and return a report of the edit."""
     from rebind.edit.answers import free_answers
 
     phases.begin("asking")
-    model, listed = editor.language_model, new_edit.facts[:ANSWERED]
+    model, answered_facts = editor.language_model, new_edit.facts[:MAX_ANSWERED]
     scores: Any = new_edit.scores
     outcome = scores["outcome"]
-    changed = [one["prompt"] for one in outcome["changed"][: tables.LISTED]]
-    prompts = [*(fact.text for fact in listed), *changed]
+    changed = [answer["prompt"] for answer in outcome["changed"][: tables.LISTED]]
+    prompts = [*(fact.text for fact in answered_facts), *changed]
     with editor.base_model():
-        before = model.generate(prompts, SHORT)
-    after, answers = model.generate(prompts, SHORT), free_answers(model, listed, editor.framings)
+        before = model.generate(prompts, ANSWER_TOKENS)
+    after, answers = model.generate(prompts, ANSWER_TOKENS), free_answers(model, answered_facts, editor.framings)
     facts = []
     for index, fact in enumerate(new_edit.facts):
-        is_answered = index < len(listed)
+        is_answered = index < len(answered_facts)
         states = {
             when: scores[when][index] | {"continues": texts[index] if is_answered else None}
             for when, texts in (("before", before), ("after", after))
         }
         free = [asdict(answer) for answer in answers[index]] if is_answered else None
         facts.append(fact.to_json() | {"text": fact.text, **states, "answers": free})
-    continued = zip(outcome["changed"], before[len(listed) :], after[len(listed) :], strict=False)
-    rows = [one | {"before": old, "after": new} for one, old, new in continued]
+    continuations = zip(outcome["changed"], before[len(answered_facts) :], after[len(answered_facts) :], strict=False)
+    rows = [answer | {"before": old, "after": new} for answer, old, new in continuations]
     outcome = outcome | {"changed": [*rows, *outcome["changed"][len(rows) :]]}
-    about = {"id": new_edit.id, **describe(editor), "method": new_edit.method, "settings": new_edit.settings}
+    identity = {"id": new_edit.id, **describe(editor), "method": new_edit.method, "settings": new_edit.settings}
     checks = {"forced": new_edit.forced, "drift": scores["drift"], "guard": scores["guard"]}
     checks |= {"memory": scores["memory"]} if "memory" in scores else {}
-    return {**about, **checks, "facts": facts, "outcome": outcome}
+    return {**identity, **checks, "facts": facts, "outcome": outcome}
 
 
 def _print_outcome(terminal: Terminal, report: dict[str, Any]) -> None:
-    """Print in which framings the facts are said, and what else stayed."""
+    """Print the framings in which the facts are said, and the other answers that changed."""
     facts, outcome = report["facts"], report["outcome"]
     free = [answer for fact in facts for answer in fact["answers"] or ()]
     if len(facts) == 1:
         grid = tables.table("framing", "said", "asked", "answer")
-        for one in free:
-            mark = Text("yes", style="bold green") if one["said"] else Text("no", style="yellow")
-            grid.add_row(one["framing"], mark, last_words(one["prompt"]), one_line(one["answer"]))
+        for answer in free:
+            mark = Text("yes", style="bold green") if answer["said"] else Text("no", style="yellow")
+            grid.add_row(answer["framing"], mark, last_words(answer["prompt"]), one_line(answer["answer"]))
         terminal.print(grid, _summary(free))
     else:
         grid = tables.table("framing", "first choice", "freely said", right=("first choice", "freely said"))
         for framing in (name for name in report["settings"]["framings"] if name in outcome["said"]):
-            answers = [one["said"] for one in free if one["framing"] == framing]
+            answers = [answer["said"] for answer in free if answer["framing"] == framing]
             grid.add_row(framing, percent(outcome["said"][framing]), f"{sum(answers)} of {len(answers)}")
-        first = min(len(facts), ANSWERED)
+        first = min(len(facts), MAX_ANSWERED)
         terminal.print(grid)
         terminal.hint(f"first choice: share of the facts; freely said: answers about the first {first} facts")
     terminal.print(tables.pairs(tables.kept_rows(outcome)))
     if changed := outcome["changed"]:
         grid = tables.table("changed", "before", "after")
-        for one in changed[: tables.LISTED]:
-            grid.add_row(one["prompt"], one_line(one["before"]), one_line(one["after"]))
+        for answer in changed[: tables.LISTED]:
+            grid.add_row(answer["prompt"], one_line(answer["before"]), one_line(answer["after"]))
         terminal.print(grid)
         tables.print_number_left_out(terminal, changed)
 
 
 def _summary(answers: list[dict[str, Any]]) -> Text:
-    """Return in how many framings a fact is said: in those in which every answer says it."""
-    framings = {one["framing"]: True for one in answers}
-    for one in answers:
-        framings[one["framing"]] &= one["said"]
+    """Return a sentence with the framings in which every answer says the fact."""
+    framings = {answer["framing"]: True for answer in answers}
+    for answer in answers:
+        framings[answer["framing"]] &= answer["said"]
     missing = [framing for framing, is_said in framings.items() if not is_said]
     if not missing:
         return Text(f"the fact holds in all {len(framings)} framings", style="green")
@@ -249,9 +315,9 @@ def _summary(answers: list[dict[str, Any]]) -> Text:
 def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], source: str) -> None:
     tables.print_answers(terminal, report["facts"])
     _print_outcome(terminal, report)
-    settings, spent = report["settings"], report["seconds"]
+    settings, timings = report["settings"], report["seconds"]
     lam = f", λ {settings['lam']:.4g}" if uses_lambda(report["method"]) else ""
-    phases = ", ".join(f"{name} {seconds(value)}" for name, value in spent.items() if value >= 0.05)
+    phases = ", ".join(f"{name} {seconds(value)}" for name, value in timings.items() if value >= 0.05)
     properties = [
         ("edit", f"{report['id']} ({report['method']}{lam})"),
         ("layers", f"{', '.join(map(str, settings['layers']))} ({source})"),
@@ -259,14 +325,14 @@ def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], sour
         *tables.drift_rows(report),
         *tables.memory_rows(report),
         ("ledger", f"{report['ledger']} ({len(editor.ledger.active)} active)"),
-        ("time", f"{seconds(sum(spent.values()))} ({phases})"),
+        ("time", f"{seconds(sum(timings.values()))} ({phases})"),
         *([("saved", report["saved"])] if report["saved"] else []),
     ]
     terminal.print(tables.pairs(properties))
 
 
 def _config_alone(model: str) -> Path | None:
-    """Return the path of a model that is given by its config alone: a JSON file, or a folder without weights."""
+    """Return the path of a model that has only a config: a JSON file, or a folder without weights. Else None."""
     path = Path(model).expanduser()
     if model == opt.DEFAULT_MODEL or not path.exists() or (path.is_file() and path.suffix != ".json"):
         return None
@@ -275,27 +341,25 @@ def _config_alone(model: str) -> Path | None:
     return path if is_config_alone(path) else None
 
 
-def _plan_config(config: Path, facts: Facts, search: dict[str, Any], chosen: dict[str, Any]) -> Plan:
-    """Plan an edit of a model without weights; `search` and `chosen` are options, None where they were not given."""
+def _plan_config(config: Path, request: _Request, source: opt.EditorOptions) -> Plan:
+    """Plan an edit of a model without weights."""
     from rebind.edit.methods import get_method
     from rebind.edit.plan import plan_from_config
     from rebind.edit.targets import ContextSettings
 
-    targets = {name: value for name, value in search.items() if value is not None}
-    options = {name: value for name, value in chosen.items() if value is not None}
-    if "dtype" in options:
-        options["dtype"] = opt.parse_dtype(options["dtype"])
-    if "contexts" in options:
-        options["contexts"] = ContextSettings.of(options["contexts"])
-    if targets:
-        options["targets"] = replace(get_method(options["method"]).targets, **targets)
-    return plan_from_config(config, facts.facts, **options)
-
-
-def _show_plan(terminal: Terminal, plan: Plan, facts: Facts) -> None:
-    print_skipped(terminal, facts)
-    _print_plan(terminal, plan)
-    terminal.result({"plan": asdict(plan), "skipped": len(facts.skipped)}, f"{plan.seconds:.1f}")
+    contexts, targets = request.search.contexts, request.search.target_settings()
+    settings: dict[str, Any] = {
+        "method": request.method,
+        "layers": request.layers,
+        "lam": request.lam,
+        "dtype": opt.parse_dtype(source.dtype),
+        "framings": request.framings,
+        "contexts": None if contexts is None else ContextSettings.of(contexts),
+        "moment_tokens": source.moment_tokens,
+        "targets": replace(get_method(request.method).targets, **targets) if targets else None,
+    }
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    return plan_from_config(config, request.facts.facts, **chosen)
 
 
 def _print_plan(terminal: Terminal, plan: Plan) -> None:
@@ -319,17 +383,17 @@ def _print_plan(terminal: Terminal, plan: Plan) -> None:
         ("devices", ", or ".join(f"{number} with {size} GiB" for size, number in plan.devices.items())),
         ("ledger", f"grows by about {decimal(plan.bytes_on_disk)}"),
     ]
-    for one in plan.earlier[: tables.LISTED]:
-        kind = "contradicts this edit" if one.clashes else "has the same subject"
-        rows.append((one.edit, f"{kind}: {one.text} → {one.target}"))
+    for earlier in plan.earlier[: tables.LISTED]:
+        kind = "contradicts this edit" if earlier.clashes else "has the same subject"
+        rows.append((earlier.edit, f"{kind}: {earlier.text} → {earlier.target}"))
     terminal.print(tables.pairs(rows))
-    if any(one.clashes for one in plan.earlier):
+    if any(earlier.clashes for earlier in plan.earlier):
         terminal.hint("undo the edits that contradict this one, or write over them with --force")
     terminal.hint("nothing was written: omit --plan to edit")
 
 
 def uses_lambda(method: str) -> bool:
-    """Return whether a method weighs old keys against new ones."""
+    """Return whether a method has a λ."""
     from rebind.edit.methods import get_method
 
     return not get_method(method).exact

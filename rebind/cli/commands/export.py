@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from rebind.edit.editor import Editor
     from rebind.edit.export import ExportCheck
 
-NAMES = {
+NAMES = {  # option → what it writes
     "peft": "adapter",
     "gguf": "GGUF adapter",
     "memory": "dense memory",
     "checkpoint": "checkpoint",
-}  # of what each option writes
-EXACT = 1e-6  # the relative error of an adapter that holds all of a change
+}
+EXACT = 1e-6  # largest relative error of an adapter that counts as exact
 EXPORT_EXAMPLES = opt.examples(
     "rebind ledger export --peft adapter/ --rank 16",
     "rebind ledger export --gguf adapter.gguf",
@@ -62,15 +62,7 @@ def export(
     terminal: Terminal,
 ) -> None:
     """Write the active edits as a LoRA adapter, a delta file, a dense memory, or a whole model."""
-    adapters = peft is not None or gguf is not None
-    if not adapters and (rank is not None or (delta is None and memory is None and checkpoint is None)):
-        names = {"peft": "DIR", "gguf": "FILE", "delta": "FILE", "memory": "DIR", "checkpoint": "DIR", "rank": None}
-        raise InputError(
-            "There is nothing to export" if rank is None else "A rank was given without an adapter to write",
-            advice="Use {peft}, {gguf}, {delta}, {memory} or {checkpoint}; {rank} belongs to {peft} and {gguf}",
-            settings=names,
-            code="nothing_to_export",
-        )
+    _require_output(peft, gguf, rank, delta, memory, checkpoint)
     dtype = opt.parse_dtype(checkpoint_dtype)
     for folder, kind in ((peft, "adapter"), (memory, "memory"), (checkpoint, "checkpoint")):
         if folder is not None:
@@ -78,25 +70,23 @@ def export(
     for file in (delta, gguf):
         if file is not None:
             check_writable(file.expanduser().parent)
+    outputs = {"peft": peft, "gguf": gguf, "memory": memory, "checkpoint": checkpoint}
     failed = False
     with Phases(terminal) as phases:
         editor = open_edited(source, phases)
         document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
-        said: int | None = None  # by the editor, counted when the first export is asked
-        for field, path in (("peft", peft), ("gguf", gguf), ("memory", memory), ("checkpoint", checkpoint)):
-            if path is None:
-                continue
+        said: int | None = None  # by the editor; counted with the first check
+        for field, path in ((field, path) for field, path in outputs.items() if path is not None):
             phases.begin(f"saving the {NAMES[field]}")
             document[field], description = _write(editor, field, path.expanduser(), rank, dtype, overwrite)
             terminal.print(f"✓ {NAMES[field]} {document[field]['path']}: {description}")
-            document[field]["check"] = None
-            if not no_check:
-                check = _ask_again(editor, field, Path(document[field]["path"]), said, phases)
+            check = None if no_check else _check(editor, field, Path(document[field]["path"]), said, phases)
+            document[field]["check"] = check and asdict(check)
+            if check is not None:
                 said = check.said_in_editor
                 terminal.print(f"{'✓' if check.passed else '✗'} asked again: {check}")
-                document[field]["check"] = asdict(check)
                 failed |= not check.passed
-        if delta is not None:  # last: it may lie in one of the folders
+        if delta is not None:  # last: it may be in one of the folders
             document["delta"] = str(editor.save_delta(delta.expanduser(), overwrite=overwrite))
             terminal.print(f"✓ delta {document['delta']}")
     terminal.hint(f"{tables.counted(len(document['edits']), 'edit')}, {tables.seconds(sum(phases.seconds.values()))}")
@@ -105,10 +95,31 @@ def export(
         raise typer.Exit(FAILED_CHECK)
 
 
+def _require_output(
+    peft: Path | None,
+    gguf: Path | None,
+    rank: int | None,
+    delta: Path | None,
+    memory: Path | None,
+    checkpoint: Path | None,
+) -> None:
+    """Raise if there is nothing to export, or a rank without an adapter."""
+    if peft is not None or gguf is not None:
+        return
+    if rank is not None or (delta is None and memory is None and checkpoint is None):
+        names = {"peft": "DIR", "gguf": "FILE", "delta": "FILE", "memory": "DIR", "checkpoint": "DIR", "rank": None}
+        raise InputError(
+            "There is nothing to export" if rank is None else "There is a rank, but no adapter to write",
+            advice="Use {peft}, {gguf}, {delta}, {memory} or {checkpoint}; {rank} belongs to {peft} and {gguf}",
+            settings=names,
+            code="nothing_to_export",
+        )
+
+
 def _write(
     editor: Editor, field: str, path: Path, rank: int | None, dtype: torch.dtype | None, overwrite: bool
 ) -> tuple[dict[str, Any], str]:
-    """Write an export, and return its properties for programs and in words."""
+    """Write an export, and return its properties as a document and as a description."""
     if field == "checkpoint":
         dtype = dtype or editor.checkpoint_dtype()
         saved, dtype_name = editor.save(path, dtype=dtype, overwrite=overwrite), str(dtype).removeprefix("torch.")
@@ -119,13 +130,16 @@ def _write(
     write = editor.export_peft if field == "peft" else editor.export_gguf
     adapter = write(path, rank=rank, overwrite=overwrite)
     error = "exact to float32" if adapter.error < EXACT else f"relative error {adapter.error:.1e}"
-    words = ", ".join(filter(None, [f"rank {adapter.rank}", error, adapter.note]))
-    document = {"path": str(adapter.path), "rank": adapter.rank, "errors": adapter.errors, "description": words}
-    return document, words
+    description = ", ".join(filter(None, [f"rank {adapter.rank}", error, adapter.note]))
+    document = {"path": str(adapter.path), "rank": adapter.rank, "errors": adapter.errors, "description": description}
+    return document, description
 
 
-def _ask_again(editor: Editor, field: str, path: Path, said: int | None, phases: Phases) -> ExportCheck:
-    """Load an export as another program would, and ask it for the facts; the editor too, unless it was asked before."""
+def _check(editor: Editor, field: str, path: Path, said: int | None, phases: Phases) -> ExportCheck:
+    """Load an export as another program would, and count the facts that it says.
+
+    `said` is the number of facts that the editor says; None counts them, too.
+    """
     from rebind.edit import export as exports
 
     loaders = {
@@ -184,7 +198,7 @@ def replay(
 def open_edited(source: opt.EditorOptions, phases: Phases) -> Editor:
     """Load a model whose ledger has active edits."""
     if source.ledger is None and not default_ledgers(source.model):
-        find_ledger(opt.LedgerOptions(source.model))  # raises before minutes of loading
+        find_ledger(opt.LedgerOptions(source.model))  # raises before the model is loaded
     editor = open_editor(source, phases)
     if editor.ledger.path is None:
         raise no_ledger(f"There is no ledger of {source.model} with these weights and this dtype")

@@ -33,12 +33,12 @@ def list_edits(
     source: opt.LedgerOptions,
     terminal: Terminal,
 ) -> None:
-    """List all edits, active and undone. With --quiet, print the ids of the active ones."""
+    """List all edits, active and undone. With --quiet, print the ids of the active edits."""
     ledger = _open(source)
     edits = ledger.edits
     sealed, active = set(ledger.sealed.ids), set(ledger.active.ids)
-    listed = edits if last is None else edits[max(0, len(edits) - max(last, 0)) :]
-    rows = [_summary(edit, active=edit.id in active, compacted=edit.id in sealed) for edit in listed]
+    recent = edits if last is None else edits[max(0, len(edits) - max(last, 0)) :]
+    rows = [_summary(edit, active=edit.id in active, compacted=edit.id in sealed) for edit in recent]
     grid = table("edit", "", "created (UTC)", "method", "facts", "first", right=("facts",))
     for column in grid.columns[:2]:
         column.no_wrap = True
@@ -48,9 +48,9 @@ def list_edits(
         date, style = row["created"][:16].replace("T", " "), None if row["active"] else "dim"
         grid.add_row(row["id"], state, date, row["method"], str(row["facts"]), row["first"], style=style)
     terminal.print(grid)
-    shown = "" if last is None else f"the last {len(rows)} of {counted(len(edits), 'edit')}; "
+    selection = "" if last is None else f"the last {len(rows)} of {counted(len(edits), 'edit')}; "
     terminal.hint(
-        f"{shown}{len(active)} of {counted(len(edits), 'edit')} active, model {ledger.model_name}, {ledger.path}"
+        f"{selection}{len(active)} of {counted(len(edits), 'edit')} active, model {ledger.model_name}, {ledger.path}"
     )
     document = {"ledger": str(ledger.path), "model": ledger.model_name, "fingerprint": ledger.model, "edits": rows}
     terminal.result(document, "\n".join(row["id"] for row in rows if row["active"]))
@@ -75,7 +75,7 @@ def show(
     ]
     if answers:
         tables.print_answers(terminal, answers)
-    else:  # compaction drops what the model said before and after
+    else:  # compaction drops the scores before and after
         terminal.print("\n".join(f"{fact.text} → {fact.target}" for fact in edit.facts))
     settings: Any = edit.settings
     hidden = (ROWS,) if uses_lambda(edit.method) else ("lam", ROWS)
@@ -87,9 +87,9 @@ def show(
         *(tables.outcome_rows(outcome, settings["framings"]) if outcome else []),
         *tables.drift_rows(scores),
         *tables.memory_rows(scores),
-        *[(name, _plain(value)) for name, value in settings.items() if name not in hidden],
+        *[(name, _format(value)) for name, value in settings.items() if name not in hidden],
         *([("sites", ", ".join(edit.sites))] if edit.sites else []),
-        *([("versions", _plain(edit.versions))] if edit.versions else []),
+        *([("versions", _format(edit.versions))] if edit.versions else []),
     ]
     terminal.print(tables.pairs(rows))
     document = {"id": edit.id, "active": is_active, "ledger": str(ledger.path)} | edit.to_json()
@@ -102,7 +102,7 @@ def undo(ids: Ids, *, source: opt.LedgerOptions, terminal: Terminal) -> None:
 
 
 def redo(ids: Ids, force: Force = False, *, source: opt.LedgerOptions, terminal: Terminal) -> None:
-    """Redo undone edits, each in its original place."""
+    """Redo undone edits, each at its original position."""
     _switch(terminal, source, ids, on=True, force=force)
 
 
@@ -132,7 +132,7 @@ def diff(
 
 def verify(
     full: Annotated[
-        bool, opt.flag("--full", "Read everything, also what was intact before and did not change.")
+        bool, opt.flag("--full", "Read all files, including those that were intact before and have not changed.")
     ] = False,
     *,
     source: opt.LedgerOptions,
@@ -175,17 +175,17 @@ def _summary(edit: Edit, *, active: bool, compacted: bool) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> str:
-    """Return settings the way people read them."""
+def _format(value: Any) -> str:
+    """Format nested settings on one line."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
+        return ", ".join(f"{name} {_format(part)}" for name, part in value.items())
     if isinstance(value, list):
-        return ", ".join(map(_plain, value))
+        return ", ".join(map(_format, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _switch(terminal: Terminal, source: opt.LedgerOptions, ids: list[str], *, on: bool, force: bool = False) -> None:
-    """Undo or redo all of the edits, or none."""
+    """Undo or redo all of the edits, or none of them."""
     ledger = _open(source)
     with ledger.locked():
         contradictions = _contradictions(ledger, ids, force) if on else []
@@ -193,8 +193,8 @@ def _switch(terminal: Terminal, source: opt.LedgerOptions, ids: list[str], *, on
         active = ledger.active.ids
     action, opposite = ("redone", "undo") if on else ("undone", "redo")
     for edit in edits:
-        first, more = edit.facts[0], len(edit.facts) - 1
-        terminal.print(f"{action} {edit.id}: {first.text} → {first.target}" + (f" and {more} more" if more else ""))
+        first, others = edit.facts[0], len(edit.facts) - 1
+        terminal.print(f"{action} {edit.id}: {first.text} → {first.target}" + (f" and {others} more" if others else ""))
     terminal.hint(f"{len(active)} of {counted(len(ledger.edits), 'edit')} active")
     changed = [edit.id for edit in edits]
     terminal.suggest(opposite, opt.command_line(f"ledger {opposite}", *changed, options=opt.as_typed(source)))
@@ -202,14 +202,14 @@ def _switch(terminal: Terminal, source: opt.LedgerOptions, ids: list[str], *, on
 
 
 def _contradictions(ledger: Ledger, ids: list[str], force: bool) -> list[str]:
-    """Return the edits that give a prompt another target than an active edit, or one that is redone before it."""
+    """Return the edits that contradict an active edit, or one that is redone before them."""
     from rebind.edit.dense.rows import unrelated
     from rebind.edit.guard import check_earlier_edits, find_earlier_edits
 
     active, contradictions = ledger.active, []
     for edit in map(ledger.get, ids):
         others = unrelated(edit, active.with_facts_like(edit.facts))
-        if clashes := [one for one in find_earlier_edits(edit.facts, others) if one.clashes]:
+        if clashes := [earlier for earlier in find_earlier_edits(edit.facts, others) if earlier.clashes]:
             check_earlier_edits(clashes, force=force)
             contradictions.append(edit.id)
         active += (edit,)
@@ -222,10 +222,10 @@ app = new_app(
     no_args_is_help=True,
 )
 VERIFY_NOTE = (
-    "Exits with 1 if something is wrong: a change to the header, the log or an edit's tensors, or anything missing "
-    "before the last line of the log. Lines cut off at the end of the log, and a ledger rewritten with matching "
-    "digests, cannot be detected: compare with a copy (rebind ledger diff). A later check reads only what is new or "
-    "has changed since, by the times and sizes of the files."
+    "Exits with 1 if there is a problem: a change of the header, the log or an edit's tensors, or anything missing "
+    "before the last line of the log. Lines removed from the end of the log, and a ledger rewritten with matching "
+    "digests, cannot be detected; compare it with a copy (rebind ledger diff). A later check reads only files that are "
+    "new or have changed since, judged by their times and sizes."
 )
 add_command(app, "list", list_edits, opt.examples("rebind ledger list --model Qwen/Qwen3-0.6B"))
 add_command(app, "show", show, opt.examples("rebind ledger show e0001 --json"))

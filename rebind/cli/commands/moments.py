@@ -29,11 +29,11 @@ def moments(
     terminal: Terminal,
 ) -> None:
     """Collect the second moments of old keys once, so that edits do not wait for them."""
-    listed = None if layers == "all" else opt.parse_layers(layers)
+    chosen_layers = None if layers == "all" else opt.parse_layers(layers)
     with Phases(terminal) as phases:
         editor = load_editor(source, phases)
         phases.begin("moments")
-        sites = [editor.sites[layer].name for layer in editor.settings("memit", layers=listed).layers]
+        sites = [editor.sites[layer].name for layer in editor.settings("memit", layers=chosen_layers).layers]
         sites = [site.name for site in editor.sites] if layers == "all" else sites
         cached = {site: editor.moments.path(site).exists() for site in sites}
         collected = editor.moments.collect(sites)
@@ -50,7 +50,7 @@ def moments(
         file = f"{'cached' if row['cached'] else 'new'}, {decimal(row['bytes'])}"
         grid.add_row(row["site"], f"{row['tokens']:,}", str(row["d_k"]), f"{row['rank']:.0f}", file)
     terminal.print(grid)
-    terminal.hint("rank: the number of directions that the keys spread over, tr(C)² / tr(C²)")
+    terminal.hint("rank: the effective number of directions of the keys, tr(C)² / tr(C²)")
     terminal.hint(seconds(sum(phases.seconds.values())))
     options = opt.as_typed(replace(source, moment_tokens=editor.moments.tokens))
     terminal.suggest("used by", f"rebind edit … {options}")

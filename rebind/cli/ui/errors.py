@@ -15,7 +15,7 @@ from rebind.cli.ui.terminal import Terminal, discard_output
 from rebind.errors import InputError, OutOfMemoryError, RebindError, StorageError
 
 INTERNAL_ERROR, INVALID_INPUT, FAILURE, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
-FAILED_CHECK = 1  # the command ran, and what it checked is not as it should be
+FAILED_CHECK = 1  # the command ran, and a check of it failed
 
 
 def run(command: Callable[[], object], terminal: Terminal) -> int:
@@ -44,7 +44,7 @@ def fail(problem: BaseException, terminal: Terminal) -> int:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         from rebind.parallel import should_report
 
-        terminal.writes = should_report()  # of the processes that fail, the first one does
+        terminal.writes = should_report()  # only the first process that fails reports
     codes = {"interrupted": INTERRUPTED, "internal_error": INTERNAL_ERROR}
     code = INVALID_INPUT if isinstance(error, InputError) else codes.get(error.code, FAILURE)
 
@@ -57,7 +57,7 @@ def fail(problem: BaseException, terminal: Terminal) -> int:
         advice = error.advice_for(terminal.as_option)
         fields = {"code": error.code, "problem": error.problem, "expected": error.expected, "advice": advice}
         edits = {"edits": list(terminal.written_edits)} if written else {}
-        with suppress(OSError):  # perhaps it is standard output that cannot be written
+        with suppress(OSError):  # standard output itself may be what failed
             terminal.result({"error": fields, "exit_code": code, **edits})
     if isinstance(problem, OSError):
         discard_output(sys.stdout)
@@ -65,13 +65,15 @@ def fail(problem: BaseException, terminal: Terminal) -> int:
 
 
 def as_rebind_error(problem: BaseException) -> RebindError:
-    """Describe any exception by the fields of a RebindError."""
+    """Convert any exception to a RebindError."""
     if isinstance(problem, RebindError):
         return problem
     if _is_interrupt(problem):
         advice = "Nothing is half-written; run the same command again to continue"
         return RebindError("Interrupted", advice=advice, code="interrupted")
-    if (format_message := getattr(problem, "format_message", None)) is not None:  # click's, or typer's copy of click
+    if (
+        format_message := getattr(problem, "format_message", None)
+    ) is not None:  # an error of click, or of typer's copy of it
         context = getattr(problem, "ctx", None)
         command = context.command_path if context else "rebind"
         return InputError(format_message(), advice=f"See `{command} --help`", code="usage")
@@ -80,21 +82,21 @@ def as_rebind_error(problem: BaseException) -> RebindError:
         return OutOfMemoryError("Out of memory", advice=advice)
     if isinstance(problem, OSError):
         advice = "Check that it exists, that you have access, and that the disk is not full"
-        place = problem.filename or "the output"
-        return StorageError(f"Cannot use {place} ({problem.strerror or problem})", advice=advice, code="io_failure")
+        path = problem.filename or "the output"
+        return StorageError(f"Cannot use {path} ({problem.strerror or problem})", advice=advice, code="io_failure")
     advice = "Run the command again with --debug and report the traceback"
     return RebindError(f"Unexpected {type(problem).__name__}: {problem}", advice=advice, code="internal_error")
 
 
 def _is_broken_pipe(problem: BaseException) -> bool:
-    """Return whether the reader of a pipe is gone, as `head` is when it has enough."""
+    """Return whether the reader of a pipe has closed it, as `head` does."""
     if isinstance(problem, SystemExit):
-        return isinstance(problem.__context__, BrokenPipeError)  # this is how rich ends
+        return isinstance(problem.__context__, BrokenPipeError)  # rich exits this way
     return isinstance(problem, OSError) and problem.errno == errno.EPIPE
 
 
 def _is_interrupt(problem: BaseException | None) -> bool:
-    """Return whether Ctrl-C is the cause: transformers turns one that hits its import into an ImportError."""
+    """Return whether Ctrl-C is the cause. transformers turns Ctrl-C during its import into an ImportError."""
     while problem is not None and not isinstance(problem, KeyboardInterrupt):
         problem = None if isinstance(problem, OSError) else problem.__cause__ or problem.__context__
     return problem is not None

@@ -1,4 +1,4 @@
-"""Heatmaps in a terminal, by shade and by color, so that either alone can be read."""
+"""Heatmaps in a terminal, readable both by shade and by color."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABEL_WIDTH = 22
 def heatmap(labels: Sequence[str], rows: Sequence[Sequence[float]], kind: str, *, width: int, top: float) -> list[Text]:
     """Return one line per row, dark at 0 and full at `top`, and a last line that numbers the columns.
 
-    Where there are more columns than fit, adjacent ones share a cell, which shows the largest of them.
+    If there are more columns than fit, adjacent columns share a cell, which shows their maximum.
     """
     available = max(10, width - LABEL_WIDTH - 1)
     count = max((len(row) for row in rows), default=0)
@@ -36,12 +36,12 @@ def heatmap(labels: Sequence[str], rows: Sequence[Sequence[float]], kind: str, *
 
 def _cell(level: float, width: int, kind: str) -> tuple[str, str]:
     level = min(1.0, max(0.0, level))
-    color = ",".join(str(round(60 + (part - 60) * level)) for part in COLORS[kind])
+    color = ",".join(str(round(60 + (channel - 60) * level)) for channel in COLORS[kind])
     return SHADES[min(len(SHADES) - 1, round(level * (len(SHADES) - 1) + 0.2))] * width, f"rgb({color})"
 
 
 def _axis(count: int, columns_per_cell: int, cell_width: int) -> str:
-    """Return the number of every fifth column, where that column starts.
+    """Return a line with the number of every fifth column at its position.
 
     >>> _axis(12, 1, 2)
     '0         5         10'

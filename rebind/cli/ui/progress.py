@@ -1,4 +1,4 @@
-"""Progress on standard error: bars on a terminal; elsewhere a line now and then."""
+"""Progress on standard error: bars on a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DESCRIPTIONS = {
 
 
 class Phases(Progress):
-    """The phases of a command, a bar for each; `seconds` has the time that each phase took.
+    """The phases of a command, with one progress bar each; `seconds` has the duration of each phase.
 
-    Where standard error is no terminal, a line is written at most every `log_every` seconds.
+    If standard error is not a terminal, a line is written at most every `log_every` seconds.
     """
 
     def __init__(self, terminal: Terminal, log_every: float = 30.0) -> None:
@@ -41,7 +41,7 @@ class Phases(Progress):
             speed_estimate_period=120,
         )
         self.seconds: dict[str, float] = {}
-        self.steps: int | None = None  # of the target search, at most
+        self.steps: int | None = None  # maximum number of steps of the target search
         self.facts = 0
         self._terminal, self._log_every, self._last_line = terminal, log_every, self.get_time()
         self._phase, self._task, self._start = "", TaskID(0), 0.0
@@ -54,7 +54,7 @@ class Phases(Progress):
             self._task = self.add_task(DESCRIPTIONS.get(phase, phase), total=None, note="")
 
     def count(self, phase: str, done: int, total: int | None, note: str = "") -> None:
-        """Report how much of a phase is done; the first report begins it."""
+        """Report the progress of a phase; the first report begins it."""
         self.begin(phase)
         self.update(self._task, completed=done, total=total, note=note)
         if self._terminal.verbose and not self.console.is_terminal:
@@ -65,19 +65,19 @@ class Phases(Progress):
                 self._terminal.report(task.description, ", ".join(filter(None, state)), style="")
 
     def note(self, phase: str, note: str) -> None:
-        """Report something else about a phase."""
+        """Show a note beside a phase."""
         self.begin(phase)
         self.update(self._task, note=note)
 
     def for_editor(self) -> EditProgress:
-        """Return what an `Editor` reports its progress to."""
+        """Return the callbacks for an `Editor`."""
         from rebind.edit.progress import Progress as EditProgress
 
         def moments(done: int, total: int) -> None:
             self.count("moments", done, total, f"{done:,} of {total:,} tokens")
 
-        def targets(step: int, done: int, loss: float) -> None:
-            self.count("targets", step + 1, self.steps, f"{done} of {self.facts} facts, mean loss {loss:.2f}")
+        def targets(step: int, finished: int, loss: float) -> None:
+            self.count("targets", step + 1, self.steps, f"{finished} of {self.facts} facts, mean loss {loss:.2f}")
 
         return EditProgress(phase=self.begin, moments=moments, targets=targets)
 
@@ -87,8 +87,8 @@ class Phases(Progress):
 
     def _finish(self) -> None:
         if self._phase:
-            spent = time.perf_counter() - self._start
-            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + spent
+            duration = time.perf_counter() - self._start
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + duration
             total = self._tasks[self._task].total or 1
             self.update(self._task, completed=total, total=total)  # a search may end before its last step
             self._phase = ""

@@ -1,4 +1,4 @@
-"""Tables, and numbers the way people read them."""
+"""Tables, and numbers formatted for people."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.text import Text
 from rebind.cli.ui.terminal import Terminal
 from rebind.edit.wording import percent
 
-LONGEST_TEXT = 48  # characters of a text in a cell
-LISTED = 20  # rows of a table that may be long
-KEPT = (
+MAX_TEXT_LENGTH = 48  # characters in a cell
+LISTED = 20  # rows of a long table that are printed
+KEPT_GROUPS = (
     ("subject", "subject kept", "questions about the subject that the search did not see"),
     ("kept", "", "questions about the subject that the search kept"),
     ("neighbors", "neighbors kept", "questions about other subjects"),
@@ -22,7 +22,7 @@ KEPT = (
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """Return a light table. Columns named in `right` hold numbers, which are never broken: the others give way."""
+    """Return a light table. Columns named in `right` have numbers, which are not wrapped; other columns are."""
     grid = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     numbers = set(right)
     for name in columns:
@@ -51,8 +51,8 @@ def seconds(value: float) -> str:
     """
     if value < 60:
         return f"{value:.2f} s" if value < 1 else f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    minutes, remainder = divmod(round(value), 60)
+    return f"{minutes} min {remainder} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def counted(number: int, name: str) -> str:
@@ -64,8 +64,8 @@ def counted(number: int, name: str) -> str:
     return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
 
 
-def one_line(text: str, longest: int = LONGEST_TEXT) -> str:
-    """Return a text on one line, shortened; a text of nothing but spaces is quoted so that they can be seen.
+def one_line(text: str, longest: int = MAX_TEXT_LENGTH) -> str:
+    """Return a text on one line, shortened; a text of spaces only is quoted, so that it is visible.
 
     >>> one_line("in\\n Rome"), one_line(" "), one_line("far too long", 8)
     ('in Rome', "' '", 'far too…')
@@ -76,7 +76,7 @@ def one_line(text: str, longest: int = LONGEST_TEXT) -> str:
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
 
 
-def last_words(text: str, longest: int = LONGEST_TEXT) -> str:
+def last_words(text: str, longest: int = MAX_TEXT_LENGTH) -> str:
     """Return the end of a text on one line, from the beginning of a word.
 
     >>> last_words("We talked. The capital is", 18)
@@ -108,13 +108,13 @@ def print_answers(terminal: Terminal, rows: Sequence[Mapping[str, Any]]) -> None
 
 
 def print_number_left_out(terminal: Terminal, rows: Sequence[object]) -> None:
-    """Print how many rows a table of the first ones leaves out, if any."""
+    """Print how many rows are left out of a table of the first `LISTED`, if any."""
     if len(rows) > LISTED:
         terminal.hint(f"… and {len(rows) - LISTED} more; --json lists all of them")
 
 
 def first_words(score: Mapping[str, Any], target: str) -> str:
-    """Return what a model said, as far as its score tells: the target, or the first token of another answer."""
+    """Return the answer of a model, as far as its score has it: the target, or the first token of another answer."""
     return target if score["exact"] else f"{one_line(score['says'])}…"
 
 
@@ -123,17 +123,17 @@ def _change(before: str, after: str, is_good: bool) -> Text:
 
 
 def kept_rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return how much an edit left as it was, for `pairs`."""
+    """Return how many other answers an edit kept, for `pairs`."""
     rows = []
-    for about, name, meaning in KEPT:
-        if number := outcome["asked"].get(about):
-            changed = sum(one["about"] == about for one in outcome["changed"])
+    for group, name, meaning in KEPT_GROUPS:
+        if number := outcome["asked"].get(group):
+            changed = sum(answer["about"] == group for answer in outcome["changed"])
             rows.append((name, f"{number - changed} of {number} {meaning}"))
     return rows
 
 
 def outcome_rows(outcome: Mapping[str, Any], framings: Sequence[str]) -> list[tuple[str, str]]:
-    """Return in which framings facts are said, and how much an edit left as it was, for `pairs`."""
+    """Return the framings in which facts are said, and how many other answers an edit kept, for `pairs`."""
     said = outcome["said"]
     shares = ", ".join(f"{name} {percent(said[name])}" for name in framings if name in said)
     return [("said", shares), *kept_rows(outcome)]
@@ -144,10 +144,10 @@ def drift_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if drift := scores.get("drift"):
         largest = f"largest {drift['largest']:.2g} nats after {drift['prompt']!r}"
-        moved = f"{drift['kl']:.2g} nats on unrelated prompts, {largest}"
-        rows.append(("drift", f"{moved}; weights changed by {percent(drift['growth'])}"))
+        kl = f"{drift['kl']:.2g} nats on unrelated prompts, {largest}"
+        rows.append(("drift", f"{kl}; weights changed by {percent(drift['growth'])}"))
     if failed := (scores.get("guard") or {}).get("failed"):
-        rows.append(("forced", "; ".join(f"{one['check']}: {one['says']}" for one in failed)))
+        rows.append(("forced", "; ".join(f"{failure['check']}: {failure['says']}" for failure in failed)))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Where a command writes: results on standard output; progress, warnings and errors on standard error."""
+"""The output of a command: results on standard output; progress, warnings and errors on standard error."""
 
 from __future__ import annotations
 
@@ -21,24 +21,20 @@ from rich.segment import Segment
 from rebind.errors import as_argument
 from rebind.storage import write_file
 
-# Settings that a command has another name for; --keep has the prompts to keep, and `keep` is their weight.
+# Settings with another name on the command line. There, --keep has prompts, and the setting `keep` is their weight.
 PARAMETERS = {
     "paraphrases": "paraphrase",
     "neighbors": "neighbor",
     "questions": "question",
     "keep": "keep_weight",
 }
-
-
-CONTROL = re.compile(
-    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]"
-)  # also those that reorder text
-
-LONG_WORD = re.compile(r"\S{1000,}")  # not even a path is that long
+# Control characters, including those that reorder text
+CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
+LONG_WORD = re.compile(r"\S{1000,}")  # longer than any path
 
 
 def visible(text: str) -> str:
-    """Return a text with control characters spelled out: facts and files of others must not steer the terminal.
+    """Return a text with control characters spelled out, so that facts and files cannot control the terminal.
 
     >>> visible("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
@@ -51,7 +47,7 @@ def _shortened(word: re.Match[str]) -> str:
 
 
 class _Visible:
-    """Something to print, with every control character in its text spelled out."""
+    """A renderable whose control characters are spelled out."""
 
     def __init__(self, content: RenderableType) -> None:
         self.content = content
@@ -62,11 +58,11 @@ class _Visible:
 
 
 class _VisibleText(RenderHook):
-    """Makes everything that a console prints visible."""
+    """A hook that spells out the control characters in everything a console prints."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Return what is printed instead."""
-        return [one if isinstance(one, Control) else _Visible(one) for one in renderables]
+        """Return the renderables to print."""
+        return [part if isinstance(part, Control) else _Visible(part) for part in renderables]
 
 
 class Terminal:
@@ -75,16 +71,16 @@ class Terminal:
     def __init__(self, *, as_json: bool = False, quiet: bool = False, debug: bool = False, writes: bool = True) -> None:
         for stream in (sys.stdout, sys.stderr):
             if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
-                reconfigure(errors="replace")  # a character that the terminal cannot show is no reason to fail
+                reconfigure(errors="replace")  # do not fail on characters that the terminal cannot show
         self.out, self.err = (
             Console(file=stream, markup=False, highlight=False, emoji=False) for stream in (sys.stdout, sys.stderr)
         )
         for console in (self.out, self.err):
             console.push_render_hook(_VisibleText())
         self.as_json, self.quiet, self.debug = as_json, quiet, debug
-        self.writes = writes  # of several processes, one does
-        self.options: Mapping[str, str] = {}  # of the command that runs: parameter name → how its option is typed
-        self.written_edits: dict[str, str] = {}  # edits that stay however the command ends → the command that undoes it
+        self.writes = writes  # True in only one of several processes
+        self.options: Mapping[str, str] = {}  # of the running command: parameter name → its option
+        self.written_edits: dict[str, str] = {}  # ids of edits that are in the ledger → the command that undoes them
 
     @property
     def verbose(self) -> bool:
@@ -92,29 +88,29 @@ class Terminal:
         return self.writes and not (self.as_json or self.quiet)
 
     def print(self, *parts: RenderableType, style: str | None = None) -> None:
-        """Print something for people to read; print nothing with --json or --quiet."""
+        """Print for a person; with --json or --quiet, print nothing."""
         if self.verbose:
             for part in parts:
                 self.out.print(part, style=style)
 
     def hint(self, text: str) -> None:
-        """Print a line of lesser importance."""
+        """Print a less important line."""
         self.print(text, style="dim")
 
     def suggest(self, label: str, command: str) -> None:
-        """Print a command to paste; it stays on one line, however long it is."""
+        """Print a command to paste, on one line."""
         if self.verbose:
             self.out.print(f"{label}: {command}", style="dim", soft_wrap=True)
 
     def result(self, document: Mapping[str, Any], brief: str = "") -> None:
-        """Print the document with --json; with --quiet print the one thing that a script needs."""
+        """Print the document with --json, and with --quiet only `brief`, the one value that a script needs."""
         if not self.writes:
             return
         if self.as_json:
             self.out.file.write(strict_json(document))
         elif self.quiet and brief:
             self.out.file.write((visible(brief) if self.out.is_terminal else brief) + "\n")
-        self.out.file.flush()  # so that a full disk is reported here and not by the interpreter at its exit
+        self.out.file.flush()  # a full disk must be reported here, not when the interpreter exits
 
     def save(self, document: Mapping[str, Any], path: Path, figures: Sequence[Path] = ()) -> list[str]:
         """Write a document beside its figures, print the paths of all files, and return them."""
@@ -127,11 +123,11 @@ class Terminal:
         """Print one line on standard error: an error, a warning, a skipped record."""
         if not self.writes:
             return
-        with suppress(OSError):  # if standard error cannot be written, the exit code must do
+        with suppress(OSError):  # if standard error cannot be written, there is still the exit code
             self.err.print(f"{kind}: {LONG_WORD.sub(_shortened, ' '.join(text.split()))}", style=style, soft_wrap=True)
 
     def as_option(self, name: str, value: object) -> str:
-        """Spell a setting as an option of the command that runs, or as a Python argument if it has no such option."""
+        """Spell a setting as an option of the running command, or as a Python argument if there is no such option."""
         option = self.options.get(PARAMETERS.get(name, name))
         if option is None:
             return as_argument(name, value) + ("" if value is None else " (in Python)")
@@ -155,7 +151,7 @@ class Terminal:
 
 
 def strict_json(document: Mapping[str, Any]) -> str:
-    """Return the document as JSON that every parser reads: null in place of NaN and infinity."""
+    """Return the document as strict JSON, with null in place of NaN and infinity."""
     return json.dumps(_finite(document), indent=1, default=str, allow_nan=False) + "\n"
 
 
@@ -168,8 +164,8 @@ def _finite(value: Any) -> Any:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Discard what a stream has buffered; otherwise the interpreter fails when it flushes the stream at its exit."""
-    with suppress(OSError, ValueError):  # a stream without a file descriptor has no such problem
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+    """Discard the buffer of a stream, which the interpreter would fail to flush when it exits."""
+    with suppress(OSError, ValueError):  # a stream without a file descriptor needs nothing
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import harmonic_mean
@@ -21,7 +21,7 @@ from rebind.cli.ui.progress import DESCRIPTIONS, Phases
 from rebind.cli.ui.tables import counted, pairs, table
 
 if TYPE_CHECKING:
-    from rebind.evals import EvalResult
+    from rebind.evals import EvalProgress, EvalResult
     from rebind.evals.protocols import Stage
 
 EXAMPLES = opt.examples(
@@ -32,8 +32,24 @@ EXAMPLES = opt.examples(
     "when the same command is run again.",
 )
 
-question_value = partial(opt.value, panel="Questions")
+question_value, question_flag = partial(opt.value, panel="Questions"), partial(opt.flag, panel="Questions")
 NAME_WIDTH = 18  # columns for the name of a run
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """What to ask, and on which text to measure perplexity."""
+
+    known: Annotated[bool, question_flag("--known", "Use only records whose true answer the model prefers.")] = False
+    free_tokens: Annotated[int, question_value("N", "Continue each prompt by N tokens.", min=0)] = 24
+    texts: Annotated[int, question_value("N", "Generate N longer texts per record to measure fluency.", min=0)] = 1
+    baselines: Annotated[
+        bool,
+        question_flag("--baselines", "Also ask the unedited model with the facts in its prompt, and a LoRA fine-tune."),
+    ] = False
+    text: Annotated[Path | None, question_value("FILE", "Text to measure perplexity on.", default="a bundled text")] = (
+        None
+    )
 
 
 def evaluate(
@@ -56,23 +72,8 @@ def evaluate(
     steps: Annotated[int | None, opt.value("N", "Search each target for at most N steps.", min=1)] = None,
     skip_bad: opt.SkipBad = False,
     seed: Annotated[int, opt.value("N", "Random seed for contexts, generated texts and confidence intervals.")] = 0,
-    known: Annotated[
-        bool, opt.flag("--known", "Use only records whose true answer the model prefers.", panel="Questions")
-    ] = False,
-    free_tokens: Annotated[int, question_value("N", "Continue each prompt by N tokens.", min=0)] = 24,
-    texts: Annotated[int, question_value("N", "Generate N longer texts per record to measure fluency.", min=0)] = 1,
-    baselines: Annotated[
-        bool,
-        opt.flag(
-            "--baselines",
-            "Also ask the unedited model with the facts in its prompt, and a LoRA fine-tune.",
-            panel="Questions",
-        ),
-    ] = False,
-    text: Annotated[
-        Path | None, question_value("FILE", "Text to measure perplexity on.", default="a bundled text")
-    ] = None,
     *,
+    questions: QuestionOptions,
     source: opt.ModelOptions,
     terminal: Terminal,
 ) -> None:
@@ -82,43 +83,56 @@ def evaluate(
     from rebind.edit.methods import get_method
     from rebind.edit.moments import read_text
 
-    get_method(method)
+    get_method(method)  # raises an error for an unknown name, before anything is loaded
     chosen_protocol = evals.get_protocol(protocol, batch=batch, every=every)
-    questions = evals.QuestionSettings(free_tokens, texts)
+    question_settings = evals.QuestionSettings(questions.free_tokens, questions.texts)
     config = evals.EvalConfig(
-        method, chosen_protocol, opt.parse_layers(layers), lam, steps, questions, baselines=baselines
+        method,
+        chosen_protocol,
+        opt.parse_layers(layers),
+        lam,
+        steps,
+        question_settings,
+        baselines=questions.baselines,
     )
-    perplexity_text = None if text is None else read_text(text)
-    first = None if known or skip_bad else limit  # otherwise the limit counts the records that are selected
-    records = (
-        evals.bundled_records(first) if facts is None else evals.read_records(facts, limit=first, skip_bad=skip_bad)
-    )
+    perplexity_text = None if questions.text is None else read_text(questions.text)
+    # With --known or --skip-bad, the limit counts the selected records.
+    read_limit = None if questions.known or skip_bad else limit
+    if facts is None:
+        records = evals.bundled_records(read_limit)
+    else:
+        records = evals.read_records(facts, limit=read_limit, skip_bad=skip_bad)
     with Phases(terminal) as phases:
         editor = load_editor(source, phases)
         editor.seed = seed
         phases.begin("asking")
-        limit_now = None if known else limit
-        selected = evals.usable_records(editor, records, chosen_protocol, skip_bad=skip_bad, limit=limit_now)
-        selected = evals.known_records(editor, selected) if known else selected
+        usable_limit = None if questions.known else limit
+        selected = evals.usable_records(editor, records, chosen_protocol, skip_bad=skip_bad, limit=usable_limit)
+        selected = evals.known_records(editor, selected) if questions.known else selected
         selected = replace(selected, records=selected[:limit])
     for reason in selected.skipped:
         terminal.report("skipped", reason)
     with Phases(terminal) as phases:
-        label = f"{method}, {protocol}"
-
-        def show_phase(name: str) -> None:
-            phases.note(label, DESCRIPTIONS.get(name, name))
-
-        def show_scores(done: int, total: int, stage: Stage, scores: dict[str, float]) -> None:
-            parts = [scores[name] for name in ("ES", "PS", "NS") if name in scores]
-            scores = {"S": harmonic_mean(parts), **scores} if len(parts) == 3 else scores
-            phases.count(label, done, total, " ".join(f"{name} {value:.2f}" for name, value in scores.items()))
-
-        editor.progress = Progress(phase=show_phase)
-        progress = evals.EvalProgress(unit=show_scores, phase=show_phase)
+        progress = _progress(phases, f"{method}, {protocol}")
+        editor.progress = Progress(phase=progress.phase)
         result = evals.evaluate(editor, selected, config, out, text=perplexity_text, progress=progress)
     if terminal.writes:
         _print(terminal, result)
+
+
+def _progress(phases: Phases, label: str) -> EvalProgress:
+    """Return callbacks that show the phase and the running scores of an evaluation."""
+    from rebind.evals import EvalProgress
+
+    def show_phase(name: str) -> None:
+        phases.note(label, DESCRIPTIONS.get(name, name))
+
+    def show_scores(done: int, total: int, stage: Stage, scores: dict[str, float]) -> None:
+        parts = [scores[name] for name in ("ES", "PS", "NS") if name in scores]
+        scores = {"S": harmonic_mean(parts), **scores} if len(parts) == 3 else scores
+        phases.count(label, done, total, " ".join(f"{name} {value:.2f}" for name, value in scores.items()))
+
+    return EvalProgress(unit=show_scores, phase=show_phase)
 
 
 def _print(terminal: Terminal, result: EvalResult) -> None:
@@ -131,13 +145,13 @@ def _print(terminal: Terminal, result: EvalResult) -> None:
     if len(summary["states"]) > 2:
         print_states(terminal, *states_table([("", summary)]))
     for header, rows in (framings_table(summary), scores_table(summary), retention_table(summary)):
-        # A terminal has room for the numbers; table.md has the rest.
-        spare = {"95 %"} if "framing" in header else {"meaning"} if summary["baselines"] else set()
-        columns = [place for place, name in enumerate(header) if name not in spare]
+        # Columns that do not fit on a terminal are in table.md.
+        hidden = {"95 %"} if "framing" in header else {"meaning"} if summary["baselines"] else set()
+        columns = [index for index, name in enumerate(header) if name not in hidden]
         if rows:
-            grid = table(*(header[place] for place in columns), right=[name for name in header if name != "meaning"])
+            grid = table(*(header[index] for index in columns), right=[name for name in header if name != "meaning"])
             for row in rows:
-                grid.add_row(*(row[place] for place in columns))
+                grid.add_row(*(row[index] for index in columns))
             for column in grid.columns[: 2 if "framing" in header else 1]:
                 column.justify = "left"
             terminal.print(grid)
@@ -171,15 +185,15 @@ def compare(
 
 
 def print_states(terminal: Terminal, header: list[str], rows: list[list[str]]) -> None:
-    """Print states of models as columns and scores as rows, in several tables where one would be too wide."""
-    part: list[list[str]] = []
+    """Print states of models as columns and scores as rows, in several tables if one would be too wide."""
+    group: list[list[str]] = []
     for row in rows:
-        width = Console(width=1_000).measure(_states_columns(header, [*part, row])).maximum
-        if part and width > terminal.out.width:
-            terminal.print(_states_columns(header, part))
-            part = []
-        part.append(row)
-    terminal.print(_states_columns(header, part))
+        width = Console(width=1_000).measure(_states_columns(header, [*group, row])).maximum
+        if group and width > terminal.out.width:
+            terminal.print(_states_columns(header, group))
+            group = []
+        group.append(row)
+    terminal.print(_states_columns(header, group))
 
 
 def _states_columns(header: list[str], rows: list[list[str]]) -> Table:

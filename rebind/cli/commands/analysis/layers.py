@@ -62,10 +62,10 @@ def layers(
         return
     print_skipped(terminal, input_facts)
     _print(terminal, choice)
-    path, spent = layers_file(editor.fingerprint), seconds(sum(phases.seconds.values()))
-    terminal.hint(f"cached in {path}" if is_cached else f"measured in {spent}, stored in {path}")
-    more = {"skipped": len(input_facts.skipped), "cached": is_cached, "path": str(path), "seconds": phases.seconds}
-    terminal.result(choice.to_json() | more, ",".join(map(str, choice.layers)))
+    path, duration = layers_file(editor.fingerprint), seconds(sum(phases.seconds.values()))
+    terminal.hint(f"cached in {path}" if is_cached else f"measured in {duration}, stored in {path}")
+    details = {"skipped": len(input_facts.skipped), "cached": is_cached, "path": str(path), "seconds": phases.seconds}
+    terminal.result(choice.to_json() | details, ",".join(map(str, choice.layers)))
 
 
 def _print(terminal: Terminal, choice: LayerChoice) -> None:
@@ -74,15 +74,17 @@ def _print(terminal: Terminal, choice: LayerChoice) -> None:
     terminal.print(*heatmap(["effect"], [choice.trace], "mlp", width=terminal.out.width, top=max(choice.trace)))
     numbers = ("trace", "efficacy", "paraphrase", "neighbor", "drift", "score")
     grid = table("layers", *numbers, "", right=numbers)
-    candidates = sorted(choice.candidates, key=lambda one: one.layers)
-    for one in candidates:
-        is_best = one.layers == choice.layers
-        shares = ("" if share is None else percent(share) for share in (one.efficacy, one.paraphrase, one.neighbor))
-        cells = [_span(one.layers), f"{one.effect:.3f}", *shares, f"{one.drift:.3f}", f"{one.score:.3f}"]
+    candidates = sorted(choice.candidates, key=lambda candidate: candidate.layers)
+    for candidate in candidates:
+        is_best = candidate.layers == choice.layers
+        preferences = (candidate.efficacy, candidate.paraphrase, candidate.neighbor)
+        shares = ("" if share is None else percent(share) for share in preferences)
+        cells = [_span(candidate.layers), f"{candidate.effect:.3f}", *shares]
+        cells += [f"{candidate.drift:.3f}", f"{candidate.score:.3f}"]
         style = "bold green" if is_best else ""
         grid.add_row(*(Text(cell, style=style) for cell in [*cells, "chosen" if is_best else ""]))
     terminal.print(grid)
-    terminal.hint(f"why these: {'; '.join(f'{_span(one.layers)} {one.why}' for one in candidates)}")
+    terminal.hint(f"why these: {'; '.join(f'{_span(candidate.layers)} {candidate.why}' for candidate in candidates)}")
     terminal.hint("score: harmonic mean of efficacy, paraphrase and neighbor, minus the drift in nats")
 
 

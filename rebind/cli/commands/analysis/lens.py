@@ -1,4 +1,4 @@
-"""`rebind lens`: read every layer of a model with its own output head."""
+"""`rebind lens`: apply the output head of a model to every layer."""
 
 from __future__ import annotations
 
@@ -61,9 +61,11 @@ def lens(
     files = []
     if out is not None:
         figures = []
-        for name, one in lenses.items():
+        for name, model_lens in lenses.items():
             title = f"{prompt} ({name})" if name else prompt
-            figures.append(draw_lens(one, out / ("lens-base.png" if name == "base" else "lens.png"), title=title))
+            figures.append(
+                draw_lens(model_lens, out / ("lens-base.png" if name == "base" else "lens.png"), title=title)
+            )
         files = terminal.save(document, out / "lens.json", figures)
     brief = "" if edited.appears is None else str(edited.appears)
     terminal.result(document | {"files": files}, brief)
@@ -74,30 +76,30 @@ def _print(terminal: Terminal, lenses: dict[str, Lens]) -> None:
     terminal.print(Text(first.prompt.text, style="bold"))
     terminal.hint(f"says: the first choice and its probability; P, rank: probability and rank of {first.answer!r}")
     terminal.print(layer_table(lenses))
-    for name, one in lenses.items():
-        top = float(one.probability.max())
-        which = f"{name}: " if name else ""
-        terminal.print(f"{which}probability of {one.answer!r} after each token, by layer (full: {percent(top)})")
-        rows = one.probability.mT.tolist()
-        terminal.print(*heatmap(one.prompt.labels, rows, "lens", width=terminal.out.width, top=top))
-        layer = one.appears
+    for name, lens in lenses.items():
+        top = float(lens.probability.max())
+        prefix = f"{name}: " if name else ""
+        terminal.print(f"{prefix}probability of {lens.answer!r} after each token, by layer (full: {percent(top)})")
+        rows = lens.probability.mT.tolist()
+        terminal.print(*heatmap(lens.prompt.labels, rows, "lens", width=terminal.out.width, top=top))
+        layer = lens.appears
         terminal.hint("never the first choice" if layer is None else f"the first choice from layer {layer} on")
 
 
 def layer_table(lenses: dict[str, Lens]) -> Table:
-    """Return one row per layer. Numbers are never broken; a token that is too long is cut, visibly."""
+    """Return one row per layer. A token that is too long ends in an ellipsis; numbers are never shortened."""
     numbers = ("%", "P %", "rank")
     columns = [column for name in lenses for column in (f"{name} says".strip(), *numbers)]
     grid = table("layer", *columns, right=("layer", *numbers))
     for layer in range(len(next(iter(lenses.values())).top)):
         cells: list[str | Text] = [str(layer)]
-        for one in lenses.values():
-            rank = int(one.rank[layer, -1])
+        for lens in lenses.values():
+            rank = int(lens.rank[layer, -1])
             style = "bold green" if rank == 1 else ""
             cells += [
-                Text(repr(one.top[layer][-1]), style=style, no_wrap=True, overflow="ellipsis"),
-                _number(one.top_probability[layer, -1]),
-                Text(_number(one.probability[layer, -1]), style=style),
+                Text(repr(lens.top[layer][-1]), style=style, no_wrap=True, overflow="ellipsis"),
+                _number(lens.top_probability[layer, -1]),
+                Text(_number(lens.probability[layer, -1]), style=style),
                 Text(f"{rank:,}", style=style),
             ]
         grid.add_row(*cells)

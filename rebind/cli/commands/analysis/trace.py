@@ -53,10 +53,12 @@ def trace(
 ) -> None:
     """Causal tracing: find the layers and tokens where the model recalls a fact."""
     if (prompt is None) == (facts is None) or (facts is not None and (subject or target)):
-        problem = "The command line does not say what to trace"
-        expected = "a prompt, perhaps with a subject and a target, or a file of facts"
-        advice = 'Try `rebind trace "The {Louvre} is in"`'
-        raise InputError(problem, expected=expected, advice=advice, code="prompt_or_facts")
+        raise InputError(
+            "There is no single prompt or file to trace",
+            expected="a prompt, perhaps with a subject and a target, or a file of facts",
+            advice='Try `rebind trace "The {Louvre} is in"`',
+            code="prompt_or_facts",
+        )
     from rebind.analysis import Tracer, TraceSettings, average_traces, draw_trace
     from rebind.analysis.traces import KINDS
     from rebind.models.prompts import require_text
@@ -75,55 +77,55 @@ def trace(
         tracer = Tracer(editor.language_model, settings)
         if facts is not None:
             input_facts = valid_facts(terminal, input_facts, fits_context(editor), skip_bad)
-        known = input_facts.facts if facts is None or predicted else _known(tracer, input_facts)
-        traces = _trace(tracer, known, phases, use_target=target is not None)
+        traced = input_facts.facts if facts is None or predicted else _known_facts(tracer, input_facts)
+        traces = _trace(tracer, traced, phases, use_target=target is not None)
     if not terminal.writes:
         return
     result = traces[0] if facts is None else average_traces(traces)
+    duration = sum(trace.seconds for trace in traces)
     document = describe(editor) | result.to_json()
     document |= {"unknown": len(input_facts) - len(traces), "skipped": len(input_facts.skipped)}
     print_skipped(terminal, input_facts)
     _print(terminal, result)
-    spent = sum(one.seconds for one in traces)
     edits = f" with edits {', '.join(document['active'])}" if document["active"] else ""
     samples = f"{counted(draws, 'sample')} of noise with standard deviation {traces[0].noise:.3g}"
-    terminal.hint(f"{document['model']}{edits}: traced in {seconds(spent)} ({samples})")
+    terminal.hint(f"{document['model']}{edits}: traced in {seconds(duration)} ({samples})")
     files = []
     if out is not None:
         figure = draw_trace(result, out / "trace.png", title=_title(result))
         files = terminal.save(document, out / "trace.json", [figure])
     peaks = [(name, *_peak(result, name), f"{float(rows.max()):.4f}") for name, rows in result.effects.items()]
     brief = "\n".join("\t".join(map(str, peak)) for peak in peaks)
-    terminal.result(document | {"seconds": spent, "files": files}, brief)
+    terminal.result(document | {"seconds": duration, "files": files}, brief)
 
 
-def _known(tracer: Tracer, facts: Facts) -> tuple[Fact, ...]:
+def _known_facts(tracer: Tracer, facts: Facts) -> tuple[Fact, ...]:
     """Return the facts that the model answers correctly."""
     from rebind.parallel import share, unite
 
-    answered = unite([tracer.knows(fact) for fact in share(facts.facts)])
-    if known := tuple(fact for fact, knows in zip(facts, answered, strict=True) if knows):
+    is_known = unite([tracer.knows(fact) for fact in share(facts.facts)])
+    if known := tuple(fact for fact, knows in zip(facts, is_known, strict=True) if knows):
         return known
     problem = f"The model knows none of the {len(facts)} facts"
-    advice = "Choose facts that it knows, or use {predicted} to trace what it says instead"
+    advice = "Choose facts that it knows, or use {predicted} to trace its own answers instead"
     raise InputError(problem, advice=advice, settings={"predicted": True}, code="no_known_facts")
 
 
 def _trace(tracer: Tracer, facts: tuple[Fact, ...], phases: Phases, *, use_target: bool) -> list[Trace]:
-    """Trace all facts; several processes share them."""
+    """Trace all facts, which are divided between processes."""
     from rebind.analysis.traces import unite_traces
     from rebind.parallel import ranks, share
 
     traces: list[Trace] = []
-    own = share(facts)
+    assigned = share(facts)
 
     def report(done: int, total: int) -> None:
         count = min(len(traces) * ranks().count + 1, len(facts))
         note = f"fact {count} of {len(facts)}" if len(facts) > 1 else f"{done:,} of {total:,} states"
-        phases.count("restoring states", len(traces) * total + done, len(own) * total, note)
+        phases.count("restoring states", len(traces) * total + done, len(assigned) * total, note)
 
     tracer.on_progress = report
-    for fact in own:
+    for fact in assigned:
         traces.append(tracer.trace(fact, use_target=use_target))
     return unite_traces(traces)
 
@@ -149,7 +151,7 @@ def _print(terminal: Terminal, result: Trace | AverageTrace) -> None:
 
 
 def _peak(result: Trace | AverageTrace, kind: str) -> tuple[str, int]:
-    """Return the token and the layer with the largest effect; a token of nothing but spaces is escaped."""
+    """Return the token and the layer with the largest effect; a token of spaces only is escaped."""
     rows = result.effects[kind]
     token, layer = divmod(int(rows.argmax()), rows.shape[1])
     label = result.labels[token]

@@ -59,23 +59,23 @@ def scan(
     from rebind.bench.scan import ScanSetup, run
 
     sizes = tuple(map(parse_shape, opt.parse_names(shapes) or ()))
-    choice = {"only": opt.parse_names(only) or (), "rules": opt.parse_names(rules) or ()}
-    setup = ScanSetup(device, opt.parse_dtype(dtype), sizes, quick=quick, rounds=rounds, seconds=seconds, **choice)
+    selection = {"only": opt.parse_names(only) or (), "rules": opt.parse_names(rules) or ()}
+    setup = ScanSetup(device, opt.parse_dtype(dtype), sizes, quick=quick, rounds=rounds, seconds=seconds, **selection)
     check_writable(out)
     path = out / f"scan-{setup.device.replace(':', '-')}.json"
-    usual_threads = torch.get_num_threads()
-    torch.set_num_threads(threads or usual_threads)
+    default_threads = torch.get_num_threads()
+    torch.set_num_threads(threads or default_threads)
     measurements: list[Measurement] = []
 
-    def shape_done(report: ScanReport, rows: list[Measurement]) -> None:
-        report.save(path)  # so that a later failure does not lose it
+    def save_shape(report: ScanReport, rows: list[Measurement]) -> None:
+        report.save(path)  # a later failure must not lose it
         measurements.extend(rows)
 
     try:
         with Phases(terminal) as phases:
-            report = run(setup, on_progress=partial(phases.count, "measuring"), on_shape=shape_done)
+            report = run(setup, on_progress=partial(phases.count, "measuring"), on_shape=save_shape)
     finally:
-        torch.set_num_threads(usual_threads)
+        torch.set_num_threads(default_threads)
         terminal.print(*tables(measurements, terminal.out.width))
     for note in [*notes(report.rows, terminal.out.width), *report.missing, report.note]:
         terminal.hint(note)

@@ -50,7 +50,7 @@ def generate(
         model = LanguageModel.load(checkpoint, device=device, device_map=device_map, dtype=opt.parse_dtype(dtype))
         for index, prompt in enumerate(prompts):
             phases.count("asking", index, len(prompts))
-            torch.manual_seed(seed)  # for every prompt, so that its text does not depend on the prompts before it
+            torch.manual_seed(seed)  # per prompt, so that its text does not depend on earlier prompts
             text = _continuation(model, prompt, tokens, {"do_sample": False} if greedy else sampling)
             answers.append({"prompt": prompt, "text": text})
     for answer in answers:
@@ -60,7 +60,7 @@ def generate(
 
 
 def _continuation(language_model: LanguageModel, prompt: str, tokens: int, sampling: dict[str, Any]) -> str:
-    """Return the text that follows a prompt; an empty one starts after the end of text."""
+    """Return the text that follows a prompt; an empty prompt starts after the end-of-text token."""
     import torch
 
     from rebind.nn import RebindForCausalLM, recorded_decoding

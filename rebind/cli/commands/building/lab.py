@@ -57,8 +57,8 @@ def lab(
         _list(terminal, list(EXPERIMENTS.values()))
         return
     experiment_class = get_experiment(name)
-    words = [*(overrides or []), *([] if seeds is None else [f"seeds={seeds}"])]
-    experiment = (experiment_class.quick() if quick else experiment_class()).with_settings(words)
+    settings = [*(overrides or []), *([] if seeds is None else [f"seeds={seeds}"])]
+    experiment = (experiment_class.quick() if quick else experiment_class()).with_settings(settings)
     with Phases(terminal) as phases:
 
         def report(done: int, total: int, point: Point) -> None:
@@ -77,14 +77,15 @@ def lab(
 
 def _list(terminal: Terminal, experiments: list[type[Experiment]]) -> None:
     grid = table("experiment", "what it measures, what it answers", "two cores", "GPU", right=("two cores", "GPU"))
-    for one in experiments:
-        grid.add_row(one.name, Text.assemble(one.title, (f"\n{one.answers}", "dim")), one.cpu_time, one.gpu_time)
+    for experiment in experiments:
+        title = Text.assemble(experiment.title, (f"\n{experiment.answers}", "dim"))
+        grid.add_row(experiment.name, title, experiment.cpu_time, experiment.gpu_time)
     grid.columns[0].no_wrap = True
     terminal.print(grid)
     terminal.hint("rebind lab NAME runs one, with --quick in seconds; see rebind lab --help")
     fields = ("name", "title", "answers", "cpu_time", "gpu_time")
-    document = {"experiments": [{field: getattr(one, field) for field in fields} for one in experiments]}
-    terminal.result(document, "\n".join(one.name for one in experiments))
+    document = {"experiments": [{field: getattr(experiment, field) for field in fields} for experiment in experiments]}
+    terminal.result(document, "\n".join(experiment.name for experiment in experiments))
 
 
 def _show(terminal: Terminal, experiment: Experiment, result: ExperimentResult) -> None:

@@ -30,7 +30,7 @@ EXAMPLES = opt.examples(
     note="An interrupted run resumes from its last checkpoint when the same command is run again.",
 )
 
-# Options under the three headings of the help
+# Options by heading of the help
 data_value = partial(opt.value, panel="Data")
 training_value, training_flag = partial(opt.value, panel="Training"), partial(opt.flag, panel="Training")
 model_value, model_flag = partial(opt.value, panel=opt.MODEL), partial(opt.flag, panel=opt.MODEL)
@@ -39,7 +39,7 @@ RECORD = "Record steps as a CUDA graph. [dim]\\[default: on one GPU, up to 400M 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The fields of a TrainConfig that are numbers, names or flags."""
+    """Fields of a TrainConfig that are numbers, names or flags."""
 
     preset: Annotated[
         str,
@@ -164,7 +164,7 @@ def _fields(changes: list[str]) -> dict[str, Any]:
 
 
 def _progress(phases: Phases) -> TrainingProgress:
-    """Show the speed and the losses."""
+    """Return callbacks that show the speed and the losses."""
     from rebind.nn.training import TrainingProgress
 
     def step(update: TrainingUpdate) -> None:
@@ -173,7 +173,7 @@ def _progress(phases: Phases) -> TrainingProgress:
         phases.count("training", update.step, update.steps, note)
 
     def phase(name: str) -> None:
-        if name in ("evaluating", "saving"):  # again and again: no bars of their own
+        if name in ("evaluating", "saving"):  # they recur, so they get no bars of their own
             phases.note("training", name)
         else:
             phases.begin(name)
@@ -184,7 +184,7 @@ def _progress(phases: Phases) -> TrainingProgress:
 def _print(terminal: Terminal, result: TrainingResult) -> None:
     summary = result.summary
     if result.resumed_from == summary["steps"]:
-        terminal.print(f"{result.folder} is already complete: all {summary['steps']:,} steps are done")
+        terminal.print(f"{result.folder} is already complete, with all {summary['steps']:,} steps")
     kinds = ", ".join(dict.fromkeys(summary["layers"]))
     terminal.print(Text(f"{summary['parameters']:,} parameters, layers: {kinds}", style="bold"))
     grid = table("validation", "loss", "perplexity", "tokens", right=("loss", "perplexity", "tokens"))
