@@ -1,13 +1,13 @@
-"""Experiments: what a memory holds, what it forgets and what that costs, measured, drawn and checked.
+"""Experiments on memories: how much they store, what they forget, and what that costs.
 
-- `experiment`: what an experiment is; `catalogue`: all of them, by name
+- `experiment`: the base class; `catalogue`: all experiments by name
 - `run`: measure an experiment into a folder, or resume it
-- `report`, `style`, `theory`: curves and tables, how they are drawn, expected errors of random keys
+- `report`, `style`, `theory`: curves and tables, drawing, expected errors of random keys
 - `closed_form`, `forgetting`, `hopfield`, `ttt_1d`, `cost`: experiments without training
 - `edits`: editing methods in one layer of a language model
 - `retrieval`: the retrieval tasks of Schlag et al., with the experiments `capacity` and `overwrite`
 - `mqar`: multi-query associative recall
-- `stacks`: many small models trained side by side, for `retrieval` and `mqar`
+- `stacks`: many small models trained in parallel, for `retrieval` and `mqar`
 
 To add an experiment, write a subclass of `Experiment` in a module of its own and add it to `catalogue`.
 """

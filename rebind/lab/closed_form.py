@@ -1,7 +1,7 @@
-"""How many associations fit in one matrix, without training: recall error against n/d for sums, deltas and solves.
+"""Capacity of one matrix without training: recall error against n/d for sums, deltas and solves.
 
-n keys get n random values; then the memory is read at every key. The error is ‖Wk − v‖² over ‖v‖², on average: 0 is
-exact recall, 1 is what an empty memory scores.
+n keys get n random values; then the memory is read at every key. The error is the mean of ‖Wk − v‖² / ‖v‖²:
+0 is exact recall, and an empty memory has an error of 1.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ KEYS = {
     "model": "MLP keys of a language model, on text",
 }
 RULES = {
-    "sum": style.look("sum", plotting.RED),
-    "delta": style.look("delta, one pass", plotting.BLUE),
-    "delta-many": style.look("delta, many passes", plotting.CYAN),
-    "ridge": style.look("ridge", plotting.GREEN),
-    "recursive": style.look("recursive, batch by batch", plotting.AMBER, **style.CROSS),
-    "equality": style.look("equality", plotting.VIOLET, marker="D"),
+    "sum": style.line("sum", plotting.RED),
+    "delta": style.line("delta, one pass", plotting.BLUE),
+    "delta-many": style.line("delta, many passes", plotting.CYAN),
+    "ridge": style.line("ridge", plotting.GREEN),
+    "recursive": style.line("recursive, batch by batch", plotting.AMBER, **style.CROSS),
+    "equality": style.line("equality", plotting.VIOLET, marker="D"),
 }
 FLOOR = 1e-6  # smaller errors are drawn here
-WINDOW = 128  # tokens that a language model sees together
+WINDOW = 128  # tokens per window of text
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ClosedForm(Experiment):
     group: int = 16  # keys per recursive step
 
     def batches(self) -> list[list[Point]]:
-        """Return one batch per kind of keys and load: all rules and seeds see the same keys."""
+        """Return one batch per kind of keys and load, in which all rules and seeds have the same keys."""
         require_known("keys", self.keys, KEYS)
         batches = []
         for setting in grid(keys=self.keys, load=self.loads):
@@ -72,8 +72,8 @@ class ClosedForm(Experiment):
         keys, values = (x.to(device) for x in self.associations(points[0]["keys"], points[0]["n"], device))
         errors = {}
         for rule in dict.fromkeys(point["rule"] for point in points):
-            missed = keys @ self._memory(rule, keys, values).mT - values
-            errors[rule] = missed.square().sum((-2, -1)) / values.square().sum((-2, -1))
+            residual = keys @ self._memory(rule, keys, values).mT - values
+            errors[rule] = residual.square().sum((-2, -1)) / values.square().sum((-2, -1))
         return [{"error": float(errors[point["rule"]][point["seed"]])} for point in points]
 
     def associations(self, kind: str, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ class ClosedForm(Experiment):
         return torch.stack([keys[torch.randperm(len(keys), generator=generator)[:n]] for generator in generators])
 
     def _memory(self, rule: str, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the memories [seeds, d_v, d_k] after everything is written."""
+        """Return the memories [seeds, d_v, d_k] after all writes."""
         memory = keys.new_zeros(keys.shape[0], values.shape[-1], keys.shape[-1])
         if rule == "ridge":
             return Write(keys, values, ridge(keys, lam=self.lam).value).apply(memory)
@@ -125,9 +125,9 @@ class ClosedForm(Experiment):
             loads = sorted({*self.loads[:: max(len(self.loads) // 3, 1)], self.loads[-1]})
         lines = []
         for kind in self.keys:
-            for rule, look in RULES.items():
+            for rule, line_style in RULES.items():
                 cells = [[row["error"] for row in select(rows, keys=kind, rule=rule, load=load)] for load in loads]
-                lines.append([kind, look["label"], *(spread(cell) if cell else "–" for cell in cells)])
+                lines.append([kind, line_style["label"], *(spread(cell) if cell else "–" for cell in cells)])
         return Table(["keys", "rule", *(f"n/d = {load:g}" for load in loads)], lines)
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
@@ -140,17 +140,17 @@ class ClosedForm(Experiment):
             yield from self._model_claims(rows)
 
     def _theory_claims(self, sphere: dict[str, Curve], correlated: dict[str, Curve]) -> Iterator[Claim]:
-        d, least = self.width, max(self.width / 4, 1)
-        if ratios := [error / interference(n, d) for n, error in sphere["sum"].points if n > least]:
+        d, min_n = self.width, max(self.width / 4, 1)
+        if ratios := [error / interference(n, d) for n, error in sphere["sum"].points if n > min_n]:
             yield agreement("on the sphere the sum's error is (n−1)/d", ratios, 0.12)
         if ratios := [
-            error / float(delta_errors(int(n), d).mean()) for n, error in sphere["delta"].points if n > least
+            error / float(delta_errors(int(n), d).mean()) for n, error in sphere["delta"].points if n > min_n
         ]:
             yield agreement("the error of one pass of delta is what its recursion predicts", ratios, 0.1)
         if sphere["equality"].x:
-            most = sphere["equality"].x[-1]
+            largest = sphere["equality"].x[-1]
             error = max(sphere["equality"].high + correlated["equality"].high)
-            statement = f"equality is exact up to n = {'d' if most == d else f'{most:g}'}, correlated keys or not"
+            statement = f"equality is exact up to n = {'d' if largest == d else f'{largest:g}'}, correlated keys or not"
             yield Claim(statement, error < 1e-9, f"largest error {error:.0e}")
         if ratios := [error / (1 - d / n) for n, error in sphere["ridge"].points if n > 1.2 * d]:
             yield agreement("beyond n = d the error of least squares is 1 − d/n", ratios, 0.08)
@@ -172,7 +172,7 @@ class ClosedForm(Experiment):
             ratio = sphere["delta-many"].at(2 * d) / sphere["ridge"].at(2 * d)
             statement = "beyond n = d many passes with β = 1 do not reach least squares"
             yield Claim(statement, ratio > 1.5, f"{ratio:.2f} times its error at 2d")
-        if sphere["sum"].has(half) and half > 1:  # a single key has no others to disturb it
+        if sphere["sum"].has(half) and half > 1:  # a single key has no interference
             ratios = {rule: correlated[rule].at(half) / sphere[rule].at(half) for rule in ("sum", "delta")}
             measured = ", ".join(f"{rule} {ratio:.1f} times" for rule, ratio in ratios.items())
             statement = "correlation makes sums and single passes worse"
@@ -228,7 +228,7 @@ class ClosedForm(Experiment):
 def mlp_keys(model: str, layer: int, device: torch.device) -> Tensor:
     """Return the inputs [n, d_k] of one layer's MLP down projection at every token of a text, in windows.
 
-    The first key of each window is left out: it is an outlier, and always the same.
+    The first key of each window is an outlier, and is left out.
     """
     from rebind.evals.drift import BUNDLED_TEXT
     from rebind.models.language_model import LanguageModel

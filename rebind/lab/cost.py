@@ -1,7 +1,7 @@
-"""What memory costs: attention and scans against the length of a sequence, solves against their width and their rows.
+"""The cost of memory: attention and scans by sequence length, solves by width and number of rows.
 
-A time is the best of several runs in one process; on a CPU it is processor time. The *state* is what must be stored to
-process the next token: the keys and values of all tokens so far for attention, the memory for a scan.
+A time is the shortest of several runs in one process; on a CPU it is processor time. The *state* is what must be stored
+to process the next token: the keys and values of all tokens so far for attention, the memory for a scan.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rebind.memory import factor, l2_normalize, ridge
 from rebind.ops import scan_rule
 
 OPS = {
-    "attention": style.look("softmax attention", plotting.INK),
-    "sum": style.look("scan, sum", plotting.RED),
-    "delta": style.look("scan, delta", plotting.BLUE),
+    "attention": style.line("softmax attention", plotting.INK),
+    "sum": style.line("scan, sum", plotting.RED),
+    "delta": style.line("scan, delta", plotting.BLUE),
 }
 SOLVES = {
-    "direct": style.look("direct: factor C + KᵀK", plotting.AMBER),
-    "woodbury": style.look("Woodbury, on a factor of C", plotting.GREEN),
+    "direct": style.line("direct: factor C + KᵀK", plotting.AMBER),
+    "woodbury": style.line("Woodbury, on a factor of C", plotting.GREEN),
 }
 
 
@@ -107,13 +107,13 @@ class Cost(Experiment):
 
     def table(self, rows: Sequence[Row]) -> Table:
         lines = []
-        for op, look in OPS.items():
-            some = select(rows, part="sequence", op=op)
-            state = f"{some[-1]['state_bytes'] / 2**20:.3g} MiB"
-            lines.append([look["label"], *_largest(some, "length", "T"), state])
+        for op, line_style in OPS.items():
+            op_rows = select(rows, part="sequence", op=op)
+            state = f"{op_rows[-1]['state_bytes'] / 2**20:.3g} MiB"
+            lines.append([line_style["label"], *_largest(op_rows, "length", "T"), state])
         for part, x in (("width", "d"), ("rows", "n")):
-            for solve, look in SOLVES.items():
-                lines.append([look["label"], *_largest(select(rows, part=part, solve=solve), x, x), "–"])
+            for solve, line_style in SOLVES.items():
+                lines.append([line_style["label"], *_largest(select(rows, part=part, solve=solve), x, x), "–"])
         return Table(["what", "time", "grows as", "state"], lines)
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
@@ -162,13 +162,13 @@ class Cost(Experiment):
             columns=2,
             size=(5.4, 4.0),
         )
-        for op, look in OPS.items():
-            _draw_fit(times, fastest(rows, "length", op=op), look, "T")
-        states = {"attention": OPS["attention"], "delta": style.look("scans, sum and delta alike", plotting.BLUE)}
+        for op, line_style in OPS.items():
+            _draw_fit(times, fastest(rows, "length", op=op), line_style, "T")
+        states = {"attention": OPS["attention"], "delta": style.line("scans, sum and delta alike", plotting.BLUE)}
         style.draw_groups(state, rows, "length", "state_bytes", "op", states)
         for axes, part, x in ((width, "width", "d"), (count, "rows", "n")):
-            for solve, look in SOLVES.items():
-                _draw_fit(axes, fastest(rows, x, part=part, solve=solve), look, x)
+            for solve, line_style in SOLVES.items():
+                _draw_fit(axes, fastest(rows, x, part=part, solve=solve), line_style, x)
         for axes in figure.axes:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
@@ -178,35 +178,35 @@ class Cost(Experiment):
 
 
 def fastest(rows: Sequence[Row], x: str, **values: Any) -> Curve:
-    """Return the times of the best of the seeds: whatever else a machine does only adds time."""
+    """Return the shortest times over the seeds, because other work of the machine only adds time."""
     times = curve(rows, x, "seconds", **values)
     return Curve(times.x, times.low, times.low, times.high)
 
 
 def exponent(times: Curve) -> float:
-    """Return the exponent over the three largest sizes, where fixed costs no longer count."""
+    """Return the exponent over the three largest sizes, where fixed costs are negligible."""
     return slope(times.x[-3:], times.mean[-3:])
 
 
 def _clock(device: torch.device) -> float:
-    """Return the time in seconds; on a CPU that of this process, which stops while others run."""
+    """Return the time in seconds: on a CPU the processor time of this process."""
     if device.type == "cpu":
         return time.process_time()
-    torch.ones(1, device=device).item()  # waits for everything that was launched
+    torch.ones(1, device=device).item()  # waits for the device
     return time.perf_counter()
 
 
 def _largest(rows: Sequence[Row], x: str, symbol: str) -> tuple[str, str]:
-    """Format the time at the largest size, and how it grows."""
+    """Format the time at the largest size, and the exponent of its growth."""
     largest = max(row[x] for row in rows)
     milliseconds = [1e3 * row["seconds"] for row in rows if row[x] == largest]
     return f"{spread(milliseconds)} ms at {symbol} = {largest}", f"{symbol}^{exponent(fastest(rows, x)):.2f}"
 
 
-def _draw_fit(axes: style.Axes, times: Curve, look: style.Look, symbol: str) -> None:
+def _draw_fit(axes: style.Axes, times: Curve, line_style: style.LineStyle, symbol: str) -> None:
     """Draw the curve, and the straight line fitted to its last three points."""
     power = exponent(times)
-    style.draw(axes, times, **{**look, "label": f"{look['label']}: {symbol}^{power:.2f}"})
-    places = times.x[-3:]
-    center, level = geometric_mean(places), geometric_mean(times.mean[-3:])
-    style.draw_theory(axes, places, [level * (place / center) ** power for place in places])
+    style.draw(axes, times, **{**line_style, "label": f"{line_style['label']}: {symbol}^{power:.2f}"})
+    sizes = times.x[-3:]
+    center, level = geometric_mean(sizes), geometric_mean(times.mean[-3:])
+    style.draw_theory(axes, sizes, [level * (size / center) ** power for size in sizes])

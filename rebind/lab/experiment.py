@@ -1,8 +1,8 @@
-"""What an experiment is: settings, points to measure, and the table, figure and claims that follow from them.
+"""The base class of experiments: settings, points to measure, and a table, a figure and claims.
 
 A *point* is one configuration to measure, such as `{"rule": "delta", "n": 32, "seed": 0}`; a *row* is a point together
 with its results. Points that are measured together form a *batch*. The results of a batch may depend only on the
-settings and on its points, so that a run that was killed and resumed ends with the same numbers as one that was not.
+settings and on its points, so that a run that was interrupted and resumed has the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Row: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement that the measurements support, or do not."""
+    """A statement that is checked against the measurements."""
 
     statement: str
     holds: bool
@@ -48,7 +48,7 @@ class Experiment(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]  # what is measured, in one line
-    answers: ClassVar[str]  # the figure, table or sentence of the literature that it answers
+    answers: ClassVar[str]  # the figure, table or sentence in the literature that it reproduces
     cpu_time: ClassVar[str]  # duration at full size on two CPU cores, or "for a GPU"
     gpu_time: ClassVar[str] = "—"  # duration at full size on one H200, where it was measured
     quick_settings: ClassVar[str]  # `key=value` words that make it small; it still shows the shape of the results
@@ -70,25 +70,25 @@ class Experiment(ABC):
 
     @abstractmethod
     def table(self, rows: Sequence[Row]) -> Table:
-        """Return the numbers that a reader wants to see."""
+        """Return the main results as a table."""
 
     @abstractmethod
     def claims(self, rows: Sequence[Row]) -> Iterable[Claim]:
-        """Yield what the experiment claims, each statement checked against the rows."""
+        """Yield the claims of the experiment, each checked against the rows."""
 
     @abstractmethod
     def figure(self, rows: Sequence[Row]) -> Figure:
         """Draw the rows, with `rebind.lab.style`."""
 
-    def with_settings(self, words: Iterable[str]) -> Self:
+    def with_settings(self, settings: Iterable[str]) -> Self:
         """Return the experiment with `key=value` settings replaced, each read as the type of its default."""
         defaults = {field.name: getattr(self, field.name) for field in fields(self)}
         changes: dict[str, Any] = {}
-        for word in words:
-            name, equals, text = word.partition("=")
+        for setting in settings:
+            name, equals, text = setting.partition("=")
             if not equals:
                 raise InputError(
-                    f"{word!r} is not a setting",
+                    f"{setting!r} is not a setting",
                     expected=f"key=value, where the key is one of {', '.join(defaults)}",
                     code="not_a_setting",
                 )
@@ -100,7 +100,7 @@ class Experiment(ABC):
 
 
 def grid(**values: Iterable[Any]) -> list[Point]:
-    """Return one point per combination of these values; those of the last name vary fastest."""
+    """Return one point per combination of these values; the last name varies fastest."""
     return [dict(zip(values, combination, strict=True)) for combination in product(*values.values())]
 
 
@@ -121,14 +121,14 @@ def _parse(name: str, text: str, default: Any) -> Any:
         return tuple(values) if isinstance(default[0], str) else tuple(sorted(values))
     if isinstance(default, str):
         return text
-    least = 1 if isinstance(default, int) and name != "layer" else 0  # layers are counted from 0
+    minimum = 1 if isinstance(default, int) and name != "layer" else 0  # layers are counted from 0
     try:
         value = type(default)(text)
     except ValueError:
         value = math.nan
-    if not least <= value < math.inf:
+    if not minimum <= value < math.inf:
         kind = "whole" if isinstance(default, int) else "finite"
-        raise _invalid(name, text, f"a {kind} number, {least} or more")
+        raise _invalid(name, text, f"a {kind} number, {minimum} or more")
     return value
 
 

@@ -1,7 +1,7 @@
-"""What a stream of writes leaves of each of them: retention against age for every rule, and the effect of reused keys.
+"""Forgetting in a stream of writes: retention against age for every rule, and the effect of reused keys.
 
-A stream 10·d long is written; then the memory is read at every key ever written. *Retention* is ⟨Wk, v⟩ / ‖v‖²: how
-much of the value itself is still read. The *error* is ‖Wk − v‖² / ‖v‖², which also counts what other writes left at k.
+A stream 10·d long is written; then the memory is read at every key ever written. *Retention* is ⟨Wk, v⟩ / ‖v‖²:
+the part of the value that is still read. The *error* is ‖Wk − v‖² / ‖v‖², which includes interference at k.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Forgetting(Experiment):
         return [grid(part=["appendix-b"], rule=("rfa", "delta")), *stream, *reuse]
 
     def ages(self) -> list[int]:
-        """Return the age at which each group begins: single ages first, then wider and wider groups."""
+        """Return the age at which each group begins: single ages first, then wider groups."""
         ages = [0]
         while (following := max(ages[-1] + 1, round(1.35 * ages[-1]))) < self.writes:
             ages.append(following)
         return ages
 
     def _group(self, age: int) -> slice:
-        """Return the ages that are averaged with this one."""
+        """Return the group of ages that are averaged together, from this one on."""
         return slice(age, next((end for end in self.ages() if end > age), self.writes))
 
     def _distinct_keys(self, pool: float) -> int:
@@ -104,12 +104,12 @@ class Forgetting(Experiment):
         ]
 
     def _measure_reuse(self, rule: str, points: Sequence[Point], device: torch.device) -> list[Row]:
-        """Write every key again and again, each time with a new value; read the latest value, and the one before it."""
-        several, values = self._draw(device)
+        """Write every key repeatedly, each time with a new value; compare reads with its latest and previous values."""
+        keys, values = self._draw(device)
         pool = self._distinct_keys(points[0]["pool"])
-        distinct = several[:, :pool]
+        distinct = keys[:, :pool]
         generator = torch.Generator().manual_seed(pool)
-        # In rounds, so that every key has a latest value and one before it.
+        # In rounds, so that every key has a latest and a previous value.
         rounds = [torch.randperm(pool, generator=generator) for _ in range(self.writes // pool + 1)]
         order = torch.cat(rounds)[-self.writes :]
         read = distinct @ self._memory(rule, distinct[:, order.to(device)], values).mT
@@ -149,7 +149,7 @@ class Forgetting(Experiment):
         return {"mamba2": alpha, "gated_delta": alpha, "rfa": beta}.get(rule, {})
 
     def expected_retention(self, rule: str, age: int) -> float:
-        """Return η (α (1 − ε/d))^age, averaged over a group of ages; least squares shares d directions among all."""
+        """Return η (α (1 − ε/d))^age, averaged over a group of ages; for least squares d/n, at any age."""
         if rule == "recursive":
             return 1 / self.length
         key = torch.eye(1, self.width, dtype=torch.float64)[0]
@@ -165,18 +165,18 @@ class Forgetting(Experiment):
     def table(self, rows: Sequence[Row]) -> Table:
         ages = [min(self.ages(), key=lambda age: abs(age - multiple * self.width)) for multiple in (0, 1, 4)]
         pool, lines = self.pools[-1], []
-        for rule, look in RULES.items():
+        for rule, line_style in RULES.items():
             by_age = [select(rows, part="stream", rule=rule, age=age) for age in ages]
-            cells = [spreads(some, name, digits=2)[0] for name in ("retention", "error") for some in by_age]
+            cells = [spreads(group, name, digits=2)[0] for name in ("retention", "error") for group in by_age]
             cells += spreads(select(rows, part="reuse", rule=rule, pool=pool), "latest", "before", digits=2)
-            lines.append([look["label"], *cells])
+            lines.append([line_style["label"], *cells])
         header = [f"{name} at age {age}" for name in ("retention", "error") for age in ages]
         return Table(["rule", *header, f"reused keys ({pool:g} d): latest", "the one before"], lines)
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
         d = self.width
         stream = {rule: select(rows, part="stream", rule=rule) for rule in RULES}
-        retention = {rule: curve(some, "age", "retention") for rule, some in stream.items()}
+        retention = {rule: curve(stream[rule], "age", "retention") for rule in RULES}
         error = {rule: curve(stream[rule], "age", "error") for rule in ("sum", "delta")}
         gaps = {
             rule: fmean(abs(value - self.expected_retention(rule, int(age))) for age, value in retention[rule].points)
@@ -193,12 +193,12 @@ class Forgetting(Experiment):
         expected = self._expected_delta_errors(old)
         ratios = [error["delta"].at(age) / theory for age, theory in zip(old, expected, strict=True)]
         yield agreement("delta's error grows with age as its recursion predicts", ratios, 0.1)
-        whole = fmean(retention["sum"].at(age) for age in old)
+        mean_retention = fmean(retention["sum"].at(age) for age in old)
         noise = error["sum"].at(4 * d) / interference(self.writes, d)
         yield Claim(
             "sum retains everything, at the price of an error of n/d",
-            abs(whole - 1) < 0.05 and abs(noise - 1) < 0.1,
-            f"retention {whole:.3f}, error over theory {noise:.3f}",
+            abs(mean_retention - 1) < 0.05 and abs(noise - 1) < 0.1,
+            f"retention {mean_retention:.3f}, error over theory {noise:.3f}",
         )
         first = {row["rule"]: row["first"] for row in select(rows, part="appendix-b")}
         yield Claim(
@@ -206,6 +206,9 @@ class Forgetting(Experiment):
             abs(first["delta"] - 1) < 1e-12 and abs(first["rfa"] - 0.5) < 1e-12,
             f"delta {first['delta']:g}, RFA {first['rfa']:g}",
         )
+        yield from self._reuse_claims(rows)
+
+    def _reuse_claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
         reuse = {rule: select(rows, part="reuse", rule=rule, pool=self.pools[0]) for rule in RULES}
         missed = {rule: fmean(row["error"] for row in reuse[rule]) for rule in ("delta", "sum", "recursive")}
         yield Claim(
@@ -213,7 +216,7 @@ class Forgetting(Experiment):
             missed["delta"] < 0.25 < 0.7 < min(missed["sum"], missed["recursive"]),
             ", ".join(f"error of {rule} {value:.2g}" for rule, value in missed.items()),
         )
-        stale = {rule: fmean(row["before"] / row["latest"] for row in some) for rule, some in reuse.items()}
+        stale = {rule: fmean(row["before"] / row["latest"] for row in group) for rule, group in reuse.items()}
         yield Claim(
             "recursive least squares averages the values of a reused key, delta has dropped the earlier one",
             0.7 < stale["recursive"] < 1.4 and abs(stale["delta"]) < 0.1,

@@ -1,8 +1,8 @@
-"""Hopfield networks: how many patterns the classical one stores, and how many more the modern one does.
+"""The capacity of classical and modern Hopfield networks.
 
-Classical: ±1 patterns in a Hebbian matrix; recall starts from a stored pattern, and wrong bits are counted where it
-comes to rest. Modern: the patterns themselves are stored; recall starts from a pattern with an eighth of its bits
-flipped, and counts as retrieved when it ends within 5 % of the pattern's energy.
+Classical: ±1 patterns in a Hebbian matrix; recall starts from a stored pattern, and the wrong bits are counted after
+it has converged. Modern: the patterns themselves are stored; recall starts from a pattern with an eighth of its bits
+flipped, and a pattern is retrieved if recall ends within 5 % of its energy.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Hopfield(Experiment):
         return _share(Classical.store(patterns).recall(cues, steps=self.steps).state != cues)
 
     def _ends(self, load: float, generator: torch.Generator) -> Row:
-        """Count where random starts come to rest: at a pattern or its negative, at a mixture of three, elsewhere."""
+        """Return the shares of random starts that converge to a pattern or its negative, and to a mixture of three."""
         patterns = _signs((max(round(load * self.small), 3), self.small), generator)
         cues = _signs((self.starts, self.small), generator)
         state = Classical.store(patterns).recall(cues, mode="asynchronous", generator=generator).state
@@ -121,12 +121,12 @@ class Hopfield(Experiment):
     def table(self, rows: Sequence[Row]) -> Table:
         lines = []
         for units in self.units:
-            some = select(rows, part="load", units=units)
-            for wanted in (0.1, 0.14, 0.18):
-                load = min(self.loads, key=lambda load: abs(load - wanted))
+            group = select(rows, part="load", units=units)
+            for nominal in (0.1, 0.14, 0.18):
+                load = min(self.loads, key=lambda load: abs(load - nominal))
                 name = f"wrong bits at {load:g} N patterns"
-                lines.append([f"classical, N = {units}", name, *spreads(select(some, load=load), "error")])
-            knee = crossing(curve(some, "load", "error"))
+                lines.append([f"classical, N = {units}", name, *spreads(select(group, load=load), "error")])
+            knee = crossing(curve(group, "load", "error"))
             lines.append([f"classical, N = {units}", "load at 5 % wrong bits", f"{knee:.3f}"])
         for load in RANDOM_LOADS:
             for end in ("pattern", "mixture"):
@@ -162,7 +162,7 @@ class Hopfield(Experiment):
             statement = "below that load the wrong bits are those of mean-field theory"
             yield Claim(statement, 0.5 < measured / theory < 2, f"{measured:.5f} at 0.1 N, theory {theory:.5f}")
         if error.has(0.12, 0.16) and len(errors) > 1:
-            rises = {units: one.at(0.16) - one.at(0.12) for units, one in errors.items()}
+            rises = {units: values.at(0.16) - values.at(0.12) for units, values in errors.items()}
             measured_rises = ", ".join(f"N = {units}: {rise:.3f}" for units, rise in rises.items())
             yield Claim(
                 "the larger the network, the sharper the knee",
@@ -229,14 +229,14 @@ class Hopfield(Experiment):
         self._draw_ends(ends, select(rows, part="ends"))
         shades = cycle((plotting.CYAN, plotting.BLUE, plotting.VIOLET, plotting.PINK, plotting.AMBER))
         for units, color in zip(self.modern, shades, strict=False):
-            look = style.look(f"N = {units}: up to {2 ** (max(self.rates) * units):,.0f} patterns", color)
-            style.draw(modern, curve(rows, "rate", "one", part="modern", units=units), **look)
+            line_style = style.line(f"N = {units}: up to {2 ** (max(self.rates) * units):,.0f} patterns", color)
+            style.draw(modern, curve(rows, "rate", "one", part="modern", units=units), **line_style)
         modern.axvline(0.125, color=plotting.EDGE, lw=1)
         style.note(modern, "2^(N/8)", (0.125, 0.03))
         modern.set_ylim(0, 1.05)
         plotting.legend(modern, loc="lower left", bbox_to_anchor=(0.0, 0.1))
         for name, label, color in (("one", "one step", plotting.BLUE), ("several", f"{STEPS} steps", plotting.GREEN)):
-            style.draw(beta, curve(rows, "beta", name, part="beta"), **style.look(label, color))
+            style.draw(beta, curve(rows, "beta", name, part="beta"), **style.line(label, color))
         beta.set(xscale="log", yscale="log")
         plotting.legend(beta, loc="lower left")
         return figure
@@ -244,7 +244,7 @@ class Hopfield(Experiment):
     def _draw_load(self, axes: style.Axes, rows: Sequence[Row]) -> None:
         shades = ("#fca5a5", "#f87171", "#dc2626", "#991b1b", "#450a0a")
         for units, color in zip(self.units, cycle(shades[-len(self.units) :]), strict=False):
-            style.draw(axes, curve(rows, "load", "error", units=units), **style.look(f"N = {units}", color))
+            style.draw(axes, curve(rows, "load", "error", units=units), **style.line(f"N = {units}", color))
         loads = [BREAKDOWN * step / 80 for step in range(1, 80)]
         style.draw_theory(axes, loads, [mean_field_error(load) for load in loads], "N → ∞")
         axes.axvline(BREAKDOWN, color=plotting.EDGE, lw=1)
@@ -269,7 +269,7 @@ class Hopfield(Experiment):
 
 
 def crossing(values: Curve, level: float = 0.05) -> float:
-    """Return where the curve first rises through the level, interpolated between two points; NaN if it never does."""
+    """Return the x at which the curve first rises through a level, interpolated; NaN if it never does."""
     for (x, low), (next_x, high) in pairwise(values.points):
         if low < level <= high:
             return x + (level - low) / (high - low) * (next_x - x)

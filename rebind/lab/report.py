@@ -1,4 +1,4 @@
-"""Rows grouped into curves, their means and spreads, and the table as Markdown."""
+"""Group rows into curves, format means and spreads, and write the report as Markdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rebind.lab.experiment import Claim, Row, Table
 
 @dataclass(frozen=True)
 class Curve:
-    """One quantity against another, over the seeds."""
+    """One quantity against another: mean and range over the seeds."""
 
     x: list[float]
     mean: list[float]
@@ -24,9 +24,9 @@ class Curve:
         """Return the mean at the measured x nearest to this one."""
         return self.mean[min(range(len(self.x)), key=lambda index: abs(self.x[index] - x))]
 
-    def has(self, *places: float) -> bool:
-        """Return whether all these x were measured."""
-        return all(any(math.isclose(x, place) for x in self.x) for place in places)
+    def has(self, *xs: float) -> bool:
+        """Return whether all of `xs` were measured."""
+        return all(any(math.isclose(x, value) for x in self.x) for value in xs)
 
     @property
     def points(self) -> list[tuple[float, float]]:
@@ -40,15 +40,15 @@ def select(rows: Sequence[Row], **values: Any) -> list[Row]:
 
 
 def curve(rows: Sequence[Row], x: str, y: str, **values: Any) -> Curve:
-    """Return y against x: the mean and the range of all rows that share an x, among those that have these values."""
+    """Return y against x, with the mean and range over all rows that have these `values`."""
     rows = select(rows, **values)
-    places = sorted({row[x] for row in rows})
-    groups = [[row[y] for row in rows if row[x] == place] for place in places]
-    return Curve(places, list(map(fmean, groups)), list(map(min, groups)), list(map(max, groups)))
+    xs = sorted({row[x] for row in rows})
+    groups = [[row[y] for row in rows if row[x] == value] for value in xs]
+    return Curve(xs, list(map(fmean, groups)), list(map(min, groups)), list(map(max, groups)))
 
 
 def learning_curve(rows: Sequence[Row], name: str, every: int) -> Curve:
-    """Return the evaluations in column `name` against the steps; a model that ended early keeps its last value."""
+    """Return the evaluations in column `name` against steps; a model that ended early repeats its last value."""
     rows = [row for row in rows if row[name]]  # a loss that was never finite has no evaluations
     evaluations = max((len(row[name]) for row in rows), default=0)
     last_step = max((row["steps"] for row in rows), default=0)

@@ -1,4 +1,4 @@
-"""Run an experiment into a folder, or resume a run that was stopped or killed.
+"""Run an experiment into a folder, or resume an interrupted run. The folder contains
 
 config.json                the experiment, its settings, the device and the versions: everything needed to repeat it
 points.jsonl               one line per point with its results, appended batch by batch
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ExperimentResult:
-    """What a run measured and where it is stored."""
+    """The results of a run, and their folder."""
 
     folder: Path
     config: dict[str, Any]
@@ -61,42 +61,47 @@ def run_experiment(
     progress: Progress | None = None,
     on_rows: OnRows | None = None,
 ) -> ExperimentResult:
-    """Measure every point that the folder does not hold yet, then write the table and the figure.
+    """Measure every point that is not in the folder yet, then write the table and the figure.
 
     Args:
         experiment: the experiment, with its settings.
-        out: the folder; by default one in runs/ that depends on the experiment, its settings and the device.
-        device: where to measure.
-        progress: is called before each batch and at the end.
-        on_rows: is called after each batch with the rows that this process knows.
+        out: the run folder; by default one in runs/ that depends on the experiment, its settings and the device.
+        device: the device to measure on.
+        progress: called before each batch and at the end.
+        on_rows: called after each batch with the rows measured so far by this process.
     """
     started = time.monotonic()
-    place = usable_device(local_device(device) or "cpu")
-    path = Path(out) if out is not None else default_folder(experiment, place)
-    with open_run_folder(path, "experiment", describe(experiment, place)) as folder:
-        stored, resumed = _measure(experiment, place, folder, progress, on_rows)
-        rows = _rows(stored)
+    used_device = usable_device(local_device(device) or "cpu")
+    path = Path(out) if out is not None else default_folder(experiment, used_device)
+    with open_run_folder(path, "experiment", describe(experiment, used_device)) as folder:
+        lines, resumed = _measure(experiment, used_device, folder, progress, on_rows)
+        rows = _rows(lines)
         claims = _or_warning("claims", lambda: list(experiment.claims(rows))) or []
         if is_writer():
-            table = _or_warning("table", lambda: experiment.table(rows)) or Table([], [])
-            folder.write(TABLE, markdown(experiment.title, experiment.answers, table, claims).encode())
-            if find_spec("matplotlib") is not None:
-                for form, image in (_or_warning("figure", lambda: _images(experiment, rows)) or {}).items():
-                    folder.write(f"{FIGURE}.{form}", image)
+            _write_report(experiment, rows, claims, folder)
     return ExperimentResult(path, folder.config, rows, claims, resumed, time.monotonic() - started)
+
+
+def _write_report(experiment: Experiment, rows: Sequence[Row], claims: Sequence[Claim], folder: RunFolder) -> None:
+    table = _or_warning("table", lambda: experiment.table(rows)) or Table([], [])
+    folder.write(TABLE, markdown(experiment.title, experiment.answers, table, claims).encode())
+    if find_spec("matplotlib") is not None:
+        images = _or_warning("figure", lambda: _images(experiment, rows)) or {}
+        for form, image in images.items():
+            folder.write(f"{FIGURE}.{form}", image)
 
 
 def _measure(
     experiment: Experiment, device: torch.device, folder: RunFolder, progress: Progress | None, on_rows: OnRows | None
 ) -> tuple[list[Row], int]:
-    """Measure the batches that the folder does not hold; return all points with results, and how many were there.
+    """Measure the batches that are not in the folder; return all lines, and the number of points measured before.
 
-    Several processes share the batches. What each one finishes is stored at once, and merged in order at the end.
+    Batches are divided between processes. Each batch is stored when it is finished, and merged in order at the end.
     """
     batches, lines, finished = experiment.batches(), folder.rows(POINTS), FinishedUnits(folder)
 
     def merge() -> list[Row]:
-        """Append finished batches to those in the file; return its lines."""
+        """Append finished batches to the file, in order; return its lines."""
         later = finished.read()
         completed = _count_completed(lines, batches)
         stored = lines.truncate(sum(map(len, batches[:completed])))
@@ -108,8 +113,8 @@ def _measure(
 
     def find_missing() -> list[Any]:
         merged = merge()
-        done, later = _count_completed(lines, batches), finished.read()
-        return [merged, [number for number in range(done, len(batches)) if number not in later]]
+        completed, later = _count_completed(lines, batches), finished.read()
+        return [merged, [number for number in range(completed, len(batches)) if number not in later]]
 
     stored, missing = from_writer(find_missing, "stored points")
     total = sum(map(len, batches))
@@ -119,9 +124,12 @@ def _measure(
         if progress is not None:
             progress(min(done, total), total, batch[0])
         results = experiment.measure(batch, device)
-        measured = [{"point": point, "result": result} for point, result in zip(batch, results, strict=True)]
-        lines.append(measured) if in_order else finished.add(number, measured)
-        stored += measured
+        new_lines = [{"point": point, "result": result} for point, result in zip(batch, results, strict=True)]
+        if in_order:
+            lines.append(new_lines)
+        else:
+            finished.add(number, new_lines)
+        stored += new_lines
         if on_rows is not None:
             on_rows(_rows(stored))
         done += ranks().count * len(batch)
@@ -134,13 +142,13 @@ def _measure(
 
 
 def describe(experiment: Experiment, device: torch.device) -> dict[str, Any]:
-    """Return what config.json holds; a run is resumed only if all of it is the same."""
+    """Return the content of config.json. A run is resumed only if it is the same."""
     on_cpu = device.type == "cpu"
     return {
         "experiment": experiment.name,
         "settings": asdict(experiment),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads() if on_cpu else None,  # they change the order of a CPU's sums
+        "threads": torch.get_num_threads() if on_cpu else None,  # they determine the order of sums
         "versions": {"rebind": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
@@ -149,12 +157,12 @@ def default_folder(experiment: Experiment, device: torch.device) -> Path:
     """Return a folder in runs/ for this experiment, its settings and its device."""
     digest = sha256(json.dumps(asdict(experiment)).encode()).hexdigest()[:6]
     size = {type(experiment)(): "", experiment.quick(): "-quick"}.get(experiment, f"-{digest}")
-    place = "" if device.type == "cpu" else f"-{device.type}"
-    return Path("runs") / f"lab-{experiment.name}{size}{place}"
+    suffix = "" if device.type == "cpu" else f"-{device.type}"
+    return Path("runs") / f"lab-{experiment.name}{size}{suffix}"
 
 
 def _count_completed(lines: JsonLines, batches: Sequence[Sequence[Point]]) -> int:
-    """Return how many batches, from the first one on, are stored completely."""
+    """Return how many of the first batches are stored completely."""
     points = [line.get("point") for line in lines.read()]
     start = 0
     for number, batch in enumerate(batches):
@@ -182,13 +190,13 @@ def _images(experiment: Experiment, rows: Sequence[Row]) -> dict[str, bytes]:
     return {form: render(figure, form) for form in ("png", "svg")}
 
 
-def _or_warning(what: str, make: Callable[[], T]) -> T | None:
-    """Make something of the rows; if the settings leave too few of them, warn and go on: the measurements stay."""
+def _or_warning(name: str, compute: Callable[[], T]) -> T | None:
+    """Return a part of the report, or warn and return None if the settings leave too few points for it."""
     try:
-        return make()
+        return compute()
     except (LookupError, TypeError, ValueError, ZeroDivisionError) as problem:
         warnings.warn(
-            f"There is no {what}, because these settings leave too few points for it ({problem}). "
+            f"There is no {name}, because these settings leave too few points for it ({problem}). "
             f"The measurements are in {POINTS}.",
             RebindWarning,
             stacklevel=3,

@@ -1,11 +1,11 @@
-"""Many small models trained side by side, as one stack.
+"""Train many small models in parallel, as one stack.
 
 Row i of every tensor belongs to model i and no operation mixes rows, so each model learns what it would learn alone,
-while one kernel launch serves all of them. Models may differ in size: smaller parameters are padded with zeros, which
+but one kernel launch serves all of them. Models may differ in size: smaller parameters are padded with zeros, which
 stay zero as long as the loss does not depend on them.
 
 On a GPU a step is recorded as a CUDA graph and replayed, and every stack has a stream, so that several stacks can train
-at the same time. Whatever uses the tensors of a stack belongs into `with torch.cuda.stream(stack.stream)`.
+at the same time. Code that uses the tensors of a stack must run in `with torch.cuda.stream(stack.stream)`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rebind.lab.experiment import Point, Row
 Parameters: TypeAlias = dict[str, Tensor]  # [models, ...] each
 Lesson: TypeAlias = tuple[Tensor, ...]  # what one step learns from: [models, ...] each
 
-MEAN, SQUARE, SMALL = 0.9, 0.999, 1e-8  # Adam's β₁, β₂ and ε
+BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8  # Adam's β₁, β₂ and ε
 
 
 class ModelStack:
@@ -33,10 +33,10 @@ class ModelStack:
         models: the initial parameters of each model.
         rates: the learning rate of each model.
         loss: computes the loss of each model, [models], from all parameters and a lesson.
-        device: where the models train.
-        weight_decay: decoupled, as in AdamW.
-        clip: shorten gradients to length 1, and skip those that are not finite.
-        cosine_steps: let the rates fall to zero over this many steps, as a cosine. None: constant rates.
+        device: the device to train on.
+        weight_decay: decoupled weight decay, as in AdamW.
+        clip: clip gradients to norm 1, and set entries that are not finite to 0.
+        cosine_steps: decay the rates to zero over this many steps, along a cosine; by default they are constant.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class ModelStack:
         return {name: part.unflatten(1, shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
 
     def step(self, lesson: Lesson) -> None:
-        """Take one step with every model. On a GPU the second step with these shapes and all later ones are replays."""
+        """Take one step with every model. On a GPU, steps after the first with these shapes are replayed."""
         if self.stream is None:
             self._step(lesson)
             return
         shapes = tuple(tensor.shape for tensor in lesson)
         if shapes not in self._recordings:
             inputs = tuple(tensor.clone() for tensor in lesson)
-            self._step(inputs)  # compiles kernels, which cannot be done while recording
+            self._step(inputs)  # compiles kernels, which is not possible while recording
             graph = torch.cuda.CUDAGraph()
             # Graphs recorded on one stream share a workspace of cuBLAS, which stacks that train together must not.
             with torch.cuda.graph(graph, stream=self.stream):
@@ -90,7 +90,7 @@ class ModelStack:
         graph.replay()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Continue with these models alone."""
+        """Keep only these models."""
         self._recordings.clear()
         self.theta = self.theta.detach()[list(rows)].requires_grad_()
         self._mean, self._square, self._rates = (x[list(rows)] for x in (self._mean, self._square, self._rates))
@@ -109,10 +109,10 @@ class ModelStack:
         if self._cosine_steps is not None:
             rates = rates * (0.5 + 0.5 * torch.cos(self._count * (math.pi / self._cosine_steps)))
         self._count += 1
-        self._mean.lerp_(gradient, 1 - MEAN)
-        self._square.mul_(SQUARE).addcmul_(gradient, gradient, value=1 - SQUARE)
-        mean_bias, square_bias = (-torch.expm1(self._count * math.log(beta)) for beta in (MEAN, SQUARE))
-        root = (self._square / square_bias).sqrt_().add_(SMALL)
+        self._mean.lerp_(gradient, 1 - BETA_1)
+        self._square.mul_(BETA_2).addcmul_(gradient, gradient, value=1 - BETA_2)
+        mean_bias, square_bias = (-torch.expm1(self._count * math.log(beta)) for beta in (BETA_1, BETA_2))
+        root = (self._square / square_bias).sqrt_().add_(EPSILON)
         if self._weight_decay:
             self.theta.mul_(1 - rates * self._weight_decay)
         self.theta.sub_(self._mean.div(root).mul_(rates / mean_bias))
@@ -123,21 +123,21 @@ class StackTraining(ABC):
 
     Args:
         stack: the models.
-        points: what each of them stands for, by any index.
-        steps: how many steps a model takes at most.
+        points: the point of each model, by index.
+        steps: the maximum number of steps of a model.
         every: steps between evaluations.
     """
 
     def __init__(self, stack: ModelStack, points: Mapping[int, Point], *, steps: int, every: int) -> None:
         self.stack, self.points, self.most_steps, self.every = stack, points, steps, every
-        self.members = list(points)  # of the points, those with a model in the stack
+        self.members = list(points)  # indices of the points whose models are still in the stack
         self.history: dict[int, list[float]] = {index: [] for index in points}  # a score per evaluation
         self.steps = 0
         self._scores = torch.empty(0)
 
     @abstractmethod
     def draw_lessons(self, count: int) -> Iterable[Lesson]:
-        """Draw what the members learn from in this many steps."""
+        """Draw the lessons of the members for this many steps."""
 
     @abstractmethod
     def evaluate(self) -> Tensor:
@@ -145,7 +145,7 @@ class StackTraining(ABC):
 
     @abstractmethod
     def ended(self, scores: dict[int, Any]) -> dict[int, Row]:
-        """Return the rows of the members that end with these scores."""
+        """Return the rows of the members whose training ends with these scores."""
 
     def start_round(self) -> None:
         """Take the steps up to the next evaluation, and evaluate. On a GPU this does not wait for them."""
@@ -157,7 +157,7 @@ class StackTraining(ABC):
         self.steps += count
 
     def finish_round(self) -> dict[int, Row]:
-        """Read the evaluation; remove the models that end with it, and return their rows."""
+        """Read the evaluation, remove the models whose training ends, and return their rows."""
         with torch.cuda.stream(self.stack.stream):
             rows = self.ended(dict(zip(self.members, self._scores.tolist(), strict=True)))
             if rows:
@@ -168,7 +168,7 @@ class StackTraining(ABC):
 
 
 def train_all(trainings: Iterable[StackTraining]) -> list[Row]:
-    """Train stacks in turn, on a GPU at the same time, and return the rows in the order of their indices."""
+    """Train stacks in turn, or on a GPU at the same time, and return the rows in the order of their indices."""
     rows: dict[int, Row] = {}
     while trainings := [training for training in trainings if training.members]:
         for training in trainings:

@@ -25,18 +25,18 @@ from rebind.ops import scan_rule
 
 RULES = {rule: style.RULES[rule] for rule in ("sum", "mamba2", "rfa", "delta", "longhorn", "gated_delta")}
 MODES = {  # of gradient descent
-    "online": style.look("online", plotting.BLUE),
-    "mini-batch": style.look("mini-batches of 16", plotting.VIOLET),
-    "batch": style.look("batch", plotting.AMBER),
+    "online": style.line("online", plotting.BLUE),
+    "mini-batch": style.line("mini-batches of 16", plotting.VIOLET),
+    "batch": style.line("batch", plotting.AMBER),
 }
-MINI_BATCHES = {"online": 1, "mini-batch": 16, "batch": None}  # how many tokens use the gradient at one state
+MINI_BATCHES = {"online": 1, "mini-batch": 16, "batch": None}  # tokens whose gradients are taken at one state
 STARTS = {
-    "zero": style.look("online, from W₀ = 0", plotting.BLUE),
-    "learned": style.look("online, from a learned W₀", plotting.CYAN),
-    "solved": style.look("least squares, from 0", plotting.GREEN),
+    "zero": style.line("online, from W₀ = 0", plotting.BLUE),
+    "learned": style.line("online, from a learned W₀", plotting.CYAN),
+    "solved": style.line("least squares, from 0", plotting.GREEN),
 }
 TASK_SPREAD = 0.5  # distance of a task from the mean task, relative to the length of the mean
-LEFT = 0.1  # share of the squared error at which a task counts as learned
+LEARNED_ERROR = 0.1  # share of the squared error at which a task counts as learned
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,13 @@ class Ttt1d(Experiment):
         mean = torch.randn(width, generator=generator, dtype=torch.float64)
         mean = mean / mean.norm() * math.sqrt(width)
         starts = {"learned": self._learned_start(mean, generator)}
-        wanted, keys = (x.to(device) for x in _draw_tasks(self.tasks, 4 * width, mean, generator))
+        slopes, keys = (x.to(device) for x in _draw_tasks(self.tasks, 4 * width, mean, generator))
         rows = []
         for point in points:
             start = starts.get(point["start"], torch.zeros_like(mean))
-            states = (_least_squares if point["start"] == "solved" else _online)(start.to(device), wanted, keys)
-            left = (states - wanted.unsqueeze(1)).square().sum(-1).mean(0) / wanted.square().sum(-1).mean()
-            rows.append({"tokens": _first_below(left.tolist()), "off": float((start - mean).norm() / mean.norm())})
+            states = (_least_squares if point["start"] == "solved" else _online)(start.to(device), slopes, keys)
+            error = (states - slopes.unsqueeze(1)).square().sum(-1).mean(0) / slopes.square().sum(-1).mean()
+            rows.append({"tokens": _first_below(error.tolist()), "off": float((start - mean).norm() / mean.norm())})
         return rows
 
     def _learned_start(self, mean: Tensor, generator: torch.Generator) -> Tensor:
@@ -132,15 +132,17 @@ class Ttt1d(Experiment):
         optimizer = torch.optim.Adam([start])
         for step in range(self.outer):
             optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / self.outer)
-            wanted, keys = _draw_tasks(32, max(len(mean) // 2, 1), mean, generator)
-            loss = (_online(start, wanted, keys)[:, -1] - wanted).square().sum(-1).mean() / len(mean)
+            slopes, keys = _draw_tasks(32, max(len(mean) // 2, 1), mean, generator)
+            loss = (_online(start, slopes, keys)[:, -1] - slopes).square().sum(-1).mean() / len(mean)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         return start.detach()
 
     def table(self, rows: Sequence[Row]) -> Table:
-        names = {rule: look["label"] for rule, look in RULES.items()} | {mode: f"descent, {mode}" for mode in MODES}
+        names = {rule: line_style["label"] for rule, line_style in RULES.items()} | {
+            mode: f"descent, {mode}" for mode in MODES
+        }
         lines = []
         for task in ("line", "step"):
             target = float(self.slopes(task)[-1])
@@ -148,9 +150,9 @@ class Ttt1d(Experiment):
                 ends = [row["memory"][-1] for row in select(rows, part="trajectory", task=task, by=by)]
                 lines.append([f"{task}: W at the end, w* = {target:g}", name, spread(ends)])
         for width in self.widths:
-            for start, look in STARTS.items():
+            for start, line_style in STARTS.items():
                 cells = spreads(select(rows, part="juicing", width=width, start=start), "tokens")
-                lines.append([f"tokens to a tenth of the error, d = {width}", look["label"], *cells])
+                lines.append([f"tokens to a tenth of the error, d = {width}", line_style["label"], *cells])
         gap = max(row["gap"] for row in select(rows, part="theorem"))
         lines.append(["Theorem 1: batch descent against linear attention", "largest difference", f"{gap:.0e}"])
         return Table(["measured", "by", "value"], lines)
@@ -161,19 +163,19 @@ class Ttt1d(Experiment):
         online, delta = (select(rows, part="trajectory", by=by) for by in ("online", "delta"))
         gap = max(
             abs(a - b)
-            for one, other in zip(online, delta, strict=True)
-            for a, b in zip(one["memory"], other["memory"], strict=True)
+            for online_row, delta_row in zip(online, delta, strict=True)
+            for a, b in zip(online_row["memory"], delta_row["memory"], strict=True)
         )
         statement = "online descent with rate η is the delta rule with β = 2η"
         yield Claim(statement, gap < 1e-12, f"largest difference {gap:.0e}")
         steps = {by: select(rows, part="trajectory", task="step", by=by) for by in [*RULES, *MODES]}
-        distance = {by: max(abs(row["memory"][-1] + 1) for row in some) for by, some in steps.items()}
+        distance = {by: max(abs(row["memory"][-1] + 1) for row in group) for by, group in steps.items()}
         follow = ("delta", "longhorn", "gated_delta", "rfa", "mamba2", "online")
-        shown = ("delta", "gated_delta", "rfa", "sum", "batch")
+        reported = ("delta", "gated_delta", "rfa", "sum", "batch")
         yield Claim(
             "after the slope jumps, every rule that decays or corrects finds the new one; sums do not",
             max(distance[by] for by in follow) <= 0.35 and min(distance["sum"], distance["batch"]) > 0.5,
-            "off by " + ", ".join(f"{by} {distance[by]:.2f}" for by in shown),
+            "off by " + ", ".join(f"{by} {distance[by]:.2f}" for by in reported),
         )
         tokens = {start: curve(rows, "width", "tokens", part="juicing", start=start) for start in STARTS}
         wide = [(width, count) for width, count in tokens["zero"].points if width >= 4]
@@ -187,7 +189,7 @@ class Ttt1d(Experiment):
         shares = [count / width for width, count in tokens["solved"].points]
         yield Claim(
             "least squares needs nine tenths of d: one direction per token",
-            all(abs(share - (1 - LEFT)) < 0.08 for share in shares),
+            all(abs(share - (1 - LEARNED_ERROR)) < 0.08 for share in shares),
             f"{min(shares):.2f} d to {max(shares):.2f} d",
         )
 
@@ -213,8 +215,8 @@ class Ttt1d(Experiment):
                 label = {"label": "RFA; Mamba-2 with dt = 1 − α"} if rule == "rfa" else {}
                 style.draw(axes, _path(rows, task, rule), **{**RULES[rule], **label, "marker": ""})
         plotting.legend(line, loc="lower right")
-        for mode, look in MODES.items():
-            style.draw(modes, _path(rows, "step", mode), **look, marker="")
+        for mode, line_style in MODES.items():
+            style.draw(modes, _path(rows, "step", mode), **line_style, marker="")
         summed = _path(rows, "step", "sum")
         scaled = [2 * self.rate * memory for memory in summed.mean[::6]]
         circles: dict[str, Any] = {"ms": 4.5, "mfc": "none", "mec": plotting.RED, "mew": 1.2}
@@ -231,14 +233,15 @@ class Ttt1d(Experiment):
 
 
 def expected_tokens(width: int, start: str) -> float:
-    """Return how many tokens theory predicts.
+    """Return the number of tokens that theory predicts.
 
-    Online, each unit key removes 1/d of the error, so (1 − 1/d)^t of it is left. Least squares: a direction per token.
+    Online, each unit key removes 1/d of the error, so (1 − 1/d)^t of it remains after t tokens. Least squares learns
+    one direction per token.
     """
     if start == "solved":
-        return (1 - LEFT) * width
+        return (1 - LEARNED_ERROR) * width
     first_error = 1.0 if start == "zero" else TASK_SPREAD**2 / (1 + TASK_SPREAD**2)
-    return math.log(LEFT / first_error) / math.log(1 - 1 / width)
+    return math.log(LEARNED_ERROR / first_error) / math.log(1 - 1 / width)
 
 
 def _draw_tasks(count: int, length: int, mean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -248,35 +251,35 @@ def _draw_tasks(count: int, length: int, mean: Tensor, generator: torch.Generato
     return mean + TASK_SPREAD * offsets, l2_normalize(keys)
 
 
-def _online(start: Tensor, wanted: Tensor, keys: Tensor) -> Tensor:
+def _online(start: Tensor, slopes: Tensor, keys: Tensor) -> Tensor:
     """Return the memories [tasks, T + 1, d] before and after each token of delta writes with β = 1, values w*·k."""
-    states = [start.expand_as(wanted)]
+    states = [start.expand_as(slopes)]
     for key in keys.unbind(1):
-        error = ((wanted - states[-1]) * key).sum(-1, keepdim=True)
+        error = ((slopes - states[-1]) * key).sum(-1, keepdim=True)
         states.append(states[-1] + error * key)
     return torch.stack(states, dim=1)
 
 
-def _least_squares(start: Tensor, wanted: Tensor, keys: Tensor) -> Tensor:
-    """Return the same for least squares, one key at a time."""
+def _least_squares(start: Tensor, slopes: Tensor, keys: Tensor) -> Tensor:
+    """Return the same memories for recursive least squares."""
     old_keys = Recursive.start(lam=1e-9, width=keys.shape[-1], device=keys.device)
-    states = [start.expand_as(wanted).unsqueeze(1)]  # [tasks, 1, d] each
+    states = [start.expand_as(slopes).unsqueeze(1)]  # [tasks, 1, d] each
     for key in keys.split(1, dim=1):
         solution, old_keys = old_keys.step(key)
-        value = (wanted.unsqueeze(1) * key).sum(-1, keepdim=True)
+        value = (slopes.unsqueeze(1) * key).sum(-1, keepdim=True)
         states.append(Write(key, value, solution.value).apply(states[-1]))
     return torch.cat(states, dim=1)
 
 
 def _first_below(errors: Sequence[float]) -> float:
-    """Return the token at which the error falls below `LEFT`, interpolated; the last one if it never does."""
-    for token, (before, now) in enumerate(pairwise(errors)):
-        if now <= LEFT:
-            return token + (before - LEFT) / (before - now)
+    """Return the token at which the error falls below `LEARNED_ERROR`, interpolated; the last one if it never does."""
+    for token, (before, after) in enumerate(pairwise(errors)):
+        if after <= LEARNED_ERROR:
+            return token + (before - LEARNED_ERROR) / (before - after)
     return float(len(errors))
 
 
 def _path(rows: Sequence[Row], task: str, by: str) -> Curve:
     """Return the memory over time, across seeds."""
-    some = select(rows, part="trajectory", task=task, by=by)
-    return curve([{"t": t + 1, "w": w} for row in some for t, w in enumerate(row["memory"])], "t", "w")
+    trajectories = select(rows, part="trajectory", task=task, by=by)
+    return curve([{"t": t + 1, "w": w} for row in trajectories for t, w in enumerate(row["memory"])], "t", "w")

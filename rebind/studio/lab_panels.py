@@ -65,7 +65,7 @@ def panels(experiment: Experiment) -> list[Panel]:
     return PANELS[experiment.name](experiment)
 
 
-def by(column: str, looks: Mapping[Any, style.Look], y: str, **where: Any) -> list[Series]:
+def by(column: str, looks: Mapping[Any, style.LineStyle], y: str, **where: Any) -> list[Series]:
     """Return one series per value of a column that has a look."""
     return [Series(look["label"], look["color"], y, {**where, column: value}) for value, look in looks.items()]
 

@@ -1,15 +1,15 @@
-"""One layer's weight as the memory of many facts: what each editing method stores, and what it costs.
+"""One layer's weight as the memory of many facts: what each editing method stores, and what it disturbs.
 
-Keys, values and the second moment of old keys are computed once, at one layer of one model, and every method gets the
-same ones: only the gain differs. Two numbers describe each write ΔW. In the weights:
+Keys, values and the second moment of old keys are computed once, at one layer of one model, and are the same for every
+method: only the gain differs. Two numbers describe each write ΔW. In the weights:
 
     realized     1 − Σ‖W'k − v‖² / Σ‖Wk − v‖²          for the new keys
     disturbance  tr(ΔW C ΔWᵀ) / tr(W C Wᵀ)             for the old ones, C = E[kkᵀ]
 
 and in the model: how many of the facts it says, how many neighbors' answers stay, how far it drifts.
 
-A ridge write (MEMIT) minimizes missed + λ · disturbed, so with varying λ its curve bounds all methods: whatever
-realizes as much disturbs the old keys no less. λ is the exchange rate between plasticity and stability.
+A ridge write (MEMIT) minimizes the missed part plus λ times the disturbance, so its curve over λ bounds all methods: no
+method that realizes as much disturbs the old keys less. λ is the exchange rate between plasticity and stability.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, 
 from rebind.lab.report import curve, select, spread
 
 METHODS = {
-    "rome": style.look("ROME, one by one", plotting.RED),
-    "emmet": style.look("EMMET", plotting.VIOLET, marker="D"),
-    "memit": style.look("MEMIT", plotting.BLUE),
-    "batches": style.look("MEMIT, batch by batch", plotting.CYAN),
-    "recursive": style.look("recursive, batch by batch", plotting.GREEN, **style.CROSS),
-    "alphaedit": style.look("AlphaEdit", plotting.AMBER),
+    "rome": style.line("ROME, one by one", plotting.RED),
+    "emmet": style.line("EMMET", plotting.VIOLET, marker="D"),
+    "memit": style.line("MEMIT", plotting.BLUE),
+    "batches": style.line("MEMIT, batch by batch", plotting.CYAN),
+    "recursive": style.line("recursive, batch by batch", plotting.GREEN, **style.CROSS),
+    "alphaedit": style.line("AlphaEdit", plotting.AMBER),
 }
 COLUMNS = {
     "realized": "realized",
@@ -78,39 +78,41 @@ class Edits(Experiment):
 
     def measure(self, points: Sequence[Point], device: torch.device) -> list[Row]:
         from rebind.edit.targets.objective import TargetSettings
-        from rebind.lab.edits.layer import prepare  # needs transformers, which the list of experiments does not
+        from rebind.lab.edits.layer import load_layer  # here, so that listing experiments does not need transformers
 
         targets = TargetSettings(steps=self.steps, rate=self.rate, clamp=self.clamp)
-        memory = prepare(self.model, self.layer, max(self.counts), self.neighbors, targets, self.moment_tokens, device)
+        memory = load_layer(
+            self.model, self.layer, max(self.counts), self.neighbors, targets, self.moment_tokens, device
+        )
         return [
             memory.measure(point["method"], point["n"], point["seed"], point["scale"], self.group) for point in points
         ]
 
     def table(self, rows: Sequence[Row]) -> Table:
-        most = self.counts[-1]
+        largest = self.counts[-1]
         groups: list[tuple[str, int, float]] = [(method, n, 1.0) for method in METHODS for n in self.counts]
-        groups += [("memit", most, scale) for scale in self.scales if scale != 1.0]
+        groups += [("memit", largest, scale) for scale in self.scales if scale != 1.0]
         lines = []
         for method, n, scale in groups:
-            if some := select(rows, method=method, n=n, scale=scale):
-                # Rounded, because the order of the facts alone changes the last bits.
-                cells = [spread([round(row[name], 12) for row in some]) for name in COLUMNS]
+            if group := select(rows, method=method, n=n, scale=scale):
+                # Rounded, because the order of the facts changes the last bits.
+                cells = [spread([round(row[name], 12) for row in group]) for name in COLUMNS]
                 lines.append([METHODS[method]["label"], str(n), f"{scale:g}", *cells])
         return Table(["method", "facts", "λ ×", *COLUMNS.values()], lines)
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
         usual = {method: select(rows, method=method, scale=1.0) for method in self.methods}
-        most = self.counts[-1]
+        largest = self.counts[-1]
         if "emmet" in usual:
             missed = max(abs(1 - row["realized"]) for row in usual["emmet"])
             yield Claim("EMMET realizes all facts exactly", missed < 1e-8, f"{missed:.0e} missed at most")
-        if "rome" in usual and self.counts[0] == 1 and most > 1:
-            alone = max(abs(1 - row["realized"]) for row in select(usual["rome"], n=1))
-            many = min(row["realized"] for row in select(usual["rome"], n=most))
+        if "rome" in usual and self.counts[0] == 1 and largest > 1:
+            single = max(abs(1 - row["realized"]) for row in select(usual["rome"], n=1))
+            many = min(row["realized"] for row in select(usual["rome"], n=largest))
             yield Claim(
                 "ROME realizes one fact exactly, and with many it moves the earlier ones again",
-                alone < 1e-8 and many < 0.999,
-                f"{alone:.0e} missed of one, {1 - many:.2g} of {most}",
+                single < 1e-8 and many < 0.999,
+                f"{single:.0e} missed of one, {1 - many:.2g} of {largest}",
             )
         if {"memit", "recursive"} <= set(usual):
             gap = max(
@@ -120,13 +122,13 @@ class Edits(Experiment):
             )
             statement = "recursive, batch by batch, ends where MEMIT with all facts at once does"
             yield Claim(statement, gap < 1e-4, f"largest gap {gap:.0e}")
-        ridge = select(rows, method="memit", n=most)
+        ridge = select(rows, method="memit", n=largest)
         if len({row["scale"] for row in ridge}) > 2:
             others = [row for method in self.methods if method not in ("memit", "recursive") for row in usual[method]]
-            yield from _lambda_claims(ridge, select(others, n=most))
+            yield from _lambda_claims(ridge, select(others, n=largest))
 
     def figure(self, rows: Sequence[Row]) -> Figure:
-        most = self.counts[-1]
+        largest = self.counts[-1]
         name = "a random model" if self.model == "random" else Path(self.model).name
         figure, (new, old, model_plane, weight_plane) = plotting.panels(
             "One layer as the memory of many facts",
@@ -135,38 +137,38 @@ class Edits(Experiment):
             [
                 ("New", "facts written", "new object likelier than the old"),
                 ("Old", "facts written", "drift: KL(base ‖ edited), nats"),
-                (f"λ trades one for the other, {most} facts", "drift, nats", "new object likelier"),
+                (f"λ trades one for the other, {largest} facts", "drift, nats", "new object likelier"),
                 ("The same in the weights", "disturbance  tr(ΔW C ΔWᵀ) / tr(W C Wᵀ)", "realized of Wk = v"),
             ],
             columns=2,
             size=(5.6, 3.9),
         )
-        looks = {method: METHODS[method] for method in self.methods}
+        styles = {method: METHODS[method] for method in self.methods}
         for axes, measure in ((new, "likelier"), (old, "drift")):
-            style.draw_groups(axes, select(rows, scale=1.0), "n", measure, "method", looks)
+            style.draw_groups(axes, select(rows, scale=1.0), "n", measure, "method", styles)
             axes.set_xscale("log")
             axes.set_xticks(self.counts, [str(n) for n in self.counts])
             axes.minorticks_off()
         new.set_ylim(-0.03, 1.04)
-        self._draw_plane(model_plane, select(rows, n=most), "drift", "likelier")
-        self._draw_plane(weight_plane, select(rows, n=most), "disturbance", "realized")
+        self._draw_plane(model_plane, select(rows, n=largest), "drift", "likelier")
+        self._draw_plane(weight_plane, select(rows, n=largest), "disturbance", "realized")
         plotting.legend_below(figure, columns=3)
         return figure
 
     def _draw_plane(self, axes: style.Axes, rows: Sequence[Row], across: str, up: str) -> None:
-        """Draw MEMIT's curve for varying λ, and the place of every method."""
+        """Draw MEMIT's curve for varying λ, and a point for every method."""
         ridge = select(rows, method="memit")
         x, y = curve(ridge, "scale", across), curve(ridge, "scale", up)
         axes.plot(x.mean, y.mean, color=plotting.BLUE, lw=1.7, marker=".", ms=5, alpha=0.6, zorder=2)
         labels = {min(self.scales): (-8, 5, "right"), 10.0: (7, -11, "left"), max(self.scales): (2, 7, "left")}
-        for scale, place in zip(x.x, zip(x.mean, y.mean, strict=True), strict=True):
+        for scale, point in zip(x.x, zip(x.mean, y.mean, strict=True), strict=True):
             if scale in labels:
                 right, above, side = labels[scale]
-                style.note(axes, f"λ × {scale:g}", place, (right, above), ha=side)
+                style.note(axes, f"λ × {scale:g}", point, (right, above), ha=side)
         for method in self.methods:
-            some = select(rows, method=method, scale=1.0)
-            look = {"marker": "o", "ms": 6.5, "zorder": 5, **METHODS[method], "ls": "none"}
-            axes.plot(fmean(row[across] for row in some), fmean(row[up] for row in some), **look)
+            group = select(rows, method=method, scale=1.0)
+            options = {"marker": "o", "ms": 6.5, "zorder": 5, **METHODS[method], "ls": "none"}
+            axes.plot(fmean(row[across] for row in group), fmean(row[up] for row in group), **options)
         axes.set(xscale="log", ylim=(-0.05, 1.06))
 
 
@@ -191,8 +193,8 @@ def _lambda_claims(ridge: Sequence[Row], others: Sequence[Row]) -> Iterator[Clai
 def distance_to_curve(ridge: Sequence[Row], others: Sequence[Row]) -> float:
     """Return the smallest excess of the others over what MEMIT minimizes, missed + price · disturbance, at every λ."""
     return min(
-        (other["disturbance"] - one["disturbance"]) * one["price"] - (other["realized"] - one["realized"])
-        for one in ridge
+        (other["disturbance"] - row["disturbance"]) * row["price"] - (other["realized"] - row["realized"])
+        for row in ridge
         for other in others
-        if one["seed"] == other["seed"]
+        if row["seed"] == other["seed"]
     )

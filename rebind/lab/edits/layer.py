@@ -1,6 +1,6 @@
-"""One layer of a language model as a memory: keys and values of facts, what methods write, what the model then says.
+"""One layer of a language model as a memory: the keys and values of facts, and the effect of each method's write.
 
-The model is one that exists, or a random one small enough to edit in seconds.
+The model is an existing one, or a random one small enough to edit in seconds.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ END, UNKNOWN = "<end>", "<unknown>"  # its special tokens
 
 
 class LayerMemory:
-    """What every method works with: a layer of a model, facts as keys and values from one target search, the old keys.
+    """A layer of a model, its old keys, and facts as keys and values from one target search, for every method.
 
-    The arguments are the settings of the experiment; `facts` is how many of the bundled ones are written at most.
+    The arguments are the settings of the experiment; `facts` is the maximum number of bundled facts to write.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LayerMemory:
             self.editor = Editor(network.to(device), tokenizer, corpus=corpus, moment_tokens=moment_tokens, guard=None)
         else:
             self.editor = Editor(model, device=device, moment_tokens=moment_tokens, guard=None)
-        self.editor.drift()  # now, while the model is the base model
+        self.editor.drift()  # stores the answers of the base model
         self.neighbors = [
             Prompt(question.prompt, question.answer or record.fact.target)
             for record in records
@@ -77,20 +77,20 @@ class LayerMemory:
 
     def measure(self, method: str, n: int, seed: int, lam_scale: float, group: int) -> Row:
         """Write the first n facts, in the order of a seed, and measure the weights and the model."""
-        chosen = random.Random(seed).sample(range(len(self.facts)), len(self.facts))[:n]
-        keys, values = self.keys[chosen], self.values[chosen]
+        indices = random.Random(seed).sample(range(len(self.facts)), len(self.facts))[:n]
+        keys, values = self.keys[indices], self.values[indices]
         before = memory_of(self.module).double()
         lam = lam_scale * choose_lambda(keys, self.old_keys)
         after = write_all(method, before, keys, values, self.old_keys, lam, group)
-        missing, energy = _missed(before, keys, values), _energy(before, self.old_keys)
+        missing, energy = _squared_error(before, keys, values), _energy(before, self.old_keys)
         row = {
-            "realized": 1 - _missed(after, keys, values) / missing,
+            "realized": 1 - _squared_error(after, keys, values) / missing,
             "disturbance": _energy(after - before, self.old_keys) / energy,
-            "price": lam * energy / missing,  # of disturbance, in shares of what was missing
+            "price": lam * energy / missing,  # of disturbance, relative to what was missing
         }
         with weights_restored([self.module]):
             write_memory(self.module, after)
-            return row | self._ask([self.facts[index] for index in chosen])
+            return row | self._ask([self.facts[index] for index in indices])
 
     def _ask(self, facts: Sequence[Fact]) -> Row:
         """Score the facts, the neighbors and the drift of the model as it is now."""
@@ -110,28 +110,28 @@ def write_all(
     method: str, before: Tensor, keys: Tensor, values: Tensor, old_keys: OldKeys, lam: float, group: int
 ) -> Tensor:
     """Return the weights [d_v, d_k] after a method has written all keys and values, at once or in groups."""
-    chosen = get_method("memit" if method == "batches" else method)
-    lam = lam if chosen.lam is None else chosen.lam
+    edit_method = get_method("memit" if method == "batches" else method)
+    lam = lam if edit_method.lam is None else edit_method.lam
     size = group if method in ("batches", "recursive") else len(keys)
     after: Tensor = before
     earlier: EarlierKeys = keys[:0]
     for k, v in zip(keys.split(size), values.split(size), strict=True):
-        after = Write(k, v, chosen.gain(k, old_keys, lam, earlier)).apply(after)
-        if chosen.remembers:
+        after = Write(k, v, edit_method.gain(k, old_keys, lam, earlier)).apply(after)
+        if edit_method.remembers:
             earlier = add_keys(earlier, k, old_keys)
     return after
 
 
-def _missed(weights: Tensor, keys: Tensor, values: Tensor) -> float:
+def _squared_error(weights: Tensor, keys: Tensor, values: Tensor) -> float:
     return float((keys @ weights.mT - values).square().sum())
 
 
 def _energy(weights: Tensor, old_keys: OldKeys) -> float:
-    """Return tr(W C Wᵀ) = E‖Wk‖² over old keys, with the factor that the methods solve with: never negative."""
+    """Return tr(W C Wᵀ) = E‖Wk‖² over old keys, computed with the factor of C, so that it is never negative."""
     return float((weights @ old_keys.factored.lower).square().sum())
 
 
-prepare = lru_cache(maxsize=1)(LayerMemory)  # for all batches of a run
+load_layer = lru_cache(maxsize=1)(LayerMemory)  # cached for all batches of a run
 
 
 def sentences_of(records: Sequence[Record]) -> list[str]:
@@ -145,7 +145,7 @@ def sentences_of(records: Sequence[Record]) -> list[str]:
 
 
 def random_model(records: Sequence[Record], seed: int = 0) -> tuple[Any, Any, Texts]:
-    """Return a random model, its tokenizer, which has a token for every word of the records, and their text as corpus.
+    """Return a random model, a tokenizer with one token per word of the records, and their text as a corpus.
 
     It knows nothing, but its layers are memories like those of any other model.
     """

@@ -13,14 +13,14 @@ from rebind.lab.report import curve, learning_curve, select
 from rebind.lab.retrieval.training import SOLVED, Retrieval, describe_losses, finite_claim
 
 FEATURES = {
-    "linear": style.look("linear (elu + 1)", plotting.RED),
-    "dpfp-1": style.look("DPFP-1", plotting.CYAN),
-    "dpfp-2": style.look("DPFP-2", plotting.BLUE),
-    "dpfp-3": style.look("DPFP-3", plotting.VIOLET),
-    "favor-64": style.look("FAVOR+, m = 64", "#fcd34d"),
-    "favor-128": style.look("FAVOR+, m = 128", plotting.AMBER),
-    "favor-512": style.look("FAVOR+, m = 512", "#92400e"),
-    "softmax": style.look("softmax", plotting.INK),
+    "linear": style.line("linear (elu + 1)", plotting.RED),
+    "dpfp-1": style.line("DPFP-1", plotting.CYAN),
+    "dpfp-2": style.line("DPFP-2", plotting.BLUE),
+    "dpfp-3": style.line("DPFP-3", plotting.VIOLET),
+    "favor-64": style.line("FAVOR+, m = 64", "#fcd34d"),
+    "favor-128": style.line("FAVOR+, m = 128", plotting.AMBER),
+    "favor-512": style.line("FAVOR+, m = 512", "#92400e"),
+    "softmax": style.line("softmax", plotting.INK),
 }
 # From the authors' logs, one run per point with keys 64 wide: the largest S solved, and the loss at S = 600.
 PUBLISHED = {
@@ -30,7 +30,7 @@ PUBLISHED = {
     "dpfp-3": (340, 0.201),
     "softmax": (340, 0.054),
 }
-PUBLISHED_TOO = {"softmax": ", and 480"}  # solved as well, but no size in between
+ALSO_PUBLISHED = {"softmax": ", and 480"}  # solved as well, but no size in between
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,14 @@ class Capacity(Retrieval):
         published = PUBLISHED if self._is_as_published else {}
         lines = []
         for feature in self.features:
-            some = select(rows, feature=feature)
-            losses = [describe_losses(select(some, size=size)) for size in sizes]
+            feature_rows = select(rows, feature=feature)
+            losses = [describe_losses(select(feature_rows, size=size)) for size in sizes]
             largest, loss = published.get(feature, ("—", "—"))
-            every, most = largest_solved(some)
-            known = f"{largest}{PUBLISHED_TOO.get(feature, '') if published else ''}"
-            lines.append([FEATURES[feature]["label"], *losses, str(loss), f"{every:g}", f"{most:g}", known])
+            by_every, by_most = largest_solved(feature_rows)
+            published_run = f"{largest}{ALSO_PUBLISHED.get(feature, '') if published else ''}"
+            lines.append(
+                [FEATURES[feature]["label"], *losses, str(loss), f"{by_every:g}", f"{by_most:g}", published_run]
+            )
         header = ["φ", *(f"loss at S = {size}" for size in sizes), "published at S = 600"]
         return Table([*header, "largest S solved by every seed", "by most seeds", "by the one published run"], lines)
 
@@ -89,8 +91,8 @@ class Capacity(Retrieval):
         yield finite_claim(rows)
         if self._is_as_published:
             solved = {name: largest_solved(select(rows, feature=name))[1] for name in PUBLISHED if name in losses}
-            measured = ", ".join(f"{name} {most:g} ({PUBLISHED[name][0]})" for name, most in solved.items())
-            holds = all(most >= PUBLISHED[name][0] for name, most in solved.items())
+            measured = ", ".join(f"{name} {size:g} ({PUBLISHED[name][0]})" for name, size in solved.items())
+            holds = all(size >= PUBLISHED[name][0] for name, size in solved.items())
             statement = "most seeds of each solve what its one published run did, or more"
             yield Claim(statement, holds, f"largest S (published): {measured}")
 
@@ -103,9 +105,9 @@ class Capacity(Retrieval):
             size=(5.8, 4.6),
         )
         for feature in self.features:
-            some = select(rows, feature=feature)
-            style.draw(loss, curve(some, "size", "loss"), **FEATURES[feature])
-            largest = select(some, size=self.sizes[-1])
+            feature_rows = select(rows, feature=feature)
+            style.draw(loss, curve(feature_rows, "size", "loss"), **FEATURES[feature])
+            largest = select(feature_rows, size=self.sizes[-1])
             style.draw(learning, learning_curve(largest, "losses", self.every), **FEATURES[feature], ms=1.5)
         loss.axhline(SOLVED, color=plotting.EDGE, lw=1)
         style.note(loss, "solved", (0.99, SOLVED), (0, 1), xycoords=("axes fraction", "data"), ha="right")

@@ -35,11 +35,11 @@ FEATURES: dict[str, tuple[str, dict[str, int]]] = {
     "favor-512": ("favor", {"m": 512}),
     "softmax": ("identity", {}),
 }
-LEAST = 1e-6  # added to the sum that a read is divided by
+EPSILON = 1e-6  # added to the sum that a read is divided by
 
 
 class Reader:
-    """What models with one feature map and one rule read; "tanh" is W ← tanh(W + v φ(k)ᵀ), "softmax" is attention."""
+    """Models with one feature map and one rule; "tanh" is W ← tanh(W + v φ(k)ᵀ), "softmax" is attention."""
 
     def __init__(self, feature: str, rule: str, key_width: int, device: torch.device) -> None:
         kind, options = FEATURES[feature]
@@ -52,8 +52,8 @@ class Reader:
     def initial_parameters(self, size: int, seed: int) -> dict[str, Tensor]:
         """Draw the parameters of one model: N(0, 1) embeddings, and linear maps U(±1/8) with biases.
 
-        Where k·q goes into an exponential, W_K and W_Q start as Xavier's, as in the authors' softmax: with the others
-        the scores of softmax are ±7 at S = 600, one key gets all of the weight, and nothing is ever learned.
+        If k·q goes into an exponential, W_K and W_Q have Xavier's initialization, as in the authors' softmax. With the
+        uniform one, the scores of softmax are ±7 at S = 600, one key gets all of the weight, and nothing is learned.
         """
         generator = torch.Generator().manual_seed(seed)
         key_width, width = self.feature.dim, int(1.1 * 2 * size)
@@ -81,8 +81,8 @@ class Reader:
         sequences = Sequences(*lesson)
         read = self.read(parameters, sequences)
         error = (read - one_hot(sequences.targets, read.shape[-1])).square().sum(-1) / 2
-        counted = sequences.targets >= 0
-        return (error * counted).sum((1, 2)) / counted.sum((1, 2))
+        is_query = sequences.targets >= 0
+        return (error * is_query).sum((1, 2)) / is_query.sum((1, 2))
 
     def read(self, p: Parameters, sequences: Sequences) -> Tensor:
         """Return what each query reads after the writes: [models, B, Q, S]."""
@@ -113,10 +113,10 @@ class Reader:
         """Return c [models, B, Q, L]. Rules that correct use features that sum to one; the others divide by Σ c."""
         assert self.rule is not None
         if not self.rule.reads:
-            products, least = similarity(self.feature, k, q)
+            products, epsilon = similarity(self.feature, k, q)
             factors = self.rule.coefficients(k, check_values=False, **gates)
             weights = faded(products * valid.unsqueeze(-2), factors.decay, factors.write)
-            return weights / (weights.sum(-1, keepdim=True) + least)
+            return weights / (weights.sum(-1, keepdim=True) + epsilon)
         phi_k, phi_q = self.feature.up_to_scale(k), self.feature.up_to_scale(q)
         k_sum, q_sum = (total + (total == 0) for total in (phi_k.sum(-1), phi_q.sum(-1)))
         # Dividing ε and c by the sums costs less than dividing the features. A rule depends on a key's length alone.
@@ -136,8 +136,8 @@ def similarity(feature: Feature, k: Tensor, q: Tensor) -> tuple[Tensor, float | 
         p = functional.relu(torch.cat([k, -k], dim=-1)) * functional.relu(torch.cat([q, -q], dim=-1))
         identity = torch.eye(2 * feature.dim, dtype=p.dtype, device=p.device)
         shifts = torch.stack([identity.roll(shift, dims=1) for shift in range(1, feature.nu + 1)]).sum(0)
-        return (p * (p @ shifts)).sum(-1).unsqueeze(-2), LEAST
-    return (feature(k) @ feature(q).mT).mT, LEAST
+        return (p * (p @ shifts)).sum(-1).unsqueeze(-2), EPSILON
+    return (feature(k) @ feature(q).mT).mT, EPSILON
 
 
 def _favor_similarity(feature: Favor, k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,11 +153,11 @@ def _favor_similarity(feature: Favor, k: Tensor, q: Tensor) -> tuple[Tensor, Ten
     projection = torch.cat([feature.projection, -feature.projection]).to(k) * feature.dim**-0.25
     weights = torch.cat([projection, projection.new_full((len(projection), 1), -(feature.dim**-0.5) / 2)], dim=-1)
     a, b = (torch.cat([x, x.square().sum(-1, keepdim=True)], dim=-1) @ weights.mT for x in (q, k))
-    most = b.detach().amax(-2, keepdim=True)
-    a = a + most
+    largest = b.detach().amax(-2, keepdim=True)
+    a = a + largest
     shift = a.detach().amax(-1, keepdim=True)
-    products = ((b - most).exp() @ (a - shift).exp().mT).mT / feature.width
-    return products, LEAST * (-shift).clamp(-60.0, 80.0).exp()  # beyond the bounds 1e-6 is nothing, or everything
+    products = ((b - largest).exp() @ (a - shift).exp().mT).mT / feature.width
+    return products, EPSILON * (-shift).clamp(-60.0, 80.0).exp()  # beyond the bounds 1e-6 is nothing, or everything
 
 
 def corrected(k: Tensor, q: Tensor, erase: float | Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def _address(p: Parameters, name: str, keys: Tensor, hot: tuple[Tensor, Tensor] 
     table, value_table = _project(p, name), p[f"{name}_value"]
     if hot is None:
         return _look_up(table, keys) + value_table[:, None, : keys.shape[-1]]
-    by_key, by_value = (one.flatten(1, 2) for one in hot)
+    by_key, by_value = (vectors.flatten(1, 2) for vectors in hot)
     return torch.baddbmm(by_key @ table, by_value, value_table).unflatten(1, keys.shape[1:])
 
 

@@ -18,7 +18,7 @@ from rebind.lab.retrieval.models import FEATURES
 from rebind.lab.retrieval.training import SOLVED, Retrieval, describe_losses, finite_claim
 
 RULES = ("sum", "rfa", "tanh", "delta", "gated_delta", "longhorn", "mamba2")
-CLEARLY = 1.2  # a loss is clearly larger than another from this ratio on
+CLEAR_RATIO = 1.2  # from this ratio on, a loss is clearly larger than another
 # From the authors' logs by (φ, rule, S): one run with keys 64 wide, evaluated at length S.
 PUBLISHED = {
     ("dpfp-1", "delta", 20): 7.7e-4,
@@ -66,11 +66,11 @@ class Overwrite(Retrieval):
         for feature in self.features:
             for rule in self.rules:
                 for size in self.sizes:
-                    some = select(rows, feature=feature, rule=rule, size=size)
-                    short, steps = spreads(some, "short", "steps")
-                    known = str(published.get((feature, rule, size), "—"))
+                    group = select(rows, feature=feature, rule=rule, size=size)
+                    short, steps = spreads(group, "short", "steps")
+                    published_loss = str(published.get((feature, rule, size), "—"))
                     label = style.RULES[rule]["label"]
-                    lines.append([feature, label, str(size), describe_losses(some), short, known, steps])
+                    lines.append([feature, label, str(size), describe_losses(group), short, published_loss, steps])
         return Table(["φ", "rule", "S", "loss at length 2S", "loss at length S", "published at S", "steps"], lines)
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
@@ -79,21 +79,21 @@ class Overwrite(Retrieval):
             losses = {rule: curve(rows, "size", "loss", feature=feature, rule=rule).mean for rule in self.rules}
             ratios = {rule: min(a / b for a, b in zip(losses[rule], losses["delta"], strict=True)) for rule in others}
             yield Claim(
-                f"{feature}: the loss of sum, RFA and tanh is over {CLEARLY} times delta's at every S",
-                min(ratios.values()) > CLEARLY,
+                f"{feature}: the loss of sum, RFA and tanh is over {CLEAR_RATIO} times delta's at every S",
+                min(ratios.values()) > CLEAR_RATIO,
                 ", ".join(f"{rule} {ratio:.2f} times or more" for rule, ratio in ratios.items()),
             )
         if "sum" in self.rules:
-            some = select(rows, rule="sum", diverged=False)
-            ratio = min((row["loss"] / row["short"] for row in some), default=0.0)
-            statement = f"the public evaluation, at length S, flattered the sum rule by over {CLEARLY} times"
-            yield Claim(statement, ratio > CLEARLY, f"its loss at 2S is {ratio:.2f} times that at S, or more")
+            sum_rows = select(rows, rule="sum", diverged=False)
+            ratio = min((row["loss"] / row["short"] for row in sum_rows), default=0.0)
+            statement = f"the public evaluation, at length S, flattered the sum rule by over {CLEAR_RATIO} times"
+            yield Claim(statement, ratio > CLEAR_RATIO, f"its loss at 2S is {ratio:.2f} times that at S, or more")
         if "favor-64" in self.features and "delta" in self.rules:
-            some = select(rows, feature="favor-64", rule="delta")
-            worst = max(row["loss"] for row in some)
+            favor_rows = select(rows, feature="favor-64", rule="delta")
+            worst = max(row["loss"] for row in favor_rows)
             yield Claim(
                 "FAVOR+ with the delta rule is finite, and learns",
-                worst < 0.45 and finite_claim(some).holds,
+                worst < 0.45 and finite_claim(favor_rows).holds,
                 f"loss {worst:.3f} at most; an empty memory scores 0.5",
             )
         yield finite_claim(rows)
@@ -109,14 +109,14 @@ class Overwrite(Retrieval):
             size=(4.6, 4.2),
         )
         for rule in self.rules:
-            look = style.RULES[rule]
+            line_style = style.RULES[rule]
             for axes, feature in zip(panels, self.features, strict=True):
-                some = select(rows, feature=feature, rule=rule)
-                style.draw(axes, curve(some, "size", "loss"), **look)
-                short = curve(some, "size", "short")
-                axes.plot(short.x, short.mean, "o", mfc="none", mec=look["color"], ms=5, mew=1.1, alpha=0.8)
-            some = select(rows, feature=middle, rule=rule, size=largest)
-            style.draw(learning, learning_curve(some, "losses", self.every), **look, marker="")
+                group = select(rows, feature=feature, rule=rule)
+                style.draw(axes, curve(group, "size", "loss"), **line_style)
+                short = curve(group, "size", "short")
+                axes.plot(short.x, short.mean, "o", mfc="none", mec=line_style["color"], ms=5, mew=1.1, alpha=0.8)
+            group = select(rows, feature=middle, rule=rule, size=largest)
+            style.draw(learning, learning_curve(group, "losses", self.every), **line_style, marker="")
         for axes in panels:
             style.mark_level(axes, SOLVED, "solved")
             axes.set_yscale("log")

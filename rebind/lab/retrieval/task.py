@@ -16,8 +16,8 @@ from rebind.lab.stacks import Lesson, stack_padded
 class Sequences:
     """Writes and queries for every model. −1 marks padding, which writes nothing and is not counted.
 
-    Where each key and each value occurs once, the order of the writes does not matter: value j is at position j, and
-    `values` is left out.
+    If each key and each value occurs once, the order of the writes does not matter: value j is at position j, and
+    `values` is None.
     """
 
     keys: Tensor  # [models, B, L]
@@ -32,7 +32,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Task:
-    """What the models of a stack learn. Every model has its own generator, so it sees what it would see alone."""
+    """The task of a stack of models. Each model has its own generator, so its sequences are those it would see alone."""
 
     sizes: Sequence[int]  # S of each model: how many keys and values there are
     replacement: bool  # keys and values occur again and the latest counts: 2S writes; otherwise S writes
@@ -40,13 +40,13 @@ class Task:
     def draw_lessons(self, count: int, generators: Sequence[torch.Generator]) -> Sequences:
         """Draw sequences with one query each."""
         keys, values = self._draw_writes(self._lengths, count, generators)
-        places = []
+        positions = []
         for length, generator in zip(self._lengths, generators, strict=True):
             first = keys.shape[-1] - length if self.replacement else 0  # behind the padding
-            places.append(first + torch.randint(length, (count, 1), generator=generator, device=generator.device))
-        chosen = torch.stack(places)
-        queries = keys.gather(-1, chosen)
-        targets = chosen if values is None else latest(keys, values, queries)
+            positions.append(first + torch.randint(length, (count, 1), generator=generator, device=generator.device))
+        position = torch.stack(positions)
+        queries = keys.gather(-1, position)
+        targets = position if values is None else latest(keys, values, queries)
         return Sequences(keys, queries, targets, values)
 
     def draw_tests(self, count: int, generators: Sequence[torch.Generator], *, short: bool = False) -> Sequences:
@@ -70,12 +70,12 @@ class Task:
             noise = [torch.rand(count, size, generator=generator, device=device) for size, _, generator in pairs]
             keys = stack_padded(noise, value=2.0).argsort(-1)
             return keys.masked_fill(keys >= torch.tensor(self.sizes, device=device)[:, None, None], -1), None
-        drawn = [
+        writes = [
             torch.randint(size, (2, count, length), generator=generator, device=device)
             for size, length, generator in pairs
         ]
         longest = max(lengths)
-        keys, values = torch.stack([functional.pad(x, (longest - x.shape[-1], 0), value=-1) for x in drawn], dim=1)
+        keys, values = torch.stack([functional.pad(x, (longest - x.shape[-1], 0), value=-1) for x in writes], dim=1)
         return keys, values
 
 

@@ -1,4 +1,4 @@
-"""How the models of both retrieval experiments are trained, and what is recorded of each."""
+"""Train the models of both retrieval experiments, and record their losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST_TEST_SEED = 10_000  # tests are drawn with other random numbers than lesso
 
 @dataclass(frozen=True)
 class Retrieval(Experiment):
-    """What both experiments share: settings and training."""
+    """The settings and the training of both experiments."""
 
     replacement: ClassVar[bool]  # whether keys occur again
 
