@@ -32,7 +32,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a stack of models. Each model has its own generator, so its sequences are those it would see alone."""
+    """The task of a stack of models. Each model has its own generator, and sees the sequences it would see alone."""
 
     sizes: Sequence[int]  # S of each model: how many keys and values there are
     replacement: bool  # keys and values occur again and the latest counts: 2S writes; otherwise S writes
