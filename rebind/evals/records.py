@@ -11,6 +11,8 @@ from typing import Any, overload
 from rebind.edit.facts.fact import Fact
 from rebind.models.prompts import require_text
 
+MAX_RIVALS = 3
+
 
 @dataclass(frozen=True)
 class Question:
@@ -86,8 +88,8 @@ class Record:
         return {"id": self.id, **replace(self.fact, neighbors=()).to_json(), **present}
 
 
-def with_rivals(records: Sequence[Record], limit: int = 3) -> list[Record]:
-    """Add to each record the answers of up to `limit` others of the same relation: the same template, or the same tag.
+def with_rivals(records: Sequence[Record]) -> list[Record]:
+    """Add to each record the answers of up to three others of the same relation: the same template, or the same tag.
 
     The tag of a relation has no slash, such as P36 in CounterFact; other tags name datasets and cases.
     """
@@ -105,7 +107,7 @@ def with_rivals(records: Sequence[Record], limit: int = 3) -> list[Record]:
         rivals = dict.fromkeys(
             answer for name in relations(record) for answer in answers[name] if answer not in excluded
         )
-        extended.append(replace(record, rivals=tuple(rivals)[:limit]))
+        extended.append(replace(record, rivals=tuple(rivals)[:MAX_RIVALS]))
     return extended
 
 

@@ -221,14 +221,12 @@ class Trunk:
         return states.reshape(*shape, -1, width)
 
     @torch.no_grad()
-    def inputs(
-        self, modules: Sequence[nn.Module], tokens: Tokens, *, cache: Any = None, resume: Resume | None = None
-    ) -> list[Any]:
+    def inputs(self, modules: Sequence[nn.Module], tokens: Tokens, *, resume: Resume | None = None) -> list[Any]:
         """Return the input of each of the modules, [rows, tokens, width]; the run ends at the last one.
 
         For a block these are hidden states, and for routed experts they are `RoutedKeys`.
         """
-        run = self._prepare(tokens, cache, resume)
+        run = self._prepare(tokens, None, resume)
         shape = run.tokens.ids.shape
         inputs: dict[int, Any] = {}
 
@@ -246,7 +244,7 @@ class Trunk:
         with ExitStack() as hooks, self._resuming(run.resume):
             for index, module in enumerate(modules):
                 hooks.enter_context(module.register_forward_pre_hook(partial(record, index), with_kwargs=True))
-            self._run_base(run.tokens, borrow_cache(run.cache))
+            self._run_base(run.tokens)
         return [run.restore(inputs[index]) for index in range(len(modules))]
 
     def logits(self, tokens: Tokens, where: Tensor, *, cache: Any = None, resume: Resume | None = None) -> Tensor:

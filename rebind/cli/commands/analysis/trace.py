@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rebind.cli import options as opt
 from rebind.cli.fact_input import facts_of_file, fits_context, print_skipped, single_fact, valid_facts
@@ -59,7 +59,7 @@ def trace(
             advice='Try `rebind trace "The {Louvre} is in"`',
             code="prompt_or_facts",
         )
-    from rebind.analysis import Tracer, TraceSettings, average_traces, draw_trace
+    from rebind.analysis import Tracer, TraceSettings, average_traces
     from rebind.analysis.traces import KINDS
     from rebind.models.prompts import require_text
 
@@ -81,14 +81,27 @@ def trace(
         traces = _trace(tracer, traced, phases, use_target=target is not None)
     if not terminal.writes:
         return
-    result = traces[0] if facts is None else average_traces(traces)
-    duration = sum(trace.seconds for trace in traces)
-    document = describe(editor) | result.to_json()
-    document |= {"unknown": len(input_facts) - len(traces), "skipped": len(input_facts.skipped)}
     print_skipped(terminal, input_facts)
+    counts = {"unknown": len(input_facts) - len(traces), "skipped": len(input_facts.skipped)}
+    _report(terminal, traces[0] if facts is None else average_traces(traces), traces, describe(editor), counts, out)
+
+
+def _report(
+    terminal: Terminal,
+    result: Trace | AverageTrace,
+    traces: list[Trace],
+    description: dict[str, Any],  # of the model and its edits
+    counts: dict[str, int],  # of facts that were left out
+    out: Path | None,
+) -> None:
+    """Print a trace, and write its files."""
+    from rebind.analysis import draw_trace
+
+    document = description | result.to_json() | counts
     _print(terminal, result)
+    duration, settings = sum(trace.seconds for trace in traces), traces[0].settings
     edits = f" with edits {', '.join(document['active'])}" if document["active"] else ""
-    samples = f"{counted(draws, 'sample')} of noise with standard deviation {traces[0].noise:.3g}"
+    samples = f"{counted(settings.draws, 'sample')} of noise with standard deviation {traces[0].noise:.3g}"
     terminal.hint(f"{document['model']}{edits}: traced in {seconds(duration)} ({samples})")
     files = []
     if out is not None:
