@@ -16,7 +16,7 @@ The library spells a setting as a Python argument (`steps=60`), the command line
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 Spelling = Callable[[str, object], str]  # (name, value) of a setting → how the reader types it
 
@@ -106,17 +106,8 @@ class FieldError(InputError):
 
     default_code = "invalid_field"
 
-    def __init__(
-        self,
-        problem: str,
-        *,
-        field: str = "",
-        expected: str = "",
-        advice: str = "",
-        code: str = "",
-        settings: Mapping[str, object] | None = None,
-    ) -> None:
-        super().__init__(problem, expected=expected, advice=advice, code=code, settings=settings)
+    def __init__(self, problem: str, *, field: str = "", **details: Any) -> None:
+        super().__init__(problem, **details)
         self.field = field
 
 

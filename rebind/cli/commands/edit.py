@@ -53,7 +53,7 @@ class FactOptions:
     paraphrase: Annotated[list[str] | None, opt.value("TEXT", "Another wording of the prompt. Can be repeated.")] = None
     question: Annotated[
         list[str] | None,
-        opt.value("TEXT", "A question that the target answers. Can be repeated.", default="made from the prompt"),
+        opt.value("TEXT", "A question that the target answers. Can be repeated.", default="derived from the prompt"),
     ] = None
     keep: Annotated[
         list[str] | None, opt.value("TEXT", "A prompt about the subject whose answer should stay. Can be repeated.")

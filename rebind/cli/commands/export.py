@@ -54,7 +54,7 @@ def export(
     ] = None,
     no_check: Annotated[
         bool,
-        opt.flag("--no-check", "Do not ask the export for the facts, which takes the memory of a second model."),
+        opt.flag("--no-check", "Skip the check that the export says the facts, which needs memory for a second model."),
     ] = False,
     overwrite: Overwrite = False,
     *,

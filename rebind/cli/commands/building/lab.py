@@ -49,7 +49,7 @@ def lab(
     *,
     terminal: Terminal,
 ) -> None:
-    """Run an experiment on what memories hold, forget and cost; without a name, list the experiments."""
+    """Run an experiment on the capacity, forgetting and cost of memories; without a name, list the experiments."""
     from rebind.lab.catalogue import EXPERIMENTS, get_experiment
     from rebind.lab.run import run_experiment
 
