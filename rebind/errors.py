@@ -143,7 +143,7 @@ class FactWarning(RebindWarning):
 
 
 class LedgerWarning(RebindWarning):
-    """A ledger was read, but part of its files was ignored, or it already holds a related edit."""
+    """A ledger was read, but some of its files were ignored, or it already has a related edit."""
 
 
 class MemoryWarning(RebindWarning):

@@ -102,7 +102,7 @@ def _equality_one_by_one(keys: Tensor, old_keys: OldKeys, lam: float, earlier: E
     if facts > d_k:
         raise InputError(
             f"{facts} facts in one edit are more than the {d_k} dimensions of a key",
-            expected=f"at most {d_k} facts, because each one needs a direction of its own",
+            expected=f"at most {d_k} facts, because each fact needs its own direction",
             advice="Write them in several edits, or use {method}",
             settings={"method": "memit"},
             code="too_many_facts",

@@ -156,7 +156,7 @@ class LanguageModel:
     ) -> list[EncodedPrompt]:
         """Return the tokens of each prompt, behind the start tokens and `context`; see `encode_prompts`.
 
-        With `truncate`, a prompt longer than the context length is not refused.
+        With `truncate`, a prompt may be longer than the context length.
         """
         in_template = [prompt.in_chat() for prompt in prompts] if self.chat else prompts
         opening, limit = self.start if start else (), None if truncate else self.context_length
@@ -174,7 +174,7 @@ class LanguageModel:
     def next_token_log_probs(self, prompts: Sequence[str], *, truncate: bool = False) -> Tensor:
         """Return the log-probabilities of the token after each prompt, [n, vocabulary].
 
-        With `truncate`, a prompt longer than the context length is cut instead of refused.
+        With `truncate`, a prompt longer than the context length is truncated; otherwise it is an error.
         """
         encoded = self.encode([Prompt(prompt) for prompt in prompts], truncate=truncate)
         rows = [prompt.ids[: self.context_length] for prompt in encoded]

@@ -171,7 +171,7 @@ def _loading(source: Path, kind: str, *, advice: str, code: str) -> Iterator[Non
     except Exception as problem:  # transformers, safetensors, accelerate and gguf each have their own
         if "trust_remote_code" in str(problem):
             raise InputError(
-                f"{source} needs code of its own to be loaded as {kind}, and rebind runs no code from model folders",
+                f"{source} needs its own code to be loaded as {kind}, and rebind runs no code from model folders",
                 expected="a model whose code is in transformers",
                 advice="Choose another model, or another copy of it without auto_map in its config files",
                 code="needs_code",

@@ -101,7 +101,7 @@ class _Layout:
 
     @property
     def mentions(self) -> list[int]:
-        """Where each mention of the subject ends, as a word of its own; the marked one is among them."""
+        """Where each mention of the subject as a separate word ends, including the marked one."""
         name = self.prompt[slice(*self.subject)].strip()
         words = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") if name else None
         ends = [match.end() for match in words.finditer(self.prompt, self.begin)] if words else []
@@ -117,7 +117,7 @@ def encode_prompts(
     limit: int | None = None,
     targets: Sequence[tuple[int, ...]] | None = None,
 ) -> list[EncodedPrompt]:
-    """Return the tokens of each prompt behind `context`, in two calls of the tokenizer however many prompts there are.
+    """Return the tokens of each prompt behind `context`, in two calls of the tokenizer for any number of prompts.
 
     The target follows the prompt after a space, unless the prompt ends in white space or an opening bracket or quote,
     or both are in a script written without spaces. A space that ends the prompt moves to the front of the target,

@@ -1,7 +1,7 @@
 """Score how strongly a model believes targets, with many prompts in few forward passes.
 
-Prompts of similar length run together. The keys and values of a prompt are computed once, however many targets follow
-it, and only the tokens of the targets run for each. Results stay on the device until the last batch is done, so
+Prompts of similar length run together. The keys and values of a prompt are computed once for all of its targets,
+and only the tokens of the targets run for each. Results stay on the device until the last batch is done, so
 the device never waits for the host in between.
 """
 

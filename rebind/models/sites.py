@@ -1,8 +1,8 @@
 """Find the sites of a model: the matrix in each block that works as a memory.
 
 In the feed-forward layer of a transformer the first map computes a key from the hidden state, and the last one reads a
-value with it: v = W k (ROME's `W_proj`, MEMIT's `W_out`). That *down projection* is what gets edited. It is found by
-its structure, not by its name:
+value with it: v = W k (ROME's `W_proj`, MEMIT's `W_out`). This *down projection* is what is edited. It is located
+by structure, not by name:
 
 1. the blocks are the longest `ModuleList` in the language model;
 2. in a block, attention and other token mixers are ignored, and so are routed experts;
@@ -133,7 +133,7 @@ def memory_of(module: nn.Module) -> Tensor:
 def write_memory(module: nn.Module, memory: Tensor) -> None:
     """Copy a memory [d_v, d_k] into the weight of a site, cast to its dtype.
 
-    The copy is in place: whatever else holds this weight (a tied tensor, an optimizer) sees the new numbers. A
+    The copy is in place, so tied tensors and optimizers see the new values. A
     quantized weight is not changed; the difference is stored beside it.
     """
     if is_quantized(module):
@@ -243,7 +243,7 @@ def _reject_unknown_experts(path: str, block: nn.Module) -> None:
             continue
         if not kind.__module__.startswith("transformers.models."):  # such as gpt-oss with the kernels for MXFP4
             _require_editable(f"{path}.{name}", module)
-        reason = f"{path}.{name} ({kind.__name__}) holds experts in a layout of its own"
+        reason = f"{path}.{name} ({kind.__name__}) has experts in an unknown layout"
         raise _cannot_edit(reason, "fused experts with a down_proj, as in Mixtral", "unknown_experts")
 
 
@@ -272,7 +272,7 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
 def _is_plain(module: nn.Module) -> bool:
     """Return whether the weight can be read and written as the matrix that the module multiplies by."""
     kind, weight = type(module), getattr(module, "down_proj" if is_experts(module) else "weight", None)
-    # A subclass with a forward of its own may quantize on the fly; those of transformers do not (FalconLinear).
+    # A subclass with its own forward may quantize on the fly; those of transformers do not (FalconLinear).
     is_linear = isinstance(module, (nn.Linear, Conv1D)) and kind.forward in (nn.Linear.forward, Conv1D.forward)
     is_linear = is_linear or kind.__module__.startswith("transformers.models.")
     return is_linear and isinstance(weight, Tensor) and type(weight) in PLAIN_TYPES and weight.dtype in EDITABLE_DTYPES

@@ -44,7 +44,7 @@ def save_model(
     origin = model.config._name_or_path
     if origin and Path(origin).is_dir() and Path(origin).resolve() == folder.resolve():
         raise InputError(
-            f"{folder} holds the base model, without which no edit can be undone",
+            f"{folder} is the folder of the base model, without which no edit can be undone",
             advice="Choose another folder",
             code="folder_of_base_model",
         )

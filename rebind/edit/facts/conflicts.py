@@ -29,7 +29,7 @@ def conflicts(facts: Sequence[Fact]) -> list[Conflict]:
 
 
 def contradictions(facts: Sequence[Fact]) -> list[Conflict]:
-    """Return facts with different targets for the same relation of the same subject, however it is worded.
+    """Return facts with different targets for the same relation of the same subject, in any wording.
 
     The catalog knows which wordings ask for the same relation; other prompts are compared as in `conflicts`.
     """

@@ -1,4 +1,4 @@
 """Editing methods in one layer of a language model.
 
-- `experiment`: what each method stores and what it costs; `layer`: the layer as a memory
+- `experiment`: what each method stores and disturbs; `layer`: the layer as a memory
 """

@@ -76,7 +76,7 @@ def lab(
 
 
 def _list(terminal: Terminal, experiments: list[type[Experiment]]) -> None:
-    grid = table("experiment", "what it measures, what it answers", "two cores", "GPU", right=("two cores", "GPU"))
+    grid = table("experiment", "measures, reproduces", "two cores", "GPU", right=("two cores", "GPU"))
     for experiment in experiments:
         title = Text.assemble(experiment.title, (f"\n{experiment.answers}", "dim"))
         grid.add_row(experiment.name, title, experiment.cpu_time, experiment.gpu_time)
