@@ -20,10 +20,9 @@ from typing import Any
 from rebind.edit import Fact
 from rebind.edit.facts.questions import paraphrases_of, questions_of
 from rebind.edit.facts.relations import RELATIONS, fill
-from rebind.models.generation import continue_prompts
 from rebind.models.judging import first_word, says, says_of_subject
 from rebind.models.language_model import LanguageModel
-from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation
+from rebind.models.prompts import EncodedPrompt, Prompt
 
 DATA = Path(__file__).parent / "data" / "everyday.jsonl"
 FRESH = DATA.with_name("everyday-fresh.jsonl")
@@ -69,8 +68,7 @@ def answers(model: LanguageModel, asked: Sequence[EverydayFact]) -> list[list[st
     """Return the greedy continuation of every prompt of every fact."""
     encoded = [one.prompts(model) for one in asked]
     flat = [prompt for prompts in encoded for prompt in prompts]
-    new = continue_prompts(model.trunk, flat, TOKENS, end_tokens=model.end_tokens)
-    texts = iter(decode_continuation(model.tokenizer, prompt.ids, ids) for prompt, ids in zip(flat, new, strict=True))
+    texts = iter(model.generate_encoded(flat, TOKENS))
     return [[next(texts) for _ in prompts] for prompts in encoded]
 
 

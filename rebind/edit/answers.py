@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from rebind.edit.facts.fact import Fact
 from rebind.edit.outcome import TEXT
 from rebind.edit.targets.framings import framed_prompts
-from rebind.models.generation import continue_prompts
 from rebind.models.judging import says, says_of_subject, sentences
 from rebind.models.language_model import LanguageModel
-from rebind.models.prompts import EncodedPrompt, Prompt, decode_continuation
+from rebind.models.prompts import EncodedPrompt, Prompt
 
 CONTINUATION_TOKENS, CHAT_TOKENS = 12, 40
 
@@ -51,9 +50,7 @@ def free_answers(model: LanguageModel, facts: Sequence[Fact], framings: Sequence
     texts: dict[EncodedPrompt, str] = {}
     for tokens, is_chat in ((CONTINUATION_TOKENS, False), (CHAT_TOKENS, True)):
         prompts = [question.prompt for question in questions if (question.framing == "chat") is is_chat]
-        continuations = continue_prompts(model.trunk, prompts, tokens, end_tokens=model.end_tokens)
-        for prompt, ids in zip(prompts, continuations, strict=True):
-            texts[prompt] = decode_continuation(model.tokenizer, prompt.ids, ids)
+        texts |= dict(zip(prompts, model.generate_encoded(prompts, tokens), strict=True))
     answers: list[list[FreeAnswer]] = [[] for _ in facts]
     for question in questions:
         answer = texts[question.prompt]

@@ -15,7 +15,6 @@ from rebind.edit.ledger.edit import JSON
 from rebind.edit.targets.framings import framed_prompts
 from rebind.edit.targets.kept import SubjectPrompts, first_choices
 from rebind.models.language_model import LanguageModel
-from rebind.models.scoring import score_prompts
 
 MAX_FACTS = 100  # of a larger edit, the first ones are probed
 MAX_KEPT_FACTS = 10  # facts whose kept prompts are probed, too
@@ -103,7 +102,7 @@ class Probe:
         prompts = [prompt for fact in self.facts for prompt in framed_prompts(fact, framing)]
         context = TEXT if framing == "text" else ""
         encoded = self.model.encode(prompts, context=context, start=framing != "plain")
-        return _mean([score.exact for score in score_prompts(self.model.trunk, self.model.tokenizer, encoded)])
+        return _mean([score.exact for score in self.model.score_encoded(encoded)])
 
 
 def neighbor_prompts(fact: Fact, about: SubjectPrompts) -> Sequence[str]:

@@ -15,23 +15,22 @@ TEMPLATE = "{% for turn in messages %}[{{ turn['role'] }}] {{ turn['content'] }}
 
 @pytest.fixture
 def spoken(monkeypatch):
-    """Let a model with a chat template say what the test wants: by the last words of its prompt."""
+    """Return a function that asks a model whose answers depend on the last words of the prompt."""
     texts: dict[str, str] = {}
     tokenizer = tiny.tokenizer()
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     model = LanguageModel(tiny.llama(max_position_embeddings=256), tokenizer)
     asked: list[str] = []
 
-    def answer(trunk, prompts, tokens, **_):
-        asked.extend(tokenizer.decode(prompt.ids) for prompt in prompts)
-        return [prompt.ids for prompt in prompts]
+    def answer(prompts, tokens):
+        questions = [tokenizer.decode(prompt.ids) for prompt in prompts]
+        asked.extend(questions)
+        return [
+            next((says for ending, says in texts.items() if question.rstrip().endswith(ending)), " nothing")
+            for question in questions
+        ]
 
-    def decode(_, ids, __):
-        text = tokenizer.decode(ids)
-        return next((says for ending, says in texts.items() if text.rstrip().endswith(ending)), " nothing")
-
-    monkeypatch.setattr("rebind.edit.answers.continue_prompts", answer)
-    monkeypatch.setattr("rebind.edit.answers.decode_continuation", decode)
+    monkeypatch.setattr(model, "generate_encoded", answer)
 
     def run(framing: str, **answers: str):
         texts.clear()
