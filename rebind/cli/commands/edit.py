@@ -107,6 +107,10 @@ class _Request:
     search: SearchOptions
     skip_bad: bool
 
+    def arguments(self, settings: EditSettings) -> dict[str, Any]:
+        """Return the arguments that `Editor.plan` and `Editor.rewrite_many` have in common."""
+        return {"method": self.method, "layers": self.layers, "lam": self.lam, "targets": settings.targets}
+
 
 def edit(
     facts: Annotated[str, opt.argument("FACTS", "A prompt with its subject in braces, or a file of facts.")],
@@ -156,13 +160,7 @@ def _plan(terminal: Terminal, source: opt.EditorOptions, request: _Request) -> N
     else:
         with Phases(terminal) as phases:
             editor, facts, settings = _open_for(terminal, source, request, phases, "preview")
-            plan = editor.plan(
-                facts.facts,
-                method=request.method,
-                layers=request.layers,
-                lam=request.lam,
-                targets=settings.targets,
-            )
+            plan = editor.plan(facts.facts, **request.arguments(settings))
     print_skipped(terminal, facts)
     _print_plan(terminal, plan)
     terminal.result({"plan": asdict(plan), "skipped": len(facts.skipped)}, f"{plan.seconds:.1f}")
@@ -176,14 +174,7 @@ def _write(terminal: Terminal, source: opt.EditorOptions, request: _Request, *, 
         editor, facts, settings = _open_for(terminal, source, request, phases, "create")
         earlier = len(editor.ledger.edits)
         try:
-            new_edit = editor.rewrite_many(
-                facts.facts,
-                method=request.method,
-                layers=request.layers,
-                lam=request.lam,
-                targets=settings.targets,
-                force=force,
-            )
+            new_edit = editor.rewrite_many(facts.facts, **request.arguments(settings), force=force)
         finally:  # after an interrupt the edit may be in the ledger nevertheless
             for written in editor.ledger.edits[earlier:]:
                 terminal.written_edits[written.id] = undo_command(editor, written, source)
