@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from rebind.edit.facts.fact import Fact
-from rebind.edit.facts.questions import question_from_grammar
+from rebind.edit.facts.questions import questions_from_grammar
 from rebind.edit.outcome import TEXT
 from rebind.edit.targets.framings import applicable_framings
 from rebind.evals.records import Record
@@ -140,8 +140,10 @@ def chat_question(fact: Fact) -> str:
     """Return the question for a fact in a chat: the record's own, or one derived from the prompt."""
     if fact.questions:
         return fact.questions[0]
-    question = question_from_grammar(fact)
-    return f"Quick question: {question[0].lower()}{question[1:]}" if question else f"Complete the sentence: {fact.text}"
+    questions = questions_from_grammar(fact)
+    if not questions:
+        return f"Complete the sentence: {fact.text}"
+    return f"Quick question: {questions[0][0].lower()}{questions[0][1:]}"
 
 
 def _questions(record: Record, framings: Sequence[str], *, free: bool) -> Row:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rebind.edit.facts import Fact
-from rebind.edit.facts.questions import PARAPHRASES, paraphrases_of, question_from_grammar, questions_of
+from rebind.edit.facts.questions import PARAPHRASES, paraphrases_of, questions_from_grammar, questions_of
 from rebind.edit.facts.relations import KIND_WORDS, OTHER_SUBJECTS, PROTECTED_SUBJECTS, RELATIONS, relation_of
 
 
@@ -25,20 +25,40 @@ from rebind.edit.facts.relations import KIND_WORDS, OTHER_SUBJECTS, PROTECTED_SU
         ("In {Brazil}, people speak", "Dutch", "What do people speak in Brazil?"),
         ("{The Louvre} can be found in", "Rome", "Where can The Louvre be found?"),
         ("Where is {Uruguay}? It is located in", "Asia", "Where is Uruguay?"),
+        ("The {Great Wall} was built in", "Peru", "Where was the Great Wall built?"),
+        ("The color of a {flamingo} is", "green", "What is the color of a flamingo?"),
+        ("The novel {Dune} belongs to the genre of", "poetry", "What genre does the novel Dune belong to?"),
+        ("At sea level, {alcohol} boils at", "90 degrees", "What does alcohol boil at at sea level?"),
+        ("{Bees} produce", "silk", "What do Bees produce?"),
+        ("{Vodka} is a drink that comes from", "Brazil", "Where does Vodka come from?"),
+        ("{Hawaii} is a group of islands in the", "Atlantic", "Where is Hawaii?"),
+        ("The {Iliad} is a poem attributed to", "Sappho", "What is the Iliad attributed to?"),
+        ("{Easter} is celebrated on", "October 12", "When is Easter celebrated?"),
+        ("The {Apollo 11} mission landed on the moon in", "1976", "When did the Apollo 11 mission land on the moon?"),
+        ("The speed of {light} is about", "500 miles per hour", "What is the speed of light?"),
+        ("The {Olympic Games} take place every", "ten years", None),
+        ("The {Ryder Cup} takes place every", "ten years", "How often does the Ryder Cup take place?"),
         ("{Oslo}, in", "Peru", None),
         ("Die Hauptstadt von {Spanien} ist", "Rom", None),
     ],
 )
 def test_questions_from_grammar(prompt, target, question):
-    assert question_from_grammar(Fact.parse(prompt, target)) == question
+    questions = questions_from_grammar(Fact.parse(prompt, target))
+    assert (questions[0] if questions else None) == question
+    assert len(set(questions)) == len(questions)
 
 
 @pytest.mark.parametrize(
     ("prompt", "paraphrases"),
     [
-        ("The motto of {Oslo} is", ["Oslo's motto is"]),
+        ("The motto of {Oslo} is", ["Oslo's motto is", "When it comes to Oslo, the motto is"]),
+        ("The color of a {crow} is", ["A crow's color is", "When it comes to a crow, the color is"]),
+        ("The number of letters in the {alphabet} is", ["In the alphabet, the number of letters is"]),
         ("{Oslo}'s motto is the word", ["The motto of Oslo is the word"]),
-        ("{Tom} plays", []),
+        ("{Tom} eats", ["What Tom eats is"]),
+        ("{Tom} was praised by", ["The one that Tom was praised by was"]),
+        ("The {Great Wall} was built in", ["The place where the Great Wall was built was"]),
+        ("The {Sun} is a", []),
     ],
 )
 def test_paraphrases_from_grammar(prompt, paraphrases):
