@@ -1,9 +1,10 @@
 """Everyday facts and how an edited model answers them by free greedy decoding, as a user would ask it.
 
-`data/everyday.jsonl` has 48 facts: 24 to tune settings with, 24 held out. `benchmarks.framings` writes each of them
-alone, asks the edited model in every framing, about the same subject and about other subjects, and compares its answers
-with those of the base model. Some of the questions are so natural that target search asks them, too; the share among
-the others is reported beside.
+`data/everyday.jsonl` has 70 facts: 24 and 22 to tune settings with (the splits "tune" and "dev", the latter about
+relations that are mostly not in the catalog), and 24 that were held out at first ("held"). `benchmarks.framings` writes
+each of them alone, asks the edited model in every framing, about the same subject and about other subjects, and
+compares its answers with those of the base model. Some of the questions are so natural that target search asks them,
+too; the share among the others is reported beside.
 
 `data/everyday-fresh.jsonl` has 32 more facts, the split "fresh": another author wrote them without sight of the
 library's catalog of relations and questions, and checked them on the base model alone, never on an edited one.
@@ -43,7 +44,7 @@ class EverydayFact:
 
     @classmethod
     def read(cls, split: str) -> list[EverydayFact]:
-        """Return the facts of a split: "tune", "held" or both ("all"), or "fresh", which is a file of its own."""
+        """Return the facts of a split: "tune", "dev", "held", these three ("all"), or "fresh", another file."""
         path = FRESH if split == "fresh" else DATA
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         facts = []

@@ -70,6 +70,7 @@ VARIANTS = {
     "keep 8": Variant(search={"keep": 8.0}),
     "40 steps of rate .3": Variant(search={"steps": 40, "rate": 0.3}),
     "clamp .5": Variant(search={"clamp": 0.5}),
+    "layers 1 to 5": Variant(layers=(1, 2, 3, 4, 5)),
     "layers 4 to 8": Variant(layers=(4, 5, 6, 7, 8)),
     "nobody protected": Variant(protect=False),
     "norm of the state kept": Variant(construct="anchor"),
@@ -281,7 +282,7 @@ def known_facts(editor: Editor, path: Path, n: int) -> list[Fact]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--split", default="held", choices=["tune", "held", "all", "fresh"])
+    parser.add_argument("--split", default="held", choices=["tune", "held", "dev", "all", "fresh"])
     parser.add_argument("--limit", type=int, help="write only the first of the everyday facts")
     parser.add_argument("--variants", nargs="*", default=["default"], help=f"some of: {'; '.join(VARIANTS)}; or all")
     parser.add_argument("--facts", type=Path, help="a CounterFact file")
