@@ -76,8 +76,8 @@ KNOWN_MODELS = (
     KnownModel(SEVERAL, "qwen2.5-7b", 28, LLAMA_LAYERS, _search(25, 0.5, 1e-3, 4.0), 15_000.0),
     KnownModel(SEVERAL, "llama-3-8b", 32, LLAMA_LAYERS, _search(25, 0.1, 0.5, 0.75), 15_000.0),
     # In layers 3 to 7, a few facts hold in more wordings than in layers 1 to 5; in layers 4 to 8, some of them are lost
-    # in the middle of a text. Many facts compete, so no target is reached in full: an approximate one is as good, and in
-    # lower layers the edit disturbs the rest of the model less. Keeping the subjects would take room that the facts
+    # in the middle of a text. Many facts compete, so no target is reached in full. An approximate one is as good, and
+    # in lower layers the edit disturbs the rest of the model less. Keeping the subjects would take room that the facts
     # themselves need.
     KnownModel(SEVERAL, "smollm2", 30, (0, 1, 2, 3, 4), MANY_FACTS, source="measured", facts=400),
     KnownModel(SEVERAL, "smollm2", 30, (3, 4, 5, 6, 7), TargetSettings(), source="measured"),
