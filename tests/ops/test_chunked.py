@@ -47,7 +47,7 @@ def test_waves():
 
 
 def test_it_saves_what_it_says():
-    """One state per chunk and T; nothing if no gradient is wanted."""
+    """One state, U and T per chunk; nothing if no gradient is wanted."""
     case = problem(70, 6, 5, chunk=16)
     tensors = [case.tensors.get(name) for name in ("q", "k", "v", "log_decay", "erase", "write", "probe", "state")]
     for lengths in (None, [0, 10, 40, 40, 70]):
@@ -62,7 +62,8 @@ def test_it_saves_what_it_says():
         assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in like]
         chunks = 2 * 5 if lengths is None else 70 // 16 + 4
         heads = 3
-        assert [tuple(x.shape) for x in saved[:2]] == [(chunks * heads, 5, 6), (chunks * heads, 16, 16)]
+        shapes = [(5, 6), (16, 5), (16, 16)]
+        assert [tuple(x.shape) for x in saved] == [(chunks * heads, *shape) for shape in shapes]
     assert CHUNKED.forward(ScanInputs(*tensors))[2] == []
 
 

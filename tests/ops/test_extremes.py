@@ -113,7 +113,7 @@ def test_a_long_sequence_against_the_recurrence():
 
 
 def test_memory_is_linear_in_time():
-    """What a graph keeps grows with T and not with T²: one state and T per chunk beside the inputs."""
+    """What a graph keeps grows with T and not with T²: one state, T and U per chunk beside the inputs."""
 
     def kept(length):
         t = problem(length, 8, 8, batch=1, heads=1, state=False).tensors
@@ -123,5 +123,5 @@ def test_memory_is_linear_in_time():
         return sum(held)
 
     assert kept(4096) < 2.01 * kept(2048)
-    tokens = 2048 * (3 * 8 + 2 + 32 + 8 * 8 / 32)  # inputs, T, one state per chunk of 32
+    tokens = 2048 * (3 * 8 + 2 + 32 + 8 + 8 * 8 / 32)  # inputs, T, U, one state per chunk of 32
     assert kept(2048) <= tokens + 200

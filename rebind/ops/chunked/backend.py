@@ -30,8 +30,12 @@ and K^, which `decay` also computes:
 
 and P̄ is part of K̄ where keys are the probes. The gradient of ln d is derived in `decay`.
 
-What grows with T is the inputs, the output, T and the state at the start of each chunk. All else is computed for one
-group of chunks (see `layout`) and dropped.
+What grows with T is the inputs, the output, T, U and the state at the start of each chunk. All else is computed for one
+group of chunks (see `layout`), in memory that the next group uses again.
+
+**Cost.** For keys and values of width d the products of a token are 4 C d + 3 d² multiplications forward (both scores,
+T R and S_Q U; both reads and the write) and 10 C d + 6 d² backward, where only the scores are computed again. On a CPU
+they take two thirds of the time, and the rest are passes over memory; so C is small.
 """
 
 from __future__ import annotations
@@ -41,8 +45,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rebind.ops.chunked.decay import ChunkDecay, DecayPerChannel, DecayPerToken, Undecayed
-from rebind.ops.chunked.layout import Group, Layout, layout_of
+from rebind.ops.chunked.decay import ChunkDecay, DecayPerChannel, TokenDecays, Undecayed
+from rebind.ops.chunked.layout import Group, Layout, Workspace, layout_of
 from rebind.ops.inputs import Gradients, ScanInputs
 
 
@@ -59,9 +63,9 @@ class Chunked:
         saved = _Saved.empty(inputs) if inputs.keep else _Saved()
         out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
         state = None if _starts_afresh(inputs, layout) else layout.in_waves(_zeros(inputs, inputs.state))
+        loader = _Loader(inputs, layout)
         for group in layout.groups:
-            chunks = _Chunks.load(inputs, layout, group)
-            part, state = _forward(chunks, saved.of(group, inputs.heads), state)
+            part, state = _forward(loader.chunks(group), saved.of(group, inputs.heads), state)
             layout.store(part, out, group)
         assert state is not None
         return out, layout.in_order(state), saved.tensors
@@ -77,15 +81,22 @@ class Chunked:
         ]
         fresh = _starts_afresh(inputs, layout)
         d_state = None if fresh and d_final is None else layout.in_waves(_zeros(inputs, d_final))
+        loader = _Loader(inputs, layout)
+        numbers = [None if x is None or x.ndim == 4 else loader.empty(1) for x in inputs.tensors[:-1]]
         for group in reversed(layout.groups):
-            chunks = _Chunks.load(inputs, layout, group)
-            errors = chunks.X.new_empty(*chunks.X.shape[:2], inputs.d_v)
+            chunks, here = loader.chunks(group), group.rows(inputs.heads)
+            errors = loader.room("errors", *chunks.X.shape[:2], inputs.d_v)
             layout.load(d_out, group, errors[:, : layout.size])
             part_of_saved = from_forward.of(group, inputs.heads)
-            parts = _backward(chunks, None if fresh else part_of_saved.starts, part_of_saved.inverse, errors, d_state)
-            for grad, part in zip(grads, parts, strict=True):
-                if grad is not None and part is not None:
-                    layout.store(part, grad if grad.ndim == 4 else grad.unsqueeze(-1), group)
+            parts = _backward(chunks, part_of_saved, None if fresh else part_of_saved.starts, errors, d_state)
+            for grad, number, part in zip(grads, numbers, parts, strict=True):
+                if number is not None and part is not None:
+                    number[here] = part
+                elif grad is not None and part is not None:
+                    layout.store(part, grad, group)
+        for grad, number in zip(grads, numbers, strict=True):
+            if grad is not None and number is not None and layout.groups:
+                layout.store(number, grad.unsqueeze(-1), layout.whole)
         return *grads, None if inputs.state is None or d_state is None else layout.in_order(d_state)
 
 
@@ -95,11 +106,12 @@ CHUNKED = Chunked()
 def _size(inputs: ScanInputs) -> int:
     """Return the number of tokens per chunk, no more than there are; with a decay per channel, a power of two.
 
-    Work inside a chunk grows with its size; the number of states and of steps falls. For narrow heads on a CPU, where
-    a step costs little, small chunks win: measured at widths 16 to 256. Packed sequences have chunks of their average
-    length if that is less, for the last chunk of each is filled up: a size may not depend on the boundaries.
+    Work inside a chunk grows with its size; the number of states and of steps falls. On a CPU, where a step costs
+    little, small chunks win: measured at widths 16 to 256. Wider heads gain nothing, and their states take memory.
+    Packed sequences have chunks of their average length if that is less, for the last chunk of each is filled up: a
+    size may not depend on the boundaries.
     """
-    narrow = max(inputs.d_k, inputs.d_v) <= 64
+    narrow = max(inputs.d_k, inputs.d_v) <= 128
     best = 32 if narrow and inputs.v.device.type == "cpu" else 64
     length = inputs.length if inputs.cu_seqlens is None else -(-inputs.length // max(inputs.sequences, 1))
     if inputs.mini_batch is not None:
@@ -125,6 +137,7 @@ class _Saved:
     """What the backward pass needs again, chunks in the order of the layout."""
 
     starts: Tensor | None = None  # [chunks · H, d_v, d_k]: the state before each chunk
+    U: Tensor | None = None  # [chunks · H, C, d_v]: what tokens add at their keys, where they read before they write
     inverse: Tensor | None = None  # [chunks · H, C, C]: T, where there is a system to solve
 
     @classmethod
@@ -136,16 +149,16 @@ class _Saved:
         afresh = inputs.state is None and inputs.cu_seqlens is None and inputs.length <= size
         count = 0 if afresh else chunks * h
         starts = torch.empty((count, d_v, d_k), dtype=inputs.working_dtype, device=inputs.v.device)
-        return cls(starts, starts.new_empty((chunks * h, size, size)) if inputs.solves else None)
+        U = None if inputs.erase is None else starts.new_empty((chunks * h, size, d_v))
+        return cls(starts, U, starts.new_empty((chunks * h, size, size)) if inputs.solves else None)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [x for x in (self.starts, self.inverse) if x is not None]
+        return [x for x in (self.starts, self.U, self.inverse) if x is not None]
 
     def of(self, group: Group, heads: int) -> _Saved:
         """Return the part of one group."""
-        here = slice(group.first * heads, (group.first + group.chunks) * heads)
-        return _Saved(*(x[here] for x in self.tensors))
+        return _Saved(*(x[group.rows(heads)] for x in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -162,35 +175,7 @@ class _Chunks:
     decays: bool
     solves: bool  # whether a token reads what the chunk's earlier ones have written
     waves: list[int]  # number of chunks in each wave
-
-    @classmethod
-    def load(cls, inputs: ScanInputs, layout: Layout, group: Group) -> _Chunks:
-        n, size = group.chunks * inputs.heads, layout.size
-
-        def load(x: Tensor | None, width: int, into: Tensor | None = None) -> Tensor | None:
-            if x is None:
-                return None
-            shape = (n, size, width)
-            into = torch.empty(shape, dtype=inputs.working_dtype, device=x.device) if into is None else into
-            return layout.load(x if x.ndim == 4 else x.unsqueeze(-1), group, into)
-
-        rows = size if inputs.erase is None else 2 * size
-        X = torch.empty((n, rows, inputs.d_k), dtype=inputs.working_dtype, device=inputs.v.device)
-        load(inputs.q, inputs.d_k, X[:, :size])
-        K, V = load(inputs.k, inputs.d_k), load(inputs.v, inputs.d_v)
-        assert K is not None
-        assert V is not None
-        erase, P = load(inputs.erase, 1), None
-        if erase is not None:
-            P = K if inputs.probe is None else load(inputs.probe, inputs.d_k)
-            assert P is not None
-            torch.mul(P, -erase, out=X[:, size:])
-        log = load(inputs.log_decay, inputs.d_k if inputs.by_channel else 1)
-        decay: ChunkDecay = Undecayed()
-        if log is not None:
-            decay = DecayPerChannel(log) if inputs.by_channel else DecayPerToken(log.squeeze(-1))
-        waves = [count * inputs.heads for count in group.waves]
-        return cls(X, K, V, P, erase, load(inputs.write, 1), decay, log is not None, inputs.solves, waves)
+    room: Workspace
 
     @property
     def size(self) -> int:
@@ -200,12 +185,52 @@ class _Chunks:
     @property
     def values(self) -> Tensor:
         """diag(η) V."""
-        return self.V if self.write is None else self.V * self.write
+        return self.V if self.write is None else torch.mul(self.V, self.write, out=self.room("R", *self.V.shape))
 
     def split(self, *tensors: Tensor | None) -> list[tuple[Tensor, ...]]:
         """Return each wave's part of the tensors [n, …]; None stays None."""
         none = [None] * len(self.waves)
         return list(zip(*(none if x is None else x.split(self.waves) for x in tensors), strict=True))
+
+
+class _Loader:
+    """The inputs in chunks, a group at a time; coefficients, of which there are few, all at once."""
+
+    def __init__(self, inputs: ScanInputs, layout: Layout) -> None:
+        self.inputs, self.layout, self.room = inputs, layout, Workspace(inputs)
+        self.erase = self._numbers(inputs.erase)
+        self.write = self.erase if inputs.write is inputs.erase else self._numbers(inputs.write)
+        log = None if inputs.by_channel else self._numbers(inputs.log_decay)
+        self.decays = None if log is None else TokenDecays(log, self.room)
+
+    def empty(self, width: int) -> Tensor:
+        """Return an uninitialized tensor [chunks · H, C, width]."""
+        inputs, count = self.inputs, self.layout.whole.chunks * self.inputs.heads
+        return torch.empty((count, self.layout.size, width), dtype=inputs.working_dtype, device=inputs.v.device)
+
+    def _numbers(self, x: Tensor | None) -> Tensor | None:
+        """Return one number per token in chunks [chunks · H, C, 1]."""
+        return None if x is None else self.layout.load(x.unsqueeze(-1), self.layout.whole, self.empty(1))
+
+    def chunks(self, group: Group) -> _Chunks:
+        """Return the chunks of a group."""
+        inputs, layout, room = self.inputs, self.layout, self.room
+        here, n, size = group.rows(inputs.heads), group.chunks * inputs.heads, layout.size
+        erase, write = (None if x is None else x[here] for x in (self.erase, self.write))
+        K = layout.load(inputs.k, group, room("K", n, size, inputs.d_k))
+        V = layout.load(inputs.v, group, room("V", n, size, inputs.d_v))
+        X, P = room("X", n, size if erase is None else 2 * size, inputs.d_k), None
+        layout.load(inputs.q, group, X[:, :size])
+        if erase is not None:
+            P = K if inputs.probe is None else layout.load(inputs.probe, group, room("P", *K.shape))
+            torch.mul(P, -erase, out=X[:, size:])
+        decay: ChunkDecay = Undecayed(room)
+        if self.decays is not None:
+            decay = self.decays.of(here)
+        elif inputs.log_decay is not None:
+            decay = DecayPerChannel(layout.load(inputs.log_decay, group, room("log", *K.shape)), room)
+        waves, decays = [count * inputs.heads for count in group.waves], inputs.log_decay is not None
+        return _Chunks(X, K, V, P, erase, write, decay, decays, inputs.solves, waves, room)
 
 
 def _inverse(scores: Tensor, out: Tensor | None) -> Tensor:
@@ -218,90 +243,102 @@ def _inverse(scores: Tensor, out: Tensor | None) -> Tensor:
 
 def _forward(chunks: _Chunks, saved: _Saved, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the output of a group's chunks [n, C, d_v], and the states, which advance in place; None: zeros."""
-    C, X, K, decay = chunks.size, chunks.X, chunks.K, chunks.decay
+    C, X, K, decay, room = chunks.size, chunks.X, chunks.K, chunks.decay, chunks.room
     scores = decay.scores(X if chunks.solves else X[:, :C], K)
     T = _inverse(scores[:, C:], saved.inverse) if chunks.solves else None
-    U, write_keys = chunks.values if T is None else torch.bmm(T, chunks.values), decay.until(K)
+    R, write_keys, total = chunks.values, decay.until(K), decay.total()
+    U, out = R if chunks.P is None else room("U", *R.shape) if saved.U is None else saved.U, room("out", *R.shape)
     if state is None:
-        return torch.bmm(scores[:, :C], U), torch.bmm(U.mT, write_keys)
-    starts = state.new_empty(len(K), *state.shape[1:]) if saved.starts is None else saved.starts
-    reach, total = decay.since(X), decay.total()
-    reads = None if chunks.P is None else reach[:, C:] if T is None else torch.bmm(T, reach[:, C:])
-    U = U.clone() if U is chunks.V and reads is not None else U
-    for start, u, read, write, left in chunks.split(starts, U, reads, write_keys, total):
-        W = state[: len(start)]
-        start.copy_(W)
+        U = U.copy_(R) if T is None else torch.bmm(T, R, out=U)
+        return torch.bmm(scores[:, :C], U, out=out), torch.bmm(U.mT, write_keys)
+    starts = room("starts", len(K), *state.shape[1:]) if saved.starts is None else saved.starts
+    reach = decay.since(X)
+    reads = None if chunks.P is None else reach[:, C:]
+    waves = chunks.split(starts, starts.mT, reads, R, T, U, U.mT, write_keys, total)
+    followings, W = _followings([wave[0] for wave in waves], state), state
+    for (start, to_read, read, r, t, u, to_write, write, left), following in zip(waves, followings, strict=True):
+        if W is not start:
+            start.copy_(W[: len(start)])
         if read is not None:
-            u.baddbmm_(read, W.mT)
-        if left is not None:
-            W.mul_(left)
-        W.baddbmm_(u.mT, write)
-    return torch.bmm(scores[:, :C], U).baddbmm_(reach[:, :C], starts.mT), state
+            torch.baddbmm(r, read, to_read, out=u if t is None else r)
+        if t is not None:
+            torch.bmm(t, r, out=u)
+        W = following
+        (W.copy_(start) if left is None else torch.mul(start, left, out=W)).baddbmm_(to_write, write)
+    return torch.bmm(scores[:, :C], U, out=out).baddbmm_(reach[:, :C], starts.mT), state
+
+
+def _followings(places: list[Tensor], state: Tensor) -> list[Tensor]:
+    """Return where what follows the states at `places` goes: to the next place, unless a sequence or the group ends."""
+    nexts = [*places[1:], state[:0]]
+    return [then if len(then) == len(now) else state[: len(now)] for now, then in zip(places, nexts, strict=True)]
 
 
 def _backward(
-    chunks: _Chunks, starts: Tensor | None, T: Tensor | None, errors: Tensor, d_state: Tensor | None
+    chunks: _Chunks, saved: _Saved, starts: Tensor | None, errors: Tensor, d_state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of a group's q, k, v, log_decay, erase, write and probe; those of states go back in place.
 
     `starts` None: chunks start from zeros. `errors` [n, R, d_v] holds Ō, and room for R̄ if something is erased.
     `d_state` None: nothing depends on the last states, and the gradients of the first are not wanted.
     """
-    C, X, K, V, decay = chunks.size, chunks.X, chunks.K, chunks.V, chunks.decay
-    reach, U = decay.since(X), chunks.values
-    if chunks.P is not None and starts is not None:
-        U = torch.baddbmm(U, reach[:, C:], starts.mT)
-    U = U if T is None else torch.bmm(T, U)
+    C, X, K, V, decay, room = chunks.size, chunks.X, chunks.K, chunks.V, chunks.decay, chunks.room
+    T, U = saved.inverse, chunks.values if saved.U is None else saved.U
     scores = decay.scores(X if chunks.solves and chunks.decays else X[:, :C], K)
-    d_U = torch.bmm(scores[:, :C].mT, errors[:, :C])
-    d_ends = None
+    d_U = torch.bmm(scores[:, :C].mT, errors[:, :C], out=room("d_U", *V.shape))
+    d_X, d_K, kept = room("d_X", *X.shape), room("d_K", *K.shape), None
     if d_state is not None:
-        d_ends = _retreat(chunks, T, errors, d_U, d_state, reach)
+        d_ends = _retreat(chunks, T, errors, d_U, d_state)
+        torch.bmm(U, d_ends, out=d_K)
+        decay.until(d_K, out=d_K)
+        if chunks.decays and starts is not None:
+            kept = d_ends.mul_(starts)
     elif chunks.P is not None:
         errors[:, C:] = d_U if T is None else torch.bmm(T.mT, d_U)
     d_R = d_U if chunks.P is None else errors[:, C:]
-
-    rows = len(scores[0]) if chunks.decays else len(X[0]) if chunks.solves else C  # a mini-batch's probes read W alone
-    links = torch.bmm(errors[:, :rows], U.mT)
-    read = later = outer = None
     if starts is not None:
-        read = torch.bmm(errors, starts)
-        read = decay.since(read, out=read)
-    if d_ends is not None:
-        later = torch.bmm(U, d_ends)
-        later = decay.until(later, out=later)
+        torch.bmm(errors, starts, out=d_X)
+        decay.since(d_X, out=d_X)
+    outer = None
     if chunks.decays:
-        kept = None if starts is None or d_ends is None else d_ends * starts
-        outer = decay.outer_gradient(X, read, K, later, kept)
-    d_X, d_K = torch.zeros_like(X) if read is None else read, torch.zeros_like(K) if later is None else later
+        outer = decay.outer_gradient(X, None if starts is None else d_X, K, None if d_state is None else d_K, kept)
+    for gradient, absent in ((d_X, starts is None), (d_K, d_state is None)):
+        if absent:
+            gradient.zero_()
+    rows = len(scores[0]) if chunks.decays else len(X[0]) if chunks.solves else C  # a mini-batch's probes read W alone
+    links = torch.bmm(errors[:, :rows], U.mT, out=room("links", len(X), rows, C))
     slope = decay.add_inner_gradients(links, scores, X[:, :rows], K, d_X[:, :rows], d_K)
     slope = slope if outer is None or slope is None else slope.add_(outer)
     d_P = d_erase = None
+    product = room("product", *K.shape)
     if chunks.P is not None:
-        d_erase = -(d_X[:, C:] * chunks.P).sum(-1, keepdim=True)
+        d_erase = -torch.mul(d_X[:, C:], chunks.P, out=product).sum(-1, keepdim=True)
         d_P = d_X[:, C:].mul_(-chunks.erase)  # type: ignore[operator]
         if chunks.P is K:
             d_K, d_P = d_K.add_(d_P), None
-    d_write = None if chunks.write is None else (d_R * V).sum(-1, keepdim=True)
-    d_V = d_R if chunks.write is None else d_R * chunks.write
+    product = room("product", *V.shape)
+    d_write = None if chunks.write is None else torch.mul(d_R, V, out=product).sum(-1, keepdim=True)
+    d_V = d_R if chunks.write is None else torch.mul(d_R, chunks.write, out=product)
     return d_X[:, :C], d_K, d_V, slope, d_erase, d_write, d_P
 
 
-def _retreat(chunks: _Chunks, T: Tensor | None, errors: Tensor, d_U: Tensor, d_state: Tensor, reach: Tensor) -> Tensor:
+def _retreat(chunks: _Chunks, T: Tensor | None, errors: Tensor, d_U: Tensor, d_state: Tensor) -> Tensor:
     """Return the gradients of the states after each chunk [n, d_v, d_k], last wave first.
 
     On the way d_U gains what later chunks read, and `errors` gains R̄ = TᵀŪ.
     """
     C, decay = chunks.size, chunks.decay
-    d_ends = d_state.new_empty(len(d_U), *d_state.shape[1:])
-    waves = chunks.split(d_ends, d_U, T, errors, reach, decay.until(chunks.K), decay.total())
-    for d_end, d_u, t, error, reads, write, left in reversed(waves):
-        d_W = d_state[: len(d_end)]
-        d_end.copy_(d_W)
-        d_u.baddbmm_(write, d_W.mT)
-        if chunks.P is not None:
-            error[:, C:] = d_u if t is None else torch.bmm(t.mT, d_u)
-        if left is not None:
-            d_W.mul_(left)
-        d_W.baddbmm_(error.mT, reads)
+    d_ends = chunks.room("d_ends", len(d_U), *d_state.shape[1:])
+    inverse, solved = None if T is None else T.mT, None if chunks.P is None else errors[:, C:]
+    reads, write_keys, total = decay.since(chunks.X), decay.until(chunks.K), decay.total()
+    waves = chunks.split(d_ends, d_ends.mT, d_U, inverse, solved, errors.mT, reads, write_keys, total)[::-1]
+    followings, d_W = _followings([wave[0] for wave in waves], d_state), d_state
+    for (d_end, to_read, d_u, t, r, error, read, write, left), following in zip(waves, followings, strict=True):
+        if d_W is not d_end:
+            d_end.copy_(d_state[: len(d_end)])
+        d_u.baddbmm_(write, to_read)
+        if r is not None:
+            r.copy_(d_u if t is None else torch.bmm(t, d_u))
+        d_W = following
+        (d_W.copy_(d_end) if left is None else torch.mul(d_end, left, out=d_W)).baddbmm_(error, read)
     return d_ends

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from rebind.memory.checks import known
+from rebind.ops.chunked.layout import Workspace
 
 Part = Tensor | None  # of a gradient; None: nothing
 
@@ -46,10 +47,10 @@ class ChunkDecay(Protocol):
         """Return G_C as it multiplies a state [n, d_v, d_k]; None if nothing is lost."""
 
     def since(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return rows x_i ⊙ G_i [n, R, d_k]. `out`, if it is x itself, may be what is returned."""
+        """Return rows x_i ⊙ G_i [n, R, d_k], in `out` (which may be x) or in the workspace; x itself if they equal."""
 
     def until(self, k: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return rows k_j ⊙ G_C/G_j [n, C, d_k]. `out`, if it is k itself, may be what is returned."""
+        """Return rows k_j ⊙ G_C/G_j [n, C, d_k], in `out` (which may be k) or in the workspace; k if they equal."""
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
         """Return s [n, R, C]: nothing above the diagonal of queries, anything on and above that of probes."""
@@ -75,6 +76,9 @@ class ChunkDecay(Protocol):
 class Undecayed:
     """Nothing is lost."""
 
+    def __init__(self, room: Workspace) -> None:
+        self.room = room
+
     def total(self) -> Tensor | None:
         return None
 
@@ -85,7 +89,7 @@ class Undecayed:
         return k
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
-        scores = torch.bmm(x, k.mT)
+        scores = _products(x, k, self.room)
         scores[:, : k.shape[1]].tril_()
         return scores
 
@@ -104,11 +108,11 @@ class Undecayed:
         return None
 
 
-class DecayPerToken:
-    """One decay α per token."""
+class TokenDecays:
+    """Decays α per token of all chunks of a call, from which those of a group are computed."""
 
-    def __init__(self, log: Tensor) -> None:
-        """Compute Γ and γ from ln α [n, C].
+    def __init__(self, log: Tensor, room: Workspace) -> None:
+        """Compute γ and the sums that give Γ from ln α [n, C, 1].
 
         Γ takes differences of logarithms, since ratios of products underflow. Sums run in float64, so that a
         difference of two large sums is still exact. Tokens that leave nothing, which no difference can express, are
@@ -116,35 +120,54 @@ class DecayPerToken:
         """
         forgets = log < math.log(torch.finfo(log.dtype).smallest_normal)
         wide = log.dtype if log.device.type == "mps" else torch.float64
-        sums = log.masked_fill(forgets, 0.0).to(wide).cumsum(-1)
-        logs = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(log.dtype)
-        gamma = sums.to(log.dtype).exp_()
+        self.room, self.times = room, None
+        self.sums = log.masked_fill(forgets, 0.0).to(wide).cumsum(1)  # [n, C, 1]
+        self.gamma = self.sums.to(log.dtype).exp()  # [n, C, 1]
         if log.device.type != "cpu" or known(forgets.any()) is not False:  # elsewhere than on a CPU, reading would wait
-            times = forgets.cumsum(-1)
-            logs.masked_fill_(times.unsqueeze(-1) != times.unsqueeze(-2), -math.inf)
-            gamma.masked_fill_(times > 0, 0.0)
-        future = torch.full(logs.shape[-2:], -math.inf, dtype=logs.dtype, device=logs.device).triu_(1)
-        self.between = logs.add_(future).exp_()  # [n, C, C] Γ: from after token j to after token i; 0 for i < j
-        self.gamma = gamma.unsqueeze(-1)  # [n, C, 1]
+            self.times = forgets.cumsum(1)
+            self.gamma.masked_fill_(self.times > 0, 0.0)
+        size = log.shape[1]
+        self.future = torch.full((size, size), -math.inf, dtype=log.dtype, device=log.device).triu_(1)
+
+    def of(self, here: slice) -> DecayPerToken:
+        """Return the decays of some chunks."""
+        sums, size = self.sums[here], len(self.future)
+        shape = (len(sums), size, size)
+        logs = torch.sub(sums, sums.mT, out=self.room("differences", *shape, dtype=sums.dtype))
+        between = self.room("between", *shape).copy_(logs).add_(self.future)
+        if self.times is not None:
+            times = self.times[here]
+            between.masked_fill_(times != times.mT, -math.inf)
+        return DecayPerToken(between.exp_(), self.gamma[here], self.room)
+
+
+class DecayPerToken:
+    """One decay α per token."""
+
+    def __init__(self, between: Tensor, gamma: Tensor, room: Workspace) -> None:
+        self.between = between  # [n, C, C] Γ: from after token j to after token i; 0 for i < j
+        self.gamma = gamma  # [n, C, 1]
+        self.room = room
 
     def total(self) -> Tensor | None:
         return self.gamma[:, -1:]
 
     def since(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _scale(x, self.gamma, out)
+        return _scale(x, self.gamma, self.room("since", *x.shape) if out is None else out)
 
     def until(self, k: Tensor, out: Tensor | None = None) -> Tensor:
-        return _scale(k, self.between[:, -1].unsqueeze(-1), out)
+        return _scale(k, self.between[:, -1].unsqueeze(-1), self.room("until", *k.shape) if out is None else out)
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
-        return self._gate(torch.bmm(x, k.mT))
+        return self._gate(_products(x, k, self.room))
 
     def add_inner_gradients(
         self, links: Tensor, scores: Tensor, x: Tensor, k: Tensor, d_x: Tensor, d_k: Tensor
     ) -> Part:
         size = k.shape[1]
         links[:, size:].diagonal(dim1=1, dim2=2).zero_()
-        pairs = links * scores  # l_ij s_ij; those with j ≥ i lie on no two sides of anything
+        # l_ij s_ij; those with j ≥ i lie on no two sides of anything
+        pairs = torch.mul(links, scores, out=self.room("pairs", *links.shape))
         pairs = pairs[:, :size].add_(pairs[:, size:]) if len(links[0]) > size else pairs
         before = torch.ones(size, size, dtype=k.dtype, device=k.device).triu_(1)  # 1 where j < t
         d_log = (pairs @ before).tril_().sum(1)  # over t ≤ i
@@ -156,9 +179,13 @@ class DecayPerToken:
     def outer_gradient(
         self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
     ) -> Tensor | None:
-        read = None if d_x is None else self._by_token((x * d_x).sum(-1, keepdim=True)).sum(1)
+        read = None if d_x is None else self._by_token(self._dot(x, d_x)).sum(1)
         kept = None if kept is None else kept.sum((1, 2)).view(-1, 1, 1) * self.gamma[:, -1:]
-        return _crossing(read, None if d_k is None else (k * d_k).sum(-1, keepdim=True), kept)
+        return _crossing(read, None if d_k is None else self._dot(k, d_k), kept)
+
+    def _dot(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the products of rows [n, R, width] as [n, R, 1]."""
+        return torch.mul(x, y, out=self.room("product", *x.shape)).sum(-1, keepdim=True)
 
     def _by_token(self, x: Tensor) -> Tensor:
         """Return rows [n, R, width] as [n, 1 or 2, C, width]."""
@@ -173,8 +200,9 @@ class DecayPerToken:
 class DecayPerChannel:
     """One decay per key channel. C is a power of two."""
 
-    def __init__(self, log: Tensor) -> None:
+    def __init__(self, log: Tensor, room: Workspace) -> None:
         """Compute the factors of all halves from ln d [n, C, d_k]."""
+        self.room = room
         n, size, width = log.shape
         before, after = log.clone(), torch.zeros_like(log)  # sums from a half's start to i, from after j to its end
         self.halves = []  # (m, G_i/G_m for second halves, G_m/G_j for first halves), each [n, C/2m, m, d_k]
@@ -192,10 +220,10 @@ class DecayPerChannel:
         return self.since_start[:, -1:]
 
     def since(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _scale(x, self.since_start, out)
+        return _scale(x, self.since_start, self.room("since", *x.shape) if out is None else out)
 
     def until(self, k: Tensor, out: Tensor | None = None) -> Tensor:
-        return _scale(k, self.until_end, out)
+        return _scale(k, self.until_end, self.room("until", *k.shape) if out is None else out)
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
         scores = x.new_zeros(len(x), x.shape[1], k.shape[1])
@@ -250,12 +278,15 @@ class DecayPerChannel:
         return [(of[:, at : at + size], x[:, at : at + size]) for at in range(0, x.shape[1], size)]
 
 
-def _scale(x: Tensor, factor: Tensor, out: Tensor | None) -> Tensor:
-    """Return rows x [n, R, width] times the factors [n, C, width or 1] of their tokens."""
-    rows = x.unflatten(1, (-1, factor.shape[1]))
-    if out is None:
-        return rows.mul(factor.unsqueeze(1)).flatten(1, 2)
-    out.unflatten(1, (-1, factor.shape[1])).mul_(factor.unsqueeze(1))
+def _products(x: Tensor, k: Tensor, room: Workspace) -> Tensor:
+    """Return all products x_i · k_j [n, R, C]."""
+    return torch.bmm(x, k.mT, out=room("scores", len(x), x.shape[1], k.shape[1]))
+
+
+def _scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """Write rows x [n, R, width] times the factors [n, C, width or 1] of their tokens into `out`."""
+    rows, into = (tensor.unflatten(1, (-1, factor.shape[1])) for tensor in (x, out))
+    torch.mul(rows, factor.unsqueeze(1), out=into)
     return out
 
 

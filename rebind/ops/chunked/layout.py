@@ -11,6 +11,7 @@ the states of a wave are always the first few. Waves follow one another; the chu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,29 @@ class Group:
     @property
     def chunks(self) -> int:
         return sum(self.waves)
+
+    def rows(self, heads: int) -> slice:
+        """Where the group is among all chunks of so many heads, [chunks · H, …]."""
+        return slice(self.first * heads, (self.first + self.chunks) * heads)
+
+
+class Workspace:
+    """Memory for what is computed from a group, which the next group overwrites.
+
+    Memory that is fresh costs more than what is computed into it: the system hands it out in zeroed pages, and it is
+    not in the cache.
+    """
+
+    def __init__(self, inputs: ScanInputs) -> None:
+        self.dtype, self.device = inputs.working_dtype, inputs.v.device
+        self.buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an uninitialized tensor, in the memory of the last one of this name."""
+        numel, buffer = math.prod(shape), self.buffers.get(name)
+        if buffer is None or len(buffer) < numel:
+            buffer = self.buffers[name] = torch.empty(numel, dtype=dtype or self.dtype, device=self.device)
+        return buffer[:numel].view(shape)
 
 
 def layout_of(inputs: ScanInputs, size: int, group_size: int | None = None) -> Layout:
@@ -69,6 +93,11 @@ class Layout:
         folded = self._fold(chunks, x.shape[2]).unflatten(0, (-1, self.rows))
         for tokens, here in self._slices(x, group):
             tokens.copy_(folded[here][:, :, :, : tokens.shape[2]].permute(0, 1, 3, 2, 4))
+
+    @property
+    def whole(self) -> Group:
+        """All waves."""
+        return Group(0, 0, tuple(count for group in self.groups for count in group.waves))
 
     def in_waves(self, state: Tensor) -> Tensor:
         """Return states [N, H, d_v, d_k] in the order of the waves: a new [N · H, d_v, d_k]."""
