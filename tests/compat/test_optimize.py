@@ -129,6 +129,16 @@ def test_only_this_model_changes_and_only_while_it_should():
     rebind.optimize(model, off=True)  # nothing to undo
 
 
+@EVERY
+def test_norms_that_multiply_by_silu_of_a_gate_run_on_rebind(kind):
+    model = build(kind).eval()
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNormGated")]
+    assert norms
+    with rebind.optimize(model):
+        assert all(("forward" in vars(norm)) == (norm.activation == "silu") for norm in norms)
+    assert not any("forward" in vars(norm) for norm in norms)
+
+
 def test_a_copy_runs_by_itself_and_weights_are_saved_as_before(tmp_path):
     model = build("qwen3_next").eval()
     ids = tokens(model, 1, 9)

@@ -9,7 +9,7 @@ import torch
 
 from rebind.ops import add_norm, rms_norm
 from rebind.ops.kernels import kernels_on_cpu
-from rebind.ops.norm import compare_kernels, takes_kernels
+from rebind.ops.norm import BLOCK, compare_kernels, gated_norm, takes_kernels
 from tests.support import Draw, assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,6 +109,29 @@ def test_what_kernels_take(monkeypatch, size, weight, runs):
 def kind_of_launch(kernel, tensors, constants):
     """What makes Triton compile a kernel of its own, except for where tensors begin."""
     return (kernel, *(None if tensor is None else tensor.dtype for tensor in tensors), *constants.items())
+
+
+class TestGatedNorm:
+    @pytest.mark.parametrize("rows", [1, 7, BLOCK // 8 + 3])
+    def test_it_is_the_formula_with_its_gradients(self, rows):
+        draw = Draw(0)
+        x, gate, slope = (draw.normal(rows, 8) for _ in range(3))
+        leaves = [tensor.requires_grad_() for tensor in (x, gate, draw.normal(8))]
+
+        def formula(x, gate, weight):
+            return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight * torch.nn.functional.silu(gate)
+
+        got, expected = gated_norm(*leaves, EPS), formula(*leaves)
+        assert_close(got, expected, 1e-12)
+        grads = (torch.autograd.grad(out, leaves, slope) for out in (got, expected))
+        for one, other in zip(*grads, strict=True):
+            assert_close(one, other, 1e-12)
+
+    def test_gradients_of_gradients(self):
+        draw = Draw(1)
+        leaves = [draw.normal(*size).requires_grad_() for size in ((3, 4), (3, 4), (4,))]
+        assert torch.autograd.gradcheck(lambda *x: gated_norm(*x, EPS), leaves)
+        assert torch.autograd.gradgradcheck(lambda *x: gated_norm(*x, EPS), leaves)
 
 
 class TestKernels:
