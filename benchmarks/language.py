@@ -50,6 +50,11 @@ from rebind.storage import JsonLines, write_file, write_json
 
 KINDS = (  # the slowest first
     "ttt-linear",
+    "rwkv7",
+    "gdn2",
+    "kda",
+    "comba",
+    "gla",
     "attention",
     "linear-sum",
     "linear-delta",
@@ -59,6 +64,7 @@ KINDS = (  # the slowest first
     "dpfp-delta",
     "delta",
     "gated_delta",
+    "mamba2",
     "longhorn",
 )
 FACTORS = (1, 2, 4, 8, 16)  # of the training length

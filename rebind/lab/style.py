@@ -30,6 +30,11 @@ RULES = {  # the same in every figure
     "delta": line("delta", BLUE),
     "longhorn": line("Longhorn", CYAN),
     "gated_delta": line("gated delta", VIOLET),
+    "gla": line("GLA", AMBER, marker="s"),
+    "kda": line("KDA", VIOLET, marker="s"),
+    "gdn2": line("GDN-2", GREEN, marker="s"),
+    "comba": line("Comba", PINK, marker="s"),
+    "rwkv7": line("RWKV-7", OLIVE, marker="s"),
     "recursive": line("recursive", GREEN),
     "softmax": line("softmax attention", INK),
 }

@@ -13,6 +13,7 @@ from rebind.lab.mqar.models import RecallerStack
 from rebind.lab.mqar.task import NORMALIZERS, SOFTMAX, RecallTask
 from rebind.lab.mqar.training import RecallTraining, new_recaller, state_size, train
 from rebind.lab.stacks import train_all
+from rebind.memory import get_rule
 from rebind.nn.layers.attention import Attention
 from tests.support import raises
 
@@ -26,8 +27,8 @@ def draw(task, count, seed):
 
 
 def stacked(settings, rule, width):
-    """Return three models, their parameters as a stack, and a lesson for each."""
-    models = [new_recaller(settings, rule, width, seed) for seed in SEEDS]
+    """Return three models in float64, their parameters as a stack, and a lesson for each."""
+    models = [new_recaller(settings, rule, width, seed).double() for seed in SEEDS]
     parameters = {
         name: torch.stack([dict(m.named_parameters())[name] for m in models]) for name in models[0].state_dict()
     }
@@ -96,7 +97,7 @@ class TestStack:
         logits = RecallerStack(SMALL, rule).logits(parameters, tokens, places)
         for row, model in enumerate(models):
             expected = at_places(all_logits(model, tokens[row]), places[row])
-            torch.testing.assert_close(logits[row], expected, atol=2e-6, rtol=1e-4)
+            torch.testing.assert_close(logits[row], expected, atol=1e-12, rtol=1e-10)
         losses = RecallerStack(SMALL, rule).loss(parameters, (tokens, places, answers))
         expected = torch.nn.functional.cross_entropy(logits[1].flatten(0, 1), answers[1].flatten())
         torch.testing.assert_close(losses[1], expected)
@@ -114,7 +115,7 @@ class TestStack:
         every = model.norm(x) @ model.embed.weight.mT
         expected = at_places(every, places[0])
         logits = RecallerStack(settings, SOFTMAX).logits(parameters, tokens, places)
-        torch.testing.assert_close(logits[0], expected, atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(logits[0], expected, atol=1e-12, rtol=1e-10)
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
     @pytest.mark.parametrize("rule", list(NORMALIZERS))
@@ -163,7 +164,12 @@ def test_state_size_is_that_of_the_layer():
 def test_rules_have_the_same_parameters_except_for_gates():
     counts = {rule: sum(p.numel() for p in new_recaller(SMALL, rule, 64).parameters()) for rule in NORMALIZERS}
     assert counts["sum"] == counts[SOFTMAX] == min(counts.values())
-    assert max(counts.values()) < 1.02 * counts["sum"]
+    one_number = {rule for rule in counts if rule == SOFTMAX or not get_rule(rule).channels}
+    assert one_number == {"sum", "mamba2", "longhorn", "delta", "gated_delta", SOFTMAX}
+    assert max(counts[rule] for rule in one_number) < 1.02 * counts["sum"]
+    for rule in counts.keys() - one_number:  # a matrix of the width of the model for each gate with channels
+        matrices = SMALL.layers * len(get_rule(rule).channels) * 64**2
+        assert matrices < counts[rule] - counts["sum"] < 1.1 * matrices
 
 
 def test_the_best_rate_of_each_seed_counts():

@@ -1,8 +1,9 @@
 """Multi-query associative recall: how much of a sequence can a state of fixed size give back?
 
 Zoology's task, plotted as in published work: accuracy against the size of the state, one line per rule. All rules use
-the same layer at the same width, so their models have the same parameters except for gates; attention, where the state
-grows with the sequence, is shown beside them. A model is trained at several learning rates, and the best one counts.
+the same layer at the same width, so their models have the same parameters except for gates, which have a matrix each in
+rules that gate every channel. Attention, whose state grows with the sequence, is shown beside them. A model is trained
+at several learning rates, and the best one counts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Mqar(Recall):
         "heads=1 rates=3e-2 batch=24 steps=250 every=50 sequences=64"
     )
 
-    rules: tuple[str, ...] = tuple(NORMALIZERS)
+    rules: tuple[str, ...] = ("sum", "mamba2", "longhorn", "delta", "gated_delta", SOFTMAX)  # of NORMALIZERS
     widths: tuple[int, ...] = (32, 64, 128, 256)
 
     def batches(self) -> list[list[Point]]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rebind.lab.mqar.task import NORMALIZERS, SOFTMAX, Recall
 from rebind.lab.stacks import Lesson, Parameters
-from rebind.memory import get_rule
+from rebind.memory.rules import Gate, get_rule
 from rebind.nn.layers.fast_weight import FastWeight
 from rebind.nn.parts.dense import RMSNorm
-from rebind.ops import scan_rule, short_convolution
+from rebind.ops import scan, short_convolution
+from rebind.ops.scan import scan_arguments
 
 
 class Recaller(nn.Module):
@@ -75,21 +74,30 @@ class RecallerStack:
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
             read = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         else:
-            read, _ = scan_rule(self.rule, q, k, v, **self._gates(x, p))
+            gates, log_alpha = self._gates(x, p)
+            read, _ = scan(**scan_arguments(self.rule, q, k, v, gates, log_decay=log_alpha, check=False))
         normed = _rms_norm(read.unflatten(0, x.shape[:2]), p["norm.weight"])
         return _linear(normed.flatten(-2), p["o_proj.weight"])
 
-    def _gates(self, x: Tensor, p: Parameters) -> dict[str, Any]:
-        """Return what `rebind.nn.parts.gates.Gates` makes of x: [models · B, T, heads] each."""
-        gates: Parameters = {}
+    def _gates(self, x: Tensor, p: Parameters) -> tuple[dict[str, Gate], Tensor | None]:
+        """Return what `rebind.nn.parts.gates.Gates` makes of x: gates and ln α, [models · B, T, heads (, width)]."""
+        gates: dict[str, Gate] = {}
         if "gates.beta.weight" in p:
-            gates["beta"] = torch.sigmoid(_linear(x, p["gates.beta.weight"]))
-        if "gates.decay.project.weight" in p:
-            projected = _linear(x, p["gates.decay.project.weight"])
-            gates["dt"] = functional.softplus(projected + p["gates.decay.dt_bias"][:, None, None])
-            log_alpha = gates["dt"] * -p["gates.decay.A_log"].exp()[:, None, None]
-            gates["alpha"] = log_alpha.double().exp()  # near 1 it needs all digits
-        return {name: gates[name].flatten(0, 1) for name in get_rule(self.rule).gates}
+            gates["beta"] = torch.sigmoid(_linear(x, p["gates.beta.weight"])).flatten(0, 1)
+        for name in p:
+            if name.startswith("gates.others."):
+                rate = torch.sigmoid(_linear(x, p[name])).flatten(0, 1)
+                gates[name.split(".")[2]] = rate.unflatten(-1, (self.heads, -1))
+        if "gates.decay.project.weight" not in p:
+            return gates, None
+        projected = _linear(x, p["gates.decay.project.weight"])
+        dt = functional.softplus(projected + p["gates.decay.dt_bias"][:, None, None])
+        rate = p["gates.decay.A_log"].exp()[:, None, None]
+        if "alpha" in get_rule(self.rule).channels:
+            dt, rate = dt.unflatten(-1, (self.heads, -1)), rate.unsqueeze(-1)
+        if "dt" in get_rule(self.rule).gates:
+            gates["dt"] = dt.flatten(0, 1)
+        return gates, (dt * -rate).flatten(0, 1)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -28,6 +28,11 @@ NORMALIZERS = {  # how each rule's keys are usually scaled; the rest of the laye
     "longhorn": "none",
     "delta": "l2",
     "gated_delta": "l2",
+    "gla": "none",
+    "kda": "l2",
+    "gdn2": "l2",
+    "comba": "l2",
+    "rwkv7": "none",
     SOFTMAX: "none",
 }
 POWER = 0.01  # the distances g have p(g) ∝ g^(POWER − 1)
