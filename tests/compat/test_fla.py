@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -159,9 +160,9 @@ def test_what_fla_computes_in_its_kernels(name):
 def test_gates_of_gdn2(length):
     x, draw = inputs(length=length), Draw(11)
     b, w = torch.sigmoid(draw.normal(B, length, HV, K)), torch.sigmoid(draw.normal(B, length, HV, V))
-    out, final = fla.chunk_gdn2(
-        x["q"], x["k"], x["v"], x["gk"], b, w, initial_state=x["state"], output_final_state=True
-    )
+    options = {"initial_state": x["state"], "output_final_state": True}
+    out, final = fla.chunk_gdn2(x["q"], x["k"], x["v"], x["gk"], b, w, **options)
+    assert torch.equal(fla.fused_recurrent_gdn2(x["q"], x["k"], x["v"], x["gk"], b, w, **options)[0], out)
     state, outs = x["state"], []
     q, k = (y.repeat_interleave(HV // H, dim=2) for y in (x["q"], x["k"]))
     for t in range(length):
@@ -230,3 +231,137 @@ def test_every_function_takes_what_fla_calls_it_with():
     for name in FORMS:
         parameters = inspect.signature(getattr(fla, name)).parameters
         assert {"q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens"} <= set(parameters)
+
+
+# Rules that read apart from their keys
+
+
+def low_rank_loop(q, k, v, a, b, g, state, scale=1.0):
+    """S ← diag(exp g) S + b (aᵀ S) + k vᵀ; o = Sᵀ q · scale. S is [K, V], and everything but v is [B, T, HV, K]."""
+    outs = []
+    for t in range(q.shape[1]):
+        read = torch.einsum("bhkv,bhk->bhv", state, a[:, t])
+        state = state * g[:, t].exp().unsqueeze(-1) + b[:, t].unsqueeze(-1) * read.unsqueeze(-2)
+        state = state + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * scale)
+    return torch.stack(outs, dim=1), state
+
+
+def low_rank_inputs(length=T, rows=B):
+    draw = Draw(21)
+    x = {name: draw.normal(rows, length, HV, K) for name in ("q", "k", "a", "b")}
+    x |= {"v": draw.normal(rows, length, HV, V), "g": -draw.normal(rows, length, HV, K).exp() / 5}
+    x |= {"a": functional.normalize(x["a"], dim=-1), "state": draw.normal(rows, HV, K, V)}
+    return {name: tensor.requires_grad_() for name, tensor in x.items()}
+
+
+def assert_same(results, expected, leaves):
+    """Compare outputs, states and their gradients."""
+    for one, other in zip(results, expected, strict=True):
+        assert_close(one, other)
+    slopes = [Draw(5 + n).normal(*part.shape) for n, part in enumerate(expected)]
+    got, wanted = (
+        torch.autograd.grad(sum((part * slope).sum() for part, slope in zip(parts, slopes, strict=True)), leaves)
+        for parts in (results, expected)
+    )
+    for one, other in zip(got, wanted, strict=True):
+        assert_close(one, other)
+
+
+def test_diagonal_plus_low_rank():
+    x = low_rank_inputs()
+    order = ("q", "k", "v", "a", "b", "g")
+    options = {"initial_state": x["state"], "output_final_state": True}
+    for name in ("chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule"):
+        results = getattr(fla, name)(*(x[one] for one in order), **options)
+        assert_same(results, low_rank_loop(**x, scale=K**-0.5), list(x.values()))
+
+
+def test_rwkv7_is_not_scaled_in_its_chunk_form():
+    x = low_rank_inputs()
+    order = ("q", "g", "k", "v", "a", "b")
+    out, final = fla.chunk_rwkv7(*(x[one] for one in order), initial_state=x["state"], lower_bound=-9.0)
+    expected, last = low_rank_loop(**x)
+    assert final is None
+    assert_close(out, expected)
+    out, final = fla.fused_recurrent_rwkv7(*(x[one] for one in order), initial_state=x["state"])
+    assert_close(out, expected * K**-0.5)
+    assert_close(final, last)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_comba_reads_before_the_decay(norm):
+    x = {name: tensor.requires_grad_() for name, tensor in inputs().items() if name != "gk"}
+    p = Draw(31).normal(B, T, H, K).requires_grad_()
+    options = {"scale": 0.3, "initial_state": x["state"], "output_final_state": True, "use_qk_l2norm_in_kernel": norm}
+    results = fla.chunk_comba(x["q"], x["k"], x["v"], p, x["g"], x["beta"], **options)
+    again = fla.fused_recurrent_comba(x["q"], x["k"], p, x["v"], x["g"], x["beta"], **options)
+    q, k, probe = (y.repeat_interleave(HV // H, dim=2) for y in (x["q"], x["k"], p))
+    if norm:
+        q, k, probe = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k, probe))
+    beta, g = x["beta"].unsqueeze(-1), x["g"].unsqueeze(-1).expand_as(k)
+    expected = low_rank_loop(q, k, beta * x["v"], probe, -beta * k, g, x["state"], scale=0.3)
+    assert_same(results, expected, [*x.values(), p])
+    assert all(torch.equal(one, other) for one, other in zip(results, again, strict=True))
+
+
+def test_comba_reads_at_its_keys_by_default():
+    x = inputs()
+    default, _ = fla.chunk_comba(x["q"], x["k"], x["v"], None, x["g"])
+    explicit, _ = fla.chunk_comba(x["q"], x["k"], x["v"], x["k"], x["g"], torch.ones_like(x["beta"]))
+    assert torch.equal(default, explicit)
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_several_writes_per_token(decays):
+    """Of n rows per token, the first decays and the last is read."""
+    n, x = 3, inputs(length=3 * T)
+    q, g = x["q"][:, :T], x["g"][:, :T] if decays else None
+    results = fla.chunk_gated_delta_product(
+        q, x["k"], x["v"], g, x["beta"], n, scale=0.3, initial_state=x["state"], output_final_state=True
+    )
+    rows_g = torch.zeros_like(x["g"])
+    if g is not None:
+        rows_g[:, ::n] = g
+    expected, last = loop(q.repeat_interleave(n, dim=1), x["k"], x["v"], rows_g, x["beta"], x["state"], scale=0.3)
+    assert_close(results[0], expected[:, n - 1 :: n])
+    assert_close(results[1], last)
+    with pytest.raises(InputError) as caught:
+        fla.chunk_gated_delta_product(q, x["k"], x["v"], g, x["beta"], 2)
+    assert caught.value.code == "sequences_do_not_match"
+
+
+def test_ridge_regression_of_mesa():
+    x, draw = inputs(), Draw(41)
+    q, k = (y.repeat_interleave(HV // H, dim=2) for y in (x["q"], x["k"]))
+    ridge, root = draw.normal(HV, K).exp() + 0.25, draw.normal(B, HV, K, K)
+    keys, values, outs = root @ root.mT, x["state"], []
+    out, final = fla.chunk_mesa_net(
+        q, k, x["v"], x["g"], x["beta"], ridge, keys, values, output_final_state=True, max_CG_iteration=4 * K
+    )
+    for t in range(T):
+        decay, write = x["g"][:, t, :, None, None].exp(), (x["beta"][:, t].unsqueeze(-1) * k[:, t]).unsqueeze(-1)
+        keys = keys * decay + write * k[:, t].unsqueeze(-2)
+        values = values * decay + write * x["v"][:, t].unsqueeze(-2)
+        outs.append(torch.einsum("bhkv,bhk->bhv", values, torch.linalg.solve(keys + torch.diag_embed(ridge), q[:, t])))
+    assert_close(out, torch.stack(outs, dim=1))
+    for one, other in zip(final, (keys, values), strict=True):
+        assert_close(one, other)
+    assert fla.chunk_mesa_net(q, k, x["v"], x["g"], x["beta"], ridge, h_kv_init=x["state"])[1] == (None, None)
+
+
+@pytest.mark.parametrize("length", [1, T])
+@torch.no_grad()
+def test_single_tokens_and_packed_sequences_of_low_rank_rules(length):
+    x = low_rank_inputs(length, rows=1)
+    order = ("q", "k", "v", "a", "b", "g")
+    bounds = [0, 1] if length == 1 else [0, 9, 10, T]
+    state = Draw(3).normal(len(bounds) - 1, HV, K, V)
+    packed = {} if length == 1 else {"cu_seqlens": torch.tensor(bounds)}
+    arguments = [x[one] for one in order]
+    out, final = fla.chunk_dplr_delta_rule(*arguments, 1.0, initial_state=state, output_final_state=True, **packed)
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+        part = {name: x[name][:, start:end] for name in order}
+        expected, last = low_rank_loop(**part, state=state[n : n + 1])
+        assert_close(out[:, start:end], expected)
+        assert_close(final[n : n + 1], last)

@@ -21,6 +21,7 @@ from rebind.compat.fla.delta import (
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gdn,
+    fused_recurrent_gdn2,
     fused_recurrent_kda,
 )
 from rebind.compat.fla.linear import (
@@ -32,22 +33,41 @@ from rebind.compat.fla.linear import (
     fused_recurrent_linear_attn,
     fused_recurrent_simple_gla,
 )
+from rebind.compat.fla.transitions import (
+    chunk_comba,
+    chunk_dplr_delta_rule,
+    chunk_gated_delta_product,
+    chunk_mesa_net,
+    chunk_rwkv7,
+    fused_recurrent_comba,
+    fused_recurrent_dplr_delta_rule,
+    fused_recurrent_rwkv7,
+)
 
 __all__ = [
+    "chunk_comba",
     "chunk_delta_rule",
+    "chunk_dplr_delta_rule",
+    "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_gdn2",
     "chunk_gla",
     "chunk_kda",
     "chunk_linear_attn",
+    "chunk_mesa_net",
+    "chunk_rwkv7",
     "chunk_simple_gla",
     "fused_chunk_linear_attn",
+    "fused_recurrent_comba",
     "fused_recurrent_delta_rule",
+    "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "fused_recurrent_gdn2",
     "fused_recurrent_gla",
     "fused_recurrent_kda",
     "fused_recurrent_linear_attn",
+    "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
 ]

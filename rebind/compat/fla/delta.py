@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rebind.compat.fla.shared import beta_gate, check_options, decay_gate, refuse, run_scan, scale_queries
+from rebind.compat.fla.shared import beta_gate, check_options, decay_gate, refuse, run_scan, scale_queries, share_keys
 
 
 def chunk_gated_delta_rule(
@@ -280,9 +280,49 @@ def chunk_gdn2(
     if use_gate_in_kernel:
         g = decay_gate(g, A_log, dt_bias, lower_bound)
     q, k = scale_queries(q, k, scale, use_qk_l2norm_in_kernel)
-    shared = v.shape[2] // k.shape[2]
-    q, k = (x if shared == 1 else x.repeat_interleave(shared, dim=2) for x in (q, k))
+    q, k = share_keys(v, q, k)
     probe = (b * k).to(k.dtype)
     return run_scan(
         q, k, (w * v).to(v.dtype), g, None, initial_state, output_final_state, cu_seqlens, state_v_first, probe
+    )
+
+
+def fused_recurrent_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Do what `chunk_gdn2` does."""
+    return chunk_gdn2(
+        q,
+        k,
+        v,
+        g,
+        b,
+        w,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        cu_seqlens,
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        **kwargs,
     )

@@ -14,7 +14,15 @@ from rebind.memory.precision import working_dtype
 from rebind.ops import rms_norm, scan, step
 
 NORM_EPS = 1e-6  # added to the squared norm of queries and keys
-KERNEL_OPTIONS = {"chunk_size", "chunk_indices", "cu_seqlens_cpu", "disable_recompute", "safe_gate"}
+KERNEL_OPTIONS = {  # they steer fla's kernels and change no result
+    "chunk_size",
+    "chunk_indices",
+    "cu_seqlens_cpu",
+    "disable_recompute",
+    "max_num_seqs",
+    "safe_gate",
+    "use_graph",
+}
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -68,6 +76,12 @@ def scale_queries(q: Tensor, k: Tensor, scale: float | None, norm: bool) -> tupl
     return rms_norm(q, scale * width**-0.5, NORM_EPS / width), rms_norm(k, width**-0.5, NORM_EPS / width)
 
 
+def share_keys(v: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Return what belongs to key heads, [B, T, H, K] each, once for every head of v [B, T, HV, V]."""
+    sharing = v.shape[2] // max(tensors[0].shape[2], 1)
+    return [x if sharing <= 1 else x.repeat_interleave(sharing, dim=2) for x in tensors]
+
+
 def run_scan(
     q: Tensor,
     k: Tensor,
@@ -79,15 +93,16 @@ def run_scan(
     cu_seqlens: Tensor | None,
     value_first: bool,
     probe: Tensor | None = None,
+    erase_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     wide = working_dtype(v)
     log_decay = None if log_decay is None else log_decay.to(wide)
     beta = None if beta is None else beta.to(wide)
     start = None if state is None else (state if value_first else state.mT).to(wide)
     run: Callable[..., tuple[Tensor, Tensor]] = scan
-    if v.shape[1] == 1 and cu_seqlens is None and not needs_gradients(q, k, v, log_decay, beta, start, probe):
+    others = {"log_decay": log_decay, "erase": beta, "write": beta, "probe": probe, "erase_key": erase_key}
+    if v.shape[1] == 1 and cu_seqlens is None and not needs_gradients(q, k, v, start, *others.values()):
         run = _step
-    others = {"log_decay": log_decay, "erase": beta, "write": beta, "probe": probe}
     out, final = run(q, k, v, **others, state=start, cu_seqlens=cu_seqlens)
     return out, None if not with_state else final if value_first else final.mT
 
