@@ -31,6 +31,7 @@ from rebind.nn.lm.config import SavedConfig
 from rebind.nn.lm.model import Block, RebindPreTrainedModel
 from rebind.nn.parts.checks import boolean_mask, head_width, require_positive, require_tokens
 from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm
+from rebind.nn.parts.documents import refuse_unknown
 from rebind.nn.parts.feature_map import build_feature
 from rebind.nn.parts.padding import token_positions
 from rebind.ops.entropy import IGNORED
@@ -161,6 +162,7 @@ class RebindEncoder(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, output_hidden_states: bool = False, **kwargs: Any
     ) -> BaseModelOutput:
         """Read sources [B, S]. `attention_mask` [B, S] is 0 for padding, wherever it is."""
+        refuse_unknown(kwargs)
         require_tokens("input_ids", input_ids)
         mask = boolean_mask("attention_mask", attention_mask, *input_ids.shape)
         x = self.embedding(input_ids, mask)
@@ -266,6 +268,8 @@ class RebindForSeq2SeqLM(RebindPreTrainedModel, GenerationMixin):  # type: ignor
         `decoder_attention_mask` to the target and its context; both are 0 for padding. A cache that is passed in is
         changed; once it contains the source, the source is not read again.
         """
+        count = kwargs.pop("num_items_in_batch", None)
+        refuse_unknown(kwargs)
         if decoder_input_ids is None:
             if labels is None:
                 advice = "Pass the targets as labels to train, or call generate to translate"
@@ -287,7 +291,7 @@ class RebindForSeq2SeqLM(RebindPreTrainedModel, GenerationMixin):  # type: ignor
         x = self.encoder.embedding(decoder_input_ids, mask, past)
         hidden_states = self.decoder(x, None if mask is None else mask[:, past:], encoded, cache)
         logits = self.lm_head(hidden_states[-1])
-        loss = None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch"))
+        loss = None if labels is None else self._loss(logits, labels, count)
         return Seq2SeqLMOutput(
             loss=cast(Any, loss),
             logits=logits,

@@ -287,3 +287,13 @@ def test_bad_configs_are_refused(changes, error, code):
 def test_bad_calls_are_refused(call, error, code):
     with raises(error, code):
         call(model(), tokens(2, 5))
+
+
+@pytest.mark.parametrize("name", ["position_ids", "cu_seqlens", "seq_idx", "inputs_embeds", "decoder_inputs_embeds"])
+def test_arguments_that_it_does_not_know_are_refused(name):
+    """Packed documents among them, which would otherwise read each other."""
+    ids = tokens(1, 6)
+    with raises(InputError, "unknown_argument"):
+        model()(ids, labels=ids, **{name: ids})
+    with raises(InputError, "unknown_argument"):
+        model().encoder(ids, **{name: ids})

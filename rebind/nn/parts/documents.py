@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -139,15 +140,8 @@ def find_documents(
         position_ids: As for `pack_batch`.
         arguments: The arguments that the signature of the model does not name; those that mean nothing are refused.
     """
-    for name, value in arguments.items():
-        if value is not None and name not in DOCUMENT_ARGUMENTS and (name not in DEFAULTS or value != DEFAULTS[name]):
-            expected = ", ".join(sorted({"position_ids", *DOCUMENT_ARGUMENTS}))
-            raise InputError(
-                f"The model has no argument {name!r}",
-                expected=f"the arguments that its signature names, or {expected}",
-                advice="Remove it from the batch or from the call",
-                code="unknown_argument",
-            )
+    others = {name: value for name, value in arguments.items() if name not in DOCUMENT_ARGUMENTS}
+    refuse_unknown(others, also=("position_ids", *sorted(DOCUMENT_ARGUMENTS)))
     names = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
     bounds = [arguments[name] for name in names if arguments.get(name) is not None]
     if any(not torch.equal(bounds[0], other) for other in bounds[1:]):
@@ -155,6 +149,23 @@ def find_documents(
         raise InputError(problem, expected="the same boundaries", code="documents_disagree")
     cu_seqlens = bounds[0] if bounds else None
     return pack_batch((x.shape[0], x.shape[1]), mask, position_ids, arguments.get("seq_idx"), cu_seqlens)
+
+
+def refuse_unknown(arguments: dict[str, Any], also: Sequence[str] = ()) -> None:
+    """Refuse the arguments of a call that the signature of a model does not name, unless they ask for nothing.
+
+    Args:
+        arguments: The arguments by name.
+        also: What the model knows besides its signature, for the message.
+    """
+    for name, value in arguments.items():
+        if value is not None and (name not in DEFAULTS or value != DEFAULTS[name]):
+            raise InputError(
+                f"The model has no argument {name!r}",
+                expected=", ".join(["the arguments that its signature names", *also]),
+                advice="Remove it from the batch or from the call",
+                code="unknown_argument",
+            )
 
 
 def pack_batch(
