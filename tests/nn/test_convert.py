@@ -118,7 +118,8 @@ def test_a_whole_model(kind, tmp_path, monkeypatch):
 def test_what_is_not_known_is_refused():
     for call, code in (
         (lambda: from_pretrained_layer(nn.Linear(2, 2)), "unknown_layer"),
-        (lambda: RebindForCausalLM.from_transformers(build("kimi_linear")), "unknown_layer"),  # latent attention
+        (lambda: RebindForCausalLM.from_transformers(build("kimi_linear")), "latent_attention"),
+        (lambda: RebindForCausalLM.from_transformers(build("bailing_hybrid")), "latent_attention"),
         (lambda: RebindForCausalLM.from_transformers(nn.Linear(2, 2)), "unknown_model"),
     ):
         with pytest.raises(InputError) as caught:

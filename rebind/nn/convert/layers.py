@@ -65,6 +65,13 @@ def plan_layer(layer: nn.Module) -> LayerPlan:
         return _deltanet(layer)
     if {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"} <= set(parts):
         return _attention(layer)
+    if "kv_a_proj_with_mqa" in parts:
+        raise InputError(
+            f"A {type(layer).__name__} is latent attention, for which rebind has no layer",
+            expected="Gated DeltaNet, Kimi Delta Attention, DeltaNet, or attention with norms of queries and keys",
+            advice="Convert the other layers one by one, or run the model as it is with rebind.optimize",
+            code="latent_attention",
+        )
     raise InputError(
         f"A {type(layer).__name__} is no layer that rebind knows",
         expected="Gated DeltaNet, Kimi Delta Attention, DeltaNet, or attention with norms of queries and keys",
