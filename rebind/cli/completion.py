@@ -19,7 +19,7 @@ PRESETS = ("modern-10m", "modern-60m", "modern-350m", "schlag-small", "schlag-me
 KINDS = (
     *("attention", "linear-sum", "linear-delta", "performer-sum", "performer-delta", "dpfp-sum", "dpfp-delta"),
     *("rfa", "mamba2", "delta", "longhorn", "gated_delta", "gla", "kda", "gdn2", "comba", "rwkv7"),
-    *("ttt-linear", "ttt-mlp", "hopfield"),
+    *("mesa", "ttt-linear", "ttt-mlp", "hopfield"),
 )
 EXPERIMENTS = ("capacity", "overwrite", "closed-form", "forgetting", "hopfield", "ttt-1d", "cost", "mqar", "edits")
 DEVICES = ("cpu", "cuda", "mps")

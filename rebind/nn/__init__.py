@@ -1,6 +1,6 @@
 """Sequence layers with a memory that is rewritten at every token, and language models made of them.
 
-- `layers`: fast weights, test-time training, attention, Hopfield retrieval
+- `layers`: fast weights, ridge regression, test-time training, attention, Hopfield retrieval
 - `parts`: what layers and models are built of
 - `convert`: layers and models of transformers and fla as ours, and back
 - `lm`: language models, and decoding with CUDA graphs
@@ -20,6 +20,7 @@ from rebind.nn.layers import (
     CrossFastWeight,
     FastWeight,
     HopfieldLayer,
+    MesaLayer,
     Rotary,
     SequenceLayer,
     State,
@@ -50,6 +51,7 @@ __all__ = [
     "FastWeight",
     "HopfieldLayer",
     "L2Normalizer",
+    "MesaLayer",
     "Normalizer",
     "OutputGate",
     "RebindCache",

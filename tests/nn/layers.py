@@ -8,7 +8,7 @@ import torch
 
 from rebind.memory.features import Dpfp, Favor
 from rebind.memory.ttt import Linear, Mlp
-from rebind.nn import Attention, FastWeight, HopfieldLayer, SequenceLayer, TTTLayer
+from rebind.nn import Attention, FastWeight, HopfieldLayer, MesaLayer, SequenceLayer, TTTLayer
 from rebind.nn.layers.attention import Rotary
 from rebind.nn.parts.feature_map import AttentionNormalizer, L2Normalizer
 from rebind.nn.parts.gates import OutputGate, SigmoidDecay, SoftplusDecay
@@ -49,6 +49,8 @@ LAYERS: dict[str, Callable[[], SequenceLayer]] = {
     "comba": fast_weight("comba"),
     "preconditioned": fast_weight("preconditioned", max_beta=2.0),
     "rwkv7": fast_weight("rwkv7", normalizer="none", decay="sigmoid"),
+    "mesa": lambda: MesaLayer(DIM, HEADS, iterations=12, conv_size=2, output_gate="silu"),
+    "mesa, shared keys": lambda: MesaLayer(DIM, 4, iterations=15, key_heads=2, d_k=5, d_v=7),
     "ttt-linear": lambda: TTTLayer(DIM, HEADS, inner=Linear(), mini_batch=4),
     "ttt-linear, online": lambda: TTTLayer(DIM, HEADS, mini_batch=1),
     "ttt-mlp": lambda: TTTLayer(DIM, HEADS, inner=Mlp(expand=2), mini_batch=3, rate=0.1),

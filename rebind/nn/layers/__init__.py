@@ -2,6 +2,7 @@
 
 - `base`: the contracts of layers over one sequence and between two, and their state
 - `fast_weight`: a memory rewritten at every token, by any rule and with any feature map
+- `mesa`: a memory that answers with the ridge regression of all pairs
 - `ttt`: a memory that is a small model, trained at test time
 - `attention`: softmax attention, the baseline
 - `hopfield`: retrieval from learned patterns
@@ -13,6 +14,7 @@ from rebind.nn.layers.attention import Attention, CrossAttention, Rotary
 from rebind.nn.layers.base import SequenceLayer, State
 from rebind.nn.layers.fast_weight import CrossFastWeight, FastWeight
 from rebind.nn.layers.hopfield import HopfieldLayer
+from rebind.nn.layers.mesa import MesaLayer
 from rebind.nn.layers.ttt import TTTLayer
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "CrossFastWeight",
     "FastWeight",
     "HopfieldLayer",
+    "MesaLayer",
     "Rotary",
     "SequenceLayer",
     "State",

@@ -113,10 +113,13 @@ class FastWeight(SequenceLayer[FastWeightState]):
         """Heads × width of φ(k) × d_v (Schlag et al., appendix F)."""
         return self.heads * self.phi.width * self.d_v
 
+    @property
+    def _memory_rows(self) -> int:
+        return self.d_v + self.phi.normalizer.extra_rows
+
     def initial_state(self, batch: int) -> FastWeightState:
         weight = self.k_proj.weight
-        rows = self.d_v + self.phi.normalizer.extra_rows
-        memory = weight.new_zeros(batch, self.heads, rows, self.phi.width, dtype=working_dtype(weight))
+        memory = weight.new_zeros(batch, self.heads, self._memory_rows, self.phi.width, dtype=working_dtype(weight))
         return FastWeightState(memory, None if self.conv is None else self.conv.initial_window(batch))
 
     def _run(
@@ -141,7 +144,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
         arguments["v"] = arguments["v"].contiguous()  # a view would keep q and k before φ in memory
         if split is None:
             start, bounds = None if state is None else state.memory, None if documents is None else documents.bounds
-            out, memory = scan(**arguments, state=start, cu_seqlens=bounds)
+            out, memory = self._scan(arguments, start, bounds)
         else:
             out, memory = scan_split(**arguments, split=split)
         return self._output(out, output_gate, x.dtype), FastWeightState(memory, window)
@@ -162,8 +165,16 @@ class FastWeight(SequenceLayer[FastWeightState]):
         if self.conv is not None:
             mixed, window = self.conv.step(mixed, cast(Tensor, window), mask)
         arguments = self._scan_inputs(mixed.split(self._widths, dim=-1), gates, mask)
-        out = step_without_grad(**arguments, state=state.memory)
+        out = self._step(arguments, state.memory)
         return self._output(out, output_gate, x.dtype), FastWeightState(state.memory, window)
+
+    def _scan(self, arguments: dict[str, Any], start: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Write and read every token; return what was read [B, T, heads, d_v (+ 1)], and the memories at the end."""
+        return scan(**arguments, state=start, cu_seqlens=bounds)
+
+    def _step(self, arguments: dict[str, Any], memory: Tensor) -> Tensor:
+        """Write one token into the memories, in place, and return what is read [B, heads, d_v (+ 1)]."""
+        return step_without_grad(**arguments, state=memory)
 
     @property
     def _gate_projections(self) -> list[nn.Linear]:

@@ -8,6 +8,7 @@ built as in today's papers. To add a kind, add an entry to `KINDS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from rebind.nn.layers.attention import Attention, Rotary
 from rebind.nn.layers.base import SequenceLayer
 from rebind.nn.layers.fast_weight import FastWeight
 from rebind.nn.layers.hopfield import HopfieldLayer
+from rebind.nn.layers.mesa import MesaLayer
 from rebind.nn.layers.ttt import TTTLayer
 from rebind.nn.parts.checks import head_width
 from rebind.nn.parts.dense import MLPS
@@ -105,6 +107,7 @@ class RebindConfig(SavedConfig):  # type: ignore[no-untyped-call]
     # Other kinds
     dpfp_nu: int = 1  # ν of DPFP: features 2ν times as wide as d_k
     favor_features: int = 16  # m of FAVOR+: features 2m wide
+    mesa_iterations: int = 30  # of conjugate gradients, per token
     ttt_mini_batch: int = 16
     hopfield_patterns: int = 64  # per head
     dropout: float = 0.0  # after the embedding, every layer and every MLP
@@ -123,7 +126,14 @@ class RebindConfig(SavedConfig):  # type: ignore[no-untyped-call]
         )
         for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "moe_intermediate_size"):
             require_number(name, getattr(self, name), least=1, most=LARGEST_SIZE, whole=True, code="invalid_size")
-        for name in ("num_experts", "num_experts_per_tok", "dpfp_nu", "favor_features", "ttt_mini_batch"):
+        for name in (
+            "num_experts",
+            "num_experts_per_tok",
+            "dpfp_nu",
+            "favor_features",
+            "mesa_iterations",
+            "ttt_mini_batch",
+        ):
             require_number(name, getattr(self, name), least=1, most=LARGEST_SIZE, whole=True, code="invalid_size")
         require_number("dropout", self.dropout, most=1.0)
         for name in ("norm_eps", "initializer_range"):
@@ -157,6 +167,9 @@ def _fast_weight(rule: str, normalizer: str, *, feature: str = "identity", outpu
     """Return the builder of a fast-weight layer with a feature map or, without one, behind a short convolution."""
 
     def build(config: RebindConfig) -> FastWeight:
+        layer: Callable[..., FastWeight] = partial(FastWeight, rule=rule)
+        if rule == "mesa":
+            layer = partial(MesaLayer, iterations=config.mesa_iterations)
         heads = config.memory_heads or config.num_attention_heads
         d_k = head_width(config.hidden_size, heads, config.d_k)
         normalizers: dict[str, Normalizer] = {
@@ -170,10 +183,9 @@ def _fast_weight(rule: str, normalizer: str, *, feature: str = "identity", outpu
         gate = (
             None if activation == "none" else OutputGate(activation, config.output_gate_rank, config.output_gate_bias)
         )
-        return FastWeight(
+        return layer(
             config.hidden_size,
             heads,
-            rule=rule,
             feature=build_feature(feature, d_k, dpfp_nu=config.dpfp_nu, favor_features=config.favor_features),
             normalizer=normalizers.get(normalizer, normalizer),
             d_k=d_k,
@@ -228,6 +240,7 @@ KINDS: dict[str, LayerBuilder] = {
     "gdn2": _fast_weight("gdn2", "l2", output_gate="silu"),
     "comba": _fast_weight("comba", "l2", output_gate="silu"),
     "rwkv7": _fast_weight("rwkv7", "none", output_gate="silu"),
+    "mesa": _fast_weight("mesa", "l2", output_gate="silu"),
     "ttt-linear": _ttt(ttt.Linear(), rate=1.0),
     "ttt-mlp": _ttt(ttt.Mlp(), rate=0.1),
     "hopfield": lambda config: HopfieldLayer(  # mixes no tokens: put it between layers that do

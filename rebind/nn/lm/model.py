@@ -20,6 +20,7 @@ from rebind.nn.convert.models import plan_model
 from rebind.nn.layers.attention import Attention
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
 from rebind.nn.layers.hopfield import HopfieldLayer
+from rebind.nn.layers.mesa import MesaLayer
 from rebind.nn.layers.ttt import TTTLayer
 from rebind.nn.lm.cache import RebindCache
 from rebind.nn.lm.config import KINDS, RebindConfig
@@ -96,7 +97,7 @@ class RebindPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Decay | ShortConvolution | TTTLayer | HopfieldLayer):
+        if isinstance(module, Decay | ShortConvolution | MesaLayer | TTTLayer | HopfieldLayer):
             module.reset_parameters()
         elif isinstance(module, ExpertMlp):
             module.reset_parameters(self.config.initializer_range)
