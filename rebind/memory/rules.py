@@ -28,9 +28,8 @@ from rebind.memory.features import l2_normalize
 from rebind.memory.precision import common_dtype, working_dtype
 from rebind.memory.write import Write
 
-Gate = (
-    float | Tensor
-)  # a constant, one number per key [...], or for some gates one per channel [..., d_k] or [..., d_v]
+# A constant, one number per key [...], or for some gates one per channel [..., d_k] or [..., d_v].
+Gate = float | Tensor
 
 SMALLEST_DECAY = 1e-13  # of a rule that reads the memory before it decays: below it, the decay of the read stays there
 
@@ -54,6 +53,7 @@ class Rule(ABC):
     name: ClassVar[str]
     gates: ClassVar[dict[str, float]]  # every gate with its default
     largest: ClassVar[dict[str, float]] = {}  # upper bounds of the gates that have one
+    signed: ClassVar[tuple[str, ...]] = ()  # the gates that may be negative
     channels: ClassVar[dict[str, str]] = {}  # the gates that may be a vector, of the width of the "key" or the "value"
     reads: ClassVar[bool]  # whether the write probes the memory; if so ε = η, except where e ≠ u
     decay: ClassVar[str | None] = None  # the gate that is d itself, if any: its logarithm may be passed instead
@@ -122,7 +122,7 @@ class Rule(ABC):
             return
         require_finite(**{name: value})
         most = self.largest.get(name, float("inf"))
-        if known(((value < 0) | (value > most)).any()):
+        if name not in self.signed and known(((value < 0) | (value > most)).any()):
             problem = f"Gate {name!r} of rule {self.name!r} ranges from {value.min():.3g} to {value.max():.3g}"
             expected = "0 or more" if most == float("inf") else f"0 to {most:g}"
             advice = "Pass it through a sigmoid or softplus"
@@ -308,6 +308,7 @@ class Rwkv7(Rule):
     gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "a": 1.0, "kappa": 1.0, "mix": 0.0}
     largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
     channels: ClassVar[dict[str, str]] = dict.fromkeys(("alpha", "a", "kappa", "mix"), "key")
+    signed: ClassVar[tuple[str, ...]] = ("kappa", "mix")  # published models learn them without bounds
     reads = True
     reads_before_decay = True
     decay = "alpha"

@@ -130,6 +130,9 @@ class TestContract:
             (InputError, "not_finite", lambda: rule.write(k * float("nan"), v)),
         )
         for gate in rule.gates:
+            if gate in rule.signed:
+                rule.write(k, v, **{gate: -1e-6})
+                continue
             with raises(InputError, "gate_out_of_range"):
                 rule.write(k, v, **{gate: -1e-6})
             with raises(InputError, "not_finite"):
