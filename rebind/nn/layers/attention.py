@@ -242,13 +242,10 @@ def _join_masks(state: AttentionState, mask: Tensor | None, x: Tensor) -> Tensor
     """Return which tokens of the state and of x are real [B, past + T]; None: all are."""
     if state.real is None and mask is None:
         return None
-    past, ones = (
-        state.keys.shape[2],
-        torch.ones(len(x), state.keys.shape[2] + x.shape[1], dtype=torch.bool, device=x.device),
-    )
-    return torch.cat(
-        [ones[:, :past] if state.real is None else state.real, ones[:, past:] if mask is None else mask], 1
-    )
+    shape = len(x), state.keys.shape[2]
+    past = torch.ones(shape, dtype=torch.bool, device=x.device) if state.real is None else state.real
+    now = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+    return torch.cat([past, now], dim=1)
 
 
 def _attention_mask(
