@@ -17,7 +17,8 @@ BENCH_RULES = (
 )
 PRESETS = ("modern-10m", "modern-60m", "modern-350m", "schlag-small", "schlag-medium")
 KINDS = (
-    *("attention", "linear-sum", "linear-delta", "performer-sum", "performer-delta", "dpfp-sum", "dpfp-delta"),
+    *("attention", "latent", "linear-sum", "linear-delta", "performer-sum", "performer-delta", "dpfp-sum"),
+    "dpfp-delta",
     *("rfa", "mamba2", "delta", "longhorn", "gated_delta", "gla", "kda", "gdn2", "comba", "rwkv7"),
     *("mesa", "ttt-linear", "ttt-mlp", "hopfield"),
 )

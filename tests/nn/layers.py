@@ -8,7 +8,7 @@ import torch
 
 from rebind.memory.features import Dpfp, Favor
 from rebind.memory.ttt import Linear, Mlp
-from rebind.nn import Attention, FastWeight, HopfieldLayer, MesaLayer, SequenceLayer, TTTLayer
+from rebind.nn import Attention, FastWeight, HopfieldLayer, LatentAttention, MesaLayer, SequenceLayer, TTTLayer
 from rebind.nn.layers.attention import Rotary
 from rebind.nn.parts.feature_map import AttentionNormalizer, L2Normalizer
 from rebind.nn.parts.gates import OutputGate, SigmoidDecay, SoftplusDecay
@@ -58,6 +58,10 @@ LAYERS: dict[str, Callable[[], SequenceLayer]] = {
     "attention, shared keys": lambda: Attention(DIM, 4, head_dim=6, key_heads=2, rotary=None),
     "attention, window": lambda: Attention(DIM, HEADS, window=4, qk_norm="head", rotary=Rotary(100.0, 0.5)),
     "attention, gated": lambda: Attention(DIM, HEADS, qk_norm="all", output_gate="sigmoid", window=1000),
+    "latent": lambda: LatentAttention(DIM, HEADS, rank=5, shared_dim=2, key_dim=3),
+    "latent, gated": lambda: LatentAttention(
+        DIM, HEADS, rank=4, shared_dim=3, d_v=7, query_rank=5, rotary=None, head_gate=True
+    ),
     "hopfield": lambda: HopfieldLayer(DIM, HEADS, patterns=5, steps=3),
 }
 

@@ -12,12 +12,20 @@ from torch.nn import functional
 import rebind
 from rebind.compat import fla
 from rebind.errors import InputError
-from rebind.nn import Attention, FastWeight, RebindForCausalLM, from_pretrained_layer, to_pretrained_layer
+from rebind.nn import (
+    Attention,
+    FastWeight,
+    LatentAttention,
+    RebindForCausalLM,
+    from_pretrained_layer,
+    to_pretrained_layer,
+)
 from tests.model_types import build
 from tests.support import assert_close
 
 LAYERS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid"]
 MODELS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
+LATENT = ["kimi_linear", "bailing_hybrid"]
 
 
 def ids_for(model, *shape: int) -> torch.Tensor:
@@ -94,10 +102,37 @@ def test_attention(kind):
     assert_round_trip(theirs, lambda: to_pretrained_layer(ours, theirs))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+def mixed(module: nn.Module) -> nn.Module:
+    """Give buffers that are zero at first other values."""
+    for name, buffer in module.named_buffers():
+        if "correction" in name:
+            buffer.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(3))
+    return module
+
+
+@pytest.mark.parametrize("options", [{}, {"q_lora_rank": None}, {"rope_parameters": None}], ids=str)
+@pytest.mark.parametrize("kind", LATENT)
+@torch.no_grad()
+def test_latent_attention(kind, options):
+    if kind == "bailing_hybrid" and options:
+        pytest.skip("it has one form")
+    model = build(kind, **options).eval()
+    theirs = model.model.layers[3].self_attn
+    ours, x = from_pretrained_layer(theirs), torch.randn(1, 12, model.config.hidden_size)
+    assert isinstance(ours, LatentAttention)
+    more = {}
+    if hasattr(model.model, "rotary_emb"):
+        more = {"position_embeddings": model.model.rotary_emb(x, torch.arange(12)[None])}
+    causal = torch.full((12, 12), float("-inf")).triu(1)[None, None]
+    expected, _ = theirs(x, attention_mask=causal, **more)
+    assert_close(ours(x)[0], expected, 1e-5)
+    assert_round_trip(theirs, lambda: to_pretrained_layer(ours, theirs))
+
+
+@pytest.mark.parametrize("kind", [*MODELS, *LATENT])
 @torch.no_grad()
 def test_a_whole_model(kind, tmp_path, monkeypatch):
-    theirs = build(kind).eval()
+    theirs = mixed(build(kind).eval())
     ours, ids = RebindForCausalLM.from_transformers(theirs), ids_for(theirs, 2, 30)
     assert_close(ours(ids).logits, theirs(ids).logits, 1e-4)
     precise = copy.deepcopy(theirs).double()
@@ -115,11 +150,18 @@ def test_a_whole_model(kind, tmp_path, monkeypatch):
     assert_round_trip(theirs, lambda: ours.to_transformers(theirs))
 
 
+@torch.no_grad()
+def test_experts_in_groups():
+    theirs = mixed(build("kimi_linear", num_local_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3).eval())
+    ours, ids = RebindForCausalLM.from_transformers(theirs), ids_for(theirs, 2, 30)
+    assert ours.config.router_groups_per_tok == 2
+    assert_close(ours(ids).logits, theirs(ids).logits, 1e-4)
+
+
 def test_what_is_not_known_is_refused():
     for call, code in (
         (lambda: from_pretrained_layer(nn.Linear(2, 2)), "unknown_layer"),
-        (lambda: RebindForCausalLM.from_transformers(build("kimi_linear")), "latent_attention"),
-        (lambda: RebindForCausalLM.from_transformers(build("bailing_hybrid")), "latent_attention"),
+        (lambda: RebindForCausalLM.from_transformers(build("mamba2")), "unknown_model"),
         (lambda: RebindForCausalLM.from_transformers(nn.Linear(2, 2)), "unknown_model"),
     ):
         with pytest.raises(InputError) as caught:

@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from rebind.errors import InputError
-from rebind.nn.convert.links import Link, copy_to_ours, copy_to_theirs, grouped, joined, same, shifted
+from rebind.nn.convert.links import Link, copy_to_ours, copy_to_theirs, grouped, interleaved, joined, same, shifted
 from rebind.nn.layers.attention import Attention, Rotary
 from rebind.nn.layers.base import SequenceLayer
 from rebind.nn.layers.fast_weight import FastWeight
+from rebind.nn.layers.latent import LatentAttention
 from rebind.nn.parts.feature_map import L2Normalizer
 from rebind.nn.parts.gates import DecayGate, OutputGate, SigmoidDecay, SoftplusDecay
 
@@ -23,7 +24,7 @@ KEY_NORM_EPS = 1e-6  # of the L2 norm of keys and queries, in all of these layer
 class LayerPlan:
     """Our layer that another one is: its class, its arguments, and the links of its weights."""
 
-    kind: type[FastWeight | Attention]
+    kind: type[FastWeight | Attention | LatentAttention]
     arguments: dict[str, Any]
     links: list[Link] = field(repr=False)
 
@@ -37,10 +38,11 @@ def from_pretrained_layer(layer: nn.Module) -> SequenceLayer[Any]:
 
     Args:
         layer: Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo Hybrid, fla), Kimi Delta Attention (Kimi Linear, GLM-5.3, Ling
-            3.0, fla), DeltaNet (fla), or attention (Qwen3-Next, Qwen3.5, OLMo Hybrid).
+            3.0, fla), DeltaNet (fla), attention (Qwen3-Next, Qwen3.5, OLMo Hybrid), or latent attention (Kimi Linear,
+            Ling 3.0).
 
     Returns:
-        A `FastWeight` or `Attention` with the same output, in the dtype and on the device of the layer.
+        A `FastWeight`, `Attention` or `LatentAttention` with the same output, in the dtype and on the device of the layer.
     """
     plan = plan_layer(layer)
     weight = next(layer.parameters())
@@ -65,16 +67,12 @@ def plan_layer(layer: nn.Module) -> LayerPlan:
         return _deltanet(layer)
     if {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"} <= set(parts):
         return _attention(layer)
-    if "kv_a_proj_with_mqa" in parts:
-        raise InputError(
-            f"A {type(layer).__name__} is latent attention, for which rebind has no layer",
-            expected="Gated DeltaNet, Kimi Delta Attention, DeltaNet, or attention with norms of queries and keys",
-            advice="Convert the other layers one by one, or run the model as it is with rebind.optimize",
-            code="latent_attention",
-        )
+    if {"kv_a_proj_with_mqa", "kv_b_proj"} <= set(parts):
+        return _latent_attention(layer)
     raise InputError(
         f"A {type(layer).__name__} is no layer that rebind knows",
-        expected="Gated DeltaNet, Kimi Delta Attention, DeltaNet, or attention with norms of queries and keys",
+        expected="Gated DeltaNet, Kimi Delta Attention, DeltaNet, latent attention, or attention with norms of queries "
+        "and keys",
         advice="rebind.optimize runs it on rebind's operations as it is, if it calls a gated delta rule",
         code="unknown_layer",
     )
@@ -224,6 +222,40 @@ def _attention(layer: Any) -> LayerPlan:
         "norm_eps": _norm_eps(layer.q_norm),
     }
     return LayerPlan(Attention, arguments, links)
+
+
+def _latent_attention(layer: Any) -> LayerPlan:
+    if layer.kv_a_proj_with_mqa.bias is not None or layer.num_key_value_groups != 1:
+        problem = "Latent attention has biases, or key heads that are shared"
+        raise InputError(problem, expected="neither", code="unknown_layer")
+    plain, shared, heads, rank = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.num_heads, layer.kv_lora_rank
+    queries, query_rank = "q_proj.weight", None
+    links = [same("kv_a_layernorm.weight", "kv_norm.weight"), same("kv_b_proj.weight", "kv_up.weight")]
+    if getattr(layer, "q_a_proj", None) is not None:
+        queries, query_rank = "q_b_proj.weight", layer.q_a_proj.out_features
+        links += [same("q_a_proj.weight", "q_down.weight"), same("q_a_layernorm.weight", "q_norm.weight")]
+    rotary = rotary_of(layer.config)
+    if rotary is None:
+        links += [same(queries, "q_proj.weight"), same("kv_a_proj_with_mqa.weight", "kv_down.weight")]
+    else:
+        links += [
+            interleaved(queries, "q_proj.weight", heads, plain, shared),
+            interleaved("kv_a_proj_with_mqa.weight", "kv_down.weight", 1, rank, shared),
+        ]
+    gated = hasattr(layer, "g_proj")
+    arguments = {
+        "dim": layer.hidden_size,
+        "heads": heads,
+        "rank": rank,
+        "shared_dim": shared,
+        "key_dim": plain,
+        "d_v": layer.v_head_dim,
+        "query_rank": query_rank,
+        "rotary": rotary,
+        "head_gate": gated,
+        "norm_eps": _norm_eps(layer.kv_a_layernorm),
+    }
+    return LayerPlan(LatentAttention, arguments, [*links, *_projections("o_proj", *(["g_proj"] if gated else []))])
 
 
 def rotary_of(config: Any) -> Rotary | None:

@@ -44,6 +44,21 @@ def joined(theirs: Sequence[str], ours: str, sizes: Sequence[int]) -> Link:
     )
 
 
+def interleaved(theirs: str, ours: str, groups: int, plain: int, turned: int) -> Link:
+    """Rows in groups whose last `turned` belong to rotary positions: in pairs there, in two halves here.
+
+    Channels 0, 1 of theirs are a pair, then 2, 3; of ours the first half is paired with the second.
+    """
+    order = torch.arange(turned).unflatten(0, (-1, 2)).T.flatten() + plain
+    order = torch.cat([torch.arange(plain), order])
+    back = order.argsort()
+
+    def arrange(order: Tensor) -> Change:
+        return lambda weights: [weights[0].unflatten(0, (groups, -1))[:, order.to(weights[0].device)].flatten(0, 1)]
+
+    return Link((theirs,), (ours,), arrange(order), arrange(back))
+
+
 def grouped(theirs: str, ours: Sequence[str], groups: int, sizes: Sequence[int]) -> Link:
     """One of theirs whose rows are, group by group, so many of each of ours."""
 
@@ -61,7 +76,7 @@ def grouped(theirs: str, ours: Sequence[str], groups: int, sizes: Sequence[int])
 @torch.no_grad()
 def copy_to_ours(links: Iterable[Link], theirs: nn.Module, ours: nn.Module) -> None:
     """Copy their weights into ours."""
-    source, target = dict(theirs.named_parameters()), dict(ours.named_parameters())
+    source, target = _weights(theirs), _weights(ours)
     for link in links:
         _copy(link.to_ours([source[name] for name in link.theirs]), [target[name] for name in link.ours])
 
@@ -69,9 +84,13 @@ def copy_to_ours(links: Iterable[Link], theirs: nn.Module, ours: nn.Module) -> N
 @torch.no_grad()
 def copy_to_theirs(links: Iterable[Link], ours: nn.Module, theirs: nn.Module) -> None:
     """Copy our weights into theirs."""
-    source, target = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    source, target = _weights(ours), _weights(theirs)
     for link in links:
         _copy(link.to_theirs([source[name] for name in link.ours]), [target[name] for name in link.theirs])
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
 
 
 def _copy(weights: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

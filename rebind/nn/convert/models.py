@@ -11,16 +11,18 @@ from rebind.errors import InputError
 from rebind.nn.convert.layers import LayerPlan, norm_link, plan_layer
 from rebind.nn.convert.links import Link, same
 from rebind.nn.layers.attention import Attention
+from rebind.nn.layers.latent import LatentAttention
 from rebind.nn.lm.config import RebindConfig
 from rebind.nn.parts.gates import SigmoidDecay
 
 MLP = ("gate_proj", "up_proj", "down_proj")
+LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, which configs do not name
 
 
 def plan_model(model: Any) -> tuple[RebindConfig, list[Link]]:
     """Return the config and the links of our model that a causal language model of transformers is.
 
-    That is Qwen3-Next, Qwen3.5 without images, OLMo Hybrid, and whatever has the same parts.
+    That is Qwen3-Next, Qwen3.5 without images, OLMo Hybrid, Kimi Linear, Ling 3.0, and whatever has the same parts.
     """
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None or not hasattr(model, "lm_head"):
@@ -62,20 +64,30 @@ def _norms(layer: Any, norm: Callable[[str, str], Link]) -> list[Link]:
 
 
 def _mlp(mlp: Any) -> list[Link]:
+    names = {f"{name}.weight": f"{name}.weight" for name in MLP}
     if hasattr(mlp, "experts"):
+        shared = "shared_experts" if hasattr(mlp, "shared_experts") else "shared_expert"
         names = {
             "gate.weight": "router.weight",
             "experts.gate_up_proj": "gate_up",
             "experts.down_proj": "down",
-            "shared_expert_gate.weight": "shared_gate.weight",
-            **{f"shared_expert.{name}.weight": f"shared.{name}.weight" for name in MLP},
+            **{f"{shared}.{name}.weight": f"shared.{name}.weight" for name in MLP},
         }
-        return [same(f"mlp.{theirs}", f"mlp.{ours}") for theirs, ours in names.items()]
-    return [same(f"mlp.{name}.weight", f"mlp.{name}.weight") for name in MLP]
+        if hasattr(mlp, "shared_expert_gate"):
+            names["shared_expert_gate.weight"] = "shared_gate.weight"
+        if _is_sigmoid(mlp):
+            names["gate.e_score_correction_bias"] = "correction"
+    return [same(f"mlp.{theirs}", f"mlp.{ours}") for theirs, ours in names.items()]
+
+
+def _is_sigmoid(mlp: Any) -> bool:
+    """Whether experts are scored by a sigmoid and a correction, as in Kimi Linear and Ling 3.0."""
+    return hasattr(mlp.gate, "e_score_correction_bias")
 
 
 def _config(model: Any, plans: list[LayerPlan]) -> RebindConfig:
     config, layers = model.config, model.model.layers
+    names = {Attention: "attention", LatentAttention: "latent"}
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -83,25 +95,42 @@ def _config(model: Any, plans: list[LayerPlan]) -> RebindConfig:
         "num_attention_heads": config.num_attention_heads,
         "norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "layer_kinds": ["attention" if plan.kind is Attention else plan.arguments["rule"] for plan in plans],
+        "layer_kinds": [names.get(plan.kind, plan.arguments.get("rule")) for plan in plans],
         **{f"{name}_token_id": getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")},
     }
     if config.hidden_act not in ("silu", "swish"):
         raise InputError(f"The MLPs have {config.hidden_act!r}", expected="'silu'", code="unknown_model")
-    sparse = {hasattr(layer.mlp, "experts") for layer in layers}
-    if len(sparse) > 1:
-        problem = "Some MLPs have experts and some do not"
-        raise InputError(problem, advice="rebind.optimize runs the model as it is", code="unknown_model")
-    if sparse == {True}:
-        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-        fields |= {"mlp": "experts", **{name: getattr(config, name) for name in names}}
-        fields["norm_topk_prob"] = getattr(config, "norm_topk_prob", True)
-    else:
-        fields["intermediate_size"] = config.intermediate_size
-    memories = _common([plan.arguments for plan in plans if plan.kind is not Attention])
-    attention = _common([plan.arguments for plan in plans if plan.kind is Attention])
+    groups = {kind: _common([plan.arguments for plan in plans if plan.kind is kind]) for kind in names}
+    memories = _common([plan.arguments for plan in plans if plan.kind not in names])
     after = {_is_after(layer) for layer, plan in zip(layers, plans, strict=True) if plan.kind is Attention}
-    return RebindConfig(**fields, **_memory_fields(memories), **_attention_fields(attention, after=True in after))
+    fields |= _mlp_fields(config, [layer.mlp for layer in layers]) | _memory_fields(memories)
+    fields |= _latent_fields(groups[LatentAttention])
+    return RebindConfig(**fields, **_attention_fields(groups[Attention], after=True in after))
+
+
+def _mlp_fields(config: Any, mlps: list[Any]) -> dict[str, Any]:
+    kinds = ["experts" if hasattr(mlp, "experts") else "swiglu" for mlp in mlps]
+    fields: dict[str, Any] = {"mlp": kinds[0] if len(set(kinds)) == 1 else kinds}
+    if "swiglu" in kinds:
+        fields["intermediate_size"] = config.intermediate_size
+    if "experts" not in kinds:
+        return fields
+    sparse = mlps[kinds.index("experts")]
+    count, width = sparse.experts.gate_up_proj.shape[:2]
+    shared = sparse.shared_experts if hasattr(sparse, "shared_experts") else sparse.shared_expert
+    fields |= {
+        "num_experts": count,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "moe_intermediate_size": width // 2,
+        "shared_expert_intermediate_size": shared.down_proj.in_features,
+        "shared_expert_gate": hasattr(sparse, "shared_expert_gate"),
+        "norm_topk_prob": getattr(config, "norm_topk_prob", True),
+    }
+    if _is_sigmoid(sparse):
+        names = {"router_groups": "n_group", "router_groups_per_tok": "topk_group"}
+        fields |= {ours: getattr(config, theirs) for ours, theirs in names.items()}
+        fields |= {"router": "sigmoid", "router_scale": config.routed_scaling_factor}
+    return fields
 
 
 def _common(arguments: list[dict[str, Any]]) -> dict[str, Any]:
@@ -143,4 +172,19 @@ def _attention_fields(arguments: dict[str, Any], *, after: bool) -> dict[str, An
         "rotary_fraction": 1.0 if rotary is None else rotary.fraction,
         "attention_gate": "none" if gate is None else gate.activation,
         "attention_norm": "after" if after else "before",
+    }
+
+
+def _latent_fields(arguments: dict[str, Any]) -> dict[str, Any]:
+    if not arguments:
+        return {}
+    if arguments["norm_eps"] != LATENT_NORM_EPS:
+        problem = f"The norms of latent attention have ε = {arguments['norm_eps']:g}"
+        raise InputError(problem, expected=f"{LATENT_NORM_EPS:g}", code="unknown_model")
+    names = {"rank": "rank", "shared_dim": "shared_dim", "key_dim": "key_dim", "d_v": "value_dim"}
+    names |= {"query_rank": "query_rank", "head_gate": "gate"}
+    rotary = arguments["rotary"]
+    return {
+        "rope_theta": None if rotary is None else rotary.theta,
+        **{f"latent_{ours}": arguments[name] for name, ours in names.items()},
     }

@@ -5,6 +5,7 @@
 - `mesa`: a memory that answers with the ridge regression of all pairs
 - `ttt`: a memory that is a small model, trained at test time
 - `attention`: softmax attention, the baseline
+- `latent`: softmax attention that stores one narrow vector per token
 - `hopfield`: retrieval from learned patterns
 """
 
@@ -14,6 +15,7 @@ from rebind.nn.layers.attention import Attention, CrossAttention, Rotary
 from rebind.nn.layers.base import SequenceLayer, State
 from rebind.nn.layers.fast_weight import CrossFastWeight, FastWeight
 from rebind.nn.layers.hopfield import HopfieldLayer
+from rebind.nn.layers.latent import LatentAttention
 from rebind.nn.layers.mesa import MesaLayer
 from rebind.nn.layers.ttt import TTTLayer
 
@@ -23,6 +25,7 @@ __all__ = [
     "CrossFastWeight",
     "FastWeight",
     "HopfieldLayer",
+    "LatentAttention",
     "MesaLayer",
     "Rotary",
     "SequenceLayer",

@@ -132,7 +132,7 @@ class Attention(SequenceLayer[AttentionState]):
             return self._run_segment(x, split)
         start = self.initial_state(len(x)) if state is None else state
         x = zero_padding(x, mask)
-        real = _join_masks(start, mask, x)
+        real = join_masks(start.keys.shape[2], start.real, mask, x)
         positions = token_positions(start.keys.shape[2], x.shape[1], real, x.device)
         if start.dropped is not None:
             positions = positions + start.dropped[:, None]
@@ -177,7 +177,7 @@ class Attention(SequenceLayer[AttentionState]):
     def _attend(self, q: Tensor, state: AttentionState) -> Tensor:
         """Return what the queries of the last tokens read [B, heads, T, head_dim]."""
         past, length = state.keys.shape[2] - q.shape[2], q.shape[2]
-        allowed = _attention_mask(past, length, state.real, self.window, q.device)
+        allowed = attention_mask(past, length, state.real, self.window, q.device)
         causal = allowed is None and past == 0 and length > 1
         # For a single token cuDNN would plan for every context length again, which takes milliseconds per layer.
         with sdpa_kernel(BACKENDS_WITHOUT_PLANS) if q.is_cuda and length == 1 else nullcontext():
@@ -238,17 +238,16 @@ class CrossAttention(CrossLayer[AttentionState]):
         return read.transpose(1, 2)
 
 
-def _join_masks(state: AttentionState, mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return which tokens of the state and of x are real [B, past + T]; None: all are."""
-    if state.real is None and mask is None:
+def join_masks(past: int, past_real: Tensor | None, mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return which of `past` tokens and of those of x [B, T, ...] are real [B, past + T]; None: all are."""
+    if past_real is None and mask is None:
         return None
-    shape = len(x), state.keys.shape[2]
-    past = torch.ones(shape, dtype=torch.bool, device=x.device) if state.real is None else state.real
+    before = torch.ones(len(x), past, dtype=torch.bool, device=x.device) if past_real is None else past_real
     now = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-    return torch.cat([past, now], dim=1)
+    return torch.cat([before, now], dim=1)
 
 
-def _attention_mask(
+def attention_mask(
     past: int, length: int, real: Tensor | None, window: int | None, device: torch.device
 ) -> Tensor | None:
     """Return which keys each query may see, [B or 1, 1, T, S]; None where `is_causal` is enough."""

@@ -22,6 +22,7 @@ from rebind.nn.layers.attention import Attention, Rotary
 from rebind.nn.layers.base import SequenceLayer
 from rebind.nn.layers.fast_weight import FastWeight
 from rebind.nn.layers.hopfield import HopfieldLayer
+from rebind.nn.layers.latent import LatentAttention
 from rebind.nn.layers.mesa import MesaLayer
 from rebind.nn.layers.ttt import TTTLayer
 from rebind.nn.parts.checks import head_width
@@ -71,7 +72,7 @@ class RebindConfig(SavedConfig):  # type: ignore[no-untyped-call]
     num_attention_heads: int = 8  # of every layer
     intermediate_size: int = 1_408  # width of the hidden layer of the MLPs
     layer_kinds: str | list[str] = "gated_delta"  # of `KINDS`; a list is repeated to the depth
-    mlp: str = "swiglu"  # or "relu", or "experts" of which a token uses a few
+    mlp: str | list[str] = "swiglu"  # or "relu", or "experts" of which a token uses a few; a list as for layer_kinds
     # Fast weights
     memory_heads: int | None = None  # memories of a layer; None: num_attention_heads
     key_heads: int | None = None  # heads of keys and queries, each shared by equally many memories; None: as many
@@ -98,12 +99,24 @@ class RebindConfig(SavedConfig):  # type: ignore[no-untyped-call]
     rotary_fraction: float = 1.0  # part of the channels that is rotated
     attention_gate: str = "none"  # what reads are multiplied by: "none", "silu" or "sigmoid" of a projection
     attention_norm: str = "before"  # where the norms of a block with attention are: "before" its parts, or "after"
+    # Latent attention
+    latent_rank: int = 128  # numbers per token that keys and values are made of
+    latent_shared_dim: int = 32  # width of the part of the keys that heads share, which rotary positions rotate
+    latent_key_dim: int | None = None  # width of the other part; None: hidden_size / num_attention_heads
+    latent_value_dim: int | None = None  # None: hidden_size / num_attention_heads
+    latent_query_rank: int | None = None  # of the projection of queries; None: full
+    latent_gate: bool = False  # whether the read of each head is multiplied by σ(w·x)
     # Experts
     num_experts: int = 8
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 352  # width of the hidden layer of an expert
     shared_expert_intermediate_size: int | None = None  # of the expert that every token uses; None: there is none
+    shared_expert_gate: bool = True  # whether what it adds is multiplied by σ(W x)
     norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
+    router: str = "softmax"  # how experts are scored; or "sigmoid", with a correction that training does not change
+    router_groups: int = 1  # groups of experts, for "sigmoid"
+    router_groups_per_tok: int = 1  # groups that a token uses
+    router_scale: float = 1.0  # what the weights of a token's experts are multiplied by, for "sigmoid"
     # Other kinds
     dpfp_nu: int = 1  # ν of DPFP: features 2ν times as wide as d_k
     favor_features: int = 16  # m of FAVOR+: features 2m wide
@@ -140,8 +153,11 @@ class RebindConfig(SavedConfig):  # type: ignore[no-untyped-call]
             require_number(name, getattr(self, name))
         for width in (self.d_k, self.d_v):
             head_width(self.hidden_size, self.memory_heads or self.num_attention_heads, width)
-        if self.mlp not in (*MLPS, "experts"):
-            raise unknown_name("mlp", self.mlp, (*MLPS, "experts"))
+        for mlp in self.mlps:
+            if mlp not in (*MLPS, "experts"):
+                raise unknown_name("mlp", mlp, (*MLPS, "experts"))
+        if self.router not in ("softmax", "sigmoid"):
+            raise unknown_name("router", self.router, ("softmax", "sigmoid"))
         if self.attention_norm not in ("before", "after"):
             raise unknown_name("attention norm", self.attention_norm, ("before", "after"))
         if self.decay_gate not in DECAYS:
@@ -153,11 +169,20 @@ class RebindConfig(SavedConfig):  # type: ignore[no-untyped-call]
     @property
     def kinds(self) -> list[str]:
         """The kind of every layer."""
-        pattern = [self.layer_kinds] if isinstance(self.layer_kinds, str) else list(self.layer_kinds)
-        if not pattern or self.num_hidden_layers % len(pattern):
-            problem = f"The pattern of layer kinds has {len(pattern)} entries for {self.num_hidden_layers} layers"
+        return self._repeat("layer kinds", self.layer_kinds)
+
+    @property
+    def mlps(self) -> list[str]:
+        """The MLP of every block."""
+        return self._repeat("MLPs", self.mlp)
+
+    def _repeat(self, what: str, pattern: str | list[str]) -> list[str]:
+        """Return a pattern repeated to the depth."""
+        names = [pattern] if isinstance(pattern, str) else list(pattern)
+        if not names or self.num_hidden_layers % len(names):
+            problem = f"The pattern of {what} has {len(names)} entries for {self.num_hidden_layers} layers"
             raise ShapeError(problem, expected="a divisor of the number of layers", code="pattern_does_not_fit")
-        return pattern * (self.num_hidden_layers // len(pattern))
+        return names * (self.num_hidden_layers // len(names))
 
 
 LayerBuilder = Callable[[RebindConfig], SequenceLayer[Any]]
@@ -216,6 +241,20 @@ def _attention(config: RebindConfig) -> Attention:
     )
 
 
+def _latent(config: RebindConfig) -> LatentAttention:
+    return LatentAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        rank=config.latent_rank,
+        shared_dim=config.latent_shared_dim,
+        key_dim=config.latent_key_dim,
+        d_v=config.latent_value_dim,
+        query_rank=config.latent_query_rank,
+        rotary=None if config.rope_theta is None else Rotary(config.rope_theta),
+        head_gate=config.latent_gate,
+    )
+
+
 def _ttt(inner: ttt.InnerModel, rate: float) -> LayerBuilder:
     return lambda config: TTTLayer(
         config.hidden_size, config.num_attention_heads, inner=inner, mini_batch=config.ttt_mini_batch, rate=rate
@@ -224,6 +263,7 @@ def _ttt(inner: ttt.InnerModel, rate: float) -> LayerBuilder:
 
 KINDS: dict[str, LayerBuilder] = {
     "attention": _attention,
+    "latent": _latent,
     "linear-sum": _fast_weight("sum", "attention", feature="linear"),  # the Linear Transformer
     "linear-delta": _fast_weight("delta", "sum", feature="linear"),  # the Delta Net of Schlag et al.
     "performer-sum": _fast_weight("sum", "attention", feature="performer"),

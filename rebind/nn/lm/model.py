@@ -27,31 +27,36 @@ from rebind.nn.lm.config import KINDS, RebindConfig
 from rebind.nn.parts.checks import boolean_mask, require_tokens
 from rebind.nn.parts.dense import MLPS, RMSNorm, add_and_norm, head_loss, is_plain_linear
 from rebind.nn.parts.documents import Documents, PackedBatch, find_documents
-from rebind.nn.parts.experts import ExpertMlp
+from rebind.nn.parts.experts import ExpertMlp, SigmoidRouting
 from rebind.nn.parts.gates import Decay, ShortConvolution
 from rebind.ops.entropy import IGNORED
 
 Mixer = TypeVar("Mixer", bound=nn.Module)
 
 
-def build_mlp(config: PreTrainedConfig) -> nn.Module:
-    """Return the MLP that a config names."""
-    if config.mlp != "experts":
-        return MLPS[config.mlp](config.hidden_size, config.intermediate_size)
+def build_mlp(config: PreTrainedConfig, kind: str) -> nn.Module:
+    """Return an MLP of that kind."""
+    if kind != "experts":
+        return MLPS[kind](config.hidden_size, config.intermediate_size)
+    sigmoid = SigmoidRouting(config.router_groups, config.router_groups_per_tok, config.router_scale)
     return ExpertMlp(
         config.hidden_size,
         config.moe_intermediate_size,
         config.num_experts,
         config.num_experts_per_tok,
         shared=config.shared_expert_intermediate_size,
+        shared_gate=config.shared_expert_gate,
         normalize=config.norm_topk_prob,
+        routing=sigmoid if config.router == "sigmoid" else None,
     )
 
 
 class Block(GradientCheckpointingLayer, Generic[Mixer]):
     """The parts of a block: a layer, in a decoder a layer that reads the source, and an MLP, each behind a norm."""
 
-    def __init__(self, config: PreTrainedConfig, mixer: Mixer, cross: CrossLayer[Any] | None = None) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, mixer: Mixer, cross: CrossLayer[Any] | None = None, mlp: str | None = None
+    ) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixer = mixer
@@ -59,7 +64,7 @@ class Block(GradientCheckpointingLayer, Generic[Mixer]):
             self.cross_norm = RMSNorm(config.hidden_size, config.norm_eps)
             self.cross = cross
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = build_mlp(config)
+        self.mlp = build_mlp(config, config.mlp if mlp is None else mlp)
         self.dropout = nn.Dropout(config.dropout)
 
     def add_mlp(self, x: Tensor, read: Tensor) -> Tensor:
@@ -71,8 +76,8 @@ class Block(GradientCheckpointingLayer, Generic[Mixer]):
 class RebindBlock(Block[SequenceLayer[Any]]):
     """x + layer(norm(x)), then x + mlp(norm(x)); or x + norm(layer(x)), then x + norm(mlp(x))."""
 
-    def __init__(self, config: RebindConfig, mixer: SequenceLayer[Any]) -> None:
-        super().__init__(config, mixer)
+    def __init__(self, config: RebindConfig, mixer: SequenceLayer[Any], mlp: str) -> None:
+        super().__init__(config, mixer, mlp=mlp)
         self.norms_after = config.attention_norm == "after" and isinstance(mixer, Attention)
 
     def forward(
@@ -119,7 +124,8 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(RebindBlock(config, KINDS[kind](config)) for kind in config.kinds)
+        pairs = zip(config.kinds, config.mlps, strict=True)
+        self.layers = nn.ModuleList(RebindBlock(config, KINDS[kind](config), mlp) for kind, mlp in pairs)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -196,7 +202,8 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
         """Return our model with the weights of a causal language model of transformers, and with its logits.
 
         Args:
-            model: Qwen3-Next, Qwen3.5 (the language model), OLMo Hybrid, or one with the same parts.
+            model: Qwen3-Next, Qwen3.5 (the language model), OLMo Hybrid, Kimi Linear, Ling 3.0, or one with the same
+                parts.
         """
         config, links = plan_model(model)
         ours = cls(config)
