@@ -42,7 +42,7 @@ def from_pretrained_layer(layer: nn.Module) -> SequenceLayer[Any]:
             Ling 3.0).
 
     Returns:
-        A `FastWeight`, `Attention` or `LatentAttention` with the same output, in the dtype and on the device of the layer.
+        A `FastWeight`, `Attention` or `LatentAttention` with the same output, dtype and device.
     """
     plan = plan_layer(layer)
     weight = next(layer.parameters())
