@@ -74,7 +74,7 @@ class RebindSeq2SeqConfig(SavedConfig):  # type: ignore[no-untyped-call]
     decoder_start_token_id: int = 1  # what the decoder reads before the first token of the target
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+        super().__post_init__(**kwargs)
         require_positive(encoder_layers=self.encoder_layers, decoder_layers=self.decoder_layers)
         head_width(self.hidden_size, self.num_attention_heads)
         if self.mlp not in MLPS:

@@ -373,3 +373,16 @@ def test_a_config_exposes_what_layers_have(tmp_path):
     assert_close(again(ids).logits, lm(ids).logits)
     for name, value in options.items():
         assert getattr(again.config, name) == value
+
+
+@pytest.mark.parametrize("name", ["layer_kind", "hiden_size", "output_gates", "key_head"])
+def test_a_misspelled_field_is_refused(name):
+    """transformers would keep it as an attribute that nothing reads."""
+    with raises(InputError, "unknown_field"):
+        RebindConfig(**{name: 2})
+
+
+def test_other_fields_of_transformers_are_kept():
+    config = RebindConfig(sep_token_id=3, tokenizer_class="Tokens", torch_dtype="float32", _name_or_path="here")
+    assert config.sep_token_id == 3
+    assert RebindConfig.from_dict(config.to_dict()).tokenizer_class == "Tokens"

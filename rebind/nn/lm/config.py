@@ -8,6 +8,7 @@ built as in today's papers. To add a kind, add an entry to `KINDS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from rebind.errors import ShapeError
+from rebind.errors import InputError, ShapeError
 from rebind.memory import ttt
 from rebind.memory.checks import require_number, unknown_name
 from rebind.nn.layers.attention import Attention, Rotary
@@ -35,6 +36,7 @@ ConfigValue = str | int | float | list[str] | None
 
 
 MOST_LAYERS, LARGEST_SIZE = 4_096, 2**24  # far beyond any model: what is larger is a mistake, or an attack
+MISSPELLED = 0.88  # how similar another name is, from 0 to 1: hiden_size is, and num_layers and sep_token_id are not
 CODE = "modeling_rebind"  # the module in a saved folder that programs import which do not know rebind
 
 
@@ -45,6 +47,13 @@ class SavedConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     """
 
     auto_classes: ClassVar[dict[str, str]]  # the class for each Auto class
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Keep fields that are not ours, as all configs of transformers do, unless they are ours misspelled."""
+        for name in kwargs.keys() - self.__dataclass_fields__.keys():
+            if close := get_close_matches(name, self.__dataclass_fields__, n=1, cutoff=MISSPELLED):
+                raise InputError(f"A config has no field {name!r}", expected=repr(close[0]), code="unknown_field")
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -133,7 +142,7 @@ class RebindConfig(SavedConfig):  # type: ignore[no-untyped-call]
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+        super().__post_init__(**kwargs)
         require_number(
             "num_hidden_layers", self.num_hidden_layers, least=1, most=MOST_LAYERS, whole=True, code="invalid_size"
         )
