@@ -158,6 +158,21 @@ def test_experts_in_groups():
     assert_close(ours(ids).logits, theirs(ids).logits, 1e-4)
 
 
+@torch.no_grad()
+def test_the_correction_of_a_router_keeps_its_digits(tmp_path):
+    theirs = mixed(build("kimi_linear").eval())
+    corrections = [buffer.clone() for name, buffer in theirs.named_buffers() if "correction" in name]
+    theirs.bfloat16()
+    for (name, _), correction in zip(list(theirs.named_buffers()), corrections, strict=True):
+        theirs.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = correction
+    ours = RebindForCausalLM.from_transformers(theirs)
+    assert ours.dtype == torch.bfloat16
+    ours.save_pretrained(tmp_path)
+    for lm in (ours, RebindForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)):
+        own = [buffer for name, buffer in lm.named_buffers() if name.endswith("correction")]
+        assert all(torch.equal(one, other) for one, other in zip(own, corrections, strict=True))
+
+
 def test_what_is_not_known_is_refused():
     for call, code in (
         (lambda: from_pretrained_layer(nn.Linear(2, 2)), "unknown_layer"),

@@ -98,6 +98,7 @@ class RebindPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["RebindBlock"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = {"correction"}  # noqa: RUF012 - of a router, whose choices depend on all digits
     _is_stateful = True  # a memory that was rewritten cannot be rolled back, so there is no assisted generation
 
     @torch.no_grad()
@@ -207,7 +208,9 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
         """
         config, links = plan_model(model)
         ours = cls(config)
-        nn.Module.to(ours, model.device, model.dtype)
+        nn.Module.to(ours, model.device)
+        for parameter in ours.parameters():  # the correction of a router, a buffer, stays in float32
+            parameter.data = parameter.data.to(model.dtype)
         copy_to_ours(links, model, ours)
         return ours.train(model.training)
 
