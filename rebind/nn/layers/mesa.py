@@ -68,8 +68,8 @@ class MesaLayer(FastWeight):
 
     def _scan(self, arguments: dict[str, Any], start: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
         state = None if start is None else self._parts(start)
-        options = {"state": state, "cu_seqlens": bounds, "iterations": self.iterations}
-        out, end = mesa(**_pair_arguments(arguments), ridge=self.ridge, **options)
+        pairs = _pair_arguments(arguments)
+        out, end = mesa(**pairs, ridge=self.ridge, state=state, cu_seqlens=bounds, iterations=self.iterations)
         return out, torch.cat([end.values, end.keys], dim=-2)
 
     def _step(self, arguments: dict[str, Any], memory: Tensor) -> Tensor:
