@@ -12,13 +12,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from rebind.errors import UnknownNameError
 from rebind.studio.replies import describe
 
 Status: TypeAlias = Literal["waiting", "running", "done", "failed", "cancelled"]
+Result = TypeVar("Result")
+POLL = 0.05  # seconds between looks at whether somebody cancelled
 KEPT = 200  # finished jobs whose results can still be read
 MOST_STAGES = 50  # that a reply lists
 
@@ -92,6 +95,7 @@ class JobControl:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self.abandoned: threading.Thread | None = None  # what a cancelled job left behind
 
     def stage(self, text: str, fraction: float | None = None) -> None:
         """Report what the job is doing, and which fraction of this stage is done; end here if it was cancelled."""
@@ -116,6 +120,23 @@ class JobControl:
         """Declare that what the job was for has happened: from here on it cannot be cancelled."""
         self._job.update(is_committed=True)
 
+    def abandonable(self, function: Callable[[], Result]) -> Result:
+        """Run a function that has no stages in a thread of its own: a cancel ends the job at once.
+
+        The function then runs on to its end, and its result is thrown away. No other job begins before that.
+        """
+        future: Future[Result] = Future()
+        thread = threading.Thread(target=_complete, args=(future, function), name="studio-apart", daemon=True)
+        thread.start()
+        try:
+            while _runs(thread):
+                self.raise_if_cancelled()
+            self.raise_if_cancelled()
+        except JobCancelledError:
+            self.abandoned = thread
+            raise
+        return future.result()
+
     def raise_if_cancelled(self) -> None:
         """Leave the job if somebody cancelled it."""
         if self._job.cancel_requested and not self._job.is_committed:
@@ -123,6 +144,19 @@ class JobControl:
 
 
 Work: TypeAlias = Callable[[JobControl], Any]
+
+
+def _complete(future: Future[Result], function: Callable[[], Result]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as problem:
+        future.set_exception(problem)
+
+
+def _runs(thread: threading.Thread) -> bool:
+    """Wait for a moment, and return whether a thread still runs."""
+    thread.join(POLL)
+    return thread.is_alive()
 
 
 class JobQueue:
@@ -133,6 +167,7 @@ class JobQueue:
         self._queue: queue.SimpleQueue[tuple[Job, Work] | None] = queue.SimpleQueue()
         self._mutex = threading.Lock()
         self._count = 0
+        self._abandoned: threading.Thread | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, name: str, work: Work) -> Job:
@@ -159,7 +194,7 @@ class JobQueue:
             return self._jobs[id]
 
     def cancel(self, id: str) -> Job:
-        """Ask a job to end. One that waits ends at once; one that runs ends at its next stage."""
+        """Ask a job to end. One that waits ends at once, one that runs at its next stage or while it is abandonable."""
         job = self.get(id)
         with self._mutex:
             job.cancel_requested = True
@@ -192,16 +227,27 @@ class JobQueue:
         for id in done[: max(0, len(done) - KEPT)]:
             del self._jobs[id]
 
+    def _wait_for_abandoned(self, job: Job) -> None:
+        """Wait, as long as this job is wanted, for what the job before it left behind."""
+        if self._abandoned is None or not self._abandoned.is_alive():
+            return
+        job.update(stages=[{"text": "waiting for the canceled job to end", "seconds": 0.0}])
+        while not job.finished and _runs(self._abandoned):
+            pass
+
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             job, work = entry
+            self._wait_for_abandoned(job)
             with self._mutex:
                 if job.finished:
                     continue
                 job.update(status="running", stages=[], fraction=None, started=time.monotonic())
+            control = JobControl(job)
             try:
-                job.update(result=work(JobControl(job)), status="done", fraction=1.0)
+                job.update(result=work(control), status="done", fraction=1.0)
             except JobCancelledError:
+                self._abandoned = control.abandoned
                 job.update(status="cancelled")
             except BaseException as problem:  # whatever it is, the worker goes on with the next job
                 job.update(error=describe(problem), status="failed")

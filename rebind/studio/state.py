@@ -95,16 +95,15 @@ class Studio:
         return self.jobs.submit(name, work)
 
     def load(self, model: str) -> Job:
-        """Load another model; if that fails, the present one stays."""
+        """Load another model; if that fails or is cancelled, the present one stays."""
 
         def work(control: JobControl) -> dict[str, str]:
             control.stage(f"loading {model}")
             try:
-                editor = self._open_editor(model)
+                editor = control.abandonable(lambda: self._open_editor(model))
             except Exception as problem:
                 self.load_problem = describe(problem, "model")
                 raise
-            control.raise_if_cancelled()
             self._editor, self.model_name, self.load_problem = editor, model, None
             return {"model": model}
 

@@ -91,6 +91,35 @@ def test_after_its_commit_a_job_is_not_cancelled(jobs):
     assert jobs.wait(job.id, 10).result == "written"
 
 
+def test_a_cancel_abandons_work_without_stages_and_the_next_job_waits_for_its_end(jobs):
+    started, go, order = threading.Event(), threading.Event(), []
+
+    def load():
+        started.set()
+        go.wait(10)
+        order.append("abandoned")
+        return 1
+
+    abandoned = jobs.submit("load", lambda control: control.abandonable(load))
+    assert started.wait(10)
+    jobs.cancel(abandoned.id)
+    assert jobs.wait(abandoned.id, 10).status == "cancelled", "before the work has ended"
+    assert not order
+    unwanted, following = (jobs.submit("next", lambda control: order.append("next")) for _ in range(2))
+    assert jobs.cancel(unwanted.id).status == "cancelled"
+    go.set()
+    assert jobs.wait(following.id, 10).status == "done"
+    assert order == ["abandoned", "next"]
+
+
+def test_abandonable_work_returns_its_result_or_raises_its_error(jobs):
+    def refused():
+        raise InputError("Bad", code="bad")
+
+    assert jobs.wait(jobs.submit("work", lambda control: control.abandonable(lambda: 2)).id, 10).result == 2
+    assert jobs.wait(jobs.submit("work", lambda control: control.abandonable(refused)).id, 10).error["code"] == "bad"
+
+
 def test_errors_are_data_and_the_worker_survives(jobs, caplog):
     def refused(control):
         raise InputError("Bad", advice="Use {force}", settings={"force": True}, code="bad")

@@ -56,7 +56,7 @@ async function follow(state, { onStage = () => {}, signal } = {}) {
     emit("job");
   }
   if (state.status === "failed") throw new Problem(state.error);
-  if (state.status === "cancelled") throw new Problem({ problem: "Cancelled", advice: "The model is as it was", code: "cancelled" });
+  if (state.status === "cancelled") throw new Problem({ problem: "Canceled", advice: "The model is as it was", code: "cancelled" });
   return state.result;
 }
 

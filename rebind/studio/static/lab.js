@@ -35,7 +35,7 @@ export async function mount(element, api) {
       results.append(...ending(result));
     } catch (problem) {
       view.stop();
-      showProblem(form, problem.code === "cancelled" ? { sentence: "The run was cancelled; nothing of it is kept.", field: "" } : problem);
+      showProblem(form, problem.code === "cancelled" ? { sentence: "The run was canceled; nothing of it is kept.", field: "" } : problem);
     } finally {
       go.disabled = false;
       work.stop();
@@ -62,7 +62,7 @@ function liveView({ name, title, answers }) {
       count.textContent = done < total ? `${done} of ${total} points` : `${total} points`;
     },
     stop() {
-      count.textContent += ", cancelled";
+      count.textContent += ", canceled";
     },
   };
 }

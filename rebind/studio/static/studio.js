@@ -63,7 +63,11 @@ function buildModelChoice(state) {
       api.emit("model", model);
       api.emit("ledger");
     } catch (problem) {
-      showProblem(form, { sentence: problem.sentence ?? String(problem), field: "model" });
+      const { model } = document.documentElement.dataset;
+      const canceled = problem.code === "cancelled";
+      if (canceled && model) name.value = model;
+      const sentence = canceled ? `Canceled. ${model ? `${model} stays` : "No model is loaded"}.` : problem.sentence ?? String(problem);
+      showProblem(form, { sentence, field: "model" });
     } finally {
       load.disabled = false;
       work.stop();
