@@ -28,17 +28,23 @@ class Snapshot:
     related: Sequence[tuple[str, str, Mapping[str, Any]]]  # (kind, prompt, answer)
 
 
-def ask(model: LanguageModel, prompts: Sequence[str], tokens: int, top: int = TOP) -> list[dict[str, Any]]:
-    """Return the most likely next tokens and the continuation of each prompt."""
+def next_tokens(model: LanguageModel, prompts: Sequence[str], top: int = TOP) -> list[dict[str, Any]]:
+    """Return the most likely next tokens of each prompt; `says` is the first of them."""
     if not prompts:
         return []
     best = model.next_token_log_probs(prompts).topk(top)
     answers = []
-    for ids, shares, text in zip(best.indices, best.values.exp(), model.generate(prompts, tokens), strict=True):
-        choices = zip(ids.tolist(), shares.tolist(), strict=True)
-        shown = [{"token": str(model.tokenizer.decode([id])), "probability": share} for id, share in choices]
-        answers.append({"top": shown, "says": text})
+    for ids, shares in zip(best.indices.tolist(), best.values.exp().tolist(), strict=True):
+        tokens = [str(model.tokenizer.decode([id])) for id in ids]
+        choices = [{"token": token, "probability": share} for token, share in zip(tokens, shares, strict=True)]
+        answers.append({"top": choices, "says": tokens[0]})
     return answers
+
+
+def ask(model: LanguageModel, prompts: Sequence[str], tokens: int, top: int = TOP) -> list[dict[str, Any]]:
+    """Return the most likely next tokens and the continuation of each prompt."""
+    answers = next_tokens(model, prompts, top)
+    return [one | {"says": text} for one, text in zip(answers, model.generate(prompts, tokens), strict=True)]
 
 
 def ask_about(model: LanguageModel, fact: Fact, about: SubjectPrompts, framings: Sequence[str]) -> Snapshot:

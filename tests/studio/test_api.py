@@ -150,6 +150,30 @@ def test_a_switch_changes_the_answer_and_back(client, studio):
     assert run_job(client, "/api/ledger/switch", {"edit": "e0099", "on": False})["error"]["code"] == "unknown_edit"
 
 
+def test_a_switch_is_reported_before_the_answers_and_states_are_asked_once(client, studio, monkeypatch):
+    write(client)
+    model, prompt, shown = studio.editor.language_model, "The capital of France is", []
+    generate = model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda *arguments: shown.append(studio.jobs.unfinished[0].to_json()) or generate(*arguments)
+    )
+
+    def switch(on):
+        return run_job(client, "/api/ledger/switch", {"edit": "e0001", "on": on, "prompts": [prompt]})["result"]
+
+    off = switch(False)["answers"]
+    on = switch(True)["answers"]
+    assert [state["is_committed"] for state in shown] == [True, True]
+    first = [state["data"]["answers"][0]["edited"] for state in shown]
+    assert [one["top"] for one in first] == [off[0]["edited"]["top"], on[0]["edited"]["top"]]
+    assert all(one["says"] == one["top"][0]["token"] for one in first)
+    assert (switch(False)["answers"], switch(True)["answers"]) == (off, on)
+    assert len(shown) == 2, "a state that was seen is not asked again"
+    write(client, target="Oslo")
+    assert switch(True)["answers"] != on
+    assert len(shown) > 2
+
+
 def test_two_clients_get_one_model(client, studio):
     other = TestClient(create_app(studio, Access(PORT)), base_url=f"http://127.0.0.1:{PORT}")
     states = [
@@ -272,6 +296,27 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one(tmp_path):
         assert (state["model"], state["loaded"], state["problem"]["field"]) == ("tiny", True, "model")
     finally:
         studio.close()
+
+
+def test_a_load_that_is_cancelled_leaves_the_old_model(client, studio):
+    loading, go = threading.Event(), threading.Event()
+
+    def slow(name):
+        loading.set()
+        assert go.wait(20)
+        return open_editor()
+
+    before, studio._open_editor = studio.editor, slow
+    state = client.post("/api/model", json={"model": "large"}).json()
+    assert loading.wait(20)
+    client.post(f"/api/jobs/{state['id']}/cancel", json={})
+    assert wait_for(client, state)["status"] == "cancelled"
+    assert client.get("/api/state").json()["model"] == "tiny"
+    next = client.post("/api/edit/write", json=FACT).json()
+    go.set()
+    assert wait_for(client, next)["status"] == "done"
+    assert studio.editor is before
+    assert len(before.ledger.active) == 1
 
 
 def test_models_in_the_cache_are_offered(tmp_path):

@@ -72,22 +72,30 @@ export function mount(element, api) {
     clearProblems(box);
     if (control) control.disabled = true;
     const began = performance.now();
+    const spent = {}; // milliseconds until the fact is switched, and until the model has answered
+    const onStage = ({ is_committed: switched, data }) => {
+      if (switched && !spent.switch) {
+        spent.switch = performance.now() - began;
+        load().then(() => focusSwitch(edit, control));
+      }
+      if (data) watch.answers(data.answers, spent, began);
+    };
     try {
-      const result = await api.job("/api/ledger/switch", { edit, on, force, prompts: watch.prompts() });
-      watch.answers(result.answers, performance.now() - began);
-      await load();
+      const { answers } = await api.job("/api/ledger/switch", { edit, on, force, prompts: watch.prompts() }, { onStage });
+      watch.answers(answers, spent, began);
     } catch (problem) {
       if (control) control.checked = !on;
       showProblem(box, problem);
       if ((problem.advice ?? "").includes("Write it anyway")) {
         box.querySelector('[data-error=""]').append(" ", button("Write it anyway", () => flip(edit, on, control, true), { class: "quiet danger" }));
       }
-    } finally {
-      if (control) {
-        control.disabled = false;
-        list.querySelector(`[data-edit="${edit}"]`)?.focus({ preventScroll: true });
-      }
+      if (control) control.disabled = false;
     }
+  }
+
+  // The list is drawn anew: the switch that had the focus is another one now.
+  function focusSwitch(edit, control) {
+    if (control && [document.body, control].includes(document.activeElement)) box.querySelector(`[data-edit="${edit}"]`)?.focus({ preventScroll: true });
   }
 
   let typing;
@@ -155,12 +163,15 @@ function watchPanel(api) {
       draw();
       ask();
     },
-    answers(answers, milliseconds) {
+    // Answers come twice: first the next tokens alone, then the rest. `spent` is shown after the first of them.
+    answers(answers, spent, began) {
+      spent.answer ??= performance.now() - began;
       watched = watched.map((one) => {
         const now = answers.find((answer) => answer.prompt === one.prompt)?.edited ?? one.edited;
-        return { ...one, edited: now, fresh: now?.says !== one.edited?.says };
+        return { ...one, edited: now, fresh: now?.top[0].token !== one.edited?.top[0].token };
       });
-      time.textContent = `The last switch took ${(milliseconds / 1000).toFixed(2)} s, answers included.`;
+      const seconds = (milliseconds) => `${(milliseconds / 1000).toFixed(2)} s`;
+      time.textContent = `Switched in ${seconds(spent.switch)}${answers.length ? `, answered in ${seconds(spent.answer)}` : ""}.`;
       draw();
     },
   };

@@ -20,10 +20,10 @@ from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import METHODS
 from rebind.errors import FieldError, InputError
 from rebind.storage import make_folders, path_inside, write_json
-from rebind.studio.asking import ask
 from rebind.studio.fact_list import STATES, page_of_facts
 from rebind.studio.forms import Form
 from rebind.studio.jobs import JobControl
+from rebind.studio.live_answers import Answer, LiveAnswers
 from rebind.studio.replies import reply
 from rebind.studio.state import Studio, editor_progress
 from rebind.studio.writing import all_or_nothing
@@ -32,7 +32,6 @@ EXPORTS = ("checkpoint", "adapter", "memory", "json")
 NEWEST = "newest"  # stands for the newest edit that can be switched
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 WATCHED = 3  # prompts that are asked again after a switch
-WATCHED_TOKENS = 4  # few: a switch should answer at once
 LARGEST_FILE = 12_000_000  # characters
 MOST_SEPARATE = 200  # facts that an import writes as one edit each
 
@@ -53,6 +52,7 @@ class _LedgerTab:
 
     def __init__(self, studio: Studio) -> None:
         self.studio = studio
+        self.answers = LiveAnswers()
 
     def facts(self, request: Request) -> Response:
         """List facts. This is not async: a long list is searched in a thread of its own."""
@@ -65,11 +65,22 @@ class _LedgerTab:
     async def switch(self, request: Request) -> Response:
         form = await Form.of(request)
         id, prompts, how = form.text("edit"), _read_prompts(form), {"on": form.flag("on"), "force": form.flag("force")}
-        return self._submit("switch", lambda editor, control: switch_edit(editor, id, prompts, control, **how))
+
+        def work(editor: Editor, control: JobControl) -> dict[str, Any]:
+            switched = switch_edit(editor, id, control, **how)
+            return switched | {"answers": self._ask(editor, prompts, control)}
+
+        return self._submit("switch", work)
 
     async def ask(self, request: Request) -> Response:
         prompts = _read_prompts(await Form.of(request))
-        return self._submit("ask", lambda editor, control: _ask_both(editor, prompts))
+
+        def work(editor: Editor, control: JobControl) -> dict[str, Any]:
+            base = self.answers.ask(editor, prompts, base=True)
+            now = self._ask(editor, prompts, control)
+            return {"answers": [one | {"base": old} for one, old in zip(now, base, strict=True)]}
+
+        return self._submit("ask", work)
 
     async def consolidate(self, request: Request) -> Response:
         budget = (await Form.of(request)).integer("budget", 0, low=0, high=10**6) or None
@@ -93,14 +104,24 @@ class _LedgerTab:
             "import", lambda editor, control: import_facts(editor, groups, method, control, force=force)
         )
 
+    def _ask(self, editor: Editor, prompts: Sequence[str], control: JobControl) -> list[dict[str, Any]]:
+        """Ask the model as it is now; what is known of the answers is published."""
+
+        def describe(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+            return [{"prompt": prompt, "edited": one} for prompt, one in zip(prompts, answers, strict=True)]
+
+        control.stage("asking the model")
+        answers = self.answers.ask(
+            editor, prompts, show=lambda answers: control.publish({"answers": describe(answers)})
+        )
+        return describe(answers)
+
     def _submit(self, name: str, work: Callable[[Editor, JobControl], Any]) -> Response:
         return reply(self.studio.submit(name, lambda control: work(self.studio.editor, control)).to_json(), 202)
 
 
-def switch_edit(
-    editor: Editor, id: str, prompts: Sequence[str], control: JobControl, *, on: bool, force: bool = False
-) -> dict[str, Any]:
-    """Undo or redo an edit, and ask the model again."""
+def switch_edit(editor: Editor, id: str, control: JobControl, *, on: bool, force: bool = False) -> dict[str, Any]:
+    """Undo or redo an edit."""
     control.stage("switching on" if on else "switching off")
     edit = newest_edit(editor.ledger, is_on=not on) if id == NEWEST else editor.ledger.get(id)
     if editor.ledger.is_active(edit.id) is not on:  # else somebody else was faster
@@ -109,8 +130,7 @@ def switch_edit(
         else:
             editor.undo(edit.id)
     control.commit()
-    control.stage("asking the model")
-    return {"edit": edit.id, "on": on, "answers": _ask_now(editor, prompts)}
+    return {"edit": edit.id, "on": on}
 
 
 def newest_edit(ledger: Ledger, *, is_on: bool) -> Edit:
@@ -120,17 +140,6 @@ def newest_edit(ledger: Ledger, *, is_on: bool) -> Edit:
         if (edit.id in active) is is_on:
             return edit
     raise InputError(f"Nothing is switched {'on' if is_on else 'off'}", code="nothing_to_switch")
-
-
-def _ask_now(editor: Editor, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    answers = ask(editor.language_model, prompts, WATCHED_TOKENS, top=3)
-    return [{"prompt": prompt, "edited": answer} for prompt, answer in zip(prompts, answers, strict=True)]
-
-
-def _ask_both(editor: Editor, prompts: Sequence[str]) -> dict[str, Any]:
-    with editor.base_model():
-        base = ask(editor.language_model, prompts, WATCHED_TOKENS, top=3)
-    return {"answers": [one | {"base": old} for one, old in zip(_ask_now(editor, prompts), base, strict=True)]}
 
 
 def _consolidate(editor: Editor, budget: int | None, control: JobControl) -> dict[str, Any]:
