@@ -8,14 +8,19 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import urllib.request
 import venv
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hatchling import build
 
 import rebind
+from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,13 +78,18 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
 
 
+def places(folder: Path) -> dict[str, str]:
+    """Return an environment in which everything is stored in a folder."""
+    own = {"REBIND_CACHE": str(folder / "cache"), "REBIND_LEDGERS": str(folder / "ledgers"), "HF_HUB_OFFLINE": "1"}
+    return clean_environment() | own
+
+
 def run(installed: Path, folder: Path, *words: str, timeout: int = 600) -> str:
     """Run the installed command outside the source tree, and return its standard output."""
-    places = {"REBIND_CACHE": str(folder / "cache"), "REBIND_LEDGERS": str(folder / "ledgers"), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
         [str(installed / words[0]), *words[1:]],
         cwd=folder,
-        env={**clean_environment(), **places},
+        env=places(folder),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -117,6 +127,40 @@ def test_the_installed_wheel_edits_a_model(installed, tmp_path):
     assert run(installed, tmp_path, "rebind", "--version").startswith(f"rebind {rebind.__version__}, torch ")
     report = json.loads(run(installed, tmp_path, "rebind", "doctor", "--json"))
     assert {finding["name"]: finding["ok"] for finding in report["findings"]}["edit and undo"]
+
+
+@contextmanager
+def studio(installed: Path, folder: Path, model: Path) -> Iterator[str]:
+    """Run the installed studio, and yield its address."""
+    words = [str(installed / "rebind"), "studio", "--quiet", "--no-open", "--port", "0", "--model", str(model)]
+    with subprocess.Popen(words, cwd=folder, env=places(folder), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+def fetch(address: str, body: dict[str, Any] | None = None) -> bytes:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(address, data, {"Content-Type": "application/json"})) as answer:
+        return answer.read()
+
+
+def test_the_installed_studio_has_its_page_and_edits_a_model(installed, tmp_path):
+    tiny.llama().save_pretrained(tmp_path / "tiny")
+    tiny.tokenizer().save_pretrained(tmp_path / "tiny")
+    static = ROOT / "rebind" / "studio" / "static"
+    with studio(installed, tmp_path, tmp_path / "tiny") as page:
+        assert fetch(page) == (static / "index.html").read_bytes()
+        for file in static.iterdir():
+            assert fetch(f"{page}static/{file.name}") == file.read_bytes()
+        fact = {"sentence": "The capital of {France} is", "target": "Rome", "force": True}
+        job = json.loads(fetch(f"{page}api/edit/write", fact))
+        while job["status"] in ("waiting", "running"):
+            job = json.loads(fetch(f"{page}api/jobs/{job['id']}?after={job['version']}"))
+    assert job["status"] == "done", job["error"]
+    assert job["result"]["after"]["target"] > job["result"]["before"]["target"]
 
 
 @pytest.mark.slow
