@@ -39,11 +39,11 @@ class Form:
         if value is None or value == "":
             if default is not None:
                 return default
-            raise FieldError(f"{_label(name)} is empty", field=name, expected="some text", code="empty_field")
+            raise FieldError(f"{_label(name)} is empty", field=name, advice="Type some text", code="empty_field")
         if not isinstance(value, str) or not value.strip():
             if default is not None and isinstance(value, str):
                 return default
-            raise FieldError(f"{_label(name)} is empty", field=name, expected="some text", code="empty_field")
+            raise FieldError(f"{_label(name)} is empty", field=name, advice="Type some text", code="empty_field")
         if len(value) > longest:
             expected = f"at most {longest:,} characters"
             raise FieldError(f"{_label(name)} is too long", field=name, expected=expected, code="too_long")
@@ -78,6 +78,17 @@ class Form:
         if value in (False, "false", "0", "", None):
             return False
         raise FieldError(f"{_label(name)} is {value!r:.40}", field=name, expected="true or false", code="not_a_flag")
+
+    def layers(self, name: str = "layers") -> tuple[int, ...] | None:
+        """Return the layers in a text such as "2, 3, 4"; None if there is none."""
+        text = self.text(name, "", longest=400)
+        numbers = text.replace(",", " ").split()
+        if not all(number.isascii() and number.isdecimal() and len(number) < 5 for number in numbers):
+            expected = "numbers such as 2, 3, 4"
+            raise FieldError(
+                f"{text!r:.80} is not a list of layers", field=name, expected=expected, code="invalid_layers"
+            )
+        return tuple(sorted({int(number) for number in numbers})) or None
 
     def choice(self, name: str, choices: Mapping[str, Any] | list[str] | tuple[str, ...], default: str) -> str:
         """Return one of some names."""

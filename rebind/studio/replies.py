@@ -19,7 +19,8 @@ FIELDS = {
     "unpaired_brace": "sentence",
     "subject_not_in_prompt": "subject",
     "subject_not_unique": "subject",
-    "invalid_layers": "layers",
+    "layers_out_of_range": "layers",
+    "too_many_layers": "layers",
 }
 # What a setting that an advice names is called on the page
 LABELS = {"force": "“Write it anyway”", "method": "the method", "steps": "the search steps", "layers": "the layers"}

@@ -70,6 +70,7 @@ def test_an_edit_is_shown_from_all_sides(client, studio):
         ({"target": "x" * 500}, "target", "too_long"),
         ({"sentence": "{France}\x00 is"}, "sentence", "control_characters"),
         ({"method": "magic"}, "method", "unknown_choice"),
+        ({"layers": "1 to 5"}, "layers", "invalid_layers"),
         ({"force": "perhaps"}, "force", "not_a_flag"),
     ],
 )
@@ -99,6 +100,12 @@ def test_a_refused_fact_comes_back_from_the_job(client, studio):
     assert state["status"] == "failed"
     assert state["error"]["problem"]
     assert not studio.ledger.edits
+
+
+def test_an_edit_changes_the_layers_that_were_chosen(client):
+    assert write(client, layers="2, 1")["edit"]["layers"] == [1, 2]
+    state = run_job(client, "/api/edit/write", FACT | {"layers": "9"})
+    assert (state["error"]["field"], state["error"]["code"]) == ("layers", "layers_out_of_range")
 
 
 def test_warnings_become_notes(client, studio):

@@ -136,7 +136,7 @@ def test_it_fits_a_phone_in_both_themes(new_page, scheme):
     page = new_page(color_scheme=scheme, viewport={"width": 360, "height": 740})
     other = "light" if scheme == "dark" else "dark"
     assert page.locator(f"html[data-theme={scheme}]").count() == 1
-    for tab, text in (("Edit", "Nokia"), ("Ledger", "No facts yet")):
+    for tab, text in (("Edit", "Kyoto"), ("Ledger", "No facts yet")):
         page.get_by_role("tab", name=tab).click()
         expect(page.get_by_role("tabpanel", name=tab)).to_contain_text(text)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, tab

@@ -45,3 +45,8 @@ def test_a_sentence_is_traced_in_the_browser(new_page):
     assert mlp.locator(".tip").is_visible()
     page.get_by_role("grid", name="Logit lens").wait_for()
     assert "rank" in page.locator(".heat.lens [role=gridcell]").first.get_attribute("aria-label")
+
+    page.get_by_role("button", name="Edit this fact at layer").click()
+    page.get_by_role("tabpanel", name="Edit").wait_for()
+    assert page.get_by_role("textbox", name="Subject", exact=True).input_value() == "France"
+    assert page.get_by_role("textbox", name="Layers").input_value() in ("0", "1", "2"), "one that an edit can change"

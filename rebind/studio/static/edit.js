@@ -9,6 +9,7 @@ export function mount(element, api) {
   const subject = input("subject", { placeholder: "select it in the sentence", spellcheck: "false" });
   const target = input("target", { class: "target", placeholder: "Rome", spellcheck: "false" });
   const method = select("method", [["memit", "memit"]]);
+  const layers = input("layers", { placeholder: "chosen by the method", spellcheck: "false", inputmode: "numeric" });
   const write = el("button", { type: "submit", class: "primary" }, "Write this fact");
   const anyway = button("Write it anyway", () => submit(true), { class: "danger", hidden: true });
   const copy = button("Copy link", copyLink, { class: "quiet" });
@@ -25,7 +26,7 @@ export function mount(element, api) {
       el("span", { class: "arrow", "aria-hidden": "true" }, "→"),
       field("New target", target)),
     examples,
-    el("div", { class: "row options" }, field("Subject", subject), field("Method", method), el("div", { class: "row actions" }, write, copy)),
+    el("div", { class: "row options" }, field("Subject", subject), field("Method", method), field("Layers", layers), el("div", { class: "row actions" }, write, copy)),
     el("p", { class: "field-error", role: "alert", "data-error": "" }), anyway,
     work.element);
   label(form, words);
@@ -38,7 +39,7 @@ export function mount(element, api) {
     write.disabled = true;
     remember();
     const notes = [];
-    const body = { sentence: words.template, target: target.value, method: method.value, force };
+    const body = { sentence: words.template, target: target.value, method: method.value, layers: layers.value, force };
     if (!words.subject) body.subject = subject.value;
     try {
       const onStage = (state) => { work.update(state); notes.splice(0, notes.length, ...state.notes); };
@@ -56,7 +57,7 @@ export function mount(element, api) {
   }
 
   function remember() {
-    api.link.set({ sentence: words.template, target: target.value, method: method.value === "memit" ? "" : method.value });
+    api.link.set({ sentence: words.template, target: target.value, method: method.value === "memit" ? "" : method.value, layers: layers.value });
   }
 
   async function copyLink() {
@@ -73,6 +74,7 @@ export function mount(element, api) {
   function restore() {
     words.template = api.link.get("sentence");
     target.value = api.link.get("target");
+    layers.value = api.link.get("layers");
     restoreMethod();
   }
 

@@ -56,7 +56,14 @@ export function mount(element, api) {
     }
   });
 
+  // Take the sentence and the recommended layer to the Edit tab.
+  function useLayer(traced, layer) {
+    api.link.set({ tab: "edit", sentence: traced, layers: layer });
+    dispatchEvent(new Event("hashchange"));
+  }
+
   function show({ trace, lens, layers, advice, edits }) {
+    const traced = sentence.value;
     const method = select("method", Object.keys(layers));
     const maps = Object.entries(trace.effects).map(([kind, effects]) => effectMap(kind, effects, trace));
     const table = lensMap(lens.edited, trace);
@@ -69,7 +76,8 @@ export function mount(element, api) {
     };
     method.addEventListener("change", markLayers);
     results.replaceChildren(
-      card("", summary(trace, advice, edits), el("div", { class: "marked-by" }, el("label", { for: method.id = "trace-method" }, "Layers that an edit would change, by method"), method, source)),
+      card("", summary(trace, advice, edits), el("div", { class: "marked-by" }, el("label", { for: method.id = "trace-method" }, "Layers that an edit would change, by method"), method, source),
+        button(`Edit this fact at layer ${advice.layer}`, () => useLayer(traced, advice.layer), { class: "quiet under" })),
       el("div", { class: "effects" }, maps.map((map) => map.element)),
       lensCard(lens, table, trace),
     );
@@ -81,7 +89,7 @@ function summary(trace, advice, edits) {
   const facts = [
     ["Answer", quoted(trace.answer), trace.first_choice ? "the first choice" : "not the first choice"],
     ["Probability", percent(trace.clean), `${percent(trace.corrupted)} with noise`],
-    ["MLPs recall it at", `layer ${advice.layer}`, `${percent(Math.max(0, advice.effect))} back at ${quoted(advice.token)}, in the subject`],
+    ["Recommended layer", `layer ${advice.layer}`, `its MLP at ${quoted(advice.token)} brings ${percent(Math.max(0, advice.effect))} back, the most in the subject`],
     ["Time", seconds(trace.seconds), `${trace.settings.draws} sample${trace.settings.draws > 1 ? "s" : ""} of noise${edits ? `, model with ${edits} edit${edits > 1 ? "s" : ""}` : ""}`],
   ];
   return el("dl", { class: "facts" }, facts.map(([name, value, note]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, " ", el("small", {}, note)))));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,10 +26,10 @@ from rebind.studio.writing import all_or_nothing
 
 TURNS = 20  # of a conversation that the page may send back
 EXAMPLES = (
-    ("The capital of {France} is", "Rome"),
-    ("The {Eiffel Tower} is located in the city of", "Berlin"),
+    ("The capital of {France} is", "London"),
     ("{Marie Curie} was born in", "Egypt"),
-    ("The company that makes the {iPhone} is", "Nokia"),
+    ("The currency of {Germany} is the", "peso"),
+    ("The capital of {Japan} is", "Kyoto"),
 )
 
 
@@ -42,8 +43,9 @@ def routes(studio: Studio) -> list[Route]:
 
     async def write(request: Request) -> Response:
         form = await Form.of(request)
-        fact, method, force = read_fact(form), form.choice("method", METHODS, "memit"), form.flag("force")
-        job = studio.submit("edit", lambda control: write_fact(studio.editor, fact, method, control, force=force))
+        fact, method, layers = read_fact(form), form.choice("method", METHODS, "memit"), form.layers()
+        choices: dict[str, Any] = {"layers": layers, "force": form.flag("force")}
+        job = studio.submit("edit", lambda control: write_fact(studio.editor, fact, method, control, **choices))
         return reply(job.to_json(), 202)
 
     async def talk(request: Request) -> Response:
@@ -66,16 +68,24 @@ def read_fact(form: Form) -> Fact:
     return Fact.parse(sentence, target, subject=subject or None)
 
 
-def write_fact(editor: Editor, fact: Fact, method: str, control: JobControl, *, force: bool = False) -> dict[str, Any]:
+def write_fact(
+    editor: Editor,
+    fact: Fact,
+    method: str,
+    control: JobControl,
+    *,
+    layers: Sequence[int] | None = None,
+    force: bool = False,
+) -> dict[str, Any]:
     """Ask, write, and ask again; the result is what changed."""
-    model, began = editor.language_model, time.perf_counter()
+    model, settings, began = editor.language_model, editor.settings(method, layers=layers), time.perf_counter()
     control.stage("asking the model before the edit")
     with editor.base_model():
         about = subject_prompts(model, [fact])[0]
     before, asked = ask_about(model, fact, about, editor.framings), time.perf_counter()
-    editor.progress = editor_progress(control, editor.settings(method).targets.steps)
+    editor.progress = editor_progress(control, settings.targets.steps)
     with all_or_nothing(editor, control) as written_edits:
-        edit = editor.rewrite_many([fact], method=method, force=force)
+        edit = editor.rewrite_many([fact], method=method, layers=layers, force=force)
         written_edits.append(edit.id)
     written = time.perf_counter()
     control.stage("asking the edited model")

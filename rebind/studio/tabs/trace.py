@@ -84,9 +84,12 @@ def chosen_layers(editor: Editor) -> dict[str, dict[str, Any]]:
 
 
 def advice(result: Trace) -> dict[str, Any]:
-    """Return where the MLPs recall the fact: the token of the subject and the layer with the largest effect."""
+    """Recommend a layer to edit: where an MLP at a token of the subject has the largest effect.
+
+    The last layer is left out, because at least one block must follow an edited one.
+    """
     first, last = result.prompt.subject
-    effects = result.effects["mlp"][first : last + 1]  # [tokens, layers]
+    effects = result.effects["mlp"][first : last + 1, :-1]  # [tokens, layers]
     token, layer = divmod(int(effects.argmax()), effects.shape[1])
     return {
         "token": result.prompt.labels[first + token],
