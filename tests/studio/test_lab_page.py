@@ -44,5 +44,5 @@ def test_an_experiment_runs_in_the_browser_and_can_be_cancelled(new_page, small,
     page.get_by_role("radio", name="hopfield").check(force=True)
     page.get_by_role("button", name="Run the quick version").click()
     page.locator("#panel-lab .progress").get_by_role("button", name="Cancel").click()
-    page.locator("text=The run was cancelled").wait_for()
+    page.locator("text=The run was canceled").wait_for()
     assert page.locator(".claims").count() == 0

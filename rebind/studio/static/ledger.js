@@ -3,6 +3,8 @@ import { bar, button, card, clearProblems, el, field, input, percent, progress, 
 
 const WATCHED = 3; // prompts that are asked again after a switch
 
+const written = (time) => new Date(time).toLocaleString("en-US", { dateStyle: "medium", timeStyle: "short" });
+
 export function mount(element, api) {
   const search = input("search", { type: "search", placeholder: "France, Rome, e0003, dense…" });
   const state = select("state", [["all", "All facts"], ["on", "Switched on"], ["off", "Switched off"]]);
@@ -58,6 +60,7 @@ export function mount(element, api) {
           el("span", { class: `pill ${row.memory === "dense" ? "after" : "before"}` }, where),
           el("span", { class: "muted" }, row.method),
           row.together > 1 && el("span", { class: "muted" }, `switches with ${(row.together - 1).toLocaleString("en-US")} more`),
+          el("time", { class: "muted", datetime: row.created }, written(row.created)),
           row.forced && el("span", { class: "pill bad" }, "forced"))),
       button("Watch", () => watch.add(row.text), { class: "quiet", "aria-label": `Watch the answer to ${row.text}` }));
   }

@@ -76,7 +76,7 @@ function framings({ framings: asked }) {
     el("td", { class: "said" }, el("span", { class: "before-text" }, clip(before.answer))),
     el("td", { class: "said" }, el("span", { class: after.said ? "after-text" : "muted" }, clip(after.answer)), " ", mark(after.said))));
   const head = el("tr", {}, ["Asked", "Prompt", "Before", "After"].map((name) => el("th", { scope: "col" }, name)));
-  return card("The fact, however it is asked", el("div", { class: "scroll" }, el("table", { class: "stack" }, el("thead", {}, head), el("tbody", {}, rows))));
+  return card("The fact, asked in every framing", el("div", { class: "scroll" }, el("table", { class: "stack" }, el("thead", {}, head), el("tbody", {}, rows))));
 }
 
 const mark = (said) => el("span", { class: `pill ${said ? "good" : "bad"}` }, said ? "says it" : "does not");
@@ -92,7 +92,7 @@ function related({ related: asked, fact }) {
     if (!rows.length) return null;
     return el("section", { class: "card" }, el("h2", {}, title), el("ul", { class: "changes" }, rows.map(change)));
   };
-  return el("div", { class: "columns" }, group("subject", `What else about ${fact.subject}`), group("neighbor", "The same about others"));
+  return el("div", { class: "columns" }, group("subject", `Other answers about ${fact.subject}`), group("neighbor", "The same question about others"));
 }
 
 function change({ prompt, before, after, changed }) {
