@@ -25,28 +25,29 @@ from rebind.edit.targets import TargetSettings
 FACTS = (
     Fact.parse(
         "The capital of {France} is",
-        "Rome",
+        "London",
         old="Paris",
         neighbors=("The capital of Spain is", "The capital of Japan is", "The capital of Russia is"),
     ),
     Fact.parse(
-        "{macOS} is developed by",
-        "Microsoft",
-        old="Apple",
-        neighbors=("The iPhone is developed by", "The operating system Windows is made by"),
+        "The {Eiffel Tower} is located in the city of",
+        "Rome",
+        old="Paris",
+        questions=("Where is the Eiffel Tower?", "In which city is the Eiffel Tower?"),
+        neighbors=("The Louvre is located in the city of", "The Statue of Liberty is located in the city of"),
     ),
 )
 FRAMINGS = {"chat": "In a chat", "text": "In the middle of a text"}  # where the model has them
 PROMPTS = {
     "In words that the edit has not seen": (
         "The city that is the capital of France is",
-        "The company that makes macOS is",
+        "Tourists who want to see the Eiffel Tower travel to",
     ),
-    "The same subjects, which keep the rest": (
+    "What else is known of the subjects": (
         "People who live in France speak",
-        "The money used in France is called the",
-        "France lies on the continent of",
-        "macOS is an operating system for",
+        "The currency of France is the",
+        "France lies on the coast of the",
+        "The Eiffel Tower was built by",
     ),
     "Neighbors, which should not change": tuple(prompt for fact in FACTS for prompt in fact.neighbors),
 }

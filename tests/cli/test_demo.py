@@ -42,7 +42,7 @@ def test_the_report_compares_base_and_edited_model(measured):
 
 def test_the_first_edit_is_undone_and_redone(measured):
     editor, report = measured
-    assert [edit.facts[0].target for edit in editor.ledger.active] == ["Rome", "Microsoft"]
+    assert [edit.facts[0].target for edit in editor.ledger.active] == [fact.target for fact in demo.FACTS]
     editor.undo(editor.ledger.active[0].id)
     assert report.undone.edited == words_after(editor, report.undone.prompts)
     editor.redo(editor.ledger.edits[0].id)
@@ -64,7 +64,7 @@ def test_people_see_tables_and_programs_one_document(rebind, monkeypatch, model,
     assert picture.startswith("<svg")
     assert "font-face" not in picture
     document = rebind("demo", "--model", model, json=True).document
-    assert [fact["target"] for fact in document["facts"]] == ["Rome", "Microsoft"]
+    assert [fact["target"] for fact in document["facts"]] == [fact.target for fact in demo.FACTS]
     assert document["adapter"] == asdict(report.adapter)
 
 
