@@ -25,7 +25,7 @@ STATIC = Path(__file__).parent / "static"
 LONGEST_WAIT = 20.0  # seconds that a request for the next change of a job stays open
 REFUSALS = {
     404: ("There is nothing at this address", "not_found"),
-    405: ("This address is used in another way", "wrong_method"),
+    405: ("This address does not take such a request", "wrong_method"),
     413: ("The request is too large", "request_too_large"),
 }
 TABS: dict[str, Callable[[Studio], list[Route]]] = {

@@ -104,6 +104,28 @@ def test_a_cancel_leaves_the_model_as_it_was(page, live, held_search):
     assert tiny.weights(live.studio.editor.model) == before
 
 
+def test_a_canceled_load_goes_back_to_the_old_model(page, live):
+    loading, go = threading.Event(), threading.Event()
+
+    def slow(name):
+        loading.set()
+        assert go.wait(30)
+
+    live.studio._open_editor = slow
+    form = page.get_by_role("form", name="Model")
+    form.get_by_role("combobox").fill("large")
+    form.get_by_role("button", name="Load").click()
+    assert loading.wait(30)
+    form.get_by_role("button", name="Cancel").click()
+    expect(form.locator("[data-error=model]")).to_have_text("Canceled. tiny stays.")
+    expect(form.get_by_role("combobox")).to_have_value("tiny")
+    fill_fact(page)
+    page.get_by_role("button", name="Write this fact").click()
+    expect(page.locator(".hero .stages")).to_contain_text("waiting for the canceled job to end")
+    go.set()
+    page.get_by_role("heading", name="Before").wait_for()
+
+
 def test_two_clients_wait_for_each_other(new_page, live, held_search):
     searching, go = held_search
     first, second = new_page(), new_page()
@@ -140,6 +162,8 @@ def test_it_fits_a_phone_in_both_themes(new_page, scheme):
         page.get_by_role("tab", name=tab).click()
         expect(page.get_by_role("tabpanel", name=tab)).to_contain_text(text)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, tab
+    tabs = page.get_by_role("tablist").evaluate("list => list.scrollWidth <= list.clientWidth")
+    assert tabs, "every tab is in sight"
     unlabeled = page.locator("input:visible, select:visible, textarea:visible").evaluate_all(
         "all => all.filter((one) => !one.labels?.length && !one.getAttribute('aria-label')).map((one) => one.name)"
     )

@@ -60,7 +60,7 @@ def test_import_export_and_bad_files(new_page, live, tmp_path):
     form = page.get_by_role("form", name="Export")
     form.get_by_label("Name").fill("../x")
     form.get_by_role("button", name="Export").click()
-    expect(form.locator("[data-error=name]")).to_contain_text("no name of an export")
+    expect(form.locator("[data-error=name]")).to_contain_text("cannot be the name of an export")
     form.get_by_label("Name").fill("facts")
     form.get_by_label("Kind").select_option("json")
     form.get_by_role("button", name="Export").click()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from playwright.sync_api import expect
 
 from rebind.edit.editor import Editor
 from rebind.studio import Studio
+from rebind.studio.live_answers import LiveAnswers
 
 PATIENCE = 600_000  # milliseconds
 
@@ -35,3 +37,14 @@ def test_france_gets_another_capital_and_the_switch_gives_it_back(page, studio):
     expect(now).to_have_text(re.compile("^Rome"), timeout=PATIENCE)
     page.get_by_role("switch", name="The capital of France is Rome").click()
     expect(now).to_have_text(re.compile("^Paris"), timeout=PATIENCE)
+    assert seconds_of_a_switch(studio.editor) < 1.0
+
+
+def seconds_of_a_switch(editor: Editor) -> float:
+    """Return the processor time of a switch to a state in which three prompts have not been asked yet."""
+    prompts, (edit,) = ["The capital of France is", "The capital of Spain is", "France is in"], editor.ledger.edits
+    LiveAnswers().ask(editor, prompts)  # the first run of a model costs more
+    began = time.process_time()
+    editor.redo(edit.id)
+    LiveAnswers().ask(editor, prompts)
+    return time.process_time() - began

@@ -10,7 +10,7 @@ export async function mount(element, api) {
   const go = el("button", { type: "submit", class: "primary" }, "Run the quick version");
   const work = progress();
   const form = el("form", { "aria-label": "Run an experiment" },
-    el("p", { class: "lead" }, "Each experiment measures what a memory holds, forgets or costs, and checks what it claims against its own numbers. The quick version takes seconds."),
+    el("p", { class: "lead" }, "Each experiment measures what a memory holds, forgets or costs, and checks its claims against its own numbers. The quick version takes seconds."),
     choices, el("p", { class: "field-error", role: "alert", "data-error": "experiment" }), go,
     el("p", { class: "field-error", role: "alert", "data-error": "" }), work.element);
   const results = el("div", {});

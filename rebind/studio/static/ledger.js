@@ -192,11 +192,11 @@ function transfer(api, reload) {
   const separate = toggle("A switch for each fact", false, () => {}, { name: "separate" });
 
   const consolidate = jobForm(api, "Consolidate", [
-    el("p", { class: "muted" }, "Move facts from the dense memory into the weights, the oldest first, as far as they fit."), field("At most", budget)],
+    el("p", { class: "muted" }, "Move facts from the dense memory into the weights, the oldest first, as far as they fit."), field("Facts at most", budget)],
   "/api/ledger/consolidate", () => ({ budget: budget.value ? Number(budget.value) : 0 }),
   (done) => `${done.moved} moved, ${done.stayed} stayed${done.reason ? `: ${done.reason}` : ""}.`, reload);
 
-  const out = jobForm(api, "Export", [el("p", { class: "muted" }, "Into a new folder in ", exports), field("Kind", kind), field("Name", name)],
+  const out = jobForm(api, "Export", [el("p", { class: "muted" }, "Writes a new folder or file in ", exports), field("Kind", kind), field("Name", name)],
     "/api/ledger/export", () => ({ kind: kind.value, name: name.value }), (done) => `Written to ${done.path}.`, reload);
 
   const into = jobForm(api, "Import", [

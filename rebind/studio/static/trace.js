@@ -77,7 +77,7 @@ export function mount(element, api) {
     method.addEventListener("change", markLayers);
     results.replaceChildren(
       card("", summary(trace, advice, edits), el("div", { class: "marked-by" }, el("label", { for: method.id = "trace-method" }, "Layers that an edit would change, by method"), method, source),
-        button(`Edit this fact at layer ${advice.layer}`, () => useLayer(traced, advice.layer), { class: "quiet under" })),
+        el("div", { class: "marked-by" }, button(`Edit this fact at layer ${advice.layer}`, () => useLayer(traced, advice.layer), { class: "quiet" }))),
       el("div", { class: "effects" }, maps.map((map) => map.element)),
       lensCard(lens, table, trace),
     );
@@ -89,7 +89,7 @@ function summary(trace, advice, edits) {
   const facts = [
     ["Answer", quoted(trace.answer), trace.first_choice ? "the first choice" : "not the first choice"],
     ["Probability", percent(trace.clean), `${percent(trace.corrupted)} with noise`],
-    ["Recommended layer", `layer ${advice.layer}`, `its MLP at ${quoted(advice.token)} brings ${percent(Math.max(0, advice.effect))} back, the most in the subject`],
+    ["Recommended layer", `layer ${advice.layer}`, `its MLP at ${quoted(advice.token)} brings back ${percent(Math.max(0, advice.effect))}`],
     ["Time", seconds(trace.seconds), `${trace.settings.draws} sample${trace.settings.draws > 1 ? "s" : ""} of noise${edits ? `, model with ${edits} edit${edits > 1 ? "s" : ""}` : ""}`],
   ];
   return el("dl", { class: "facts" }, facts.map(([name, value, note]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, " ", el("small", {}, note)))));
@@ -147,6 +147,6 @@ function lensCard(lens, table, trace) {
     series: Object.entries(lens).map(([name, one]) => ({ label: names[name][0], color: names[name][1], x: one.probability.map((_, layer) => layer), mean: one.probability.map((row) => row.at(-1)) })),
   });
   const { appears } = lens.edited;
-  return card("", el("div", { class: "head-row" }, el("h2", {}, "What each layer would say"), el("span", { class: "muted" }, appears == null ? `${quoted(trace.answer)} is never the first choice to the end` : `${quoted(trace.answer)} is the first choice from layer ${appears} on`)),
+  return card("", el("div", { class: "head-row" }, el("h2", {}, "What each layer would say"), el("span", { class: "muted" }, appears == null ? `${quoted(trace.answer)} never stays the first choice to the end` : `${quoted(trace.answer)} is the first choice from layer ${appears} on`)),
     curves.element, el("div", { class: "scroll lens-scroll" }, table.element), colorScale("0", "100%", { kind: "lens" }));
 }

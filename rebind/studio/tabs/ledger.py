@@ -154,7 +154,9 @@ def export_place(folder: Path, name: str) -> Path:
     """Return where an export with this name goes: directly below the folder for exports."""
     if not NAME.fullmatch(name):
         expected = "letters, digits, dots, dashes and underscores, such as my-edit"
-        raise FieldError(f"{name!r:.80} is no name of an export", field="name", expected=expected, code="invalid_name")
+        raise FieldError(
+            f"{name!r:.80} cannot be the name of an export", field="name", expected=expected, code="invalid_name"
+        )
     return path_inside(folder.absolute(), name)
 
 
