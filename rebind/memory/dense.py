@@ -9,13 +9,19 @@ a softmax over the rows and one empty slot. A query nearer to a row than its thr
 and one that is near to none reads nothing. Rows of unit length overlap by √(2 ln n / d_k) at most, so exponentially
 many fit below a threshold (Ramsauer et al., 2021, without the empty slot). Forgetting removes a row, exactly.
 
+Rows may share a value: `owner` says which one each row returns. A large memory looks for the nearest rows in `Cells`
+first, so that a read does not compare a query with every row.
+
 Hidden states of a language model share a few directions that say nothing about the subject. `Whitening` removes their
 mean and their covariance before they are compared.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,13 +31,16 @@ from rebind.errors import InputError
 from rebind.memory.checks import require_finite, require_tensors, require_width
 from rebind.memory.precision import working_dtype
 
-SHRINKAGE = (
-    0.03  # of the mean variance, added to every variance: directions that old states hardly use are not blown up
-)
+# Of the mean variance, added to every variance: directions that old states hardly use are not blown up.
+SHRINKAGE = 0.03
 BETA = 60.0
 TOP_K = 16
 GROUP = 64  # scores whose maximum is looked at first
-AT_ONCE = 2**28  # scores of a read that are in memory at once
+AT_ONCE = 2**27  # numbers of a read that are in memory at once
+MANY = 4096  # rows: a memory in a model that has more is read by cells
+CELL = 16  # rows of a cell, at most
+PROJECTED = 128  # dimensions in which a query is compared with cells
+NEAREST_CELLS = 4  # whose rows are compared with a query
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,30 +72,106 @@ class Whitening:
         return functional.normalize(centered, dim=-1)
 
 
+@lru_cache(maxsize=8)
+def _random_basis(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    draw = torch.randn(width, min(width, PROJECTED), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.linalg.qr(draw).Q.to(device, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Stretches of rows that share a value, and the direction of the mean key of each in a few dimensions.
+
+    A query is compared with the cells first, and then exactly with the rows of the nearest ones. In p dimensions of a
+    random basis a cosine is off by about 1/√p, so the cell of a row that is near enough to be read stands out from
+    thousands of strangers.
+    """
+
+    basis: Tensor  # [d_k, p]: orthonormal columns
+    centers: Tensor  # [c, p], of unit length
+    first: Tensor  # [c]: the first row of each cell
+    size: Tensor  # [c]: its number of rows, at most CELL
+
+    @classmethod
+    def of(cls, keys: Tensor, owner: Tensor) -> Cells:
+        """Return the cells of rows."""
+        basis, device = _random_basis(keys.shape[-1], keys.dtype, keys.device), keys.device
+        run, counts = owner.unique_consecutive(return_inverse=True, return_counts=True)[1:]
+        place = torch.arange(len(owner), device=device) - (counts.cumsum(0) - counts)[run]
+        begins = place % CELL == 0
+        first, cell = begins.nonzero().squeeze(-1), begins.cumsum(0) - 1
+        size = torch.bincount(cell, minlength=len(first))
+        sums = keys.new_zeros(len(first), keys.shape[-1]).index_add(0, cell, keys)
+        return cls(basis, functional.normalize(sums @ basis, dim=-1), first, size)
+
+    def between(self, begin: int, end: int) -> Cells:
+        """Return the cells of the rows from `begin` to `end`, which must not cut a cell."""
+        low, high = torch.searchsorted(self.first, self.first.new_tensor([begin, end])).tolist()
+        part = slice(low, high)
+        return replace(self, centers=self.centers[part], first=self.first[part] - begin, size=self.size[part])
+
+    def rows_near(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows [..., m] of the nearest cells, and which of them [..., m] only fill up a short cell."""
+        scores = queries @ self.basis @ self.centers.mT
+        nearest = top_rows(scores, min(NEAREST_CELLS, len(self.first)))[1].unsqueeze(-1)
+        place = torch.arange(CELL, device=nearest.device)
+        is_filler = place >= self.size[nearest]
+        rows = self.first[nearest] + torch.where(is_filler, 0, place)
+        return rows.flatten(-2), is_filler.flatten(-2)
+
+
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """Pairs of keys and values, one per row, each with a threshold. Operations return new memories."""
+    """Rows of a key, a threshold and a value, which rows may share. Operations return new memories."""
 
     keys: Tensor  # [n, d_k], of unit length
-    values: Tensor  # [n, d_v]
+    values: Tensor  # [v, d_v]
     thresholds: Tensor  # [n]: how near a query must come to read the row
     beta: float = BETA
     top_k: int = TOP_K  # rows that take part in a read; the others weigh less than the last of them
-    coarse_keys: Tensor | None = (
-        None  # the keys in a narrower dtype, to find the nearest rows with (`with_coarse_keys`)
-    )
+    # [n]: the value of each row; by default, row i has value i
+    owner: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    cells: Cells | None = None  # to find the nearest rows with (`with_cells`)
 
     def __post_init__(self) -> None:
         require_tensors(2, keys=self.keys, values=self.values)
-        if not len(self.keys) == len(self.values) == len(self.thresholds):
+        if not len(self.owner):
+            object.__setattr__(self, "owner", torch.arange(len(self.values), device=self.keys.device))
+        if not len(self.keys) == len(self.owner) == len(self.thresholds):
             shapes = ", ".join(str(list(part.shape)) for part in (self.keys, self.values, self.thresholds))
-            expected = "keys [n, d_k], values [n, d_v] and thresholds [n]"
+            expected = "keys [n, d_k], a value for each of them, and thresholds [n]"
             raise InputError(f"Keys, values and thresholds are {shapes}", expected=expected, code="rows_differ")
 
     @classmethod
     def empty(cls, d_k: int, d_v: int, *, beta: float = BETA, top_k: int = TOP_K) -> Dense:
         """Return a memory without rows, in float32."""
         return cls(torch.zeros(0, d_k), torch.zeros(0, d_v), torch.zeros(0), beta, top_k)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Dense]) -> Dense:
+        """Return the rows of several memories in one, with cells if any of them has cells."""
+        rows = list(accumulate(map(len, parts), initial=0))
+        values = accumulate((len(part.values) for part in parts), initial=0)
+        joined = cls(
+            torch.cat([part.keys for part in parts]),
+            torch.cat([part.values for part in parts]),
+            torch.cat([part.thresholds for part in parts]),
+            parts[0].beta,
+            parts[0].top_k,
+            torch.cat([part.owner + offset for part, offset in zip(parts, values, strict=False)]),
+        )
+        if not any(part.cells for part in parts):
+            return joined
+        cells = [part.cells or Cells.of(part.keys, part.owner) for part in parts]
+        return replace(
+            joined,
+            cells=Cells(
+                cells[0].basis,
+                torch.cat([one.centers for one in cells]),
+                torch.cat([one.first + offset for one, offset in zip(cells, rows, strict=False)]),
+                torch.cat([one.size for one in cells]),
+            ),
+        )
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -96,48 +181,68 @@ class Dense:
         require_finite(keys=keys, values=values)
         require_width("keys", keys, self.keys.shape[-1], "the memory")
         require_width("values", values, self.values.shape[-1], "the memory")
-        wanted = torch.as_tensor(thresholds, dtype=self.thresholds.dtype, device=self.keys.device).expand(len(keys))
-        parts = ((self.keys, keys), (self.values, values), (self.thresholds, wanted))
-        all_keys, all_values, all_thresholds = (torch.cat([old, new.to(old)]) for old, new in parts)
-        return Dense(all_keys, all_values, all_thresholds, self.beta, self.top_k)
+        wanted = torch.as_tensor(thresholds).to(self.thresholds).expand(len(keys))
+        return Dense.concatenate([self, Dense(keys.to(self.keys), values.to(self.values), wanted)])
 
-    def with_coarse_keys(self, dtype: torch.dtype = torch.bfloat16) -> Dense:
-        """Return a memory that finds the nearest rows in a narrower dtype. Their weights are computed as before."""
-        return replace(self, coarse_keys=self.keys.to(dtype))
+    def with_cells(self) -> Dense:
+        """Return a memory that looks for the nearest rows in the nearest cells only."""
+        return self if self.cells else replace(self, cells=Cells.of(self.keys, self.owner))
 
     def remove(self, rows: Tensor) -> Dense:
         """Return the memory without some rows: what the others answer does not depend on them any more."""
         stays = torch.ones(len(self), dtype=torch.bool, device=self.keys.device)
         stays[rows.to(stays.device)] = False
-        coarse = None if self.coarse_keys is None else self.coarse_keys[stays]
-        keys, values, thresholds = (part[stays] for part in (self.keys, self.values, self.thresholds))
-        return replace(self, keys=keys, values=values, thresholds=thresholds, coarse_keys=coarse)
+        used, owner = self.owner[stays].unique(return_inverse=True)
+        keys, thresholds = self.keys[stays], self.thresholds[stays]
+        rest = Dense(keys, self.values[used], thresholds, self.beta, self.top_k, owner)
+        return rest.with_cells() if self.cells else rest
+
+    def between(self, begin: int, end: int) -> Dense:
+        """Return the rows from `begin` to `end`; `owner` must not decrease, and its runs must not be cut."""
+        owner = self.owner[begin:end]
+        low, high = (int(owner[0]), int(owner[-1]) + 1) if len(owner) else (0, 0)
+        return replace(
+            self,
+            keys=self.keys[begin:end],
+            values=self.values[low:high],
+            thresholds=self.thresholds[begin:end],
+            owner=owner - low,
+            cells=self.cells and self.cells.between(begin, end),
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Dense:
+        """Return the memory in another place or dtype; its cells must be made again."""
+        keys, values, thresholds = (part.to(device, dtype) for part in (self.keys, self.values, self.thresholds))
+        if keys is self.keys and values is self.values:
+            return self
+        return Dense(keys, values, thresholds, self.beta, self.top_k, self.owner.to(device))
 
     def weights(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights [..., k] of the nearest rows, at most `top_k`, and which rows they are."""
         require_width("queries", queries, self.keys.shape[-1], "the memory")
-        queries, count = queries.to(self.keys), min(self.top_k, len(self))
-        if self.coarse_keys is None:
-            best = top_rows(functional.linear(queries, self.keys, -self.thresholds), count)
+        queries = queries.to(self.keys)
+        if self.cells is None:
+            best, rows = top_rows(functional.linear(queries, self.keys, -self.thresholds), min(self.top_k, len(self)))
         else:
-            coarse = self.coarse_keys
-            scores = functional.linear(queries.to(coarse), coarse, -self.thresholds.to(coarse))
-            rows = top_rows(scores, min(2 * count, len(self)))[1]
-            exact = (self.keys[rows] @ queries.unsqueeze(-1)).squeeze(-1) - self.thresholds[rows]
-            values, places = exact.topk(count, dim=-1)
-            best = values, rows.gather(-1, places)
-        logits = functional.pad(self.beta * best[0], (1, 0))  # the empty slot has logit 0
-        return torch.softmax(logits, dim=-1)[..., 1:], best[1]
+            near, is_filler = self.cells.rows_near(queries)
+            scores = (self.keys[near] @ queries.unsqueeze(-1)).squeeze(-1) - self.thresholds[near]
+            best, places = scores.masked_fill(is_filler, -torch.inf).topk(min(self.top_k, near.shape[-1]), dim=-1)
+            rows = near.gather(-1, places)
+        logits = functional.pad(self.beta * best, (1, 0))  # the empty slot has logit 0
+        return torch.softmax(logits, dim=-1)[..., 1:], rows
 
     def read(self, queries: Tensor) -> Tensor:
         """Return what the memory answers to queries [..., d_k] of unit length: [..., d_v], zero where none is near."""
         if not len(self) or not queries.numel():
             return queries.new_zeros(*queries.shape[:-1], self.values.shape[-1])
-        at_once = max(1, AT_ONCE // len(self))
+        width = queries.shape[-1]
+        per_query = len(self) if self.cells is None else len(self.cells.first) + NEAREST_CELLS * CELL * width
         reads = []
-        for part in queries.reshape(-1, queries.shape[-1]).split(at_once):
+        for part in queries.reshape(-1, width).split(max(1, AT_ONCE // per_query)):
             weights, rows = self.weights(part)
-            reads.append(functional.embedding_bag(rows, self.values, per_sample_weights=weights, mode="sum"))
+            reads.append(
+                functional.embedding_bag(self.owner[rows], self.values, per_sample_weights=weights, mode="sum")
+            )
         return torch.cat(reads).reshape(*queries.shape[:-1], -1)
 
 

@@ -65,14 +65,52 @@ def test_the_largest_scores_are_found_by_groups(n, count):
     assert torch.equal(places, best.indices)
 
 
-def test_coarse_keys_find_the_same_rows():
+def facts(draw: Draw, count: int, d_k: int, largest: int = 20) -> Dense:
+    """Return a memory of facts with one to `largest` similar keys each."""
+    counts = torch.arange(count) % largest + 1
+    owner = torch.arange(count).repeat_interleave(counts)
+    keys = unit(draw, count, d_k)[owner] + 0.6 * unit(draw, len(owner), d_k)
+    keys, thresholds = torch.nn.functional.normalize(keys, dim=-1), torch.full((len(owner),), 0.75).double()
+    return Dense(keys, draw.normal(count, 5), thresholds, owner=owner)
+
+
+def test_rows_share_a_value():
+    draw = Draw(14)
+    dense = facts(draw, 8, 32, 3)
+    spelled_out = Dense(dense.keys, dense.values[dense.owner], dense.thresholds)
+    queries = torch.cat([dense.keys, unit(draw, 10, 32)])
+    assert torch.equal(dense.read(queries), spelled_out.read(queries))
+    gone = torch.tensor([0, 1, 2, 4])  # the only key of the first fact, both of the second, one of the third
+    rest = dense.remove(gone)
+    assert len(rest.values) == 6
+    assert torch.equal(rest.read(queries), spelled_out.remove(gone).read(queries))
+
+
+def test_cells_find_the_rows_that_are_near():
+    """Keys around each fact, more of them than a cell holds; queries near a key, between two, and near none."""
     draw = Draw(11)
-    dense = memory(draw, 3_000, 64, 5, top_k=8)
-    queries = torch.nn.functional.normalize(dense.keys[:200] + 0.05 * draw.normal(200, 64), dim=-1)
-    coarse = dense.with_coarse_keys()
-    assert_close(coarse.read(queries), dense.read(queries), 1e-6)
-    stays = torch.arange(2_900, 3_000)
-    assert_close(coarse.remove(stays).read(queries), dense.remove(stays).read(queries), 1e-6)
+    dense = facts(draw, 2_000, 256)
+    near = dense.keys[::37] + 0.4 * unit(draw, len(dense.keys[::37]), 256)
+    queries = torch.nn.functional.normalize(torch.cat([near, near + near.flip(0), draw.normal(500, 256)]), dim=-1)
+    whole = dense.read(queries)
+    assert float((dense.read(queries).norm(dim=-1) > 0.1).double().mean()) > 0.2, "some of them read the memory"
+    assert_close(dense.with_cells().read(queries), whole, 1e-5)
+
+
+def test_cells_are_kept_when_rows_come_and_go():
+    draw = Draw(15)
+    dense = facts(draw, 40, 64)
+    cells = dense.with_cells().cells
+    assert int(cells.size.max()) == dense_module.CELL
+    assert int(cells.size.sum()) == len(dense)
+    ends = torch.nonzero(dense.owner[1:] != dense.owner[:-1]).flatten()[[9, 19]] + 1
+    first, last = dense.with_cells().between(0, int(ends[0])), dense.with_cells().between(int(ends[1]), len(dense))
+    joined = Dense.concatenate([first, last])
+    again = dense.remove(torch.arange(*ends.tolist())).with_cells()
+    for name in ("keys", "values", "thresholds", "owner"):
+        assert torch.equal(getattr(joined, name), getattr(again, name)), name
+    for name in ("centers", "first", "size"):
+        assert_close(getattr(joined.cells, name).double(), getattr(again.cells, name).double(), 1e-12)
 
 
 def test_a_read_in_parts_is_the_whole_read(monkeypatch):

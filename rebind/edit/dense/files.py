@@ -1,8 +1,9 @@
 """A dense memory as a folder, so that it can travel without the model, the ledger and the editor.
 
     memory.json          format, fingerprint and name of the model, the layers, the facts, the digest of the tensors
-    memory.safetensors   "{layer}/keys", "{layer}/values", "{layer}/thresholds", "{layer}/mean", "{layer}/factor", and
-                         "{layer}/probe", the whitened states of the base model after the prompts in "probe_ids"
+    memory.safetensors   "{layer}/keys", "{layer}/values", "{layer}/thresholds", "{layer}/owner" (the value of each
+                         row), "{layer}/mean", "{layer}/factor", and "{layer}/probe", the whitened states of the base
+                         model after the prompts in "probe_ids"
 
 The probes tell whether another model computes the states that the memory was made for: the same weights in another
 dtype or quantized do, although their bits, and so their fingerprints, differ.
@@ -27,9 +28,9 @@ from rebind.errors import InputError
 from rebind.memory.dense import Dense, Whitening
 from rebind.storage import check_json, read_file, replace_folder, seal_json, write_file, write_json
 
-FORMAT = "rebind-memory-1"
+FORMAT = "rebind-memory-2"
 HEADER, TENSORS = "memory.json", "memory.safetensors"
-PARTS = ("keys", "values", "thresholds", "mean", "factor", "probe")  # of a layer
+PARTS = ("keys", "values", "thresholds", "owner", "mean", "factor", "probe")  # of a layer
 PROBE_IDS = "probe_ids"
 
 
@@ -70,7 +71,8 @@ def fill_folder(stored: StoredMemory, folder: Path) -> None:
     layers = {}
     for number, layer in stored.layers.items():
         memory, whitening = layer.memory, layer.whitening
-        parts = (memory.keys, memory.values, memory.thresholds, whitening.mean, whitening.factor, layer.probe)
+        rows = (memory.keys, memory.values, memory.thresholds, memory.owner)
+        parts = (*rows, whitening.mean, whitening.factor, layer.probe)
         tensors |= {f"{number}/{name}": _storable(part) for name, part in zip(PARTS, parts, strict=True)}
         layers[str(number)] = {"block": layer.block, "rows": len(memory), "beta": memory.beta, "top_k": memory.top_k}
         layers[str(number)]["stream_axis"] = layer.stream_axis
@@ -134,13 +136,16 @@ def _read_header(folder: Path) -> dict[str, Any]:
 
 
 def _layer(tensors: Mapping[str, Tensor], number: str, about: Mapping[str, Any]) -> StoredLayer:
-    keys, values, thresholds, mean, factor, probe = (tensors[f"{number}/{name}"] for name in PARTS)
-    memory = Dense(keys, values, thresholds, float(about["beta"]), int(about["top_k"]))
+    keys, values, thresholds, owner, mean, factor, probe = (tensors[f"{number}/{name}"] for name in PARTS)
+    if len(owner) and not 0 <= int(owner.min()) <= int(owner.max()) < len(values):
+        raise ValueError("it has rows without a value")
+    memory = Dense(keys, values, thresholds, float(about["beta"]), int(about["top_k"]), owner)
     return StoredLayer(str(about["block"]), memory, Whitening(mean, factor), probe, about["stream_axis"])
 
 
 def _storable(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype, copy=True).contiguous()
 
 
 def _pad(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -8,8 +8,7 @@ rows are copied, so the result has the same bytes as a fold of all edits from th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,9 @@ from rebind.edit.dense.rows import EditRows, Variant, moved_subjects, read_varia
 from rebind.edit.ledger.edit import CONSOLIDATES, Edit
 from rebind.edit.ledger.edits import EditSequence
 from rebind.edit.ledger.table import Kind
-from rebind.memory.dense import Dense
+from rebind.memory.dense import MANY, Dense
 
-PARTS = ("keys", "values", "thresholds")
 MAX_CHANGED = 0.25  # share of the edits: if more come and go, everything is folded again
-
-Segment = tuple[Tensor, Tensor, Tensor]  # keys [m, d], values [m, d] and thresholds [m] of the rows of an edit
 
 
 @dataclass(eq=False)
@@ -39,21 +35,16 @@ class EditKeys:
     thresholds: Tensor  # [m]
     owner: Tensor  # [m]
 
-    @cached_property
-    def all_rows(self) -> Segment:
-        """Keys, values and thresholds of all rows."""
-        return self.keys, self.values[self.owner], self.thresholds
-
-    def rows_of(self, variants: Sequence[int], values: Tensor) -> Segment:
-        """Return keys, values and thresholds of the rows of some variants, with these values of all of them."""
-        every_row = self.all_rows if values is self.values else (self.keys, values[self.owner], self.thresholds)
-        if len(variants) == len(values):
-            return every_row
-        mask = torch.zeros(len(values), dtype=torch.bool, device=self.owner.device)
-        mask[list(variants)] = True
-        rows = mask[self.owner]
-        keys, row_values, thresholds = every_row
-        return keys[rows], row_values[rows], thresholds[rows]
+    def rows_of(self, variants: Sequence[int], values: Tensor) -> Dense:
+        """Return the rows of some variants, with these values of all of them."""
+        keys, thresholds, owner = self.keys, self.thresholds, self.owner
+        if len(variants) < len(values):
+            is_read = torch.zeros(len(values), dtype=torch.bool, device=owner.device)
+            is_read[list(variants)] = True
+            rows = is_read[owner]
+            keys, thresholds, owner = keys[rows], thresholds[rows], owner[rows]
+        used, owner = owner.unique_consecutive(return_inverse=True)
+        return Dense(keys, values[used], thresholds, owner=owner)
 
 
 WithKeys = Callable[[Edit], EditKeys]  # read and whiten the rows of an edit
@@ -120,7 +111,7 @@ class DenseFold:
             inside = kept & (layers == layer)
             starts[inside] = (np.cumsum(rows) - rows)[origin[inside]]
         for place, (layer, segment) in segments.items():
-            layers[place], counts[place], starts[place] = layer, len(segment[0]), -1
+            layers[place], counts[place], starts[place] = layer, len(segment), -1
         memories = {}
         for layer in np.unique(layers[counts > 0]).tolist():
             places = np.flatnonzero((layers == layer) & (counts > 0))
@@ -133,23 +124,22 @@ class DenseFold:
         places: NDArray[np.int64],
         starts: NDArray[np.int64],
         counts: NDArray[np.int64],
-        segments: Mapping[int, tuple[int, Segment]],
+        segments: Mapping[int, tuple[int, Dense]],
     ) -> Dense:
         """Return a memory from new segments and stretches of the old one."""
         begins, ends = starts[places], starts[places] + counts[places]
         follows = (begins[1:] == ends[:-1]) & (begins[1:] >= 0) & (begins[:-1] >= 0)
-        pieces: list[Segment] = []
+        pieces: list[Dense] = []
         for group in np.split(np.arange(len(places)), np.flatnonzero(~follows) + 1):
             first, last = group[0], group[-1]
             if begins[first] < 0:
                 pieces.append(segments[int(places[first])][1])
             else:
-                old, stretch = self.memories[layer], slice(begins[first], ends[last])
-                pieces.append((old.keys[stretch], old.values[stretch], old.thresholds[stretch]))
-        keys, values, thresholds = (torch.cat(part) for part in zip(*pieces, strict=True))
-        return Dense(keys, values, thresholds)
+                pieces.append(self.memories[layer].between(int(begins[first]), int(ends[last])))
+        memory = Dense.concatenate(pieces)
+        return memory.with_cells() if len(memory) > MANY else replace(memory, cells=None)
 
-    def _read(self, edits: EditSequence, touched: list[int], with_keys: WithKeys) -> dict[int, tuple[int, Segment]]:
+    def _read(self, edits: EditSequence, touched: list[int], with_keys: WithKeys) -> dict[int, tuple[int, Dense]]:
         """Return the layer and the rows of the edits at some places; those without rows are missing or empty."""
         if len(touched) == len(edits):
             places = touched

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rebind.errors import InputError
-from rebind.memory.dense import Dense, Whitening
+from rebind.memory.dense import MANY, Dense, Whitening
 from rebind.models.trunk import SKIPPED
-
-MANY = 4096  # rows
 
 
 @dataclass(eq=False)
@@ -72,7 +70,5 @@ def mean_states(states: Tensor, width: int, stream_axis: int | None) -> Tensor:
 
 def _moved(whitening: Whitening, memory: Dense, device: torch.device, dtype: torch.dtype) -> tuple[Whitening, Dense]:
     whitening = Whitening(whitening.mean.to(device, dtype), whitening.factor.to(device, dtype))
-    rows = {name: getattr(memory, name).to(device, dtype) for name in ("keys", "values", "thresholds")}
-    memory = replace(memory, **rows, coarse_keys=None)
-    # On a GPU, finding the nearest of many rows in bfloat16 takes a fraction of the time.
-    return whitening, memory.with_coarse_keys() if device.type == "cuda" and len(memory) > MANY else memory
+    memory = memory.to(device, dtype)
+    return whitening, memory.with_cells() if len(memory) > MANY else memory

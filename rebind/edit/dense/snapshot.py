@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rebind.edit.dense.fold import PARTS, DenseFold
+from rebind.edit.dense.fold import DenseFold
 from rebind.edit.ledger.snapshots import Snapshots, arithmetic
-from rebind.memory.dense import Dense, Whitening
+from rebind.memory.dense import MANY, Dense, Whitening
 
-KIND = "dense"
+KIND = "rows"
+PARTS = ("keys", "values", "thresholds", "owner")
 
 
 def store_fold(snapshots: Snapshots, fold: DenseFold, whitenings: Mapping[int, Whitening], seconds: float) -> bool:
@@ -49,8 +50,9 @@ def stored_fold(snapshots: Snapshots, whitenings: Mapping[int, Whitening]) -> De
 
 
 def _memory(tensors: Mapping[str, Tensor], layer: int, device: torch.device) -> Dense:
-    keys, values, thresholds = (tensors[f"{layer}/{part}"].to(device) for part in PARTS)
-    return Dense(keys, values, thresholds)
+    keys, values, thresholds, owner = (tensors[f"{layer}/{part}"].to(device) for part in PARTS)
+    memory = Dense(keys, values, thresholds, owner=owner)
+    return memory.with_cells() if len(memory) > MANY else memory
 
 
 def _basis(whitenings: Mapping[int, Whitening], fold: DenseFold) -> str:

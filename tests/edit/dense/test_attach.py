@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
+from safetensors.torch import load, save
 
 import rebind
-from rebind.edit.dense import load_memory
+from rebind.edit.dense import files, hook, load_memory, save_memory
 from rebind.edit.export import load_checkpoint
 from rebind.errors import InputError, RebindError
 from rebind.models.language_model import LanguageModel
+from rebind.storage import seal_json
 from tests import model_types, tiny
 from tests.edit.editors import FACTS, open_editor, rewrite
 from tests.edit.test_devices import dispatch
+from tests.edit.test_quantized import KINDS, large
 from tests.support import raises
 
 IDS = torch.tensor([tiny.tokenizer()("The capital of France is Paris and Berlin is the capital of").input_ids])
@@ -92,30 +96,39 @@ def test_a_compiled_model_has_no_graph_break(stored):
     assert torch.equal(compiled(IDS).logits, plain)
 
 
-class Quantized(nn.Module):
-    """A linear map in eight bits, without a weight that rebind could edit."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        scale = linear.weight.abs().amax(-1, keepdim=True) / 127
-        self.register_buffer("integers", (linear.weight / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-        self.bias = linear.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.integers * self.scale, self.bias)
-
-
-def test_a_quantized_model_reads_the_memory(stored):
+def test_a_large_memory_is_read_by_cells(stored, monkeypatch):
     folder, edited = stored
+    monkeypatch.setattr(hook, "MANY", 0)
     model = tiny.llama()
-    for block in model.model.layers:
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            setattr(block.mlp, name, Quantized(getattr(block.mlp, name)))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with rebind.attach(compiled, folder):
+        (reading,) = (one for block in model.model.layers for one in block._forward_hooks.values())
+        assert reading.memory.cells is not None
+        for run in (model, compiled):
+            assert torch.allclose(logits(run), edited, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def of_large(tmp_path_factory):
+    """A memory of facts about a model that is wide enough to be quantized, and the change that it makes."""
+    folder = tmp_path_factory.mktemp("facts") / "memory"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REBIND_CACHE", str(tmp_path_factory.mktemp("cache")))
+        editor = open_editor(large())
+        rewrite(editor, *FACTS, method="dense")
+        editor.save_memory(folder)
+        return folder, logits(editor.model) - logits(large())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_model_reads_the_memory(of_large, kind):
+    folder, change = of_large
+    model = KINDS[kind]()
     plain = logits(model)
-    change = edited - logits(tiny.llama())
     with rebind.attach(model, folder):
-        assert float((logits(model) - plain - change).norm() / change.norm()) < 0.2
+        tolerance = 0.5 if kind == "bitsandbytes-4" else 0.2
+        assert float((logits(model) - plain - change).norm() / change.norm()) < tolerance
+    assert torch.equal(logits(model), plain)
 
 
 def test_a_dispatched_model_reads_the_memory(stored):
@@ -178,8 +191,28 @@ def test_damaged_files_are_refused(stored, tmp_path):
     assert code("{", data) == "memory_damaged"
     assert code({**header, "layers": {"1": {}}}, data) == "memory_damaged"
     assert code({**header, "format": "rebind-memory-9"}, data) == "memory_format"
+    tensors = load(data)
+    (owner,) = (name for name in tensors if name.endswith("/owner"))
+    data = save(tensors | {owner: tensors[owner] + 1000})
+    header["tensors"] = hashlib.sha256(data).hexdigest()
+    assert code(seal_json({name: value for name, value in header.items() if name != "seal"}), data) == "memory_damaged"
     with raises(InputError, "no_memory"):
         load_memory(tmp_path / "nothing")
+
+
+def test_a_full_disk_leaves_the_memory_that_was_there(stored, tmp_path, monkeypatch):
+    save_memory(load_memory(stored[0]), tmp_path / "memory")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "memory").iterdir()}
+    other = replace(load_memory(stored[0]), model="another")
+
+    def write_nothing(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_json", write_nothing)  # after the tensors
+    with pytest.raises((OSError, RebindError)):
+        save_memory(other, tmp_path / "memory", overwrite=True)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "memory").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["memory"]
 
 
 def test_an_export_replaces_only_its_own_kind(stored, tmp_path):

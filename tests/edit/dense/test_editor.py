@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rebind.edit.dense import fold, hook
 from rebind.edit.dense.rows import EditRows
 from rebind.edit.facts import Fact
 from rebind.edit.guard import Guard
 from rebind.edit.ledger import Ledger
 from rebind.errors import InputError, LedgerWarning
+from rebind.memory.dense import Cells
 from rebind.models.tokens import Tokens
 from tests import tiny
 from tests.edit.editors import FACTS, QUICK, open_editor, rewrite
@@ -122,6 +124,21 @@ def test_weights_and_memory_are_edited_side_by_side():
     editor.undo(first.id)
     assert torch.equal(logits(editor), plain)
     assert not torch.equal(only_dense, plain)
+
+
+def test_cells_follow_the_edits(monkeypatch):
+    for module in (fold, hook):
+        monkeypatch.setattr(module, "MANY", 0)
+    editor = open_editor(guard=OPEN)
+    edits = [dense(editor, fact) for fact in FACTS]
+    editor.undo(edits[0].id)
+    editor.redo(edits[0].id)
+    editor.undo(edits[1].id)
+    ((_, rows),) = editor.edited.dense.memories.items()
+    fresh = Cells.of(rows.keys, rows.owner)
+    for part in ("centers", "first", "size"):
+        assert torch.allclose(getattr(rows.cells, part), getattr(fresh, part)), part
+    assert len(rows.values) == 2, "one value per fact, whatever its number of rows"
 
 
 # Several facts about one subject
