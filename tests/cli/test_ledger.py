@@ -292,9 +292,10 @@ def test_an_export_checks_every_place_before_the_model_is_loaded(rebind, fails, 
         assert not new.exists()
 
 
-def test_a_replay_answers_as_the_edit_did(rebind, chat_model):
+@pytest.mark.parametrize("method", ["memit", "dense"])
+def test_a_replay_answers_as_the_edit_did(rebind, chat_model, method):
     place = ("--model", chat_model)
-    edit = rebind("edit", *FACT, *place, *FAST, json=True).document
+    edit = rebind("edit", *FACT, *place, *FAST, "--method", method, json=True).document
     (fact,) = rebind("ledger", "replay", *place, "--out", "out", json=True).document["facts"]
     assert fact["probability"] == pytest.approx(edit["facts"][0]["after"]["probability"], rel=1e-3)
 
