@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 from rebind.edit.facts.fact import Fact, template
 from rebind.edit.facts.relations import KIND_NOUNS, RELATIONS, relation_of
@@ -358,7 +359,7 @@ def _readings(head: _Head, verb: str, text: str, *, numbers: bool = False, commo
         yield _Reading(Fact(template(head.before, f"{head.after}{verb} the year"), head.subject, object), rest)
         return
     cuts = [match.start() for match in INNER_PREPOSITION.finditer(object)]
-    for cut in (*cuts, len(object)):
+    for cut in _ends(object, [*cuts, len(object)]):
         lead = LEAD_IN.match(object)
         words = object[lead.end() if lead else 0 : cut].strip(" \"“”'")
         middle = f"{head.after}{verb}{' ' + lead[0].strip() if lead else ''}"
@@ -370,6 +371,18 @@ def _readings(head: _Head, verb: str, text: str, *, numbers: bool = False, commo
             yield _Reading(fact, left, year)
     if year is not None and not cuts and not object.strip():
         yield _Reading(year, rest)
+
+
+def _ends(object: str, cuts: list[int]) -> list[int]:
+    """Return where an object can end: a name does not go on in lower case ("Rome as a child"), a year not at all."""
+
+    def goes_on(begin: int, end: int) -> bool:
+        if object[:begin].isdigit():
+            return False
+        is_name = re.search(r"(?:^|\s)[A-Z]\S*$", object[:begin])
+        return not is_name or bool(re.search(r"[A-Z]", object[begin:end]))
+
+    return [cuts[0], *(end for begin, end in pairwise(cuts) if goes_on(begin, end))]
 
 
 # What is a name

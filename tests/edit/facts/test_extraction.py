@@ -162,8 +162,22 @@ def test_known_gaps_are_reported(text):
 def test_a_clause_can_be_read_in_several_ways():
     (clause,) = extract("Lyon is the capital of France.")
     assert [(fact.subject, fact.target) for fact in clause.candidates] == [("France", "Lyon"), ("Lyon", "France")]
-    (clause,) = extract("Microsoft was bought by IBM for 3 billion dollars.")
-    assert [fact.target for fact in clause.candidates] == ["IBM", "IBM for 3 billion dollars"]
+    (clause,) = extract("Anna Karenina was written by Jules Verne in Paris.")
+    assert [fact.target for fact in clause.candidates] == ["Jules Verne", "Jules Verne in Paris"]
+
+
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [
+        ("Mozart moved to Vienna as a young man.", ["Vienna"]),
+        ("Microsoft was bought by IBM for 3 billion dollars.", ["IBM"]),
+        ("Fiat was founded in 1899 by Giovanni Agnelli.", ["1899"]),
+        ("Mozart composed the Prelude in C for his sister.", ["Prelude", "Prelude in C"]),
+    ],
+)
+def test_a_name_does_not_go_on_in_lower_case(text, targets):
+    (clause,) = extract(text)
+    assert [fact.target for fact in clause.candidates] == targets
 
 
 def test_every_text_is_read():
