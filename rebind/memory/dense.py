@@ -39,8 +39,10 @@ GROUP = 64  # scores whose maximum is looked at first
 AT_ONCE = 2**27  # numbers of a read that are in memory at once
 MANY = 4096  # rows: a memory in a model that has more is read by cells
 CELL = 16  # rows of a cell, at most
-PROJECTED = 128  # dimensions in which a query is compared with cells
-NEAREST_CELLS = 4  # whose rows are compared with a query
+ALIKE = 0.6  # a row that is less similar to the row before it begins a new cell
+PROJECTED = 192  # dimensions in which a query is compared with cells
+NEAREST_CELLS = 8  # whose rows are compared with a query
+FAR = 0.4  # a query that is less similar than this to every cell reads nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +82,11 @@ def _random_basis(width: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Stretches of rows that share a value, and the direction of the mean key of each in a few dimensions.
+    """Stretches of similar rows that share a value, and the direction of the mean key of each in a few dimensions.
 
     A query is compared with the cells first, and then exactly with the rows of the nearest ones. In p dimensions of a
     random basis a cosine is off by about 1/√p, so the cell of a row that is near enough to be read stands out from
-    thousands of strangers.
+    thousands of strangers. Most queries are near to no cell, and are done.
     """
 
     basis: Tensor  # [d_k, p]: orthonormal columns
@@ -96,7 +98,9 @@ class Cells:
     def of(cls, keys: Tensor, owner: Tensor) -> Cells:
         """Return the cells of rows."""
         basis, device = _random_basis(keys.shape[-1], keys.dtype, keys.device), keys.device
-        run, counts = owner.unique_consecutive(return_inverse=True, return_counts=True)[1:]
+        differs = (owner[1:] != owner[:-1]) | ((keys[1:] * keys[:-1]).sum(-1) < ALIKE)
+        run = functional.pad(differs.cumsum(0), (1, 0)) if len(owner) else owner  # rows that belong together
+        counts = torch.bincount(run)
         place = torch.arange(len(owner), device=device) - (counts.cumsum(0) - counts)[run]
         begins = place % CELL == 0
         first, cell = begins.nonzero().squeeze(-1), begins.cumsum(0) - 1
@@ -110,9 +114,12 @@ class Cells:
         part = slice(low, high)
         return replace(self, centers=self.centers[part], first=self.first[part] - begin, size=self.size[part])
 
-    def rows_near(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows [..., m] of the nearest cells, and which of them [..., m] only fill up a short cell."""
-        scores = queries @ self.basis @ self.centers.mT
+    def similarity(self, queries: Tensor) -> Tensor:
+        """Return how similar queries [..., d_k] are to each cell, [..., c]."""
+        return functional.normalize(queries @ self.basis, dim=-1) @ self.centers.mT
+
+    def rows_near(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows [..., m] of the cells with the highest scores, and which of them only fill a short cell."""
         nearest = top_rows(scores, min(NEAREST_CELLS, len(self.first)))[1].unsqueeze(-1)
         place = torch.arange(CELL, device=nearest.device)
         is_filler = place >= self.size[nearest]
@@ -217,14 +224,17 @@ class Dense:
             return self
         return Dense(keys, values, thresholds, self.beta, self.top_k, self.owner.to(device))
 
-    def weights(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights [..., k] of the nearest rows, at most `top_k`, and which rows they are."""
+    def weights(self, queries: Tensor, similarity: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weights [..., k] of the nearest rows, at most `top_k`, and which rows they are.
+
+        `similarity` is that of the queries to the cells, where it is known.
+        """
         require_width("queries", queries, self.keys.shape[-1], "the memory")
         queries = queries.to(self.keys)
         if self.cells is None:
             best, rows = top_rows(functional.linear(queries, self.keys, -self.thresholds), min(self.top_k, len(self)))
         else:
-            near, is_filler = self.cells.rows_near(queries)
+            near, is_filler = self.cells.rows_near(self.cells.similarity(queries) if similarity is None else similarity)
             scores = (self.keys[near] @ queries.unsqueeze(-1)).squeeze(-1) - self.thresholds[near]
             best, places = scores.masked_fill(is_filler, -torch.inf).topk(min(self.top_k, near.shape[-1]), dim=-1)
             rows = near.gather(-1, places)
@@ -237,13 +247,21 @@ class Dense:
             return queries.new_zeros(*queries.shape[:-1], self.values.shape[-1])
         width = queries.shape[-1]
         per_query = len(self) if self.cells is None else len(self.cells.first) + NEAREST_CELLS * CELL * width
-        reads = []
-        for part in queries.reshape(-1, width).split(max(1, AT_ONCE // per_query)):
-            weights, rows = self.weights(part)
-            reads.append(
-                functional.embedding_bag(self.owner[rows], self.values, per_sample_weights=weights, mode="sum")
-            )
-        return torch.cat(reads).reshape(*queries.shape[:-1], -1)
+        parts = queries.to(self.keys).reshape(-1, width).split(max(1, AT_ONCE // per_query))
+        return torch.cat([self._read(part) for part in parts]).reshape(*queries.shape[:-1], -1)
+
+    def _read(self, queries: Tensor) -> Tensor:
+        if (
+            self.cells is None or queries.is_cuda or torch.compiler.is_compiling()
+        ):  # their shapes must not depend on data
+            return self._weighted(*self.weights(queries))
+        similarity = self.cells.similarity(queries)
+        near = (similarity.amax(-1) > FAR).nonzero().squeeze(-1)
+        reads = self._weighted(*self.weights(queries[near], similarity[near]))
+        return queries.new_zeros(len(queries), self.values.shape[-1]).index_copy(0, near, reads)
+
+    def _weighted(self, weights: Tensor, rows: Tensor) -> Tensor:
+        return functional.embedding_bag(self.owner[rows], self.values, per_sample_weights=weights, mode="sum")
 
 
 def top_rows(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
