@@ -3,7 +3,8 @@
 The facts are searched again for the weights, all facts about one subject together, and written in batches by the
 recursive ridge rule: sequential writes with an accumulating moment equal one write of all of them (docs/algebra.md,
 law 5), so the result is stored as one edit. After every batch the model is asked without the rows of these facts. What
-the dense memory said and the weights do not say stays in the dense memory, and the batches end where the guard objects.
+the dense memory said and the weights do not say stays in the dense memory. A batch to which the guard objects, or for
+which others in the dense memory would be lost, is tried again in halves, down to single subjects.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rebind.models.language_model import LanguageModel
 
 WITNESSES = 100  # facts in the dense memory that are asked again, at most
 LOST = 0.02  # the share of them that may be lost
+PATIENCE = 3  # subjects in a row that do not fit, after which the others are not tried
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Consolidation:
     edit: Edit | None  # None if nothing moved
     moved: tuple[Fact, ...]
     stayed: tuple[Fact, ...]  # of those that the budget covers
-    reason: str  # why the batches ended early; empty if all were tried
+    reason: str  # what spoke against some of those that stayed; empty if the weights just do not say them
 
 
 def said_by_fact(model: LanguageModel, facts: Sequence[Fact], framings: Iterable[str]) -> list[list[bool]]:
@@ -117,15 +119,26 @@ class _Consolidator:
             self.targets: TargetStates = tools.find_targets(self.prompts)
 
     def add_batches(self, size: int) -> tuple[list[int], str]:
-        """Return the groups that the weights hold, and why the batches ended before the last one."""
-        held: list[int] = []
-        for begin in range(0, len(self.groups), size):
+        """Return the groups that the weights hold, and the last objection to a group that they do not.
+
+        A batch that meets an objection is tried again in halves. A group that meets one alone stays where it is,
+        and after PATIENCE such groups in a row the weights are full.
+        """
+        held, objection = list[int](), ""
+        begin = refused = 0
+        while begin < len(self.groups):
             tried = [*held, *range(begin, min(begin + size, len(self.groups)))]
             with self.tools.edited.trial(self.edit_of(tried)):
-                if reason := self.objection(tried):
-                    return held, reason
-                held = self.holding(tried)
-        return held, ""
+                reason = self.objection(tried)
+                holding = held if reason else self.holding(tried)
+            if reason and size > 1:
+                size //= 2
+                continue
+            held, begin, objection = holding, begin + size, reason or objection
+            refused = refused + 1 if reason else 0
+            if refused == PATIENCE:
+                break
+        return held, objection
 
     def edit_of(self, chosen: Sequence[int]) -> Edit:
         """Return the edit that writes some of the groups, and takes their rows out of the dense memory."""

@@ -76,6 +76,20 @@ def test_the_guard_ends_the_batches(editor):
     assert "of its norm" in result.reason
 
 
+def test_a_batch_that_does_not_fit_is_tried_in_halves(editor):
+    growth = []
+    for budget in (1, 4):
+        whole = editor.consolidate(budget, lam=3.0, **INTO | {"batch": 4})
+        assert len(whole.moved) == budget
+        growth.append(whole.edit.scores["drift"]["growth"])
+        editor.undo(whole.edit.id)
+    editor.guard = replace(OPEN, growth=sum(growth) / 2)
+    result = editor.consolidate(lam=3.0, **INTO | {"batch": 4})
+    assert 0 < len(result.moved) < 4
+    assert "of its norm" in result.reason
+    assert all(score.exact for score in editor.score(FACTS))
+
+
 def test_facts_that_stay_must_not_be_lost():
     editor = edited(0)  # in its weights, the first facts change the states of the others too much
     result = editor.consolidate(2, lam=3.0, **INTO)
