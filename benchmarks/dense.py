@@ -14,12 +14,15 @@ measured, and undone:
 - perplexity, as a relative change, on those paragraphs of the text that mention an edited subject and on the others;
 - fires: the share of tokens of those other paragraphs that read the dense memory;
 - seconds by phase, of undoing the edit, and of undoing one more fact beside all of them;
-- the read as a share of a forward pass of 8 rows of 256 tokens, and of one step of decoding with 8 rows.
+- on a GPU, the read as a share of a forward pass of 8 rows of 256 tokens, and of one step of decoding with 8 rows
+  (`benchmarks.dense_scale` measures it on a CPU).
 
-`dense, τ x` are the same rows with one threshold for all of them instead of calibrated ones. `grace, r` stores the
-state of the last token of each prompt as its key and changes states within a plain distance, as GRACE does: r is a
-share of the median distance between a key and the nearest other one. With --made, neighbors of the records are facts,
-too, and paraphrases and neighbors are asked of those facts that have them.
+`base` is the model without edits: NS can hardly be better than there. `dense, τ x` are the same rows with one threshold
+for all of them instead of calibrated ones. `grace, r` stores the state of the last token of each prompt as its key and
+changes states within a plain distance, as GRACE does: r is a share of the median distance between a key and the nearest
+other one. With --made, neighbors of the records are facts, too, and paraphrases and neighbors are asked of those facts
+that have them. Targets are searched once per layer and settings, and with --targets they are stored, so that a run that
+was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,7 +60,7 @@ from rebind.models.sites import module_at
 from rebind.models.tokens import Tokens
 from rebind.storage import write_json
 
-METHODS = ("dense", "memit", "alphaedit", "grace")
+METHODS = ("base", "dense", "memit", "alphaedit", "grace")
 WINDOW = 256
 REPEATS = 7
 
@@ -117,6 +121,13 @@ class Text:
         return count / max(total, 1)
 
 
+class SharedTargets(TargetStore):
+    """Targets that stay where they are when an edit is written, for the methods and numbers of facts that follow."""
+
+    def clear(self) -> None:
+        pass
+
+
 @dataclass(eq=False)
 class Comparison:
     """A number of facts, and everything that is asked about them."""
@@ -128,6 +139,7 @@ class Comparison:
     batch: int | None = None
     layers: Sequence[int] | None = None
     keep: float | None = None  # weight of the kept prompts in the search; None: the default
+    store: TargetStore = field(default_factory=lambda: TargetStore(None))
 
     def __post_init__(self) -> None:
         self.editor, model = self.bench.editor, self.bench.model
@@ -162,7 +174,8 @@ class Comparison:
         row: dict[str, Any] = {"method": method, "seconds": seconds, "phases": clock.spent, **self.measure()}
         row["layers"] = edits[-1].settings["layers"]
         if method == "dense":
-            row |= self.cost_of_reads() | {"rows": editor.edited.dense.rows()}
+            row |= {"rows": editor.edited.dense.rows()}
+            row |= self.cost_of_reads() if self.bench.model.device.type == "cuda" else {}
             row["fires"] = self.text.fires() if self.text else None
             extra = editor.rewrite("The color of the {Qzxv stone} is", "red", method="dense", force=True)
             row["undo one"] = self.timed(lambda: editor.undo(extra.id))
@@ -232,7 +245,7 @@ class Comparison:
             )
         asked = [FactPrompts(tuple(own)) for own in zip(*prompts, strict=True)]
         search = replace(settings.targets, keep=0.0)
-        targets = editor.target_search.find(layer, asked, search, TargetStore(None))
+        targets = editor.target_search.find(layer, asked, search, self.store)
         subjects = SubjectStates(model.trunk, asked, several_keys=True)
         keys, values = subjects.states_after(layer).float(), (targets.states - targets.initial).float()
         owner = subjects.owner.to(keys.device)
@@ -269,6 +282,9 @@ def rows_of(
     comparison: Comparison, methods: Sequence[str], taus: Sequence[float], radii: Sequence[float]
 ) -> Iterator[Any]:
     for method in methods:
+        if method == "base":
+            yield {"method": method, **comparison.measure()}
+            continue
         if method == "grace":
             yield from comparison.grace(radii)
             continue
@@ -292,11 +308,18 @@ def main() -> None:
     parser.add_argument("--tau", type=float, nargs="*", default=[0.8], help="also one threshold for all rows")
     parser.add_argument("--radius", type=float, nargs="*", default=[0.3, 0.5, 0.7], help="of grace")
     parser.add_argument("--tokens", type=int, default=50_000, help="of each part of the text")
+    parser.add_argument("--targets", type=Path, help="store targets in this folder; by default a temporary one")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS / "dense.json")
     options = parser.parse_args()
     editor = Editor(options.model, device=options.device, guard=None)
+    with tempfile.TemporaryDirectory() as temporary:
+        editor._target_store = SharedTargets(options.targets or Path(temporary))
+        compare(editor, options)
+
+
+def compare(editor: Editor, options: argparse.Namespace) -> None:
     if options.made:
         made = made_facts(read_records(options.facts, skip_bad=True), max(options.n))
         everything = [replace(one.fact, neighbors=[question.prompt for question in one.neighbors]) for one in made]
@@ -311,7 +334,8 @@ def main() -> None:
             layers = None if layer is None else [layer]
             bench = Bench(editor, [], everything, "")
             asked = [fact for fact in everything[:n] if fact.paraphrases and fact.neighbors]
-            comparison = Comparison(bench, facts, asked, split, options.batch, layers, options.keep)
+            store = editor._target_store
+            comparison = Comparison(bench, facts, asked, split, options.batch, layers, options.keep, store)
             methods = options.methods if layer is None or layer == options.layers[0] else ["dense"]
             for row in rows_of(comparison, methods, options.tau, options.radius):
                 content["rows"].append({"facts": len(facts), **row})
