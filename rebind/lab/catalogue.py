@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rebind.lab.closed_form import ClosedForm
+from rebind.lab.consolidation.experiment import LifeOfFacts
 from rebind.lab.cost import Cost
 from rebind.lab.edits.experiment import Edits
 from rebind.lab.experiment import Experiment, require_known
@@ -15,7 +16,7 @@ from rebind.lab.ttt_1d import Ttt1d
 
 EXPERIMENTS: dict[str, type[Experiment]] = {
     experiment.name: experiment
-    for experiment in (Capacity, Overwrite, ClosedForm, Forgetting, Hopfield, Ttt1d, Cost, Mqar, Edits)
+    for experiment in (Capacity, Overwrite, ClosedForm, Forgetting, Hopfield, Ttt1d, Cost, Mqar, Edits, LifeOfFacts)
 }
 
 

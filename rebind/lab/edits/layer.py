@@ -144,10 +144,10 @@ def sentences_of(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def random_model(records: Sequence[Record]) -> tuple[Any, Any, Texts]:
+def random_model(records: Sequence[Record], *, width: int = 128) -> tuple[Any, Any, Texts]:
     """Return a random model, a tokenizer with one token per word of the records, and their text as a corpus.
 
-    It knows nothing, but its layers are memories like those of any other model.
+    It knows nothing, but its layers are memories like those of any other model. Their keys have `width` entries.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -156,7 +156,7 @@ def random_model(records: Sequence[Record]) -> tuple[Any, Any, Texts]:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
-        intermediate_size=128,
+        intermediate_size=width,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
