@@ -1,7 +1,7 @@
 """What an edit would cost, before any of it is done: of a loaded model, or of one that is given by its config alone.
 
-The constants are fitted to measurements: `tests/edit/test_plan.py` compares the estimates with those of an H200 in
-benchmarks/results/growth-h200.json, from 135 million to 8 billion parameters.
+The rates of a GPU are fitted to edits on an H200, of 135 million to 8 billion parameters. `python -m benchmarks.plan`
+fits them, and predicts every size from the others.
 """
 
 from __future__ import annotations
@@ -21,16 +21,25 @@ from rebind.edit.settings import EditSettings, choose_settings
 from rebind.edit.targets import ContextSettings, TargetSettings
 from rebind.models.prompts import EncodedPrompt, encode_prompts, start_tokens
 
-CPU_RATE = 6e10  # multiply-adds per second: low guesses, for an estimate that is right within a small factor
-GPU_RATE = 4.5e14
-GPU_BLOCK_SECONDS = 8e-4  # to launch the kernels of a block, forward and backward
+CPU_RATE = 6e10  # operations per second: a low guess, for an estimate that is right within a small factor
 CONTEXT_TOKENS = 10  # before a prompt: contexts and chat templates, on average
 TOKEN_CHARACTERS = 4  # of English, where there is no tokenizer
-SEARCH_BYTES = 30  # per token of the search, block and channel: activations for the backward pass
 KEPT = 9  # prompts about a subject that are kept, on average
 GIB = 2**30
 DEVICES = (80, 141)  # GiB of an H100 and of an H200
 USABLE = 0.9  # of the memory of a device
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the cost of an edit on a GPU is proportional to."""
+
+    operations: float  # per second
+    block_seconds: float  # to launch the kernels of a block, forward and backward
+    search_bytes: float  # per token of the search, block and channel: activations for the backward pass
+
+
+H200 = Rates(operations=1.68e14, block_seconds=1.33e-3, search_bytes=81)
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,7 @@ def plan_from_config(
     contexts: ContextSettings = ContextSettings(),  # noqa: B008 - frozen
     moment_tokens: int = 100_000,
     dtype: torch.dtype | None = None,
+    rates: Rates = H200,
 ) -> Plan:
     """Return what an edit would cost on GPUs, for a model that is given by its config alone."""
     outline, tokenizer = ModelOutline.from_config(path, dtype), tokenizer_beside(path)
@@ -108,7 +118,14 @@ def plan_from_config(
         sizes = [PromptSize.of(prompt) for prompt in encoded]
     rows = prompts_per_fact(chosen, framings, contexts)
     return estimate(
-        outline, sizes, chosen, rows, moment_tokens=moment_tokens, moments_cached=False, clashes=conflicts(facts)
+        outline,
+        sizes,
+        chosen,
+        rows,
+        moment_tokens=moment_tokens,
+        moments_cached=False,
+        clashes=conflicts(facts),
+        rates=rates,
     )
 
 
@@ -122,6 +139,7 @@ def estimate(
     moments_cached: bool,
     clashes: Sequence[Conflict] = (),
     earlier: Sequence[EarlierEdit] = (),
+    rates: Rates = H200,
 ) -> Plan:
     """Estimate tokens, bytes and seconds from the lengths of the prompts and the size of the model."""
     sites = [model.sites[layer] for layer in settings.layers]
@@ -136,7 +154,11 @@ def estimate(
     # A moment and its factor in float64; the base weights of a site, and copies of them in float64 while it is solved.
     per_site = 2 * 8 * moment + round(itemsize * sites[0].d_k * sites[0].d_v)
     memory = len(sites) * per_site + 3 * 8 * sites[0].d_k * sites[0].d_v
-    memory += SEARCH_BYTES * suffix * len(model.sites) * model.width
+    memory += round(rates.search_bytes * suffix * len(model.sites) * model.width)
+    work = 2 * model.active_parameters * (3 * tokens + 2 * settings.targets.steps * suffix)
+    work += 0 if moments_cached else round(2.6 * model.active_parameters * moment_tokens)
+    launches = len(model.sites) * settings.targets.steps  # blocks run one after another
+    seconds = work / CPU_RATE if model.on_cpu else work / rates.operations + rates.block_seconds * launches
     return Plan(
         method=settings.method.name,
         layers=settings.layers,
@@ -148,7 +170,7 @@ def estimate(
         bytes_on_disk=4 * len(prompts) * numbers,
         bytes_in_memory=memory,
         bytes_per_site=per_site,
-        seconds=_seconds(model, tokens, suffix, settings.targets.steps, 0 if moments_cached else moment_tokens),
+        seconds=seconds,
         conflicts=tuple(clashes),
         targets=settings.targets,
         source=settings.source,
@@ -158,13 +180,3 @@ def estimate(
         weight_bytes=model.weight_bytes,
         devices={size: math.ceil((model.weight_bytes + memory) / (USABLE * size * GIB)) for size in DEVICES},
     )
-
-
-def _seconds(model: ModelOutline, tokens: int, suffix: int, steps: int, moment_tokens: int) -> float:
-    """Return the seconds of arithmetic and, on a GPU, of launching its kernels; blocks run one after another."""
-    work = (
-        2 * model.active_parameters * (3 * tokens + 2 * steps * suffix) + 2.6 * model.active_parameters * moment_tokens
-    )
-    if model.on_cpu:
-        return work / CPU_RATE
-    return work / GPU_RATE + GPU_BLOCK_SECONDS * len(model.sites) * steps

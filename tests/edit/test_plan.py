@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
 import transformers
 
-from benchmarks.growth import SHAPES, invented
+from benchmarks.plan import fit, measurements, predictions
 from rebind.edit.facts import Fact
 from rebind.edit.outline import ModelOutline, is_config_alone
-from rebind.edit.plan import GIB, plan_from_config
+from rebind.edit.plan import GIB, H200, plan_from_config
 from rebind.errors import InputError
 from tests import tiny
 from tests.edit.editors import FACTS, open_editor
 from tests.support import raises
-
-GROWTH = Path(__file__).resolve().parents[2] / "benchmarks/results/growth-h200.json"
 
 
 def save_config(folder: Path, config: transformers.PreTrainedConfig) -> Path:
@@ -28,18 +25,18 @@ def save_config(folder: Path, config: transformers.PreTrainedConfig) -> Path:
     return folder
 
 
-def test_estimates_are_close_to_what_an_h200_took(tmp_path):
-    """Two rows of ten facts include the time to record other CUDA graphs, which nothing here predicts."""
-    seconds, memory = [], []
-    for row in json.loads(GROWTH.read_text())["rows"]:
-        folder = save_config(tmp_path / row["shape"], transformers.LlamaConfig(**SHAPES[row["shape"]]))
-        plan = plan_from_config(folder, invented(row["facts"]), moment_tokens=1)
-        assert (plan.parameters, list(plan.layers)) == (row["parameters"], row["layers"])
-        memory.append((plan.weight_bytes + plan.bytes_in_memory) / GIB / row["memory_gib"])
-        seconds.append(plan.seconds / row["seconds"])
-    assert 0.7 < min(memory) <= max(memory) < 1.4
-    assert 0.6 < median(seconds) < 1.6
-    assert 0.2 < min(seconds) <= max(seconds) < 3
+def test_the_rates_are_those_that_the_measurements_give(tmp_path):
+    rates = fit(measurements(tmp_path))
+    assert asdict(H200) == pytest.approx(asdict(rates), rel=0.02)
+
+
+def test_a_size_that_was_not_fitted_is_predicted_from_the_others(tmp_path):
+    """Two edits of ten facts include the time to record other CUDA graphs, which no plan predicts."""
+    rows = predictions(measurements(tmp_path))
+    memory = [row.planned_gib(others) / row.gib for row, _, others in rows]
+    seconds = sorted(row.planned_seconds(others) / row.seconds for row, _, others in rows)
+    assert 0.75 < min(memory) <= max(memory) < 1.25
+    assert 0.3 < seconds[0] <= seconds[1] < 0.5 < seconds[2] <= seconds[-1] < 2
 
 
 def test_a_plan_of_a_config_is_that_of_the_model(tmp_path):
