@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.edits import EditSequence
-from rebind.edit.ledger.partial_folds import MAX_PARTIAL_FOLDS, PartialFold, StoredPartialFolds, milestones, thinned
+from rebind.edit.ledger.partial_folds import (
+    MAX_PARTIAL_FOLDS,
+    ROOM_FOR_OTHERS,
+    PartialFold,
+    StoredPartialFolds,
+    milestones,
+    thinned,
+)
 from rebind.edit.ledger.snapshots import Snapshots
 from rebind.edit.ledger.table import Kind
 from rebind.edit.methods import EarlierKeys, add_keys, get_method
@@ -156,15 +163,17 @@ class EditedWeights:
         return partial_folds
 
     def _remember(self, partial_folds: Sequence[PartialFold], edits: EditSequence) -> None:
-        """Keep the most useful partial folds: those of these edits, and the last other one."""
+        """Keep the most useful partial folds: those of these edits, and the end of the fold before, for a redo."""
         known = {one.count: one for one in self._partial_folds if one.precedes(edits.tokens)}
         known |= {one.count: one for one in partial_folds if one.count}
         others = [one for one in self._partial_folds if not one.precedes(edits.tokens)][-1:]
         largest = max((one.size for one in known.values()), default=1)
         limit = min(MAX_PARTIAL_FOLDS, self._max_partial_bytes // max(largest, 1))
         last = len(edits) - 1  # without the last edit, which may still be rejected
-        chosen = [last] if limit == 1 and last in known else thinned(list(known), len(edits), limit)
-        self._partial_folds = [*(others if limit > len(chosen) else []), *(known[count] for count in chosen)]
+        if limit < ROOM_FOR_OTHERS:
+            others = []
+        counts = [last] if limit == 1 and last in known else thinned(list(known), len(edits), limit - len(others))
+        self._partial_folds = [*others, *(known[count] for count in counts)]
 
     def _earlier_keys(
         self, start: PartialFold, edits: EditSequence, protected: frozenset[str]

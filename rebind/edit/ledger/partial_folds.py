@@ -20,6 +20,7 @@ from rebind.edit.methods import EarlierKeys, Gram
 KIND = "weights"
 NAME = re.compile(rf"{KIND}-(\d+)-([0-9a-f]{{32}})-[0-9a-f]{{64}}")
 MAX_PARTIAL_FOLDS = 8  # in memory, and as many on disk
+ROOM_FOR_OTHERS = 4  # partial folds: with room for so many, one may be of other edits
 NEAREST = 8  # edits: partial folds that are nearer to one another save little
 
 
@@ -124,13 +125,18 @@ class StoredPartialFolds:
         return True
 
     def store(self, partial_folds: Sequence[PartialFold], tokens: NDArray[Any]) -> None:
-        """Store partial folds of a fold of these edits, and delete those that are of little use by now."""
+        """Store partial folds of a fold of these edits, and delete those that are of little use by now.
+
+        The end of the fold before stays as well, for a redo.
+        """
         present = dict(self._usable(tokens))
         fresh = {one.count: one for one in partial_folds}
         largest = max((one.size for one in partial_folds), default=1)
         limit = min(MAX_PARTIAL_FOLDS, self.snapshots.max_bytes // max(largest, 1))
-        keep = thinned([*present, *fresh], len(tokens), limit)
-        names = {present[count] for count in keep if count in present}
+        others = [name for name in self.snapshots.names(KIND) if name not in present.values()]
+        others = others[-1:] if limit >= ROOM_FOR_OTHERS else []
+        keep = thinned([*present, *fresh], len(tokens), limit - len(others))
+        names = {*others, *(present[count] for count in keep if count in present)}
         for count in keep:
             if count not in present:
                 kind = f"{KIND}-{count:08d}-{self._digests(tokens, [count])[count]}"

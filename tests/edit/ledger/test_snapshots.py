@@ -204,6 +204,23 @@ def test_opening_reads_only_what_is_new(tmp_path, monkeypatch):
     assert len(writes) <= 4, "an undo of the newest edit costs what the edit touches"
 
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_redo_finds_the_fold_before_the_undo(tmp_path, monkeypatch, restart):
+    filled(tmp_path / "ledger")
+    writes, apply = [], Write.apply
+    monkeypatch.setattr(Write, "apply", lambda *args: writes.append(args) or apply(*args))
+    process = Process(tmp_path / "ledger")
+    before = process.fold()
+    process.ledger.undo("e0003")
+    process.fold()
+    assert writes, "an undo of an old edit folds the later ones again"
+    writes.clear()
+    process = Process(tmp_path / "ledger") if restart else process
+    process.ledger.redo("e0003")
+    assert_same(process.fold(), before)
+    assert not writes
+
+
 def test_snapshots_are_bounded(tmp_path):
     process = Process(tmp_path / "ledger")
     process.ledger.snapshots.max_bytes = limit = 3 * 2 * D_K * (D_V + D_K) * 8
