@@ -1,9 +1,8 @@
 """Compaction: old edits that nobody will undo any more are stored together.
 
-The active ones become *sealed* edits: one line each, with the settings that they share stored once, and all of their
-tensors in one file. Scores, versions and target states, which no fold needs, are dropped, and so are undone edits.
-Facts, keys, values, gains and rows stay as they are, in their order, so a fold makes the same steps as before and ends
-with the same bytes.
+The active ones become *sealed* edits: one line each, and all of their tensors in one file. Scores, versions and target
+states, which no fold needs, are dropped, and so are undone edits. Facts, keys, values, gains and rows stay as they are,
+in their order, so a fold makes the same steps as before and ends with the same bytes.
 
 The new file of tensors is complete before the new log takes the place of the old one, in one step. A process that is
 killed before it leaves the old ledger, and one that is killed after it the new one; the files that neither needs are
@@ -13,26 +12,23 @@ removed by the next writer.
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.torch import save
 
-from rebind.edit.ledger.edit import CONSOLIDATES, JSON, ROWS, Edit, canonical_json
+from rebind.edit.ledger.edit import JSON
 from rebind.edit.ledger.edits import EditSequence, edit_id
 from rebind.edit.ledger.log import EDITS, LOG, SEALED_FOLDER, SEALED_NAME, LedgerState, chain_lines, parse_line, utc_now
 from rebind.edit.ledger.table import SEALED, UNDONE, Rows
-from rebind.edit.ledger.tensors import StoredTensors, split_header
 from rebind.errors import InputError
 from rebind.storage import open_to_read, path_inside, write_file
 
-OWN_SETTINGS = ("lam", ROWS, CONSOLIDATES)  # those in which edits differ
 DROPPED = "targets"  # tensors that are needed to show an edit, not to apply it
 
 
@@ -62,15 +58,12 @@ def compact(
     sealed_ids, dropped_ids = (tuple(EditSequence(state, rows).ids) for rows in (new, dropped))
     if dry_run:
         return Compaction(sealed_ids, dropped_ids, size)
-    number = int(state.table.rows["number"][count - 1])
+    last = int(state.table.rows["number"][count - 1])
     file = f"{secrets.token_hex(8)}.pack"
     places: list[dict[str, JSON]] = []
-    headers: dict[bytes, int] = {}
-    packed = _packed(state, kept, places, headers)
-    write_file(path_inside(folder, f"{SEALED_FOLDER}/{file}"), packed, staging=folder)
-    about: dict[str, JSON] = {"file": file, "last": edit_id(number), "headers": [text.hex() for text in headers]}
-    events = _events(folder, state, kept, places, about)
-    write_file(folder / LOG, _chained(events, header_digest), staging=folder)
+    write_file(path_inside(folder, f"{SEALED_FOLDER}/{file}"), _packed(state, kept, places), staging=folder)
+    events = chain([_first_event(state, file, last)], _sealed_events(state, kept, places), _later_events(folder, last))
+    write_file(folder / LOG, chain_lines(events, header_digest), staging=folder)
     return Compaction(sealed_ids, dropped_ids, size)
 
 
@@ -91,44 +84,26 @@ def _count(state: LedgerState, before: int | None, keep_last: int | None) -> int
     return max(0, len(numbers) - (keep_last or 0))
 
 
-def _packed(
-    state: LedgerState, rows: Rows, places: list[dict[str, JSON]], headers: dict[bytes, int]
-) -> Iterator[bytes]:
-    """Yield the tensors of edits, one after another, and note where each begins, and which header it has."""
+def _packed(state: LedgerState, rows: Rows, places: list[dict[str, JSON]]) -> Iterator[bytes]:
+    """Yield the tensors of edits, one safetensors file after another, and note where each begins."""
     start = 0
     for edit in EditSequence(state, rows):
-        stored = edit.tensors
-        if isinstance(stored, StoredTensors) and stored.length is not None:  # sealed before
-            header, data = stored.header, stored.read()
-        else:
-            tensors = edit.loaded().tensors
-            header, data = split_header(save({name: tensor for name, tensor in tensors.items() if name != DROPPED}))
-        place: dict[str, JSON] = {"start": start, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        places.append({**place, "header": headers.setdefault(header, len(headers))})
+        tensors = {name: tensor for name, tensor in edit.loaded().tensors.items() if name != DROPPED}
+        data = save(tensors)
+        places.append({"start": start, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()})
         start += len(data)
         yield data
 
 
-def _events(
-    folder: Path, state: LedgerState, rows: Rows, places: list[dict[str, JSON]], about: Mapping[str, JSON]
-) -> Iterator[Mapping[str, JSON]]:
-    """Yield the events of a compacted log."""
-    shared: dict[bytes, int] = {}
-    for edit in EditSequence(state, rows):
-        shared.setdefault(canonical_json(_shared(edit)), len(shared))
-    lines: dict[str, JSON] = {"lines": state.lines, "digest": state.digest}
-    settings: Any = [json.loads(text) for text in shared] or [{}]
-    yield {"event": "compact", "time": utc_now(), **about, "shared": settings, **lines}
+def _first_event(state: LedgerState, file: str, last: int) -> Mapping[str, JSON]:
+    about: dict[str, JSON] = {"file": file, "last": edit_id(last), "lines": state.lines, "digest": state.digest}
+    return {"event": "compact", "time": utc_now(), **about}
+
+
+def _sealed_events(state: LedgerState, rows: Rows, places: list[dict[str, JSON]]) -> Iterator[Mapping[str, JSON]]:
     for edit, place in zip(EditSequence(state, rows), places, strict=True):
-        own = {name: edit.settings[name] for name in OWN_SETTINGS if name in edit.settings}
         content = {name: value for name, value in edit.to_json().items() if name not in ("scores", "versions")}
-        content |= {"settings": own, "shared": shared[canonical_json(_shared(edit))], "token": edit.token.hex()}
-        yield {"event": "sealed", "id": edit.id, **content, **place}
-    yield from _later_events(folder, int(str(about["last"])[1:]))
-
-
-def _shared(edit: Edit) -> dict[str, JSON]:
-    return {name: value for name, value in edit.settings.items() if name not in OWN_SETTINGS}
+        yield {"event": "sealed", "id": edit.id, **content, "token": edit.token.hex(), **place}
 
 
 def _later_events(folder: Path, last: int) -> Iterator[Mapping[str, JSON]]:
@@ -146,13 +121,6 @@ def _later_events(folder: Path, last: int) -> Iterator[Mapping[str, JSON]]:
                     forced = [id for id in event.get("forced", ()) if id in ids]
                     event = {name: value for name, value in event.items() if name != "forced"}
                     yield {**event, "ids": ids, **({"forced": forced} if forced else {})}
-
-
-def _chained(events: Iterable[Mapping[str, JSON]], digest: str) -> Iterator[bytes]:
-    for event in events:
-        (line,) = chain_lines([event], digest)
-        _, digest = parse_line(line)
-        yield line
 
 
 def remove_leftovers(folder: Path, state: LedgerState) -> None:

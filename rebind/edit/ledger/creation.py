@@ -30,7 +30,7 @@ def create(path: Path, header: Mapping[str, str]) -> None:
             return
         if not is_unfinished(path):
             raise damaged(f"{path} has a log but no {HEADER}")
-        write_file(path / LOG, chain_lines([{"event": "begin"}], header["digest"])[0])
+        write_file(path / LOG, chain_lines([{"event": "begin"}], header["digest"]))
         write_json(path / HEADER, header)
 
 

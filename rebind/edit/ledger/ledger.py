@@ -76,7 +76,7 @@ class Ledger:
         self._header_digest = header["digest"]
         self._state = LedgerState(header["digest"], path)
         self._log_inode = 0  # of the log that the state was read from; a compaction puts another one in its place
-        self._stored_lines = 0  # of the state that is stored as a snapshot
+        self._stored_bytes = 0  # of the log, up to the state that is stored as a snapshot
         self._tidy = False  # whether this process has removed what killed writers left
         self._mutex = threading.RLock()  # between threads that read and write this object's state
 
@@ -181,7 +181,7 @@ class Ledger:
             edit = replace(edit, id=id, created=edit.created or now, tensors=tensors)
             sha256 = hashlib.sha256(data).hexdigest()
             event = {"event": "edit", "id": id, "time": now, **edit.to_json(), "sha256": sha256}
-            lines = chain_lines([event], self._state.digest)  # before any file is written: it may refuse the edit
+            lines = list(chain_lines([event], self._state.digest))  # before any file is written: it may refuse the edit
             file = None if self.path is None else self._free_file(id)
             try:
                 if file is not None:
@@ -256,7 +256,7 @@ class Ledger:
             if marked := [id for id in rows if id in forced]:
                 event["forced"] = marked
             if rows:
-                self._commit(chain_lines([event], self._state.digest))
+                self._commit(list(chain_lines([event], self._state.digest)))
             return tuple(self._state.read(rows.values()))
 
     def _require_consolidated_together(self, ids: set[str], *, on: bool) -> None:
@@ -357,7 +357,7 @@ class Ledger:
         assert self.snapshots is not None
         fresh = LedgerState(self._header_digest, self.path)
         self._state = stored_state(self.snapshots, self.path, self._header_digest) or fresh
-        self._stored_lines = self._state.lines
+        self._stored_bytes = self._state.offset
 
     def _read_lines(self, file: BinaryIO) -> None:
         state = self._state
@@ -376,7 +376,7 @@ class Ledger:
 
     def _store_state(self) -> None:
         if self.snapshots is not None:
-            self._stored_lines = store_state(self.snapshots, self._state, self._header_digest, self._stored_lines)
+            self._stored_bytes = store_state(self.snapshots, self._state, self._header_digest, self._stored_bytes)
 
 
 def _surplus(edits: Sequence[Edit], others: Sequence[Edit]) -> tuple[Edit, ...]:

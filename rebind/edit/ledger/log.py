@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,13 +39,11 @@ SEALED_NAME = re.compile(r"[0-9a-f]{16}\.pack")
 CACHED_EDITS = 4096  # that were read last; their tensors are not kept
 
 
-def chain_lines(events: Iterable[Mapping[str, JSON]], previous: str) -> list[bytes]:
-    """Return events as lines, the first one chained to the line with digest `previous`."""
-    lines = []
+def chain_lines(events: Iterable[Mapping[str, JSON]], previous: str) -> Iterator[bytes]:
+    """Yield events as lines, the first one chained to the line with digest `previous`."""
     for event in events:
         previous = digest_of(event, previous)
-        lines.append(canonical_json({**event, "line": previous}) + b"\n")
-    return lines
+        yield canonical_json({**event, "line": previous}) + b"\n"
 
 
 def new_header(model: str, model_name: str, dtype: str = "") -> dict[str, str]:
@@ -89,8 +87,6 @@ class LedgerState:
     table: EditTable = field(default_factory=EditTable)
     last_number: int = 0  # of the last edit, which a compaction may have dropped
     last_line: tuple[int, int] = (0, 0)  # where it begins, and its digest
-    shared_settings: list[dict[str, Any]] = field(default_factory=list)  # of sealed edits
-    shared_headers: list[str] = field(default_factory=list)  # of their tensors, in hex
     sealed_file: str = ""  # with the tensors of sealed edits
     compacted_until: int = 0  # number of the last edit that was sealed or dropped
     _edits: dict[int, Edit] = field(default_factory=dict)  # by row: all edits in memory, those read last on disk
@@ -162,22 +158,18 @@ class LedgerState:
         try:
             sha256 = str(event["sha256"])
             if event["event"] == "sealed":
-                shared = self.shared_settings[event["shared"]]
-                event = {**event, "scores": {}, "versions": {}, "settings": {**shared, **event["settings"]}}
-                header = self.shared_headers[event["header"]]
-                tensors = self._sealed_tensors(sha256, int(event["start"]), int(event["length"]), header)
+                event = {**event, "scores": {}, "versions": {}}
+                tensors = self._sealed_tensors(sha256, int(event["start"]), int(event["length"]))
             elif self.folder is not None:
                 tensors = StoredTensors(self.folder / EDITS / f"{id}.safetensors", sha256)
             return Edit.from_json(id, event, tensors).with_token(token)
-        except (KeyError, TypeError, AttributeError, IndexError) as problem:
+        except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as problem:
             raise ValueError(f"an incomplete edit ({problem!r})") from None
 
-    def _sealed_tensors(self, sha256: str, start: int, length: int, header: str) -> StoredTensors:
-        if self.folder is None or start < 0 or length < 0:
+    def _sealed_tensors(self, sha256: str, start: int, length: int) -> StoredTensors:
+        if self.folder is None or not 0 <= start <= start + length < 2**63:
             raise ValueError("no place of the tensors")
-        return StoredTensors(
-            self.folder / SEALED_FOLDER / self.sealed_file, sha256, start, length, bytes.fromhex(header)
-        )
+        return StoredTensors(self.folder / SEALED_FOLDER / self.sealed_file, sha256, start, length)
 
     def _forced(self, edit: Edit) -> Edit:
         return replace(edit, forced=True).with_token(edit.token)
@@ -204,7 +196,7 @@ class LedgerState:
         elif kind == "edit" and id == self.next_id:
             token = hashlib.sha256(content).digest()[:16] if edit is None else edit.token
             self._add(self._edit(event, token) if edit is None else edit, line, 0)
-        elif kind == "sealed" and self.shared_settings and _number(id) > self._last_row_number:
+        elif kind == "sealed" and self.sealed_file and _number(id) > self._last_row_number:
             self._add(self._edit(event, _token(event)), line, SEALED)
         elif kind == "compact" and self.lines == 0:
             self._begin_compacted(event)
@@ -215,14 +207,11 @@ class LedgerState:
         self.lines += 1
 
     def _begin_compacted(self, event: Mapping[str, Any]) -> None:
-        shared, headers, file = event.get("shared"), event.get("headers"), event.get("file")
+        file = event.get("file")
         if not isinstance(file, str) or not SEALED_NAME.fullmatch(file):
             raise ValueError("an incomplete compaction")
-        if not isinstance(shared, list) or not isinstance(headers, list):
-            raise ValueError("an incomplete compaction")
-        last = _number(event.get("last"))
-        self.shared_settings, self.shared_headers, self.sealed_file = shared, headers, file
-        self.last_number = self.compacted_until = last
+        self.last_number = self.compacted_until = _number(event.get("last"))
+        self.sealed_file = file
 
     @property
     def _last_row_number(self) -> int:

@@ -15,7 +15,7 @@ from rebind.edit.ledger.table import MENTION, ROW, EditTable, Kind, short_digest
 from rebind.storage import open_to_read
 
 KIND = "state"
-NEW_LINES, NEW_SHARE = 512, 64  # a state is stored after so many new lines, and one per so many lines of the log
+NEW_BYTES, NEW_SHARE = 2**19, 64  # a state is stored when the log has grown by so many bytes, and by this share of it
 
 
 def dump_state(state: LedgerState, header_digest: str) -> list[bytes | memoryview]:
@@ -28,8 +28,6 @@ def dump_state(state: LedgerState, header_digest: str) -> list[bytes | memoryvie
         "lines": state.lines,
         "last_number": state.last_number,
         "last_line": list(state.last_line),
-        "shared_settings": state.shared_settings,
-        "shared_headers": state.shared_headers,
         "sealed_file": state.sealed_file,
         "compacted_until": state.compacted_until,
         "kinds": [kind.to_json() for kind in table.kinds],
@@ -58,8 +56,6 @@ def load_state(data: bytes, folder: Path, header_digest: str) -> LedgerState | N
         table,
         about["last_number"],
         (about["last_line"][0], about["last_line"][1]),
-        about["shared_settings"],
-        about["shared_headers"],
         about["sealed_file"],
         about["compacted_until"],
     )
@@ -90,11 +86,11 @@ def stored_state(snapshots: Snapshots, folder: Path, header_digest: str) -> Ledg
     return None
 
 
-def store_state(snapshots: Snapshots, state: LedgerState, header_digest: str, stored_lines: int) -> int:
-    """Store a state if enough lines are new; return how many lines are stored now."""
-    new = state.lines - stored_lines
-    if new < max(NEW_LINES if snapshots.worth_seconds else 1, state.lines // NEW_SHARE):
-        return stored_lines
+def store_state(snapshots: Snapshots, state: LedgerState, header_digest: str, stored_bytes: int) -> int:
+    """Store a state if the log has grown enough; return how many bytes of the log are stored now."""
+    enough = max(NEW_BYTES, state.offset // NEW_SHARE) if snapshots.worth_seconds else 1
+    if state.offset - stored_bytes < enough:
+        return stored_bytes
     if snapshots.enabled:
         snapshots.replace(KIND, snapshots.write(KIND, dump_state(state, header_digest)))
-    return state.lines
+    return state.offset

@@ -27,15 +27,14 @@ class StoredTensors(Mapping[str, Tensor]):
     Whoever needs several of them calls `load`, which reads once.
     """
 
-    def __init__(self, path: Path, sha256: str, start: int = 0, length: int | None = None, header: bytes = b"") -> None:
+    def __init__(self, path: Path, sha256: str, start: int = 0, length: int | None = None) -> None:
         self.path, self.sha256, self.start, self.length = path, sha256, start, length
-        self.header = header  # what comes before the bytes in the file, if many edits share it
         self._names: tuple[str, ...] | None = None
 
     def load(self) -> dict[str, Tensor]:
         """Return all tensors."""
         try:
-            tensors = load(self.header + self.read())
+            tensors = load(self.read())
         except UNREADABLE as problem:
             raise damaged(f"{self.path} cannot be read ({problem})", self._advice) from None
         self._names = tuple(tensors)
@@ -69,9 +68,3 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def split_header(data: bytes) -> tuple[bytes, bytes]:
-    """Return the header of a safetensors file, which says names, dtypes and shapes, and the numbers behind it."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    return data[:end], data[end:]

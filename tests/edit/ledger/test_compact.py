@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rebind.edit.ledger.compact import Compaction
-from rebind.errors import InputError, UnknownNameError
+from rebind.errors import InputError, LedgerError, StorageError, UnknownNameError
 from tests.edit.ledger.test_snapshots import Process, assert_same, consolidation, dense_edit, weight_edit
 from tests.edit.writes import ids, new_edit, open_ledger
 from tests.support import raises
@@ -169,7 +169,22 @@ def test_sealed_tensors_are_checked(tmp_path):
     data[len(data) // 2] ^= 1
     pack.write_bytes(data)
     assert len(process.ledger.verify()) == 1
-    with pytest.raises(Exception, match="digest"):
+    with raises(LedgerError, "ledger_damaged"):
+        Process(tmp_path / "ledger", snapshots=False).fold()
+
+
+def test_no_symbolic_link_to_sealed_tensors_is_followed(tmp_path):
+    process, victim = filled(tmp_path / "ledger"), tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "ledger" / "sealed").symlink_to(victim)
+    with raises(StorageError, "symbolic_link"):
+        process.ledger.compact(keep_last=0)
+    assert list(victim.iterdir()) == []
+    (tmp_path / "ledger" / "sealed").unlink()
+    process.ledger.compact(keep_last=0)
+    (tmp_path / "ledger" / "sealed").rename(victim / "sealed")
+    (tmp_path / "ledger" / "sealed").symlink_to(victim / "sealed")
+    with raises(LedgerError, "ledger_damaged"):
         Process(tmp_path / "ledger", snapshots=False).fold()
 
 

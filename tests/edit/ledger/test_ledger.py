@@ -254,3 +254,17 @@ def test_no_symbolic_link_is_followed(folder, tmp_path, name):
         with raises(LedgerError, "ledger_damaged"):
             _ = ledger.get("e0001").tensors["targets"]
     assert snapshot(tmp_path) == before
+
+
+def test_no_snapshot_is_stored_through_a_symbolic_link(folder, tmp_path):
+    open_ledger(folder)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (folder / "snapshots").symlink_to(victim)
+    ledger = open_ledger(folder)
+    ledger.snapshots.worth_seconds = 0.0
+    ledger.append(new_edit(1))
+    assert list(victim.iterdir()) == []
+    (folder / "snapshots").unlink()
+    ledger.append(new_edit(2))
+    assert list((folder / "snapshots").iterdir()), "without the link a snapshot is stored"
