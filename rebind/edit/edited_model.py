@@ -90,6 +90,7 @@ class EditedModel:
     def fold(self, edits: Sequence[Edit]) -> Fold:
         """Return the weights and memories after these edits; the model is not changed."""
         edits, snapshots = EditSequence.of(edits), self.ledger.snapshots
+        self._require_places(edits)
         require_same_moments(edits.where(lambda kind: kind.has_rows), self.moments)
         with self.dense.off():  # old keys are computed on the base model
             weights = self.weights.fold(edits, snapshots)
@@ -101,6 +102,20 @@ class EditedModel:
             with self.weights.base_weights():
                 for layer in layers:
                     self.dense.load(layer)
+
+    def _require_places(self, edits: EditSequence) -> None:
+        """Raise if an edit names sites or layers that the model does not have: a ledger may be forged."""
+        sites = {site.name for site in self.model.sites}
+        for kind in edits.kinds():
+            unknown = [*(set(kind.sites) - sites), *(layer for layer in kind.layers if layer >= len(self.model.sites))]
+            if unknown or (kind.has_rows and not kind.layers):
+                edit = edits.where(lambda one, kind=kind: one == kind)[0]  # type: ignore[misc]
+                place = unknown[0] if unknown else "no layer"
+                raise LedgerError(
+                    f"Edit {edit.id or '(new)'} changes {place}, which {self.model.name} does not have",
+                    advice="Undo the edit, or restore the ledger from a copy",
+                    code="edit_does_not_fit",
+                )
 
     def _set(self, weights: Mapping[str, Tensor], memories: Mapping[int, Dense]) -> None:
         self.weights.write(weights)

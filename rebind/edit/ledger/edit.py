@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,8 +30,10 @@ JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | boo
 PARTS = ("keys", "values", "gain")  # the tensors of a write, as they are named in an edit
 ROWS = "rows"  # the settings and, as "rows/states" and so on, the tensors of an edit in the dense memory
 CONSOLIDATES = "consolidates"  # the setting of an edit that moved facts out of the dense memory
+MOVED = ("edits", "subjects")  # what that setting lists
 ROW_PARTS = ("states", "thresholds", "owner", "values")
 TOKEN_BYTES = 16
+MOST_LAYERS = 10_000
 JSON_FIELDS = ("method", "settings", "scores", "versions", "created", "forced")  # stored as they are
 
 
@@ -108,10 +111,42 @@ class Edit:
 
     @classmethod
     def from_json(cls, id: str, stored: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Edit:
-        """Return the edit that `to_json` described."""
+        """Return the edit that `to_json` described; raise ValueError if a field has another type."""
+        check_types(stored)
         facts = tuple(Fact.from_json(record) for record in stored["facts"])
         fields = {name: stored[name] for name in JSON_FIELDS}
         return cls(id=id, facts=facts, sites=tuple(stored["sites"]), tensors=tensors, **fields)
+
+
+def check_types(stored: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the fields of a stored edit have the types that folds rely on: a log may be forged."""
+    kinds = {"method": str, "settings": dict, "scores": dict, "versions": dict, "created": str, "forced": bool}
+    wrong = [name for name, kind in kinds.items() if not isinstance(stored[name], kind)]
+    if not wrong:
+        settings = stored["settings"]
+        layers, lam = settings.get("layers", []), settings.get("lam")
+        rows, moved = settings.get(ROWS, {"joint": []}), settings.get(CONSOLIDATES, {})
+        is_right = {
+            "sites": _are_texts(stored["sites"]),
+            "layers": isinstance(layers, list) and all(type(one) is int and 0 <= one < MOST_LAYERS for one in layers),
+            "lam": lam is None or (type(lam) in (int, float) and 0 <= lam < math.inf),
+            ROWS: isinstance(rows, dict) and isinstance(rows.get("joint"), list) and all(map(_is_joint, rows["joint"])),
+            CONSOLIDATES: isinstance(moved, dict) and all(_are_texts(moved.get(name, [])) for name in MOVED),
+        }
+        wrong = [name for name, right in is_right.items() if not right]
+    if wrong:
+        raise ValueError(f"{wrong[0]} of another type")
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _is_joint(value: object) -> bool:
+    """Return whether a value describes rows that carry or replace those of other edits (`rebind.edit.dense.rows`)."""
+    if not isinstance(value, dict) or type(value.get("group")) is not int:
+        return False
+    return _are_texts(value.get("carries")) and _are_texts(value.get("replaces"))
 
 
 def pack_writes(writes: Mapping[str, Write]) -> dict[str, Tensor]:

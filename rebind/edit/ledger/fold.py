@@ -28,6 +28,7 @@ from rebind.edit.ledger.partial_folds import (
 )
 from rebind.edit.ledger.snapshots import Snapshots
 from rebind.edit.ledger.table import Kind
+from rebind.edit.ledger.tensors import damaged
 from rebind.edit.methods import EarlierKeys, add_keys, get_method
 from rebind.edit.moments import Moments, OldKeys
 from rebind.edit.solve import weights_restored
@@ -197,8 +198,10 @@ class EditedWeights:
         if not method.remembers or earlier is None or not len(earlier):
             return write
         keys = write.keys.double().to(self.old_keys[site].moment.device)
-        lam = float(edit.settings["lam"])  # type: ignore[arg-type]
-        gain = method.gain(keys, self.old_keys[site], lam, earlier)
+        lam = edit.settings.get("lam")
+        if not isinstance(lam, (int, float)):
+            raise damaged(f"Edit {edit.id or '(new)'} has no λ")
+        gain = method.gain(keys, self.old_keys[site], float(lam), earlier)
         return replace(write, gain=gain.float().to(write.gain))  # rounded as a stored gain is
 
     def writes_at(self, site: str, edits: Sequence[Edit], like: Tensor) -> Iterator[Write]:

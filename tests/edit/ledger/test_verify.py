@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from rebind.edit.ledger.edit import Edit
+from rebind.edit.ledger.log import chain_lines
 from rebind.edit.ledger.snapshots import Snapshots
 from rebind.edit.ledger.verify import verify_folder
 from rebind.errors import LedgerError
+from tests.edit.editors import open_editor
 from tests.edit.writes import D_K, D_V, SITES, fold_edits, ids, new_edit, open_ledger, snapshot, weights
 from tests.support import Draw, raises
 
@@ -55,6 +57,51 @@ def test_an_altered_header_is_detected(folder):
     header = json.loads((folder / "ledger.json").read_text())
     (folder / "ledger.json").write_text(json.dumps({**header, "model_name": "other"}))
     assert len(verify_folder(folder)) == 1
+
+
+def forge(folder, **changes):
+    """Change fields of the first edit, and correct all digests, as somebody with bad intentions would."""
+    events = [json.loads(line) for line in (folder / "log.jsonl").read_bytes().splitlines()]
+    for event in events:
+        del event["line"]
+    first = next(event for event in events if event["event"] == "edit")
+    settings = {**first["settings"], **changes.pop("settings", {})} if "settings" in changes else first["settings"]
+    first |= {"settings": settings, **changes}
+    digest = json.loads((folder / "ledger.json").read_bytes())["digest"]
+    (folder / "log.jsonl").write_bytes(b"".join(chain_lines(events, digest)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"facts": 3},
+        {"sites": [None]},
+        {"method": ["memit"]},
+        {"forced": "no"},
+        {"settings": {"layers": [[2]]}},
+        {"settings": {"layers": [10**30]}},
+        {"settings": {"lam": "0.3"}},
+        {"settings": {"rows": {"joint": [{"group": 0}]}}},
+        {"settings": {"consolidates": {"edits": [3]}}},
+    ],
+    ids=str,
+)
+def test_a_forged_field_of_another_type_is_refused(folder, changes):
+    filled_ledger(folder)
+    forge(folder, settings={"lam": 0.5})
+    assert open_ledger(folder).get("e0001").settings["lam"] == 0.5, "the digests are right"
+    forge(folder, **changes)
+    with raises(LedgerError, "ledger_damaged"):
+        open_ledger(folder)
+
+
+@pytest.mark.parametrize("changes", [{"sites": ["model.layers.77.mlp"]}, {"settings": {"layers": [77]}}], ids=str)
+def test_a_forged_place_is_not_in_the_model(folder, changes):
+    ledger = open_editor(ledger=folder).ledger
+    ledger.append(new_edit(1))
+    forge(folder, **changes)
+    with raises(LedgerError, "edit_does_not_fit"):
+        open_editor(ledger=folder)
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2), (1, 2), (0, 0, 1, 2)])
