@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rebind.parallel.processes import from_writer, gather, is_writer, ranks
-from rebind.storage import JsonLines, RunFolder, RunKind
+from rebind.storage import JsonLines, RunFolder, RunKind, remove_file
 
 PATTERN = "finished-{}.jsonl"
 
@@ -52,4 +52,4 @@ class FinishedUnits:
         """Remove the files, after the writer has merged them."""
         if is_writer():
             for file in self.folder.path.glob(PATTERN.format("*")):
-                file.unlink(missing_ok=True)
+                remove_file(file)

@@ -190,6 +190,12 @@ def filled_folder(path: Path, fill: Callable[[Path], None]) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def remove_file(path: str | Path) -> None:
+    """Remove a file, if it exists."""
+    with storage_errors(Path(path)):
+        Path(path).unlink(missing_ok=True)
+
+
 def remove_folder(path: str | Path) -> None:
     """Remove a folder of ours so that no reader ever sees a part of it; what cannot be removed stays."""
     path = Path(path)

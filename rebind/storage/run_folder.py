@@ -16,6 +16,7 @@ from rebind.storage.atomic import (
     make_folders,
     path_inside,
     read_json_object,
+    remove_file,
     remove_temporaries,
     to_json,
     write_file,
@@ -78,7 +79,7 @@ class RunFolder:
             run = cls(path, stored or wanted, resumed=stored is not None)
             if not run.resumed:
                 for rows in path.glob("*.jsonl"):
-                    rows.unlink()
+                    remove_file(rows)
                 write_json(path / CONFIG, {"kind": kind, **wanted})
             try:
                 yield run

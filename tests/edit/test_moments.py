@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -158,6 +160,22 @@ def test_a_killed_run_resumes(model, tmp_path, seconds):
     assert len(seen) + len(resumed) == -(-700 // (3 * 32))
     assert_same(again, whole)
     assert not list((tmp_path / "killed").glob("*.partial"))
+
+
+def test_partial_sums_that_a_kill_left_beside_the_results_are_removed_after_a_day(model, tmp_path):
+    def kill(done: int, total: int) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        collect(model, tmp_path, on_tokens=kill)
+    (left,) = tmp_path.glob("*.partial")
+    data = left.read_bytes()
+    collect(model, tmp_path)
+    for age, is_there in ((3600, True), (90_000, False)):
+        left.write_bytes(data)
+        os.utime(left, (time.time() - age,) * 2)
+        collect(model, tmp_path)
+        assert left.exists() is is_there
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped bit", "garbage", "empty", "other tensor"])

@@ -39,6 +39,7 @@ from rebind.parallel import from_writer, gather, is_writer, ranks
 from rebind.storage import cache_dir, path_inside
 
 VERSION = 3  # of the computation: increase it when results change, so that old files are not used
+STALE_SECONDS = 24 * 3600  # partial sums this old, of results that are stored, belong to a process that was killed
 WINDOW = 64  # tokens: many short windows can be sampled at once
 # These do not change activations.
 IGNORED_CONFIG_FIELDS = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -96,6 +97,8 @@ class Moments:
         cached = {site: sums for site, sums in loaded.items() if sums is not None}
         missing_by_process = gather([site for site in sites if site not in cached], "missing moments")
         missing = [site for site in sites if any(site in names for names in missing_by_process)]
+        if not missing:
+            PartialSums(self.folder, self._key(""), sites).remove(older_than=STALE_SECONDS)
         results = {**cached, **(self._compute(missing) if missing else {})}
         return {site: results[site] for site in sites}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rebind.parallel import gather, is_writer, ranks, sum_tensors
-from rebind.storage import open_tensors, seal_tensors, write_file
+from rebind.storage import open_tensors, remove_file, seal_tensors, write_file
 
 SAMPLE_SIZE = 2048  # states after a block that are stored as a sample of ordinary text
 TOTAL, SAMPLE, ORDER = "total", "sample", "order"  # tensors in a file; ORDER only in files of partial sums
@@ -131,15 +132,16 @@ class PartialSums:
                 self.save(sums)
             for file in files:
                 if file != self._file:
-                    file.unlink(missing_ok=True)
+                    remove_file(file)
         return sums
 
-    def remove(self) -> None:
-        """Remove the files."""
+    def remove(self, older_than: float = 0.0) -> None:
+        """Remove the files when they are of no use any more, if they are older than so many seconds."""
         if is_writer():
             for file in self._files():
                 with contextlib.suppress(OSError):
-                    file.unlink(missing_ok=True)
+                    if time.time() - file.stat().st_mtime >= older_than:
+                        file.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob(f"{self.digest}*.partial"))

@@ -25,7 +25,7 @@ from rebind.models.trunk import Trunk
 from rebind.models.weights.placement import is_whole, waiting_constants
 from rebind.parallel import gather, share, unite
 from rebind.precision import tensor_float
-from rebind.storage import open_tensors, path_inside, seal_tensors, write_file
+from rebind.storage import open_tensors, path_inside, remove_file, seal_tensors, write_file
 
 PARTS = ("states", "initial", "loss", "steps")  # of `TargetStates`, in this order
 STALE_SECONDS = 7 * 24 * 3600
@@ -61,7 +61,7 @@ class TargetStore:
                     self._files[file] = json.loads(metadata["keys"])
                     targets = TargetStates(*(opened.get_tensor(part) for part in PARTS))
             except (SafetensorError, KeyError, TypeError, ValueError):
-                file.unlink(missing_ok=True)
+                remove_file(file)
                 continue
             except OSError:  # another process has just removed it
                 continue

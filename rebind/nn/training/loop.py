@@ -119,6 +119,7 @@ class _Run:
             folder = RunFolder.open(self.path, "training", settings, ignore=CHANGEABLE, overwrite=is_new)
             self.outputs = RunOutputs(stack.enter_context(folder))
             stack.callback(self.outputs.close)
+            self._remove_old_checkpoints()  # that a process was killed before it removed
         return checkpoint.newest_checkpoint(self.checkpoints)
 
     def prepare(self, newest: Path | None, cache: Path) -> None:
@@ -246,9 +247,12 @@ class _Run:
             saved = checkpoint.Checkpoint(self.step, log_rows, self.count, digest, moments, random, carried)
             path = self.outputs.folder.file(f"{CHECKPOINTS}/step-{self.step:08d}")
             checkpoint.save(path, saved, self.model, weights, self.text.tokenizer)
-            for old in checkpoint.list_checkpoints(self.checkpoints)[: -self.config.keep_checkpoints]:
-                remove_folder(old)
+            self._remove_old_checkpoints()
         self.processes.wait_for_everyone()
+
+    def _remove_old_checkpoints(self) -> None:
+        for old in checkpoint.list_checkpoints(self.checkpoints)[: -self.config.keep_checkpoints]:
+            remove_folder(old)
 
     def finish(self) -> TrainingResult:
         """Measure the finished model, unless that has been done."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rebind.errors import InputError
-from rebind.storage import Row, RunFolder, seal_json, write_json
+from rebind.storage import Row, RunFolder, remove_file, seal_json, write_json
 
 LOG, TIMES, RESULT, CURVE, TENSORBOARD = "log.jsonl", "times.jsonl", "result.json", "curve.png", "tensorboard"
 
@@ -27,7 +27,7 @@ class RunOutputs:
         self.log_rows = log_rows
         if step == 0:
             for stale in (TIMES, RESULT, CURVE):
-                self.folder.file(stale).unlink(missing_ok=True)
+                remove_file(self.folder.file(stale))
         if tensorboard:
             self.board = import_tensorboard()(log_dir=str(self.folder.file(TENSORBOARD)), purge_step=step + 1)
 
