@@ -80,7 +80,8 @@ def run(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name not in ("timings.jsonl", ".lock")}
+    files = (file for file in folder.iterdir() if file.is_file() and file.name not in ("timings.jsonl", ".lock"))
+    return {file.name: file.read_bytes() for file in files}
 
 
 def lines(folder: Path, name: str = "records.jsonl") -> list[dict]:

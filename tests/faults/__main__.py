@@ -33,7 +33,7 @@ def main() -> int:
         campaign = Campaign(Path(folder), *sizes, parts)
         print(f"seed {options.seed}, at most {options.minutes:g} minutes, {options.jobs} at once", flush=True)
         tallies = [campaign.run(part) for part in parts]
-    print(f"\n{table(tallies)}\n\n{details(tallies, options.seed)}")
+    print(f"\n{table(tallies)}\n\n{details(tallies)}")
     if options.json:
         options.json.write_text(document(tallies, options.seed))
     return int(any(tally.findings for tally in tallies))

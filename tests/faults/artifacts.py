@@ -49,6 +49,22 @@ def read_ledger(home: Path) -> str:
     return ops.digest_of([state, ops.state_of(editor)])
 
 
+def with_snapshots(home: Path) -> None:
+    ops.with_edits(home)
+    ops.undo_with_snapshots(home, print)
+    ops.editor_in(home).redo("e0001")
+
+
+def compacted(home: Path) -> None:
+    ops.with_edits(home)
+    ops.compact(home, print)
+
+
+def read_compacted(home: Path) -> str:
+    editor = ops.editor_in(home)
+    return ops.digest_of([ops.state_of(editor), *(edit.to_json() for edit in editor.ledger.edits)])
+
+
 def edit_interrupted(home: Path) -> None:
     """Leave the targets of an edit that did not come to its end."""
     editor = ops.editor_in(home)
@@ -192,6 +208,8 @@ def all_artifacts() -> dict[str, Artifact]:
     quiet: Callable[[str], None] = lambda text: None
     artifacts = [
         Artifact("ledger", ops.with_edits, read_ledger, (LEDGER,), lambda home: verify_folder(home / LEDGER)),
+        Artifact("snapshots", with_snapshots, read_ledger, (f"{LEDGER}/snapshots",)),
+        Artifact("compacted", compacted, read_compacted, (LEDGER,), lambda home: verify_folder(home / LEDGER)),
         Artifact("targets", edit_interrupted, finish_edit, (f"{LEDGER}/work",)),
         Artifact("memory", memory, reading(ops.read_memory), (EXPORT,)),
         Artifact("delta", delta, reading(ops.read_delta), (EXPORT,)),

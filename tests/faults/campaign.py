@@ -61,7 +61,8 @@ class Campaign:
         tasks = [task for task in getattr(self, f"_{part}")() if self.match in task[0] or task[0] in self.match]
         for name, end, problems in self._try(tasks, deadline):
             if self.match in name:
-                tally.add(name, end, problems)
+                for finding in tally.add(name, end, problems):
+                    print(finding.described(self.seed), flush=True)
         tally.skipped = max(0, len(tasks) - tally.tried) if not self.match else 0
         tally.seconds = time.monotonic() - begin
         print(f"{part}: {tally.tried:,} tried, {len(tally.findings)} findings, {tally.seconds:.0f} s", flush=True)

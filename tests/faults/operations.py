@@ -38,7 +38,7 @@ from tests.lab.test_run import Norms
 from tests.nn import training_runs
 
 UNFINISHED = "nothing"
-LEDGER, CACHE, EXPORT, RUN = "ledger", "cache", "export", "run"
+LEDGER, CACHE, DATA, EXPORT, RUN = "ledger", "cache", "data", "export", "run"
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,12 @@ class Operation:
     run: Callable[[Path, Acknowledge], None]
     inspect: Callable[[Path], str]
     problems: Callable[[Path], list[str]] = lambda home: []  # what a check of the stored files finds
+    is_run: bool = False  # whether the same command, given again, only tidies up
 
 
 def in_home(home: Path) -> None:
-    """Let this process keep its caches in the home."""
-    os.environ["REBIND_CACHE"] = str(home / CACHE)
+    """Let this process keep its caches and keys in the home."""
+    os.environ |= {"REBIND_CACHE": str(home / CACHE), "REBIND_DATA": str(home / DATA)}
     warnings.simplefilter("ignore")
 
 
@@ -107,6 +108,29 @@ def editing(name: str, change: Callable[[Editor], object]) -> Operation:
         acknowledge(name)
 
     return Operation(name, with_edits, run, inspect_ledger, problems_of_ledger)
+
+
+def undo_with_snapshots(home: Path, acknowledge: Acknowledge) -> None:
+    """Undo an edit, and store snapshots although the ledger is small."""
+    editor = editor_in(home)
+    assert editor.ledger.snapshots is not None
+    editor.ledger.snapshots.worth_seconds = 0.0
+    editor.undo("e0001")
+    acknowledge("undo")
+
+
+def compact(home: Path, acknowledge: Acknowledge) -> None:
+    """Seal the active edits and drop the undone one; a second time there is nothing to do."""
+    ledger = editor_in(home).ledger
+    if len(ledger.sealed) != len(ledger.edits):
+        ledger.compact(keep_last=0)
+    acknowledge("compact")
+
+
+def problems_after_a_writer(home: Path) -> list[str]:
+    """Let a writer remove what a compaction that was killed has left, and check the ledger."""
+    with Ledger.open(home / LEDGER).locked():
+        return problems_of_ledger(home)
 
 
 def create_ledger(home: Path, acknowledge: Acknowledge) -> None:
@@ -279,10 +303,6 @@ def nothing(home: Path) -> None:
     """Begin with an empty home."""
 
 
-def keep_unfinished(home: Path) -> str:
-    return UNFINISHED
-
-
 def all_operations() -> dict[str, Operation]:
     """Return every operation by its name."""
     rewrite, facts = editors.rewrite, editors.FACTS
@@ -299,6 +319,8 @@ def all_operations() -> dict[str, Operation]:
         editing("redo", lambda editor: editor.redo("e0003")),
         editing("undo-two", lambda editor: editor.ledger.switch(["e0001", "e0002"], on=False)),
         editing("consolidate", lambda editor: editor.consolidate(targets=editors.QUICK)),
+        Operation("undo-snapshots", with_edits, undo_with_snapshots, inspect_ledger, problems_of_ledger),
+        Operation("compact", with_edits, compact, inspect_ledger, problems_after_a_writer),
         exporting("checkpoint", save, read_checkpoint, old=False),
         exporting("checkpoint-again", save, read_checkpoint, old=True),
         exporting("adapter", peft, read_adapter, old=False),
@@ -309,13 +331,8 @@ def all_operations() -> dict[str, Operation]:
         Operation("moments", nothing, collect_moments, inspect_moments),
         Operation("layers", nothing, save_layers, inspect_layers),
         Operation("matrix", lambda home: save_memory(home, print, seed=0), save_memory, inspect_memory),
-        Operation("evaluation", nothing, evaluate, inspect_evaluation),
-        Operation("training", nothing, train_model, inspect_training),
+        Operation("evaluation", nothing, evaluate, inspect_evaluation, is_run=True),
+        Operation("training", nothing, train_model, inspect_training, is_run=True),
         Operation("experiment", nothing, run_lab, inspect_lab),
     ]
     return {operation.name: operation for operation in operations}
-
-
-def open_read_only(home: Path) -> Ledger:
-    """Open a ledger as `rebind ledger list` does, without a model."""
-    return Ledger.open(home / LEDGER)

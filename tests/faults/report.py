@@ -20,6 +20,11 @@ class Finding:
     verdict: str  # one of VERDICTS
     details: str
 
+    def described(self, seed: int) -> str:
+        """Return what went wrong, and the command that repeats it."""
+        command = f"python -m tests.faults --seed {seed} --only {self.part} --match {self.fault!r}"
+        return f"{self.verdict}: {self.fault}\n  {self.details}\n  repeat: {command}"
+
 
 @dataclass
 class Tally:
@@ -32,11 +37,13 @@ class Tally:
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
-    def add(self, fault: str, end: str, problems: Iterable[tuple[str, str]] = ()) -> None:
-        """Count a fault: how it ended, and (verdict, details) for each thing that went wrong."""
+    def add(self, fault: str, end: str, problems: Iterable[tuple[str, str]] = ()) -> list[Finding]:
+        """Count a fault: how it ended, and (verdict, details) for each thing that went wrong, which are returned."""
         self.tried += 1
         self.ends[end] += 1
-        self.findings += [Finding(self.part, fault, verdict, details) for verdict, details in problems]
+        findings = [Finding(self.part, fault, verdict, details) for verdict, details in problems]
+        self.findings += findings
+        return findings
 
     def count(self, verdict: str) -> int:
         """Return the number of faults with this verdict."""
@@ -53,18 +60,12 @@ def table(tallies: Iterable[Tally]) -> str:
     return "\n".join(lines)
 
 
-def details(tallies: Iterable[Tally], seed: int, most: int = 40) -> str:
-    """Return how the faults ended, and what went wrong with the command that repeats it."""
+def details(tallies: Iterable[Tally]) -> str:
+    """Return how the faults ended."""
     lines = []
     for one in tallies:
         ends = ", ".join(f"{count:,} {end}" for end, count in sorted(one.ends.items()))
         lines.append(f"{one.part}: {ends}" + (f"; {one.skipped:,} skipped for lack of time" if one.skipped else ""))
-    findings = [finding for one in tallies for finding in one.findings]
-    for finding in findings[:most]:
-        lines.append(f"\n{finding.verdict}: {finding.fault}\n  {finding.details}")
-        lines.append(f"  repeat: python -m tests.faults --seed {seed} --only {finding.part} --match {finding.fault!r}")
-    if len(findings) > most:
-        lines.append(f"\n… and {len(findings) - most} more")
     return "\n".join(lines)
 
 
