@@ -59,6 +59,14 @@ METHODS = ("memit", "recursive", "dense")
 LAYERS, ROWS_PER_FACT = (1, 2, 3), 3
 SECONDS = ("open", "first", "append", "undo newest", "redo newest", "undo old", "redo old", "verify", "full", "list")
 BYTES = ("log", "tensors", "snapshots")
+DRAWN = {
+    "first": "open, without snapshots",
+    "open": "open",
+    "append": "append",
+    "undo newest": "undo the newest edit",
+    "undo old": "undo the edit in the middle",
+    "verify": "verify again",
+}
 
 
 def small_model() -> LanguageModel:
@@ -251,19 +259,23 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """Draw seconds and bytes against the number of edits."""
     from rebind import plotting
 
-    names = ("open", "append", "undo newest", "undo old", "verify", "list")
-    labels = [(method, "edits", "seconds") for method in results] + [("on disk", "edits", "MB")]
-    subtitle = "One-fact edits of a random Llama of 1 MB, one thread. Lower is better; both axes are logarithmic."
-    figure, axes = plotting.panels("What a ledger costs as it grows", subtitle, labels, columns=2)
-    for panel, (method, rows) in zip(axes, results.items(), strict=False):
+    labels = [(method, "edits", "seconds") for method in sorted(results)] + [("on disk", "edits", "MB")]
+    subtitle = "Edits of a random Llama of 1 MB, one thread. Lower is better; both axes are logarithmic."
+    figure, axes = plotting.panels("What a ledger costs as it grows", subtitle, labels, columns=3, size=(4.2, 3.6))
+    *panels, disk = axes
+    for panel, method in zip(panels, sorted(results), strict=True):
+        rows, color = results[method], plotting.COLORS[len(disk.lines)]
         edits = [row["edits"] for row in rows]
-        for name, color in zip(names, plotting.COLORS, strict=False):
-            panel.plot(edits, [row[name] for row in rows], "o-", ms=3, lw=1.4, color=color, label=name)
-        axes[-1].plot(edits, [sum(row[part] for part in BYTES) / 1e6 for row in rows], "o-", ms=3, lw=1.4, label=method)
+        for name, shade in zip(DRAWN, plotting.COLORS, strict=False):
+            panel.plot(edits, [row[name] for row in rows], "o-", ms=3, lw=1.4, color=shade, label=DRAWN[name])
+        panel.set(ylim=(1e-3, 200))
+        disk.plot(
+            edits, [sum(row[part] for part in BYTES) / 1e6 for row in rows], "o-", ms=3, color=color, label=method
+        )
     for panel in axes:
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        plotting.legend(panel)
+        panel.set(xscale="log", yscale="log")
+    plotting.legend(panels[0])
+    plotting.legend(disk)
     write_file(path, plotting.render(figure, path.suffix.removeprefix(".")))
 
 
