@@ -6,6 +6,8 @@ without any other file, is replaced.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from rebind.storage.atomic import TEMPORARY, check_writable, filled_folder, flus
 from rebind.storage.problems import storage_errors
 
 MANIFEST = ".rebind-export.json"
+AT_WORKING_FOLDER, EXCHANGE = -100, 2  # arguments of renameat2: paths as they are, and both names are exchanged
 
 
 def replace_folder(path: str | Path, fill: Callable[[Path], None], *, kind: str, overwrite: bool = False) -> Path:
@@ -34,6 +37,9 @@ def replace_folder(path: str | Path, fill: Callable[[Path], None], *, kind: str,
         check_replaceable(path, kind=kind, overwrite=overwrite)  # filling takes minutes: somebody may have come first
         old = _set_aside(path)
         shutil.rmtree(old, ignore_errors=True)
+        if path.exists() and exchange(staged, path):  # no reader finds nothing, whenever this process is killed
+            flush_to_disk(path.parent)
+            return path
         if path.exists():
             path.rename(old)
         try:
@@ -97,6 +103,15 @@ def add_to_export(file: str | Path) -> None:
             names.append(file.relative_to(folder).as_posix())
             write_json(folder / MANIFEST, {"kind": kind, "files": sorted(set(names))})
             return
+
+
+def exchange(one: Path, two: Path) -> bool:
+    """Let two folders change their names in one step; return False where the system or the disk cannot do that."""
+    try:
+        rename = ctypes.CDLL(None).renameat2  # of Linux
+    except (AttributeError, OSError, TypeError):
+        return False
+    return bool(rename(AT_WORKING_FOLDER, os.fsencode(one), AT_WORKING_FOLDER, os.fsencode(two), EXCHANGE) == 0)
 
 
 def _set_aside(path: Path) -> Path:
