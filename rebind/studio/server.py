@@ -37,11 +37,11 @@ def open_socket(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()
-    except OSError as problem:
+    except (OSError, UnicodeError) as problem:  # a name that no host can have
         if listener is not None:
             listener.close()
         raise InputError(
-            f"The studio cannot listen at {host}:{port} ({problem.strerror or problem})",
+            f"The studio cannot listen at {host}:{port} ({getattr(problem, 'strerror', None) or problem})",
             advice="Stop what uses the port, or choose another {port}",
             settings={"port": port + 1 if port else None},
             code="port_unavailable",
