@@ -26,7 +26,7 @@ MEMIT, ROME, EMMET, ALPHAEDIT = (METHODS[name] for name in ("memit", "rome", "em
         ("gpt2-xl", 48, (13, 14, 15, 16, 17), 17),
         ("EleutherAI/gpt-j-6b", 28, (3, 4, 5, 6, 7, 8), 5),
         ("gpt2-medium", 24, (0, 1, 2, 3, 4), 8),  # ROME's layer is published, MEMIT's layers are not: by depth
-        ("smollm2", 30, (3, 4, 5, 6, 7), 2),
+        ("smollm2", 30, (1, 2, 3, 4, 5), 2),
         ("HuggingFaceTB/SmolLM2-360M", 32, (1, 2, 3, 4, 5), 5),  # not the model that was measured: by depth
         ("anything", 4, (0, 1), 1),
         ("gpt2-xl", 6, (0, 1), 1),  # a small model with a known name
@@ -39,7 +39,7 @@ def test_default_layers(name, depth, several, one):
 
 def test_many_facts_have_their_own_layers():
     few, many = (default_settings(MEMIT, "smollm2", 30, facts) for facts in (399, 400))
-    assert (few.layers, many.layers) == ((3, 4, 5, 6, 7), (0, 1, 2, 3, 4))
+    assert (few.layers, many.layers) == ((1, 2, 3, 4, 5), (0, 1, 2, 3, 4))
     assert (few.targets.enough, many.targets.enough) == (0.05, 0.2)
     assert default_settings(MEMIT, "gpt2-xl", 48, 10_000).layers == (13, 14, 15, 16, 17)
 

@@ -1,7 +1,7 @@
 """What target search minimizes: the loss of δ for a batch of facts, and its gradient.
 
-    weighted mean over the prompts of a fact of the target's negative log-likelihood
-      + end · the same mean of −log P(the word ends behind the target)
+    mean over the framings of a fact, and over the prompts of each, of the target's negative log-likelihood
+      + end · mean over them of −log P(the word ends behind the target)
       + keep · mean over kept prompts of √p₀ · max(0, log p₀ − log p) of the next token
       + keep · the same over the words with which the assistant begins its answer
       + kl · KL(original ‖ edited) of the next token at the subject of the bare prompt
@@ -9,9 +9,7 @@
 
 δ is added at every mention of the subject, as the edited weights will do. p is the probability of the base model's
 first choice, and p₀ what the base model gives it: an answer is kept if it stays the first choice, whatever else moves,
-and a choice that the base model is not sure of counts less. In a chat, the model may never come to the words that lead
-to the target. So where the assistant's next word is not the first choice of the base model, p belongs to that word,
-and p₀ is `NEW_WORD`. A `SearchBatch` holds what is the same at every
+and a choice that the base model is not sure of counts less. A `SearchBatch` holds what is the same at every
 step: cached prefixes, suffixes, and the positions of the logits that are needed. `Objective` computes the loss. On a
 GPU, launching the kernels of a step takes longer than the step of a small model, so `RecordedObjective` records the
 step as a CUDA graph and replays it.
@@ -19,7 +17,6 @@ step as a CUDA graph and replays it.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -34,10 +31,6 @@ from rebind.models.caches import select_cache
 from rebind.models.prompts import EncodedPrompt
 from rebind.models.tokens import Tokens
 from rebind.models.trunk import Trunk
-
-NEW_WORD = 0.36  # the probability that the words of an answer should reach
-# These framings ask in the same words. Together they count as much as each framing with words of its own.
-SAME_WORDS = ("start", "plain", "text")
 
 
 @dataclass(frozen=True)
@@ -73,13 +66,10 @@ class FactPrompts:
 
     @property
     def shares(self) -> list[float]:
-        """The weight of each prompt: bare prompts, paraphrases and chats count alike, then framings, then prompts."""
+        """How much each prompt counts: framings count alike, and so do the prompts of a framing."""
         names = self.framings or ("",) * len(self.prompts)
-        groups = ["prompt" if name in SAME_WORDS else name for name in names]
-        prompts, framings = Counter(names), Counter(dict(zip(names, groups, strict=True)).values())
-        return [
-            1 / (len(framings) * framings[group] * prompts[name]) for name, group in zip(names, groups, strict=True)
-        ]
+        size = Counter(names)
+        return [1 / (len(size) * size[name]) for name in names]
 
     @property
     def target(self) -> tuple[int, ...]:
@@ -102,8 +92,7 @@ def padded_length(suffix: int) -> int:
     return -(-suffix // 4) * 4
 
 
-NO_TOKEN = -1
-Place = tuple[int, int, float, int]  # (row, token, weight, token that should follow or NO_TOKEN)
+Place = tuple[int, int, float, int]  # (row, token, weight, token that follows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +101,7 @@ class Positions:
 
     at: Tensor  # [m, 2]: (row, token)
     weight: Tensor  # [m]
-    token: Tensor  # [m]: the token that should follow, or NO_TOKEN
+    token: Tensor  # [m]: the token of a target that should follow
 
     @classmethod
     def gather(cls, places: Sequence[Place], device: torch.device) -> Positions:
@@ -189,17 +178,16 @@ def prepare_batches(
             draft.mentions += [(row, mention - start) for mention in prompt.mentions]
             last = len(prompt.ids) - 1 - start  # the last token of the prompt, in the suffix
             if not says:
-                draft.kept.append((row, last, settings.keep / len(fact.kept), NO_TOKEN))
+                draft.kept.append((row, last, settings.keep / len(fact.kept), 0))
                 continue
             share = shares[place]
             draft.said += [(row, last + step, share / len(target), token) for step, token in enumerate(target)]
             if fact.ends_word:
-                draft.ends.append((row, last + len(target), share * settings.end, NO_TOKEN))
+                draft.ends.append((row, last + len(target), share * settings.end, 0))
             if place == 0:
-                draft.subject.append((row, prompt.subject_last - start, settings.kl, NO_TOKEN))
+                draft.subject.append((row, prompt.subject_last - start, settings.kl, 0))
             words = range(max((prompt.answer or len(prompt.ids)) - 1, start), len(prompt.ids) - 1)
-            weight = settings.keep / (len(words) * chats) if words else 0.0
-            draft.kept += [(row, word - start, weight, prompt.ids[word + 1]) for word in words]
+            draft.kept += [(row, word - start, settings.keep / (len(words) * chats), 0) for word in words]
     return [draft.run(trunk, layer, search_trunk) for _, draft in sorted(drafts.items())]
 
 
@@ -230,8 +218,8 @@ class _Draft:
         return SearchBatch(tokens, cache, hidden, mask, owner, *groups)
 
 
-# What the base model says, for δ = 0: log-probabilities at the subjects [k, vocabulary], and at the kept positions the
-# token to keep and its log p₀
+# What the base model says, for δ = 0: log-probabilities at the subjects [k, vocabulary], and at the kept positions its
+# first choice and the log-probability of it
 Original = tuple[Tensor, Tensor, Tensor]
 
 
@@ -293,7 +281,8 @@ class Objective:
         log_probs = torch.log_softmax(logits, dim=-1).to(delta)
         said, kept, ends, subject = log_probs.split([len(group) for group in groups])
         if original is None:
-            original = subject.detach(), *_tokens_to_keep(kept.detach(), batch.kept.token)
+            best = kept.detach().max(-1)
+            original = subject.detach(), best.indices, best.values
             self.originals.append(original)
         before, choice, log_prob = original
         lost = (log_prob - _pick(kept, choice)).clamp_min(0.0) * (log_prob / 2).exp()
@@ -304,13 +293,6 @@ class Objective:
         for positions, values in zip(groups, terms, strict=True):
             loss = loss.index_add(0, batch.owner[positions.at[:, 0]], values * positions.weight.to(values))
         return loss
-
-
-def _tokens_to_keep(log_probs: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the base model's first choices and their log-probabilities, with new words of an answer in their place."""
-    best = log_probs.max(-1)
-    new = (following != NO_TOKEN) & (following != best.indices)
-    return torch.where(new, following, best.indices), best.values.masked_fill(new, math.log(NEW_WORD))
 
 
 def _pick(log_probs: Tensor, tokens: Tensor) -> Tensor:
