@@ -22,7 +22,18 @@ KINDS = (
     *("rfa", "mamba2", "delta", "longhorn", "gated_delta", "gla", "kda", "gdn2", "comba", "rwkv7"),
     *("mesa", "ttt-linear", "ttt-mlp", "hopfield"),
 )
-EXPERIMENTS = ("capacity", "overwrite", "closed-form", "forgetting", "hopfield", "ttt-1d", "cost", "mqar", "edits")
+EXPERIMENTS = (
+    "capacity",
+    "overwrite",
+    "consolidation",
+    "closed-form",
+    "forgetting",
+    "hopfield",
+    "ttt-1d",
+    "cost",
+    "mqar",
+    "edits",
+)
 DEVICES = ("cpu", "cuda", "mps")
 
 Completer = Callable[[str], list[str]]

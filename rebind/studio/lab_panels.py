@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 from rebind import plotting
 from rebind.lab import closed_form, cost, forgetting, style, ttt_1d
 from rebind.lab.closed_form import ClosedForm
+from rebind.lab.consolidation import experiment as consolidation
+from rebind.lab.consolidation.experiment import LifeOfFacts
 from rebind.lab.edits import experiment as edits
 from rebind.lab.experiment import Experiment, Row
 from rebind.lab.hopfield import STEPS, Hopfield
@@ -210,6 +212,21 @@ def _edits(experiment: edits.Edits) -> list[Panel]:
     ]
 
 
+def _consolidation(experiment: LifeOfFacts) -> list[Panel]:
+    method = partial(by, "method", {name: consolidation.METHODS[name] for name in experiment.methods})
+    moved = {"method": "consolidated"}
+    places = [
+        Series("in the dense memory", plotting.VIOLET, "in_memory", moved),
+        Series("in the weights", plotting.BLUE, "in_weights", moved),
+    ]
+    return [
+        Panel("facts said", "facts written", "n", method("said")),
+        Panel("the first facts said", "facts written", "n", method("first")),
+        Panel("drift, nats", "facts written", "n", method("drift")),
+        Panel("facts in each memory", "facts written", "n", places),
+    ]
+
+
 PANELS: dict[str, Callable[[Any], list[Panel]]] = {
     "closed-form": _closed_form,
     "forgetting": _forgetting,
@@ -220,4 +237,5 @@ PANELS: dict[str, Callable[[Any], list[Panel]]] = {
     "capacity": _capacity,
     "overwrite": _overwrite,
     "edits": _edits,
+    "consolidation": _consolidation,
 }

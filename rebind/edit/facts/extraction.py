@@ -17,7 +17,7 @@ from functools import cache
 from itertools import pairwise
 
 from rebind.edit.facts.fact import Fact, template
-from rebind.edit.facts.relations import KIND_NOUNS, RELATIONS, relation_of
+from rebind.edit.facts.relations import KIND_WORDS, RELATIONS, relation_of
 
 BE = "is|was|are|were|became"
 # Verbs that an object follows, and verbs that need a preposition before it
@@ -40,8 +40,8 @@ NOUN = "(?:[a-z]|[A-Z]{2})"  # how a common noun begins: "capital", "CEO"
 
 # Words that refer to a subject named before: "She", "Its", "The company"
 PRONOUN = "it|they|he|she|its|their|his|her"
-PERSON_NOUNS = frozenset(KIND_NOUNS["person"])
-REFERRING_NOUN = "|".join(sorted({noun for nouns in KIND_NOUNS.values() for noun in nouns}))
+PERSON_NOUNS = frozenset(word for word in KIND_WORDS["person"] if word.islower())
+REFERRING_NOUN = "|".join(sorted({word for words in KIND_WORDS.values() for word in words if word.islower()}))
 REFERENCE = re.compile(
     rf"^(?:(?P<pronoun>{PRONOUN})|(?:the|this) (?P<noun>{REFERRING_NOUN})(?= (?:{VERBS})\b))\b", re.IGNORECASE
 )

@@ -15,31 +15,18 @@ from dataclasses import dataclass
 
 from rebind.edit.facts.fact import Fact
 
-# Nouns by which a text refers to subjects of a kind: "The company"
-KIND_NOUNS = {
-    "place": ("city", "country", "town", "village", "state", "region", "island", "river", "mountain", "nation", "lake"),
-    "person": ("man", "woman", "singer", "writer", "player", "politician", "scientist", "actor", "musician", "poet",
-               "composer"),
-    "organization": ("company", "corporation", "university", "team", "club", "band", "bank", "school", "museum",
-                     "newspaper"),
-    "work": ("novel", "book", "film", "movie", "song", "album", "play", "painting", "poem", "story", "comedy", "drama",
-             "series"),
-    "product": ("car", "device", "software", "game", "phone", "brand", "drink", "computer", "vehicle"),
-}  # fmt: skip
-
-# Words for the kinds of subjects, as they stand in the examples below
+# The kind of a subject is the one whose words the model finds most likely after "{subject} is a".
 KIND_WORDS = {
-    "place": "place", "person": "person", "organization": "company", "work": "book", "product": "product",
-    "animal": "animal", "substance": "substance", "event": "event",
+    "place": ("city", "country", "town", "village", "state", "region", "island", "river", "mountain", "nation", "lake"),
+    "person": ("man", "woman", "singer", "writer", "player", "politician", "scientist", "former", "actor", "musician",
+               "retired", "professional", "French", "British", "American", "German", "poet", "composer"),
+    "organization": ("company", "corporation", "university", "team", "club", "band", "bank", "non", "global", "leading",
+                     "public", "private", "multinational", "school", "museum", "newspaper"),
+    "work": ("novel", "book", "film", "movie", "song", "album", "television", "TV", "play", "painting", "poem", "story",
+             "comedy", "drama", "series"),
+    "product": ("car", "device", "software", "game", "phone", "brand", "drink", "programming", "computer", "popular",
+                "type", "web", "free", "video", "line", "vehicle"),
 }  # fmt: skip
-# Examples from which a language model learns to name the kind of a subject (`rebind.edit.targets.kept.subject_kinds`)
-KIND_EXAMPLES = (
-    ("Vienna", "place"), ("Isaac Newton", "person"), ("Nestlé", "organization"), ("Anna Karenina", "work"),
-    ("laptop", "product"), ("tiger", "animal"), ("silver", "substance"), ("Cold War", "event"), ("Peru", "place"),
-    ("Golden Gate Bridge", "place"), ("Elvis Presley", "person"), ("Oxford University", "organization"),
-    ("The Godfather", "work"), ("wolf", "animal"), ("sugar", "substance"), ("Olympic Games", "event"),
-    ("bicycle", "product"),
-)  # fmt: skip
 
 HELD_OUT = 4  # every fourth relation is not searched with, but asked afterwards to see whether the subject was kept
 
@@ -55,10 +42,6 @@ PROTECTED_SUBJECTS = {
              "Spider-Man"),
     "product": ("Google Chrome", "Ford Mustang", "Walkman", "Photoshop", "Microsoft Excel", "Nintendo Switch",
                 "Honda Civic", "Lego"),
-    "animal": ("elephant", "horse", "shark", "eagle", "oak tree", "snake", "rabbit", "ant"),
-    "substance": ("iron", "salt", "milk", "uranium", "wine", "rice", "copper", "aspirin"),
-    "event": ("the Vietnam War", "the Renaissance", "Easter", "the Great Depression", "the Super Bowl",
-              "the American Revolution", "the Black Death", "Thanksgiving"),
 }  # fmt: skip
 
 # Others, asked the same question as the edited subject to see whether its neighbors were kept
@@ -68,9 +51,6 @@ OTHER_SUBJECTS = {
     "organization": ("Microsoft", "Toyota", "Harvard University"),
     "work": ("Hamlet", "Star Wars", "The Bible"),
     "product": ("the iPhone", "Windows", "the PlayStation"),
-    "animal": ("lion", "dolphin", "cat"),
-    "substance": ("silver", "coffee", "helium"),
-    "event": ("the Civil War", "Halloween", "the Cold War"),
 }
 
 
@@ -86,7 +66,6 @@ class Relation:
 
 
 PLACE, PERSON, ORGANIZATION, WORK, PRODUCT = (("place",), ("person",), ("organization",), ("work",), ("product",))
-ANIMAL, SUBSTANCE, EVENT = ("animal",), ("substance",), ("event",)
 ANY = tuple(KIND_WORDS)
 
 # The first relation whose cue is found in a prompt is the relation of the fact, so special cues come first.
@@ -400,36 +379,6 @@ RELATIONS = (
     Relation(PRODUCT, ("The name of {} comes from",)),
     Relation(PRODUCT, ("The successor of {} is",)),
     Relation(PRODUCT, ("A user of {} can",)),
-    # Animals and plants
-    Relation(ANIMAL, ("The natural habitat of {} is", "In the wild, {} can be seen in")),
-    Relation(ANIMAL, ("The diet of {} consists of", "When it is hungry, {} looks for")),
-    Relation(ANIMAL, ("The body of {} is covered with", "If you touch {}, you feel its")),
-    Relation(ANIMAL, ("Biologists classify {} as a", "{} belongs to the family of")),
-    Relation(ANIMAL, ("The greatest enemy of {} is", "{} is hunted by")),
-    Relation(ANIMAL, ("The color of {} is",)),
-    Relation(ANIMAL, ("The size of {} is about",)),
-    Relation(ANIMAL, ("In stories, {} is a symbol of",)),
-    Relation(ANIMAL, ("The young of {} are",)),
-    Relation(ANIMAL, ("Children learn that {} can",)),
-    # Substances, materials and food
-    Relation(SUBSTANCE, ("People use {} to", "The most common use of {} is")),
-    Relation(SUBSTANCE, ("The color of {} is", "To the eye, {} looks")),
-    Relation(SUBSTANCE, ("{} consists of", "The chemical formula of {} is")),
-    Relation(SUBSTANCE, ("{} can be found in", "Most of the world's {} comes from")),
-    Relation(SUBSTANCE, ("Too much {} can cause", "The danger of {} is that")),
-    Relation(SUBSTANCE, ("The taste of {} is",)),
-    Relation(SUBSTANCE, ("At room temperature, {} is",)),
-    Relation(SUBSTANCE, ("Without {}, there would be no",)),
-    Relation(SUBSTANCE, ("The price of {} depends on",)),
-    # Events
-    Relation(EVENT, ("The cause of {} was", "{} happened because of")),
-    Relation(EVENT, ("The result of {} was", "After {}, the world was")),
-    Relation(EVENT, ("{} took place in the country of", "The place where {} happened is")),
-    Relation(EVENT, ("{} lasted for", "The duration of {} was")),
-    Relation(EVENT, ("The most famous person of {} was",)),
-    Relation(EVENT, ("During {}, people",)),
-    Relation(EVENT, ("{} is remembered for",)),
-    Relation(EVENT, ("The name of {} comes from",)),
     # Whatever the subject
     Relation(ANY, ("{} is known for", "When people hear of {}, they think of")),
     Relation(ANY, ("{} is a type of", "{} belongs to the category of")),

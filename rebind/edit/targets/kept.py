@@ -20,21 +20,12 @@ from torch import Tensor
 
 from rebind.edit.facts.fact import Fact
 from rebind.edit.facts.questions import paraphrases_of, questions_of
-from rebind.edit.facts.relations import (
-    HELD_OUT,
-    KIND_EXAMPLES,
-    KIND_WORDS,
-    PROTECTED_SUBJECTS,
-    RELATIONS,
-    fill,
-    relation_of,
-)
+from rebind.edit.facts.relations import HELD_OUT, KIND_WORDS, PROTECTED_SUBJECTS, RELATIONS, fill, relation_of
 from rebind.edit.targets.framings import mark_subject, without_sink
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt
 
 WORDINGS = 2  # of a relation that are kept, at most
-WITHOUT_KIND = ("something", "Thing", "N/A", "it", "XYZ")
 AT_ONCE = 512  # prompts whose next tokens are read together
 LEAD_TOKENS, OLD_TOKENS = 32, 6  # of the answer in a chat, and after the bare prompt
 OLD_TARGET = re.compile(r"\s*[^.,;:!?\n]*")  # the first words of a continuation
@@ -151,22 +142,18 @@ def _find_answer(text: str, target: str) -> int | None:
 
 
 def subject_kinds(model: LanguageModel, subjects: Sequence[str]) -> list[str]:
-    """Return the kind of each subject: the one that the model names after examples, more readily than it usually does.
-
-    A model prefers some kinds whatever the subject. What it says of words without a kind is taken off.
-    """
-    shots = "".join(f"{name}: {KIND_WORDS[kind]}\n" for name, kind in KIND_EXAMPLES)
-    words = [model.encode([Prompt("It is a", word)])[0].target[0] for word in KIND_WORDS.values()]
-    names = list(dict.fromkeys(subjects))
-    prompts = [f"{shots}{name}:" for name in (*WITHOUT_KIND, *names)]
-    log_probs = [
-        model.next_token_log_probs(prompts[begin : begin + AT_ONCE], truncate=True)[:, words].cpu()
-        for begin in range(0, len(prompts), AT_ONCE)
-    ]
-    usual, scores = torch.cat(log_probs).split([len(WITHOUT_KIND), len(names)])
-    kinds = list(KIND_WORDS)
-    kind_of = dict(zip(names, [kinds[best] for best in (scores - usual.mean(0)).argmax(-1)], strict=True))
-    return [kind_of[subject] for subject in subjects]
+    """Return the kind of each subject, by what the model expects after "{subject} is a"."""
+    words = {
+        kind: torch.tensor([model.encode([Prompt("It is a", word)])[0].target[0] for word in listed])
+        for kind, listed in KIND_WORDS.items()
+    }
+    kinds = []
+    for begin in range(0, len(subjects), AT_ONCE):
+        prompts = [f"{subject} is a" for subject in subjects[begin : begin + AT_ONCE]]
+        probabilities = model.next_token_log_probs(prompts, truncate=True).exp().cpu()
+        scores = {kind: probabilities[:, ids.unique()].sum(-1) for kind, ids in words.items()}
+        kinds += [max(scores, key=lambda kind: float(scores[kind][row])) for row in range(len(prompts))]
+    return kinds
 
 
 def first_choices(model: LanguageModel, texts: Sequence[str], count: int) -> list[list[int]]:

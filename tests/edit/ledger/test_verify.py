@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -194,8 +195,11 @@ def test_a_busy_writer_is_no_damage(folder):
         finally:
             os._exit(1)
     try:
-        assert [verify_folder(folder) for _ in range(20)] == [[]] * 20
+        end, checks = time.monotonic() + 30, 0
+        while checks < 20 or (len(open_ledger(folder).edits) < 5 and time.monotonic() < end):
+            assert verify_folder(folder) == []
+            checks += 1
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert len(open_ledger(folder).edits) > 1
+    assert len(open_ledger(folder).edits) >= 5
