@@ -1,6 +1,6 @@
 """Everyday facts and how an edited model answers them by free greedy decoding, as a user would ask it.
 
-`data/everyday.jsonl` has 70 facts: 24 and 22 to tune settings with (the splits "tune" and "dev", the latter about
+`data/everyday.jsonl` has 69 facts: 24 and 21 to tune settings with (the splits "tune" and "dev", the latter about
 relations that are mostly not in the catalog), and 24 that were held out at first ("held"). `benchmarks.framings` writes
 each of them alone, asks the edited model in every framing, about the same subject and about other subjects, and
 compares its answers with those of the base model. Some of the questions are so natural that target search asks them,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import combinations
 
 import pytest
@@ -18,11 +17,10 @@ def test_no_protected_subject_is_asked_about(split):
     names = [name for kind in PROTECTED_SUBJECTS.values() for name in kind]
     for one in EverydayFact.read(split):
         for text in (one.fact.text, *one.same_subject, *one.other_subjects):
-            assert not [name for name in names if re.search(rf"\b{re.escape(name)}\b", text)]
+            assert not [name for name in names if name in text]
 
 
 def test_the_sets_share_no_subject():
     subjects = {split: {one.fact.subject for one in EverydayFact.read(split)} for split in SPLITS}
     for one, other in combinations(SPLITS, 2):
-        shared = subjects[one] & subjects[other]
-        assert shared <= ({"telephone"} if (one, other) == ("tune", "dev") else set())
+        assert not subjects[one] & subjects[other]
