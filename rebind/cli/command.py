@@ -66,6 +66,7 @@ class CommandGroup(PlainHelp, TyperGroup):
         terminal = Terminal(as_json="--json" in arguments, debug="--debug" in arguments, writes=is_first)
 
         def invoke() -> None:
+            _require_unicode(arguments)
             with self.make_context(prog_name, arguments, obj=terminal) as context:
                 self.invoke(context)
 
@@ -121,6 +122,16 @@ def with_option_groups(function: Callable[..., None], *, processes: Processes = 
     call.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {}
     return call
+
+
+def _require_unicode(arguments: list[str]) -> None:
+    """Raise if bytes on the command line are not UTF-8: neither a ledger nor a report could name such a path."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            problem = f"The argument {argument!r} is not valid Unicode"
+            raise InputError(problem, expected="UTF-8", code="invalid_unicode") from None
 
 
 def _count_processes() -> int:

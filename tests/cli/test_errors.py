@@ -56,6 +56,8 @@ def raising(problem):
         (("edit",), "usage"),
         (("edit", "--foo"), "usage"),
         (("edti",), "usage"),
+        (("train", "--data", __file__, "--out", "\udcff"), "invalid_unicode"),
+        (("studio", "--no-open", "--model", "no/such/folder"), "model_not_found"),
         (("ledger", "bogus"), "usage"),
         (("ask", ""), "empty_text"),
         (("ask", "x", "--model", "no/such/folder"), "model_not_found"),

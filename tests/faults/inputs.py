@@ -45,7 +45,7 @@ BASES: dict[str, list[str]] = {  # a command line that works, for each command
     "ledger replay": ["ledger", "replay", "--model", MODEL, "--ledger", "LEDGER", "--out", "replayed"],
     "ledger compact": ["ledger", "compact", "--ledger", "LEDGER", "--yes"],
     "demo": ["demo", "--model", "no/such/folder"],
-    "studio": ["studio", "--no-open", "--model", "no/such/folder", "--host", "no.such.host.invalid"],  # or it serves
+    "studio": ["studio", "--no-open", "--model", "no/such/folder"],
     "consolidate": ["consolidate", "--model", MODEL, "--ledger", "LEDGER"],
     "trace": ["trace", FACT[0], "--model", MODEL, "--samples", "1"],
     "lens": ["lens", "The answer is", "--model", MODEL],

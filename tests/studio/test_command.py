@@ -35,7 +35,7 @@ def test_there_is_no_share():
 
 def test_a_taken_port_and_a_weak_token_are_refused_before_the_model_is_loaded():
     with server.open_socket("127.0.0.1", 0) as listener:
-        result = run("--port", listener.getsockname()[1])
+        result = run("--port", str(listener.getsockname()[1]))
     assert result.exit_code == 2
     assert "--port" in result.stderr
     result = run("--host", "0.0.0.0", "--token", "short")
@@ -61,7 +61,9 @@ def test_the_other_commands_do_not_import_the_studio():
 
 
 def test_it_answers_at_the_address_that_it_prints(monkeypatch, tmp_path):
-    """The model does not exist: the page is there all the same, and says so."""
+    """The model cannot be loaded: the page is there all the same, and says so."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     pages, stops, ready = [], [], threading.Event()
     serve = server.serve
 
@@ -76,7 +78,7 @@ def test_it_answers_at_the_address_that_it_prints(monkeypatch, tmp_path):
 
     monkeypatch.setattr(server, "serve", serve_and_tell)
     results = []
-    words = ("--port", "0", "--model", str(tmp_path / "none"), "--quiet", "--host", "0.0.0.0")
+    words = ("--port", "0", "--model", str(tmp_path), "--quiet", "--host", "0.0.0.0")
     thread = threading.Thread(target=lambda: results.append(run(*words)))
     thread.start()
     assert ready.wait(60)

@@ -50,11 +50,15 @@ def studio(
             raise
         advice = 'Run pip install "rebind[studio]"'
         raise InputError(f"The studio needs {package}", advice=advice, code="extra_not_installed") from None
+    from rebind.models.locate import locate
     from rebind.studio.models import local_models
     from rebind.studio.state import Studio
 
     token = require_token(host, token)
+    if export_dir.expanduser().is_file():
+        raise InputError(f"{str(export_dir)!r} is a file", expected="a folder", code="not_a_folder")
     with open_socket(host, port) as listener:
+        locate(source.model)  # a name without a model ends the command; a model that does not load is the page's matter
 
         def load(model: str) -> Editor:
             ledger = source.ledger if model == source.model else None
