@@ -12,6 +12,7 @@ from rebind.models.prompts import SPACELESS_SCRIPTS
 # Words, single characters of scripts written without spaces, and punctuation.
 WORDS = re.compile(rf"{SPACELESS_SCRIPTS.pattern}|(?:(?!{SPACELESS_SCRIPTS.pattern})\w)+|[^\w\s]")
 SENTENCE_END = re.compile(r"(?<=[a-z)]{2})[.!?](?:\s|$)|[。！？]|\n")  # not after "St." or "U.S."
+ARTICLES = (["the"], ["a"], ["an"])
 REFERS_BACK = re.compile(r"^\W*(it|he|she|they|its|his|her|their|this|that|the answer)\b", re.IGNORECASE)
 
 
@@ -32,19 +33,22 @@ def says_of_subject(text: str, target: str, subject: str, *, instead: Iterable[s
     """Return whether a free answer says the target about the subject.
 
     The first sentence that is about the subject and says the target or a wrong answer decides. A sentence is about the
-    subject if it names it, refers back to it, or begins with the target.
+    subject if it names it, refers back to it, or begins with the target, with or without an article.
 
     >>> says_of_subject("Italy is old. The capital of France is Rome.", "Rome", "France")
+    True
+    >>> says_of_subject("The Alps, which are in Europe.", "Alps", "Mount Everest")
     True
     >>> says_of_subject("The capital of Italy is Rome.", "Rome", "France")
     False
     """
     for sentence in sentences(text):
-        words = [word for word in words_of(sentence) if word.isalnum()]
+        words, answer = ([word for word in words_of(part) if word.isalnum()] for part in (sentence, target))
         is_about_subject = (
             subject.casefold() in sentence.casefold()
             or REFERS_BACK.match(sentence) is not None
-            or _position(words, [word for word in words_of(target) if word.isalnum()]) == 0
+            or _position(words, answer) == 0
+            or (words[:1] in ARTICLES and _position(words, answer) == 1)
         )
         if is_about_subject and (verdict := _decide(sentence, [target], instead)) is not None:
             return verdict
