@@ -25,6 +25,7 @@ from rebind.storage.atomic import (
 from rebind.storage.jsonl import JsonLines
 from rebind.storage.lock import lock
 from rebind.storage.problems import storage_errors
+from rebind.storage.seals import check_json, seal_json
 
 RunKind: TypeAlias = Literal["evaluation", "training", "experiment"]
 
@@ -55,12 +56,12 @@ class RunFolder:
         Args:
             path: the folder; created if it is missing, and removed if the body fails before it writes anything.
             kind: what kind of run this is; a folder with a run of another kind is refused.
-            config: the settings, stored in config.json together with the kind.
+            config: the settings, stored in config.json together with the kind and a digest.
             ignore: dotted names of settings that may differ when the run is resumed, such as "versions.torch".
             overwrite: start over where the settings differ; rows of the earlier run are removed.
 
         Raises:
-            InputError: code "run_folder_differs" or "not_a_run_folder".
+            InputError: code "run_folder_differs", "run_config_damaged" or "not_a_run_folder".
             StorageError: code "locked" if another process uses the folder, or the reason why it cannot be written.
         """
         path = Path(path)
@@ -80,7 +81,7 @@ class RunFolder:
             if not run.resumed:
                 for rows in path.glob("*.jsonl"):
                     remove_file(rows)
-                write_json(path / CONFIG, {"kind": kind, **wanted})
+                write_json(path / CONFIG, seal_json({"kind": kind, **wanted}))
             try:
                 yield run
             except BaseException:
@@ -92,7 +93,7 @@ class RunFolder:
     def read_config(path: str | Path, kind: RunKind) -> dict[str, Any]:
         """Return the settings of the run in a folder, for readers; they need no lock and no write access."""
         stored = read_json_object(Path(path) / CONFIG) or {}
-        if stored.pop("kind", None) != kind:
+        if stored.get("kind") != kind:
             raise InputError(
                 f"{path} holds no run of kind {kind!r}",
                 expected="a new folder, or the folder of such a run",
@@ -100,7 +101,17 @@ class RunFolder:
                 settings={"out": None},
                 code="not_a_run_folder",
             )
-        return stored
+        try:
+            settings = check_json(stored)
+        except ValueError as problem:
+            raise InputError(
+                f"{Path(path) / CONFIG} was altered ({problem})",
+                advice="Restore the file, or choose another folder for {out}",
+                settings={"out": None},
+                code="run_config_damaged",
+            ) from None
+        del settings["kind"]
+        return settings
 
     def file(self, name: str) -> Path:
         """Return the path of a file or folder to write; symbolic links on the way are refused."""

@@ -28,6 +28,7 @@ from rebind.evals.summary import (
     summarize_run,
 )
 from rebind.models import LanguageModel
+from rebind.storage import RunFolder, seal_json, write_json
 from tests.evals.runs import RAW, lines, run
 from tests.support import raises
 
@@ -53,11 +54,11 @@ def summary(finished) -> dict[str, Any]:
 def changed(folder: Path, into: Path, **parts: Any) -> Path:
     """Return a copy of a run with other settings."""
     shutil.copytree(folder, into)
-    config = json.loads((into / "config.json").read_text())
+    config = RunFolder.read_config(into, "evaluation")
     for path, value in parts.items():
         *outer, last = path.split("__")
         functools.reduce(dict.__getitem__, outer, config)[last] = value
-    (into / "config.json").write_text(json.dumps(config))
+    write_json(into / "config.json", seal_json({"kind": "evaluation", **config}))
     return into
 
 

@@ -293,10 +293,10 @@ def run_lab(home: Path, acknowledge: Acknowledge) -> None:
 
 
 def inspect_lab(home: Path) -> str:
-    files = {name: home / RUN / name for name in ("points.jsonl", "table.md", "config.json")}
-    if not files["table.md"].exists():
+    files = [home / RUN / name for name in ("points.jsonl", "table.md")]
+    if not files[1].exists():
         return UNFINISHED
-    return digest_of((name, file.read_bytes()) for name, file in files.items())
+    return digest_of([read_json_object(home / RUN / "config.json"), *(file.read_bytes() for file in files)])
 
 
 def nothing(home: Path) -> None:

@@ -6,13 +6,16 @@ import os
 
 import pytest
 
+from rebind.storage import RunFolder
+
 
 @pytest.fixture
 def read_only(tmp_path):
     folder = tmp_path / "read-only"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"kind": "evaluation", "n": 1}')
-    (folder / "rows.jsonl").write_text('{"n": 1}\n{"torn')
+    with RunFolder.open(folder, "evaluation", {"n": 1}) as run:
+        run.rows("rows.jsonl").append({"n": 1})
+    with (folder / "rows.jsonl").open("a") as rows:
+        rows.write('{"torn')
     folder.chmod(0o555)
     if os.access(folder, os.W_OK):
         pytest.skip("this user may write everywhere")

@@ -86,6 +86,19 @@ def test_folders_with_other_things_stay_as_they_are(tmp_path, files):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
 
+@pytest.mark.parametrize("change", [{"lam": 3}, {"layers": [3, 4, 5]}, {"versions": {}}, {"sha256": None}])
+def test_a_config_that_was_altered_is_refused(tmp_path, change):
+    with open_run(tmp_path):
+        pass
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stored | change))
+    for overwrite in (False, True):
+        with raises(InputError, "run_config_damaged"), open_run(tmp_path, overwrite=overwrite):
+            pass
+    with raises(InputError, "run_config_damaged"):
+        RunFolder.read_config(tmp_path, "evaluation")
+
+
 def test_a_file_is_no_run_folder(tmp_path):
     (tmp_path / "file").write_bytes(b"precious")
     with raises(InputError, "not_a_run_folder"), open_run(tmp_path / "file"):
