@@ -25,8 +25,9 @@ from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.progress import Progress
-from rebind.edit.settings import layers_file, save_measured_layers
+from rebind.edit.settings import layers_file, layers_from_json, save_measured_layers
 from rebind.errors import InputError
+from rebind.memory.checks import require_number
 from rebind.models.prompts import Prompt
 from rebind.parallel import alone, is_writer, ranks, share, unite
 from rebind.storage import read_sealed_json
@@ -102,19 +103,34 @@ class LayerChoice:
         return asdict(self)
 
 
-def _as_candidate(row: dict[str, Any]) -> Candidate:
-    return Candidate(**{**row, "layers": tuple(row["layers"])})
-
-
 def saved_layer_choice(fingerprint: str) -> LayerChoice | None:
     """Return the stored result of `search_layers` for a model; None if it is missing or damaged."""
     record = read_sealed_json(layers_file(fingerprint)) or {}
     try:
-        candidates = tuple(map(_as_candidate, record["candidates"]))
-        sequences = {name: tuple(record[name]) for name in ("layers", "trace")}
-        return LayerChoice(**{**record, **sequences, "candidates": candidates})
-    except (KeyError, TypeError):
+        layers, candidates = layers_from_json(record["layers"]), tuple(map(_as_candidate, record["candidates"]))
+        trace = _as_numbers(record["trace"])
+        return LayerChoice(**{**record, "layers": layers, "candidates": candidates, "trace": trace})
+    except (LookupError, TypeError, ValueError):
         return None
+
+
+def _as_candidate(row: dict[str, Any]) -> Candidate:
+    """Return a stored candidate; raise if a field has another type, because the file may be forged."""
+    candidate = Candidate(**{**row, "layers": layers_from_json(row["layers"])})
+    preferences = (candidate.efficacy, candidate.paraphrase, candidate.neighbor)
+    _as_numbers([candidate.effect, candidate.drift, candidate.score, *(one for one in preferences if one is not None)])
+    if not isinstance(candidate.why, str):
+        raise TypeError("a reason that is no text")
+    return candidate
+
+
+def _as_numbers(values: Sequence[Any]) -> tuple[float, ...]:
+    """Return stored numbers; raise TypeError or ValueError for anything else."""
+    for value in values:
+        require_number("number", value, least=-math.inf)
+    if not values:
+        raise ValueError("no numbers")
+    return tuple(values)
 
 
 def search_layers(

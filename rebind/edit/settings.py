@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rebind.edit.ledger.edit import JSON
 from rebind.edit.methods import Method
@@ -183,7 +184,19 @@ def layers_file(fingerprint: str) -> Path:
 def measured_layers(fingerprint: str) -> tuple[int, ...] | None:
     """Return the layers that were measured for a model on this machine; None without a measurement."""
     record = read_sealed_json(layers_file(fingerprint)) or {}  # a damaged file counts as absent
-    return tuple(record["layers"]) if record.get("fingerprint") == fingerprint else None
+    try:
+        return layers_from_json(record["layers"]) if record.get("fingerprint") == fingerprint else None
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def layers_from_json(value: Any) -> tuple[int, ...]:
+    """Return stored layers in order; raise TypeError or ValueError for anything else, which may be forged."""
+    for layer in value:
+        require_number("layer", layer, whole=True)
+    if not value:
+        raise ValueError("no layers")
+    return tuple(sorted(set(value)))
 
 
 def save_measured_layers(fingerprint: str, layers: Sequence[int], report: Mapping[str, JSON] | None = None) -> None:

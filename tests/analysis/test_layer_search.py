@@ -12,6 +12,7 @@ from rebind.edit.progress import Progress
 from rebind.edit.settings import layers_file, measured_layers
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
+from rebind.storage import seal_json, write_json
 from tests import tiny
 from tests.support import raises
 
@@ -107,6 +108,32 @@ def test_a_saved_choice_that_cannot_be_read_is_ignored(damage):
     path = layers_file("f" * 64)
     path.parent.mkdir(parents=True)
     path.write_text(damage)
+    assert saved_layer_choice("f" * 64) is None
+
+
+CANDIDATE = {"layers": [2, 3], "why": "x", "effect": 0.1, "efficacy": 0.5, "paraphrase": None, "neighbor": 1.0}
+CANDIDATE |= {"drift": 0.1, "score": -0.2}
+SAVED = {"model": "x", "fingerprint": "f" * 64, "layers": [2, 3], "candidates": [CANDIDATE], "trace": [0.1, 0.2]}
+SAVED |= {"known": 3, "facts": 4}
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        *({"layers": bad} for bad in (0, [], [None], ["2"], "23", [-1], [True], {"a": 1}, None)),
+        *({"trace": bad} for bad in (3, [], [None], ["x"], [10**400], {"a": 1})),
+        *({"candidates": bad} for bad in (3, [None], ["x"], [{}], {"a": {}}, [{**CANDIDATE, "more": 1}])),
+        *(
+            {"candidates": [{**CANDIDATE, name: bad}]}
+            for name in CANDIDATE
+            for bad in ("", [], {}, True)[name == "why" :]
+        ),
+    ],
+)
+def test_a_saved_choice_with_other_types_is_ignored(forged):
+    write_json(layers_file("f" * 64), seal_json(SAVED))
+    assert saved_layer_choice("f" * 64).to_json()["layers"] == (2, 3)
+    write_json(layers_file("f" * 64), seal_json(SAVED | forged))
     assert saved_layer_choice("f" * 64) is None
 
 

@@ -15,6 +15,7 @@ from rebind.edit.settings import (
 )
 from rebind.edit.targets import TargetSettings
 from rebind.errors import InputError
+from rebind.storage import seal_json, write_json
 from tests.support import raises
 
 MEMIT, ROME, EMMET, ALPHAEDIT = (METHODS[name] for name in ("memit", "rome", "emmet", "alphaedit"))
@@ -77,6 +78,14 @@ def test_measured_layers_are_stored_for_one_model():
     assert measured_layers("f" * 64) == (2, 3)
     assert measured_layers("f" * 63 + "0") is None, "the file is found by the beginning of the fingerprint"
     layers_file("f" * 64).write_text("damaged")
+    assert measured_layers("f" * 64) is None
+
+
+@pytest.mark.parametrize("forged", [0, None, [], {}, {"a": 1}, "", "23", [None], [2.5], [-1], [True], [[2]]])
+def test_forged_layers_count_as_not_measured(forged):
+    save_measured_layers("f" * 64, [4, 2], {})
+    assert measured_layers("f" * 64) == (2, 4)
+    write_json(layers_file("f" * 64), seal_json({"fingerprint": "f" * 64, "layers": forged}))
     assert measured_layers("f" * 64) is None
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rebind.analysis import saved_layer_choice
 from rebind.cli.app import app  # noqa: F401 - imported before the fork, for the readers
 from rebind.edit.ledger import verify_folder
 from rebind.evals.summary import compare
@@ -231,4 +232,6 @@ def all_artifacts() -> dict[str, Artifact]:
 
 def inspect_layers(home: Path) -> str:
     """Layers that were measured are used or not, but no others are."""
-    return "used" if ops.inspect_layers(home) in ("(3, 4)", "None") else "other layers"
+    measured, choice = ops.inspect_layers(home), saved_layer_choice(ops.FINGERPRINT)
+    is_right = measured in ("(3, 4)", "None") and (choice is None or choice.layers == (3, 4))
+    return "used" if is_right else "other layers"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rebind.analysis.layer_search import Candidate, LayerChoice
 from rebind.edit.dense.attach import attach
 from rebind.edit.editor import Editor
 from rebind.edit.export.adapter import read_peft
@@ -38,6 +39,7 @@ from tests.lab.test_run import Norms
 from tests.nn import training_runs
 
 UNFINISHED = "nothing"
+FINGERPRINT = "a" * 64  # of a model that is not there
 LEDGER, CACHE, DATA, EXPORT, RUN = "ledger", "cache", "data", "export", "run"
 
 
@@ -229,13 +231,15 @@ def inspect_moments(home: Path) -> str:
 
 def save_layers(home: Path, acknowledge: Acknowledge) -> None:
     in_home(home)
-    save_measured_layers("a" * 64, [3, 4])
+    candidate = Candidate((3, 4), "by depth", 0.1, 0.9, None, 0.8, 0.1, 0.7)
+    choice = LayerChoice("tiny", FINGERPRINT, (3, 4), (candidate,), (0.1, 0.2), known=3, facts=4)
+    save_measured_layers(FINGERPRINT, [3, 4], choice.to_json())
     acknowledge("layers")
 
 
 def inspect_layers(home: Path) -> str:
     in_home(home)
-    return repr(measured_layers("a" * 64))
+    return repr(measured_layers(FINGERPRINT))
 
 
 def save_memory(home: Path, acknowledge: Acknowledge, seed: int = 1) -> None:
