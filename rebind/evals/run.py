@@ -50,6 +50,7 @@ from rebind.evals.metrics import PARTS_OF_S
 from rebind.evals.protocols import Protocol, Stage, get_protocol
 from rebind.evals.records import Records, with_rivals
 from rebind.evals.scores import Scores, score_record
+from rebind.evals.stored_rows import check_answers, check_drift, check_edits
 from rebind.evals.stored_units import DRIFT, EDITS, RECORDS, TIMINGS, StoredUnits
 from rebind.evals.summary import markdown_report, summarize_run
 from rebind.memory.checks import require_number
@@ -58,6 +59,7 @@ from rebind.storage import Row, RunFolder, seal_json, write_json
 
 RUNS = Path("runs")
 MAX_ROUNDS = 1_000_000  # bootstrap samples
+BASELINE_ROWS = "baselines.jsonl"
 WORK = "work"  # the subfolder for the ledger of an unfinished run
 CPU_RECORDS, GPU_RECORDS = 64, 512  # records per unit of work
 
@@ -155,7 +157,7 @@ def evaluate(
 def _report(run: _Run, folder: RunFolder) -> dict[str, Any]:
     """Write the summary, the table and the figure of a finished run; return the summary."""
     shutil.rmtree(folder.file(WORK), ignore_errors=True)
-    baselines = folder.rows("baselines.jsonl").read()
+    baselines = folder.rows(BASELINE_ROWS).read()
     summary = summarize_run(folder.config, run.records, run.rows, run.drift, baselines)
     write_json(folder.file("summary.json"), seal_json(summary))
     folder.write("table.md", markdown_report(summary).encode())
@@ -245,8 +247,12 @@ class _Run:
         self.folder, self.rows = folder, list[Row]()
         stored = StoredUnits(folder, [len(unit.records) for unit in units], [unit.drift for unit in units])
         finished, rows, self.drift = stored.open()
-        self._count_stored(rows)
         self.edits = folder.rows(EDITS).read()
+        states = [{"edits": unit.edits, "record": index} for unit in units for index in unit.records]
+        check_answers(folder.file(RECORDS), rows, self.records, states)
+        check_drift(folder.file(DRIFT), self.drift, [unit.edits for unit in units if unit.drift])
+        check_edits(folder.file(EDITS), self.edits, self.records)
+        self._count(rows)
         missing = [number for number in range(len(units)) if number not in finished]
         self._load_old_keys(units[number] for number in missing)
         assigned = set(share(missing))
@@ -359,7 +365,9 @@ class _Run:
         self.editor.use_ledger(Ledger.in_memory(self.model.fingerprint, self.model.name))
         questions, everything = replace(self.config.questions, texts=0), range(len(self.records))
         layers = self.edit_settings[max(self.edit_settings)].layers
-        rows, sites = folder.rows("baselines.jsonl"), [self.editor.sites[layer] for layer in layers]
+        rows, sites = folder.rows(BASELINE_ROWS), [self.editor.sites[layer] for layer in layers]
+        states = [{"baseline": name, "record": index} for name in BASELINES for index in everything]
+        check_answers(rows.path, rows.read(), self.records, states)
         stored = len(rows.read())
         _ = self.probes  # computed now, on the unedited model
         if not stored:
@@ -372,16 +380,6 @@ class _Run:
             self.progress.phase(BASELINES["lora"])
             with fine_tuned(self.model, self._facts(batch), sites, seed=self.editor.seed) as base:
                 rows.append(self._answer(batch, {"baseline": "lora"}, questions, base))
-
-    def _count_stored(self, rows: Sequence[Row]) -> None:
-        try:
-            self._count(rows)
-        except (LookupError, TypeError, ValueError, AttributeError) as problem:
-            raise InputError(
-                f"Rows of {self.folder.file(RECORDS)} cannot be used ({problem!r})",
-                advice="Remove the folder, or choose another, and run again",
-                code="damaged_row",
-            ) from None
 
     def _count(self, rows: Sequence[Row]) -> None:
         """Add rows, and their scores to the running scores of the current state."""

@@ -18,7 +18,7 @@ from rebind.evals.answers import FRAMINGS
 from rebind.evals.baselines import BASELINES
 from rebind.evals.records import Record
 from rebind.evals.scores import FRAMED_SCORES, OTHER_SCORES, framed_name, summarize
-from rebind.storage import Row, RunFolder, check_json, flatten, read_json_object
+from rebind.storage import Row, RunFolder, check_json, damage_errors, flatten, read_json_object
 
 DRIFT = {  # name → meaning
     "perplexity": "of text that no edit is about",
@@ -234,29 +234,29 @@ def compare(folders: Sequence[Path]) -> Comparison:
     if len(folders) < 2:
         raise InputError(f"There is only {len(folders)} run", expected="two or more", code="too_few_runs")
     configs = [RunFolder.read_config(folder, "evaluation") for folder in folders]
-    summaries = []
-    for folder in folders:
-        if (summary := read_json_object(folder / "summary.json")) is None:
-            raise InputError(
-                f"The evaluation in {folder} is not finished",
-                advice="Run the same command again to finish it",
-                code="run_not_finished",
-            )
-        try:
-            summaries.append(check_json(summary))
-        except ValueError as problem:
-            raise InputError(
-                f"{folder / 'summary.json'} was altered ({problem})",
-                advice="Run the same evaluation again to replace it",
-                code="summary_damaged",
-            ) from None
+    summaries = [_read_summary(folder) for folder in folders]
     runs = list(zip(_names(folders, configs), summaries, strict=True))
     return Comparison(*states_table(runs), _notes(configs), runs)
 
 
+def _read_summary(folder: Path) -> Summary:
+    """Return the summary of a finished run; raise if it was altered, or cannot be shown."""
+    if (stored := read_json_object(folder / "summary.json")) is None:
+        raise InputError(
+            f"The evaluation in {folder} is not finished",
+            advice="Run the same command again to finish it",
+            code="run_not_finished",
+        )
+    advice = "Run the same evaluation again to replace it"
+    with damage_errors(folder / "summary.json", advice=advice, code="summary_damaged"):
+        summary = check_json(stored)
+        markdown_report(summary)
+    return summary
+
+
 def _names(folders: Sequence[Path], configs: Sequence[dict[str, Any]]) -> list[str]:
     """Return the methods if they differ, or else as much of the paths of the folders as distinguishes them."""
-    methods = [config["method"] for config in configs]
+    methods = [str(config.get("method")) for config in configs]
     paths = [folder.resolve() for folder in folders]
     tails = (["/".join(path.parts[-parts:]) for path in paths] for parts in itertools.count(1))
     return next(names for names in itertools.chain([methods], tails) if len(set(names)) >= len(set(paths)))
@@ -272,7 +272,9 @@ def _notes(configs: Sequence[dict[str, Any]]) -> list[str]:
     for name in sorted({name for leaf in leaves for name in leaf} - NOT_COMPARED):
         groups: dict[str, list[str]] = {}
         for leaf in leaves:
-            groups.setdefault(leaf["method"] if name.startswith("used.") else "", []).append(str(leaf.get(name)))
+            groups.setdefault(str(leaf.get("method")) if name.startswith("used.") else "", []).append(
+                str(leaf.get(name))
+            )
         for values in groups.values():
             if len(set(values)) > 1:
                 notes.append(f"The runs differ in {name} ({', '.join(f'{value:.40}' for value in values)}).")

@@ -8,7 +8,7 @@
 - `reading`: files that are no symbolic links
 - `seals`: digests inside of files, so that damage is noticed
 - `directories`: the user's cache and data folders
-- `problems`: what went wrong, as StorageError
+- `problems`: what went wrong, as StorageError or InputError
 
 No function here follows a symbolic link: one in the place of a file to write is replaced (`write_file`) or refused, one
 in the place of a file to read is refused, and `path_inside` refuses links to folders below a ledger, an export, a cache
@@ -33,7 +33,7 @@ from rebind.storage.directories import cache_dir, data_dir, ledgers_dir
 from rebind.storage.exports import add_to_export, check_replaceable, replace_folder
 from rebind.storage.jsonl import JsonLines, Row, append_at
 from rebind.storage.lock import lock
-from rebind.storage.problems import storage_errors
+from rebind.storage.problems import damage_errors, storage_errors
 from rebind.storage.reading import open_to_read, read_file
 from rebind.storage.run_folder import RunFolder, RunKind, flatten
 from rebind.storage.seals import check_json, open_tensors, read_sealed_json, seal_json, seal_tensors
@@ -50,6 +50,7 @@ __all__ = [
     "check_replaceable",
     "check_writable",
     "create_folder",
+    "damage_errors",
     "data_dir",
     "flatten",
     "ledgers_dir",

@@ -1,4 +1,8 @@
-"""One description for everything that can go wrong while writing: OSError becomes StorageError."""
+"""One description for everything that can go wrong with a file.
+
+While writing, OSError becomes StorageError. While what was stored is used, errors of Python become InputError: a file
+may be forged with matching digests.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from rebind.errors import StorageError
+from rebind.errors import InputError, RebindError, StorageError
 
 FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -34,6 +38,17 @@ def storage_errors(path: Path) -> Iterator[None]:
         if number is None:
             raise
         raise _describe(path, number) from problem
+
+
+@contextmanager
+def damage_errors(path: Path, *, advice: str, code: str) -> Iterator[None]:
+    """Turn the errors that values of other types and sizes cause into an InputError that names the file."""
+    try:
+        yield
+    except RebindError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+        raise InputError(f"What is stored in {path} cannot be used ({problem!r})", advice=advice, code=code) from None
 
 
 def symbolic_link_error(path: Path) -> StorageError:
