@@ -375,6 +375,12 @@ def test_a_model_larger_than_the_machine_is_refused_before_it_is_built(tmp_path,
         train(config(corpus(tmp_path), model={**TINY, **size}), tmp_path / "run")
 
 
+@pytest.mark.parametrize("pieces", [1, 10**11])
+def test_a_batch_larger_than_the_machine_is_refused_before_it_is_cut(tmp_path, pieces):
+    with raises(InputError, "batch_too_large"):
+        train(config(corpus(tmp_path), batch_size=10**11, accumulate=pieces), tmp_path / "run")
+
+
 def test_no_code_of_a_tokenizers_folder_is_run_or_offered_to_be(tmp_path, monkeypatch):
     def answer(*_):
         raise AssertionError("nobody is asked")

@@ -29,7 +29,7 @@ from rebind.nn.training import checkpoint
 from rebind.nn.training.config import CHANGEABLE, TrainConfig
 from rebind.nn.training.data import SegmentBatches, TokenizedText, prepare_text
 from rebind.nn.training.evaluate import carried_perplexity, sliding_perplexity
-from rebind.nn.training.memory import require_memory
+from rebind.nn.training.memory import require_memory, require_memory_for_batch
 from rebind.nn.training.outputs import RESULT, RunOutputs, import_tensorboard
 from rebind.nn.training.step import TrainingStep, build_optimizer, shard
 from rebind.parallel import join_processes
@@ -132,6 +132,7 @@ class _Run:
         self.batches = SegmentBatches(tokens, length, rows, seed=seed, lanes=config.carry)
         torch.manual_seed(seed)  # the same model in every process
         self.model = _build_model(config, self.text, torch.device("cpu") if self.is_sharded else self.device)
+        require_memory_for_batch(config, self.model.config, self.device, self.count)
         self.caches = self._empty_caches()
         saved = None if newest is None else checkpoint.read(newest)
         if newest is not None and saved is not None:

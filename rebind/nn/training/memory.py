@@ -1,4 +1,4 @@
-"""Refuse a model that cannot fit into memory, before any of it is allocated."""
+"""Refuse a model or a batch that cannot fit into memory, before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from rebind.errors import InputError
 from rebind.nn.lm.config import RebindConfig
 from rebind.nn.lm.model import RebindForCausalLM
+from rebind.nn.training.config import TrainConfig
 
+BYTES_PER_TOKEN, BYTES_PER_ACTIVATION = 8, 2  # int64; bfloat16, the narrowest precision
 BYTES_PER_PARAMETER = 16  # float32 weights, gradients and the two moments of AdamW
 
 
@@ -27,6 +29,22 @@ def require_memory(config: RebindConfig, device: torch.device) -> None:
             f"train, and {device.type} has {available / 1e9:,.0f} GB",
             advice="Choose a smaller preset, or smaller sizes",
             code="model_too_large",
+        )
+
+
+def require_memory_for_batch(config: TrainConfig, model: RebindConfig, device: torch.device, processes: int) -> None:
+    """Raise if the tokens of a batch, and what each layer keeps of a piece of it, need more than the device has."""
+    available = _memory(device)
+    tokens = config.rows_per_piece(config.sequences_at_once(processes)) * config.length // config.context_parallel
+    kept = tokens * model.num_hidden_layers * model.hidden_size * BYTES_PER_ACTIVATION
+    least = config.batch_size * config.length * BYTES_PER_TOKEN + kept
+    if least > available:
+        raise InputError(
+            f"A batch of {config.batch_size:,} segments of {config.length:,} tokens takes {least / 1e9:,.0f} GB or "
+            f"more, and {device.type} has {available / 1e9:,.0f} GB",
+            advice="Choose a smaller {batch_size}, or compute it in several pieces with {accumulate}",
+            settings={"batch_size": None, "accumulate": None},
+            code="batch_too_large",
         )
 
 
