@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ Implementation = Callable[..., Tensor]  # (q, k, v, log_decay, beta) → the out
 USUAL_RULES = ("gated_delta", "delta", "sum", "kda", "softmax")  # those measured if none are named
 OUR_RULES = tuple(name for name in rule_names() if not get_rule(name).several)
 RULES = (*OUR_RULES, "softmax")
+SHAPE = re.compile("x".join(["([0-9]{1,9})"] * 4))
+MAX_NUMBERS = 2**36  # of an input: more than any device holds
 NAMES = ("ours", "fla", "transformers", "SDPA", "loop")
 
 
@@ -178,10 +181,11 @@ def parse_shape(text: str) -> Shape:
     >>> parse_shape("1x2048x8x64")
     (1, 2048, 8, 64)
     """
-    parts = [int(part) if part.isdecimal() else 0 for part in text.strip().split("x")]
-    if len(parts) != 4 or min(parts) < 1:
-        raise InputError(f"The shape is {text!r}", expected="BxTxHxD, such as 1x2048x8x64", code="invalid_shape")
-    b, t, h, d = parts
+    match = SHAPE.fullmatch(text.strip())
+    b, t, h, d = map(int, match.groups()) if match else (0, 0, 0, 0)
+    if not 0 < b * t * h * d <= MAX_NUMBERS:
+        expected = f"BxTxHxD, such as 1x2048x8x64, of at most {MAX_NUMBERS:,} numbers"
+        raise InputError(f"The shape is {text[:40]!r}", expected=expected, code="invalid_shape")
     return b, t, h, d
 
 

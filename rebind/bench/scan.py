@@ -31,6 +31,7 @@ from rebind.bench.contenders import (
     parse_shape,
 )
 from rebind.bench.measure import clocked, machine, measure_rates, race, try_to_record
+from rebind.errors import InputError
 from rebind.memory.checks import unknown_name, usable_device
 from rebind.storage import write_json
 
@@ -62,9 +63,10 @@ class ScanSetup:
         """Fill in what suits this machine."""
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         usable_device(self.device)
-        for rule in rules:
-            if rule not in RULES:
-                raise unknown_name("rule", rule, RULES)
+        for kind, chosen, names in (("rule", rules, RULES), ("implementation", only, NAMES)):
+            for name in chosen:
+                if name not in names:
+                    raise unknown_name(kind, name, names)
         self.kind = "cpu" if self.device == "cpu" else "cuda"
         self.dtype = dtype or (torch.float32 if self.kind == "cpu" else torch.bfloat16)
         self.shapes = shapes or tuple(map(parse_shape, (QUICK if quick else SHAPES)[self.kind].split()))
@@ -156,7 +158,12 @@ def run(
     available, missing = contenders.find_contenders(setup.device, setup.only or NAMES)
     chosen = [c for c in available if c.rule in (setup.rules or USUAL_RULES)]
     if not chosen:
-        raise unknown_name("implementation", ", ".join(setup.only), NAMES)
+        raise InputError(
+            "None of these implementations has one of these rules",
+            advice="Choose other {only}, or other {rules}",
+            settings={"only": None, "rules": None},
+            code="nothing_to_measure",
+        )
     rates = measure_rates(setup.device, setup.dtype)
     note = (
         f"{setup.device}, {str(setup.dtype).removeprefix('torch.')}; medians; MiB: peak of both, with the "

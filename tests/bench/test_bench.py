@@ -93,8 +93,16 @@ def test_setup():
     assert ScanSetup("cpu").dtype == torch.float32
     with raises(UnknownNameError, "unknown_rule"):
         ScanSetup("cpu", rules=("dleta",))
-    with raises(InputError, "invalid_shape"):
-        parse_shape("1x2x3")
+    for shape in (
+        "1x2x3",
+        "0x1x1x1",
+        "1x1x1x-1",
+        "1x99999999999x1x8",
+        "99999x99999x99999x99999",
+        f"{'1' * 5_000}x1x1x1",
+    ):
+        with raises(InputError, "invalid_shape"):
+            parse_shape(shape)
     with raises(UnknownNameError, "unknown_implementation"):
         run(ScanSetup("cpu", only=("nobody",)))
 
