@@ -72,7 +72,7 @@ def _count(state: LedgerState, before: int | None, keep_last: int | None) -> int
     if (before is None) == (keep_last is None):
         raise InputError(
             "What to compact is not clear",
-            expected="either {before} or {keep_last}",
+            advice="Use either {before} or {keep_last}",
             settings={"before": None, "keep_last": None},
             code="compact_range",
         )
