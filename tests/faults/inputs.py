@@ -30,6 +30,7 @@ FACT = ["The answer is {France}", "Rome"]
 QUICK = ["--steps", "1", "--moment-tokens", "64", "--force"]
 SMALL = ["--set", "hidden_size=16", "--set", "num_hidden_layers=1", "--set", "intermediate_size=16"]
 SMALL += ["--length", "8", "--batch-size", "2", "--evaluate-tokens", "20"]
+SHORT = ["--rounds", "3", "--seconds", "0.1", "--rules", "delta", "--only", "ours"]
 MODEL = "MODEL"  # in a command line, stands for the folder of the tiny model
 BASES: dict[str, list[str]] = {  # a command line that works, for each command
     "edit": ["edit", *FACT, "--model", MODEL, *QUICK],
@@ -41,22 +42,22 @@ BASES: dict[str, list[str]] = {  # a command line that works, for each command
     "ledger redo": ["ledger", "redo", "e0001", "--ledger", "LEDGER"],
     "ledger diff": ["ledger", "diff", "LEDGER", "--ledger", "LEDGER"],
     "ledger verify": ["ledger", "verify", "--ledger", "LEDGER"],
-    "ledger export": ["ledger", "export", "--model", MODEL, "--ledger", "LEDGER", "--no-check"],
+    "ledger export": ["ledger", "export", "--model", MODEL, "--ledger", "LEDGER", "--no-check", "--peft", "adapter"],
     "ledger replay": ["ledger", "replay", "--model", MODEL, "--ledger", "LEDGER", "--out", "replayed"],
-    "ledger compact": ["ledger", "compact", "--ledger", "LEDGER", "--yes"],
+    "ledger compact": ["ledger", "compact", "--keep-last", "0", "--ledger", "LEDGER", "--yes"],
     "demo": ["demo", "--model", "no/such/folder"],
     "studio": ["studio", "--no-open", "--model", "no/such/folder"],
     "consolidate": ["consolidate", "--model", MODEL, "--ledger", "LEDGER"],
-    "trace": ["trace", FACT[0], "--model", MODEL, "--samples", "1"],
+    "trace": ["trace", FACT[0], "--model", MODEL, "--draws", "1"],
     "lens": ["lens", "The answer is", "--model", MODEL],
-    "layers": ["layers", "--model", MODEL, "--facts", "nothing.jsonl"],
+    "layers": ["layers", "--model", MODEL, "--limit", "3"],
     "eval": ["eval", "--model", MODEL, "--facts", "FACTS", "--steps", "1", "--free-tokens", "0", "--texts", "0"],
     "eval compare": ["eval", "compare", "one", "two"],
     "train": ["train", "--data", "CORPUS", "--out", "run", "--steps", "1", "--tokenizer", "characters", *SMALL],
     "generate": ["generate", MODEL, "Once", "--tokens", "2"],
-    "lab": ["lab", "ttt-1d", "--quick", "--seeds", "0"],
+    "lab": ["lab", "ttt-1d", "--quick", "--seeds", "1"],
     "moments": ["moments", "--model", MODEL, "--moment-tokens", "64"],
-    "bench scan": ["bench", "scan", "--rounds", "0"],
+    "bench scan": ["bench", "scan", "--shapes", "1x16x1x8", *SHORT],
     "doctor": ["doctor", "--bogus"],
 }
 NUMBERS = ["-1", "0", "1.5", "x", "", "nan", "inf", "-inf", "1e400", "99999999999", "1" + "0" * 30, "٣", "0x10", "1,2"]
@@ -207,7 +208,7 @@ def _fact_files(folder: Path) -> Iterator[Case]:
         file = str(folder / "facts" / f"{number}.jsonl")
         yield f"edit facts: {name}", ["edit", file, "--model", MODEL, *QUICK]
         yield f"edit --plan facts: {name}", ["edit", file, "--plan", "--skip-bad", "--model", MODEL]
-        yield f"trace facts: {name}", ["trace", "--facts", file, "--model", MODEL, "--samples", "1"]
+        yield f"trace facts: {name}", ["trace", "--facts", file, "--model", MODEL, "--draws", "1"]
         yield f"layers facts: {name}", ["layers", "--facts", file, "--model", MODEL]
         yield f"eval facts: {name}", ["eval", "--facts", file, *BASES["eval"][1:3], "--steps", "1", "--limit", "1"]
         yield f"learn text: {name}", ["learn", file, "--yes", "--model", MODEL, "--steps", "1", "--force"]

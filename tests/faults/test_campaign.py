@@ -79,6 +79,14 @@ def test_every_command_is_in_the_table_of_inputs():
     assert set(inputs.BASES) <= known
 
 
+def test_every_command_line_of_the_table_names_options_that_exist():
+    """One that does not would end before anything is tried."""
+    for name, command in inputs.commands():
+        known = {option for param in command.params for option in getattr(param, "opts", ())}
+        options = {word for word in inputs.BASES.get(name, ()) if word.startswith("--")}
+        assert options - known <= {"--bogus"}, name
+
+
 def test_a_tally_counts_faults_and_not_findings():
     tally = Tally("kills")
     tally.add("one", "killed", [("lost", "a"), ("lost", "b")])
