@@ -16,11 +16,12 @@ PACKAGE = Path(rebind.__file__).parent
 MOST_MODULES = 15  # in one folder, besides __init__.py
 
 # What each layer may import of the package, besides itself. docs/architecture.md draws this.
-FOUNDATION = {"errors", "storage", "parallel", "precision", "plotting", "cuda_graphs", "version"}
+FOUNDATION = {"errors", "limits", "storage", "parallel", "precision", "plotting", "cuda_graphs", "version"}
 ALGEBRA = FOUNDATION | {"memory", "ops"}
 EDITING = ALGEBRA | {"nn", "models", "edit"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "limits": set(),
     "version": set(),
     "precision": {"errors"},
     "plotting": {"errors"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rebind.errors import InputError
-from rebind.memory.checks import unknown_name
+from rebind.limits import MAX_DRAWS, MAX_SEED
+from rebind.memory.checks import require_number, unknown_name
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
 from rebind.parallel import ranks, unite
@@ -35,9 +34,9 @@ class TraceSettings:
         for kind in self.kinds:
             if kind not in KINDS:
                 raise unknown_name("kind", kind, KINDS)
-        if self.draws < 1 or not 0 < self.noise < math.inf:
-            problem = f"There are {self.draws} draws of noise with standard deviation {self.noise}"
-            raise InputError(problem, expected="1 or more, and a finite number above 0", code="not_positive")
+        require_number("draws", self.draws, least=1, most=MAX_DRAWS, whole=True, code="not_positive")
+        require_number("noise", self.noise, above=0.0, code="not_positive")
+        require_number("seed", self.seed, most=MAX_SEED, whole=True, code="invalid_seed")
 
     def window_for(self, depth: int) -> int:
         """Return the number of layers restored together in a model with `depth` layers."""

@@ -13,6 +13,7 @@ import typer
 
 from rebind.cli import completion
 from rebind.errors import InputError
+from rebind.limits import MAX_SEED
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,11 @@ def value(metavar: str, help: str, *names: str, default: str = "", panel: str = 
     """Declare an option that takes a value; `default` describes the value that applies without it."""
     note = f" [dim]\\[default: {default}][/dim]" if default else ""  # styled as typer's own defaults
     return typer.Option(*names, metavar=metavar, help=help + note, rich_help_panel=panel or None, **limits)
+
+
+def seed_value(help: str) -> Any:
+    """Declare the option --seed."""
+    return value("N", help, min=0, max=MAX_SEED)
 
 
 def flag(name: str, help: str, *names: str, panel: str = "") -> Any:

@@ -47,7 +47,9 @@ from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, Targ
 from rebind.edit.targets.framings import applicable_framings, encode_framings, sample_contexts, warn_of_sinks
 from rebind.edit.targets.kept import SubjectPrompts, encode_kept, encode_protected, subject_prompts
 from rebind.errors import InputError
+from rebind.limits import MAX_SEED
 from rebind.memory import LowRank
+from rebind.memory.checks import require_number
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
 from rebind.models.prompts import EncodedPrompt, ends_with_word
@@ -120,6 +122,7 @@ class Editor:
         progress: Progress | None = None,
         contexts: ContextSettings = ContextSettings(),  # noqa: B008 - frozen
     ) -> None:
+        require_number("seed", seed, most=MAX_SEED, whole=True, code="invalid_seed")
         self.language_model = LanguageModel.load(model, tokenizer, dtype=dtype, device=device, device_map=device_map)
         self.model, self.tokenizer = self.language_model.model, self.language_model.tokenizer
         if ranks().count > 1 and is_sharded(self.model):

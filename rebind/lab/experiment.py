@@ -8,6 +8,7 @@ settings and on its points, so that a run that was interrupted and resumed has t
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 import torch
 
 from rebind.errors import InputError
+from rebind.limits import MAX_SEEDS
 from rebind.memory.checks import unknown_name
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 Figure: TypeAlias = "matplotlib.figure.Figure"
 Point: TypeAlias = dict[str, Any]
 Row: TypeAlias = dict[str, Any]
+MAX_SIZE = 10_000_000  # of a setting that is a whole number
 
 
 @dataclass(frozen=True)
@@ -121,14 +124,16 @@ def _parse(name: str, text: str, default: Any) -> Any:
         return tuple(values) if isinstance(default[0], str) else tuple(sorted(values))
     if isinstance(default, str):
         return text
-    minimum = 1 if isinstance(default, int) and name != "layer" else 0  # layers are counted from 0
+    is_whole = isinstance(default, int)
+    least = 1 if is_whole and name != "layer" else 0  # layers are counted from 0
+    most = MAX_SEEDS if name == "seeds" else MAX_SIZE if is_whole else sys.float_info.max
     try:
         value = type(default)(text)
     except ValueError:
         value = math.nan
-    if not minimum <= value < math.inf:
-        kind = "whole" if isinstance(default, int) else "finite"
-        raise _invalid(name, text, f"a {kind} number, {minimum} or more")
+    if not least <= value <= most:
+        limit = f" and at most {most:,}" if is_whole else ""
+        raise _invalid(name, text, f"a {'whole' if is_whole else 'finite'} number, {least} or more{limit}")
     return value
 
 

@@ -331,6 +331,8 @@ def test_subjects_in_any_script(prompt, subject):
         (lambda: tracer_of(tiny.llama()).trace(Fact.parse("{France} is" + " very" * 200, "x")), "prompt_too_long"),
         (lambda: TraceSettings(kinds=("heads",)), "unknown_kind"),
         (lambda: TraceSettings(draws=0), "not_positive"),
+        (lambda: TraceSettings(draws=10**30), "not_positive"),
+        (lambda: TraceSettings(seed=2**32), "invalid_seed"),
         (lambda: TraceSettings(noise=float("inf")), "not_positive"),
         (lambda: TraceSettings(noise=float("nan")), "not_positive"),
     ],

@@ -74,6 +74,9 @@ def test_people_see_tables_and_programs_one_document(rebind, model):
     asked = rebind("ask", QUESTION, "I saw", "--model", model)
     assert asked.out.count("\nedited  ") == 2
     assert rebind("ask", QUESTION, "I saw", "--model", model, "--quiet").out.count("\n") == 2
+    (answer,) = rebind("ask", QUESTION, "--model", model, "--top", 1000, json=True).document["answers"]
+    shares = [choice["probability"] for choice in answer["base"]["top"]]
+    assert sum(shares) == pytest.approx(1.0, abs=1e-3), "all tokens, where there are fewer"
 
 
 def test_a_report_says_in_which_framings_a_fact_holds(rebind, chat_model, monkeypatch):

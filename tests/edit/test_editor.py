@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from rebind.edit import drafts
 from rebind.edit.edited_model import EditedModel
+from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.guard import Guard
 from rebind.edit.ledger import Ledger
@@ -172,6 +173,12 @@ def test_input_that_cannot_be_written_is_refused(facts, options, error, code):
         editor.rewrite_many(facts, **options)
     assert tiny.weights(editor.model) == base
     assert not editor.ledger.edits
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30, 1.5, None, True])
+def test_a_seed_that_torch_cannot_take_is_refused_before_the_model_is_loaded(seed):
+    with raises(InputError, "invalid_seed"):
+        Editor("no/such/folder", seed=seed)
 
 
 def test_a_lambda_of_zero_is_refused_and_not_replaced():

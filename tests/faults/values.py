@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from rebind.analysis import TraceSettings
 from rebind.edit.facts import Fact, read_facts
 from rebind.edit.guard import Guard
 from rebind.edit.targets import ContextSettings, TargetSettings
@@ -44,7 +45,6 @@ GOOD_BOUNDS = {  # values in BAD that are fine for some settings
     "TrainConfig.length": (HUGE,),  # refused with the text that is too short for it
     "TrainConfig.batch_size": (HUGE,),
     "OptimizerConfig.warmup": (HUGE,),
-    "DataConfig.vocabulary": (HUGE,),
     "DataConfig.validation": (None,),
     "TrainConfig.layers": (None,),
     "EvalConfig.drift_edits": (HUGE,),
@@ -55,6 +55,7 @@ GOOD_BOUNDS = {  # values in BAD that are fine for some settings
 }
 SETTINGS: tuple[tuple[type, dict[str, Any]], ...] = (
     (TargetSettings, {}),
+    (TraceSettings, {}),
     (Guard, {}),
     (ContextSettings, {}),
     (QuestionSettings, {}),

@@ -12,6 +12,7 @@ from rebind.cli.session import describe, open_editor
 from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.tables import one_line, table
 from rebind.edit.wording import percent
+from rebind.limits import MAX_CHOICES
 
 if TYPE_CHECKING:
     from rebind.models import LanguageModel
@@ -25,7 +26,7 @@ EXAMPLES = opt.examples(
 
 def ask(
     prompts: Annotated[list[str], opt.argument("PROMPTS", "One or more prompts.")],
-    top: Annotated[int, opt.value("N", "Show the N most likely next tokens.", min=1)] = 5,
+    top: Annotated[int, opt.value("N", "Show the N most likely next tokens.", min=1, max=MAX_CHOICES)] = 5,
     tokens: Annotated[int, opt.value("N", "Continue each prompt by at most N tokens.", min=1)] = 12,
     *,
     source: opt.EditorOptions,
@@ -62,7 +63,8 @@ def ask(
 
 def _answers(model: LanguageModel, prompts: Sequence[str], top: int, tokens: int) -> list[dict[str, Any]]:
     """Return the most likely next tokens and the continuation of each prompt."""
-    best = model.next_token_log_probs(prompts).topk(top)
+    shares = model.next_token_log_probs(prompts)
+    best = shares.topk(min(top, shares.shape[-1]))
     answers = []
     for ids, shares, text in zip(best.indices, best.values.exp(), model.generate(prompts, tokens), strict=True):
         choices = zip(ids.tolist(), shares.tolist(), strict=True)

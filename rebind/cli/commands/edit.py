@@ -19,6 +19,7 @@ from rebind.cli.ui import Phases, Terminal, tables
 from rebind.cli.ui.tables import last_words, one_line, seconds
 from rebind.edit.wording import percent
 from rebind.errors import InputError
+from rebind.limits import MAX_CONTEXTS
 from rebind.storage import check_replaceable
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ class SearchOptions:
     keep_weight: Annotated[
         float | None, search_value("X", "Weight of keeping other answers about the subject.", min=0)
     ] = None
-    contexts: Annotated[int | None, search_value("N", "Sample N contexts to put before the prompt.", min=0)] = None
+    contexts: Annotated[
+        int | None, search_value("N", "Sample N contexts to put before the prompt.", min=0, max=MAX_CONTEXTS)
+    ] = None
 
     def target_settings(self) -> dict[str, Any]:
         """Return the fields of `TargetSettings` that the options set."""

@@ -77,7 +77,8 @@ def as_rebind_error(problem: BaseException) -> RebindError:
         context = getattr(problem, "ctx", None)
         command = context.command_path if context else "rebind"
         return InputError(format_message(), advice=f"See `{command} --help`", code="usage")
-    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
+    is_cpu_full = type(problem) is RuntimeError and "can't allocate memory" in str(problem)
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or is_cpu_full:
         advice = "Use fewer facts at once, a smaller batch, model or dtype, or another device"
         return OutOfMemoryError("Out of memory", advice=advice)
     if isinstance(problem, OSError):

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rebind.edit.export.change import cpu_copy, require_changes, require_matching
 from rebind.errors import InputError
+from rebind.memory.checks import require_number
 from rebind.memory.low_rank import LowRank
 from rebind.models.experts import is_experts
 from rebind.models.sites import module_at
@@ -118,8 +119,9 @@ def fit_factors(
 ) -> tuple[dict[str, LowRank], int, dict[str, float]]:
     """Return the changes as float32 factors of one rank, the rank, and the error of each site."""
     require_changes(changes)
-    if rank is not None and rank < 1:
-        raise InputError(f"The rank is {rank}", expected="1 or more, or none to keep the whole change", code="bad_rank")
+    if rank is not None:
+        widths = [change.right.shape[-1] for change in changes.values()]  # a higher rank would be padding alone
+        require_number("rank", rank, least=1, most=max(*VLLM_RANKS, *widths), whole=True, code="bad_rank")
     require_matching(model, changes)
     for site in changes:
         if is_experts(module_at(model, site)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rebind.errors import InputError
+from rebind.limits import MAX_SEED, MAX_VOCABULARY
 from rebind.memory.checks import require_number, unknown_name
 from rebind.nn.lm.config import RebindConfig, preset
 from rebind.nn.parts.checks import require_positive
@@ -40,7 +41,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("source", "tokenizer"):
             _require(self, name, isinstance(getattr(self, name), str), "a text")
-        require_number("vocabulary", self.vocabulary, least=257, whole=True, code="invalid_vocabulary")
+        require_number(
+            "vocabulary", self.vocabulary, least=257, most=MAX_VOCABULARY, whole=True, code="invalid_vocabulary"
+        )
         fraction = self.validation_fraction
         require_number("validation_fraction", fraction, above=0.0, most=1.0, code="invalid_validation_fraction")
         _require(self, "validation_fraction", fraction < 1, "a number between 0 and 1")
@@ -115,7 +118,7 @@ class TrainConfig:
         counts = ("length", "batch_size", "accumulate", "steps", "evaluate_every", "save_every", "keep_checkpoints")
         require_positive(**{name: getattr(self, name) for name in (*counts, "log_every", "evaluate_tokens")})
         _require(self, "evaluate_tokens", self.evaluate_tokens > 1, "2 or more")
-        require_number("seed", self.seed, most=2**63 - 1, whole=True, code="invalid_seed")
+        require_number("seed", self.seed, most=MAX_SEED, whole=True, code="invalid_seed")
         if self.precision not in PRECISIONS:
             raise unknown_name("precision", self.precision, PRECISIONS)
         for name in self.model:

@@ -71,9 +71,7 @@ def evaluate(
     lam: opt.Lambda = None,
     steps: Annotated[int | None, opt.value("N", "Search each target for at most N steps.", min=1)] = None,
     skip_bad: opt.SkipBad = False,
-    seed: Annotated[
-        int, opt.value("N", "Random seed for contexts, generated texts and confidence intervals.", min=0)
-    ] = 0,
+    seed: Annotated[int, opt.seed_value("Random seed for contexts, generated texts and confidence intervals.")] = 0,
     *,
     questions: QuestionOptions,
     source: opt.ModelOptions,

@@ -13,6 +13,7 @@ from rebind.cli.ui.heatmap import heatmap
 from rebind.cli.ui.tables import counted, seconds
 from rebind.edit.wording import percent
 from rebind.errors import InputError
+from rebind.limits import MAX_DRAWS
 from rebind.storage import check_writable
 
 if TYPE_CHECKING:
@@ -38,12 +39,12 @@ def trace(
     limit: opt.Limit = None,
     predicted: Annotated[bool, opt.flag("--predicted", "Trace the model's own answer, right or wrong.")] = False,
     skip_bad: opt.SkipBad = False,
-    draws: Annotated[int, opt.value("N", "Average over N samples of noise.", min=1)] = 4,
+    draws: Annotated[int, opt.value("N", "Average over N samples of noise.", min=1, max=MAX_DRAWS)] = 4,
     noise: Annotated[float, opt.value("X", "Standard deviation of the noise, relative to the embeddings.")] = 3.0,
     window: Annotated[
         int | None, opt.value("N", "Restore N adjacent layers together.", default="depth / 5", min=1)
     ] = None,
-    seed: Annotated[int, opt.value("N", "Random seed for the noise.")] = 0,
+    seed: Annotated[int, opt.seed_value("Random seed for the noise.")] = 0,
     out: Annotated[Path | None, opt.value("DIR", "Write trace.png and trace.json into this folder.")] = None,
     base: Annotated[bool, opt.flag("--base", "Trace the base model, without the edits of its ledger.")] = False,
     *,

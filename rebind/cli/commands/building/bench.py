@@ -11,6 +11,7 @@ from rebind.cli import completion
 from rebind.cli import options as opt
 from rebind.cli.command import add_command, new_app
 from rebind.cli.ui import Phases, Terminal
+from rebind.limits import MAX_THREADS
 from rebind.storage import check_writable
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def scan(
     ] = None,
     rounds: Annotated[int, opt.value("N", "Time each implementation at most N times.", min=3)] = 30,
     seconds: Annotated[float, opt.value("X", "Spend about X seconds per column of the table.", min=0.1)] = 15.0,
-    threads: Annotated[int | None, opt.value("N", "Number of CPU threads.", default="torch's choice", min=1)] = None,
+    threads: Annotated[
+        int | None, opt.value("N", "Number of CPU threads.", default="torch's choice", min=1, max=MAX_THREADS)
+    ] = None,
     out: Annotated[Path, opt.value("DIR", "Folder for the results.")] = Path("runs/bench"),
     device: Annotated[str | None, opt.value("NAME", "Device: cpu, cuda or mps.", default="cuda, else cpu")] = None,
     dtype: Annotated[str | None, opt.value("NAME", "Dtype of the inputs.", default="bfloat16, CPU: float32")] = None,

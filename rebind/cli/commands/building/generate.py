@@ -29,7 +29,7 @@ def generate(
         float, opt.value("X", "Total probability of the tokens to sample from.", min=0.01, max=1.0)
     ] = 0.95,
     greedy: Annotated[bool, opt.flag("--greedy", "Always take the most likely token instead of sampling.")] = False,
-    seed: Annotated[int, opt.value("N", "Random seed for sampling.")] = 0,
+    seed: Annotated[int, opt.seed_value("Random seed for sampling.")] = 0,
     device: opt.Device = None,
     device_map: opt.DeviceMap = None,
     dtype: opt.Dtype = None,

@@ -14,6 +14,7 @@ from rebind.cli import options as opt
 from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.errors import FAILED_CHECK
 from rebind.cli.ui.tables import pairs, seconds, table
+from rebind.limits import MAX_SEEDS
 
 if TYPE_CHECKING:
     from rebind.lab.experiment import Experiment, Point
@@ -42,7 +43,7 @@ def lab(
         bool, opt.flag("--quick", "Run a small version that takes seconds; its curves already have the right shape.")
     ] = False,
     seeds: Annotated[
-        int | None, opt.value("N", "Number of seeds per point.", default="the experiment's", min=1)
+        int | None, opt.value("N", "Number of seeds per point.", default="the experiment's", min=1, max=MAX_SEEDS)
     ] = None,
     out: Annotated[Path | None, opt.value("DIR", "Folder for the results.", default="a new one in runs/")] = None,
     device: opt.Device = None,
