@@ -10,6 +10,7 @@ import torch
 from rebind.errors import InputError
 from rebind.models.language_model import LanguageModel
 from rebind.models.weights.fingerprint import fingerprint, fingerprint_of_files
+from rebind.storage import cache_dir, seal_json, write_json
 from tests.families import FAMILIES, HIDDEN
 from tests.support import raises
 from tests.tiny import save
@@ -73,6 +74,19 @@ def test_a_model_in_files_is_hashed_once(tiny, tmp_path, monkeypatch):
     save(tiny, tmp_path / "model")
     changed = LanguageModel.load(tmp_path / "model").fingerprint
     assert changed == fingerprint(tiny) != first
+
+
+@pytest.mark.parametrize("damage", ["altered", "cut", "forged"])
+def test_a_damaged_fingerprint_in_the_cache_is_computed_again(tiny, tmp_path, damage):
+    save(tiny, tmp_path / "model")
+    first = LanguageModel.load(tmp_path / "model").fingerprint
+    (file,) = (cache_dir() / "fingerprints").iterdir()
+    text = file.read_text()
+    if damage == "forged":
+        write_json(file, seal_json({"fingerprint": [first]}))
+    else:
+        file.write_text(text[:40] if damage == "cut" else text.replace(first, first[::-1]))
+    assert fingerprint_of_files(tiny, tmp_path / "model") == first
 
 
 def test_fingerprint_sees_dtype_and_not_layout_mode_or_gradients(tiny):

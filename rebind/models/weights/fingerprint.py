@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rebind.errors import InputError, StorageError
 from rebind.models.weights.placement import named_weights
-from rebind.storage import cache_dir, path_inside, read_json_object, write_json
+from rebind.storage import cache_dir, path_inside, read_sealed_json, seal_json, write_json
 
 FOLDER, VERSION = "fingerprints", 2  # increase the version when fingerprints change
 
@@ -45,12 +45,12 @@ def fingerprint(model: nn.Module) -> str:
 def fingerprint_of_files(model: nn.Module, folder: Path) -> str:
     """Return the fingerprint of a model that was just loaded from a folder: computed once, then read from the cache."""
     file = path_inside(cache_dir(), f"{FOLDER}/{_identity(model, folder)}.json")
-    stored = (read_json_object(file) or {}).get("fingerprint")
+    stored = (read_sealed_json(file) or {}).get("fingerprint")
     if isinstance(stored, str) and len(stored) == 64:
         return stored
     computed = fingerprint(model)
     with suppress(StorageError):  # without the cache only time is lost
-        write_json(file, {"fingerprint": computed})
+        write_json(file, seal_json({"fingerprint": computed}))
     return computed
 
 
