@@ -11,4 +11,5 @@ MAX_CONTEXTS = 1_000  # sampled to put before a prompt
 MAX_CHOICES = 1_000  # next tokens to show
 MAX_DRAWS = 1_000  # samples of noise that a trace averages over
 MAX_THREADS = 4_096
+MAX_SECONDS = 86_400  # of one measurement
 MAX_VOCABULARY = 1_000_000  # of a trained tokenizer: it allocates for all of them at once

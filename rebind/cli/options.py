@@ -173,7 +173,12 @@ def parse_names(text: str | None) -> tuple[str, ...] | None:
     >>> parse_names("start, chat")
     ('start', 'chat')
     """
-    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+    if text is None:
+        return None
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise InputError(f"{text!r} names nothing", expected="one or more, separated by commas", code="empty_list")
+    return names
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:

@@ -11,7 +11,7 @@ from rebind.cli import completion
 from rebind.cli import options as opt
 from rebind.cli.command import add_command, new_app
 from rebind.cli.ui import Phases, Terminal
-from rebind.limits import MAX_THREADS
+from rebind.limits import MAX_SECONDS, MAX_THREADS
 from rebind.storage import check_writable
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ def scan(
         ),
     ] = None,
     rounds: Annotated[int, opt.value("N", "Time each implementation at most N times.", min=3)] = 30,
-    seconds: Annotated[float, opt.value("X", "Spend about X seconds per column of the table.", min=0.1)] = 15.0,
+    seconds: Annotated[
+        float, opt.value("X", "Spend about X seconds per column of the table.", min=0.1, max=MAX_SECONDS)
+    ] = 15.0,
     threads: Annotated[
         int | None, opt.value("N", "Number of CPU threads.", default="torch's choice", min=1, max=MAX_THREADS)
     ] = None,
