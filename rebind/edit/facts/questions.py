@@ -26,7 +26,8 @@ PARAPHRASES, QUESTIONS = 4, 2  # per fact
 BE = "is|was|are|were"
 ADVERBIAL = re.compile(r"^(?P<adverbial>(?:at|in|on|during|after|before) [^,]+), *(?P<rest>.*)$", re.IGNORECASE)
 NOUN_PHRASE = re.compile(  # what may stand before the subject: "The", "The novel", "The color of a"
-    r"^(?:|an?|the(?: \w+)?|the (?P<noun>.+) (?P<preposition>of|in|for|by|from|on|to)(?: (?P<article>an?|the))?)$",
+    r"^(?:|an?|the(?: \w+)?|an? \w+ of"
+    r"|the (?P<noun>.+) (?P<preposition>of|in|for|by|from|on|to)(?: (?P<article>an?|the))?)$",
     re.IGNORECASE,
 )
 POSSESSIVE = re.compile(rf"^['’]s (?P<noun>.+?) (?=(?:{BE})\b)")
@@ -39,10 +40,20 @@ RELATIVE = re.compile(r"^(?:the|an?) .*?\b(?:that|which|who) (?P<verb>[a-z]+)\b 
 KIND = re.compile(
     r"^(?:the|an?) (?:(?!the )[\w ])*?\b(?P<rest>(?:\w+ed (?:to|by|in|at|on)|in|at|on|near|from)(?: the)?)$"
 )
-NAMED_NOUN = re.compile(r"^(?P<before>.*?)\bthe (?P<noun>\w+)(?: of)?$")
+NAMED_NOUN = re.compile(  # "from the English city of", "part of a mountain range called the"
+    r"^(?P<before>.*?)\b(?:the (?P<noun>\w+|\w+ \w+(?= of))(?: of)?"
+    r"|an? (?P<called>\w+(?: \w+)?) (?:called|named)(?: the)?)$"
+)
+PASSIVE = re.compile(r"^(?P<participle>\w+) by(?: (?:the|an?))?$")
+PERSON_NOUN = re.compile(
+    r"^the (?:\w+ ){0,2}?(?:man|woman|person|king|queen|monarch|president|minister|chancellor|leader|founder|author"
+    r"|inventor|director|owner|winner|wife|husband|mother|father|captain|coach|head|creator|composer)\b"
+)
+TO_PERSON = ("by", "attributed to", "credited to", "married to")  # what "who" replaces
 FILLER = re.compile(r"(?:^| )(?:the|an?|called|named|about|around|approximately|roughly)$")
 PLACE = re.compile(r"(?:^| )(?:in|at|on|near)$")
 NUMBER_WORD = r"\d[\d,.]*|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+COUNT = re.compile(rf"^(?:{NUMBER_WORD}) (?P<unit>[a-z]+)$")
 DATE = re.compile(r"^(?:\d{3,4}$|(?:January|February|March|April|May|June|July|August|September|October|November"
                   r"|December)\b)")  # fmt: skip
 PAST = {
@@ -52,6 +63,10 @@ PAST = {
     "took": "take", "began": "begin", "made": "make", "used": "use", "had": "have", "lost": "lose", "came": "come",
     "ended": "end", "landed": "land", "fell": "fall", "started": "start", "happened": "happen", "moved": "move",
     "sank": "sink", "met": "meet", "received": "receive", "sold": "sell", "led": "lead", "joined": "join",
+}  # fmt: skip
+PAST_OF_PARTICIPLE = {
+    "written": "wrote", "sung": "sang", "drawn": "drew", "taken": "took", "given": "gave", "shown": "showed",
+    "known": "knew", "chosen": "chose", "driven": "drove", "flown": "flew", "worn": "wore", "stolen": "stole",
 }  # fmt: skip
 
 
@@ -66,35 +81,54 @@ class OpenClause:
     auxiliary: str = ""  # with which a question begins; none: the verb itself
     infinitive: str = ""  # what a question has in place of a verb with an auxiliary
 
+    @property
+    def active(self) -> str:
+        """The verb and the noun of a clause in the passive voice: "painted the Mona Lisa"; empty for other clauses."""
+        passive = PASSIVE.match(self.rest)
+        if passive is None or self.verb not in ("was", "were"):
+            return ""
+        return f"{PAST_OF_PARTICIPLE.get(passive['participle'], passive['participle'])} {self.noun}"
+
     def question_word(self, target: str) -> tuple[str, str]:
         """Return the word that asks for the target, and the words up to the gap that it leaves over."""
-        rest = FILLER.sub("", FILLER.sub("", self.rest)).strip()
-        named = NAMED_NOUN.match(rest)
-        if named:
-            return f"what {named['noun']}", named["before"].strip()
+        if named := NAMED_NOUN.match(self.rest):
+            noun = named["called"] or named["noun"]
+            if noun in ("man", "woman", "person"):
+                return "who", named["before"].strip()
+            return f"what {noun if ' ' in noun else noun.lower()}", named["before"].strip()
+        rest = FILLER.sub("", self.rest).strip()
+        rest = rest if rest in ("called", "named") else FILLER.sub("", rest).strip()
         is_number, place = target[:1].isdigit(), PLACE.search(rest)
         if place and (DATE.match(target) or not is_number):
             return ("when" if DATE.match(target) else "where"), rest[: place.start()].strip()
         if rest.endswith("every"):
             return "how often", rest.removesuffix("every").strip()
+        if self.infinitive and not rest and (count := COUNT.match(target)):
+            return f"how many {count['unit']}", rest
         if rest.endswith("from") and (rest == "from" or self.infinitive == "come"):
             return "where", rest
-        return ("who" if rest.endswith("by") else "what"), rest
+        is_person = rest.endswith(TO_PERSON) or (not rest and PERSON_NOUN.match(self.noun))
+        return ("who" if is_person else "what"), rest
 
     def question(self, target: str) -> str:
         """Return the clause as a question: "Where was the Great Wall built?"."""
+        if self.active:
+            return self._sentence("who", self.active) + "?"
         word, rest = self.question_word(target)
         auxiliary, *tail = (self.auxiliary or self.verb).split()  # "has been" goes around the noun
-        words = (word, auxiliary, self.noun, *tail, self.infinitive, rest, self.adverbial)
-        return _sentence(words) + "?"
+        return self._sentence(word, auxiliary, self.noun, *tail, self.infinitive, rest) + "?"
 
     def indirect_question(self, target: str) -> str:
         """Return the clause as part of a polite question: "Do you know where the Great Wall was built?"."""
+        if self.active:
+            return self._sentence("do you know who", self.active) + "?"
         word, rest = self.question_word(target)
-        return _sentence(("Do you know", word, self.noun, self.verb, rest, self.adverbial)) + "?"
+        return self._sentence("do you know", word, self.noun, self.verb, rest) + "?"
 
     def cleft(self, target: str) -> str:
         """Return the clause with its gap at the end again: "The place where the Great Wall was built is"."""
+        if self.active:
+            return self._sentence("the one who", self.active, "was")
         word, rest = self.question_word(target)
         if not rest and not self.infinitive:
             return ""  # "What the Sun is is"
@@ -108,18 +142,22 @@ class OpenClause:
             word = "the one that"
         elif word != "what":
             return ""
-        be = "was" if self.verb == "was" else "is"
-        return _sentence((word, self.noun, self.verb, rest, self.adverbial, be))
+        return self._sentence(word, self.noun, self.verb, rest, "was" if self.verb == "was" else "is")
+
+    def _sentence(self, *words: str) -> str:
+        adverbial = f"{self.adverbial}," if self.adverbial else ""
+        return _sentence((adverbial, *words))
 
 
 def questions_of(fact: Fact) -> tuple[str, ...]:
     """Return questions that a fact answers; none where the prompt is neither in the catalog nor fits a pattern."""
     if fact.questions:
         return tuple(fact.questions)
-    relation = relation_of(fact)
+    relation, own = relation_of(fact), questions_from_grammar(fact)
     if relation is None or not relation.questions or "?" in fact.text:
-        return tuple(questions_from_grammar(fact))
-    return tuple(fill(question, fact) for question in relation.questions[:QUESTIONS])
+        return tuple(own)
+    listed = [fill(question, fact) for question in relation.questions]
+    return tuple(dict.fromkeys([*listed, *own]))[:QUESTIONS]
 
 
 def paraphrases_of(fact: Fact) -> tuple[str, ...]:
@@ -189,6 +227,8 @@ def _read_predicate(noun: str, after: str) -> OpenClause | None:
         if relative := RELATIVE.match(clause.rest):
             return _lexical(noun, relative["verb"], relative["rest"]) or clause
         kind = KIND.match(clause.rest)
+        if kind and kind["rest"].endswith("by"):  # "is a program developed by"
+            return replace(clause, verb="was", rest=kind["rest"])
         return replace(clause, rest=kind["rest"]) if kind else clause
     if match := PARTICIPLE.match(after):
         return OpenClause(noun, "was", match["rest"])
@@ -212,7 +252,7 @@ def _lexical(noun: str, verb: str, rest: str) -> OpenClause | None:
     if verb.endswith("s") and len(verb) > 2 and not verb.endswith("ss"):
         return OpenClause(noun, verb, rest, auxiliary="does", infinitive=_infinitive(verb))
     if plural and not verb.endswith("ed"):
-        return OpenClause(noun, verb, rest, auxiliary="do", infinitive=verb)
+        return OpenClause(noun[0].lower() + noun[1:], verb, rest, auxiliary="do", infinitive=verb)
     return None
 
 

@@ -176,7 +176,7 @@ RELATIONS = (
         (),
         ("The sport that {} plays is", "{} became famous by playing", "{} is a star of", "Fans of {} love the game of",
          "{} has trained every day of the year for"),
-        r"\bsports?\b|\{\}.* (?:is|was|plays|played) (?:a )?professional(?:ly)?$",
+        r"\bplay\w*\b.*\bsports?\b|\bsport.*\bplay|\{\}.* (?:is|was|plays|played) (?:a )?professional(?:ly)?$",
         ("What sport does {} play?", "Which sport is {} known for?"),
     ),
     Relation(
@@ -260,7 +260,7 @@ RELATIONS = (
     Relation(
         ORGANIZATION,
         ("{} was founded in the year", "{} has existed since", "The year in which {} was started is"),
-        r"founded|established|formed|started|created|launched",
+        r"founded|established|formed",
         ("When was {} founded?", "In what year was {} founded?"),
         True,
     ),
@@ -358,7 +358,7 @@ RELATIONS = (
         PRODUCT,
         ("{} is made by the company", "The maker of {} is", "{} is a product of", "{} was developed by",
          "The company behind {} is", "{} is built and sold by"),
-        r"(?:made|produced|manufactured|developed|built|designed|sold|created|released|published|distributed) by"
+        r"(?:made|produced|manufactured|developed|sold|released|distributed) by"
         r"|product of|manufacturer|maker|developer",
         ("Who makes {}?", "Who is the maker of {}?", "Who developed {}?"),
     ),
@@ -406,10 +406,9 @@ RELATIONS = (
     ),
     Relation(
         (),
-        ("The year of {} was", "In the history books, {} stands beside the year", "People remember {} as an event of",
-         "The date of {} was some day in"),
-        r"\b(?:in|year|of|since)$",
-        ("In what year was {}?",),
+        ("The year of {} was", "{} happened in the year", "People remember {} as an event of"),
+        r"(?:took place|happened|occurred) in\b|(?:year|date) of \{\}",
+        ("In what year did {} take place?", "When did {} happen?"),
         True,
     ),
 )  # fmt: skip
