@@ -102,4 +102,9 @@ def kept_together(facts: Sequence[Fact], about: Sequence[SubjectPrompts]) -> Sub
     own = [[text for text in one.kept if text not in fact.keep] for fact, one in zip(facts, about, strict=True)]
     shared = [text for text in own[0] if all(text in texts for texts in own)]
     user = [text for fact in facts for text in fact.keep]
-    return SubjectPrompts(about[0].kind, tuple(dict.fromkeys([*user, *shared])), about[0].held_out)
+    openings = {
+        question: min((one.openings.get(question, "") for one in about), key=len) for question in about[0].openings
+    }
+    openings = {question: words for question, words in openings.items() if words}  # none of them says an old target
+    kept = tuple(dict.fromkeys([*user, *shared]))
+    return SubjectPrompts(about[0].kind, kept, about[0].held_out, openings=openings)

@@ -5,13 +5,14 @@ The kind of the subject is read off the model, the prompts come from a catalog o
 the new target is the changed relation in other words, and is left out.
 
 In a chat the assistant answers in words of its own. Where these lead up to the old target, the fact is searched for
-behind the same words.
+behind the same words. And where the user asks about the subject in general, the first words of the answer stay: a model
+that begins to talk about something else says the new target of that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -28,6 +29,8 @@ from rebind.models.prompts import EncodedPrompt, Prompt
 WORDINGS = 2  # of a relation that are kept, at most
 AT_ONCE = 512  # prompts whose next tokens are read together
 LEAD_TOKENS, OLD_TOKENS = 32, 6  # of the answer in a chat, and after the bare prompt
+GENERAL_QUESTIONS = ("Tell me about {}.", "What do you know about {}?")  # asked in a chat
+OPENING_TOKENS = 10  # of the answer to a general question, which stay
 OLD_TARGET = re.compile(r"\s*[^.,;:!?\n]*")  # the first words of a continuation
 # A kept prompt must not have the old or the new target among this many first choices. Where the catalog knows which
 # relation changes, the others are told apart by it, and only those that the target itself would answer are left out.
@@ -42,6 +45,7 @@ class SubjectPrompts:
     kept: tuple[str, ...]  # searched with
     held_out: tuple[str, ...]  # only asked afterwards
     leads: Mapping[str, str] = field(default_factory=dict)  # question → the assistant's words before the old target
+    openings: Mapping[str, str] = field(default_factory=dict)  # general question → the first words of the answer
 
 
 def subject_prompts(model: LanguageModel, facts: Sequence[Fact], *, chat: bool = False) -> list[SubjectPrompts]:
@@ -49,7 +53,8 @@ def subject_prompts(model: LanguageModel, facts: Sequence[Fact], *, chat: bool =
 
     With `chat`, the model also answers the questions of each fact in its chat template.
     """
-    leads = answer_leads(model, facts) if chat else [{} for _ in facts]
+    silence: list[dict[str, str]] = [{} for _ in facts]
+    leads, openings = chat_answers(model, facts) if chat else (silence, silence)
     kinds = subject_kinds(model, [fact.subject for fact in facts])
     listed = [_other_relations(fact, kind) for fact, kind in zip(facts, kinds, strict=True)]
     texts = [text for fact, own in zip(facts, listed, strict=True) for text in (fact.text, *chain(*own))]
@@ -59,19 +64,19 @@ def subject_prompts(model: LanguageModel, facts: Sequence[Fact], *, chat: bool =
         for targets in ([fact.target for fact in facts], [fact.old or fact.target for fact in facts])
     )
     prompts = []
-    for fact, kind, own, lead, *targets in zip(facts, kinds, listed, leads, new, old, strict=True):
+    for index, (fact, kind, own) in enumerate(zip(facts, kinds, listed, strict=True)):
         first = next(best)[0]
-        avoid = {prompt.target[0] for prompt in targets} | (set() if fact.old else {first})
+        avoid = {new[index].target[0], old[index].target[0]} | (set() if fact.old else {first})
         # Many prompts might be followed by the first digit of a number, so it says little there.
         rivals = RIVALS if relation_of(fact) is None and not fact.target[:1].isdigit() else RIVALS_OF_KNOWN
         kept, held_out = list(fact.keep), []
-        for index, wordings in enumerate(own):
+        for place, wordings in enumerate(own):
             usable = [text for text in wordings if not avoid & set(next(best)[:rivals])]
-            if index % HELD_OUT == HELD_OUT - 1:
+            if place % HELD_OUT == HELD_OUT - 1:
                 held_out += usable[:1]
             else:
                 kept += usable
-        prompts.append(SubjectPrompts(kind, tuple(kept), tuple(held_out), lead))
+        prompts.append(SubjectPrompts(kind, tuple(kept), tuple(held_out), leads[index], openings[index]))
     return prompts
 
 
@@ -86,13 +91,19 @@ def encode_kept(
     model: LanguageModel, facts: Sequence[Fact], about: Sequence[SubjectPrompts]
 ) -> list[tuple[EncodedPrompt, ...]]:
     """Encode the prompts to keep, with the subject marked; those without a usable mention of it are left out."""
-    marked = [
-        [replace(prompt, target="") for text in one.kept if (prompt := mark_subject(text, fact)) is not None]
-        for fact, one in zip(facts, about, strict=True)
-    ]
+    marked = []
+    for fact, one in zip(facts, about, strict=True):
+        texts = [(text, "") for text in one.kept] + [(question, words) for question, words in one.openings.items()]
+        prompts = [(mark_subject(text, fact), words) for text, words in texts]
+        marked.append([_to_keep(prompt, words) for prompt, words in prompts if prompt is not None])
     encoded = iter(model.encode([prompt for prompts in marked for prompt in prompts]))
     usable = [[without_sink(next(encoded)) for _ in prompts] for prompts in marked]
     return [tuple(prompt for prompt in prompts if prompt is not None) for prompts in usable]
+
+
+def _to_keep(prompt: Prompt, opening: str) -> Prompt:
+    """Return a prompt whose next token stays or, with an opening, a conversation in which these words stay."""
+    return replace(prompt, text=opening, target="", question=prompt.text) if opening else replace(prompt, target="")
 
 
 def encode_protected(
@@ -109,23 +120,39 @@ def encode_protected(
     return [tuple(next(encoded) for _ in prompts) for prompts in marked]
 
 
-def answer_leads(model: LanguageModel, facts: Sequence[Fact]) -> list[dict[str, str]]:
-    """Return, for each question of each fact, the words with which the model leads up to the old target in a chat.
+def chat_answers(model: LanguageModel, facts: Sequence[Fact]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return, for each fact, the words that the model says in a chat before the old target.
 
-    Questions that the model answers without the old target are left out. Where the user did not give the old target,
-    it is what the model says after the bare prompt.
+    The first are the words that lead up to the old target, by question of the fact; questions that the model answers
+    without the old target are left out. The second are the openings of its answers to general questions about the
+    subject. Where the user did not give the old target, it is what the model says after the bare prompt.
     """
     bare = model.encode([Prompt(fact.text) for fact in facts if not fact.old])
     said = iter(model.generate_encoded(bare, OLD_TOKENS))
     old = [fact.old or OLD_TARGET.match(next(said))[0] for fact in facts]  # type: ignore[index]
-    asked = [(index, question) for index, fact in enumerate(facts) for question in questions_of(fact)]
-    encoded = model.encode([Prompt("", question=question) for _, question in asked])
     leads: list[dict[str, str]] = [{} for _ in facts]
-    for (index, question), answer in zip(asked, model.generate_encoded(encoded, LEAD_TOKENS), strict=True):
+    for index, question, answer in _ask_in_chat(model, map(questions_of, facts), LEAD_TOKENS):
         place = _find_answer(answer, old[index])
         if place is not None:
             leads[index][question] = answer[:place].strip()
-    return leads
+    general = [[fill(question, fact) for question in GENERAL_QUESTIONS] for fact in facts]
+    openings: list[dict[str, str]] = [{} for _ in facts]
+    for index, question, answer in _ask_in_chat(model, general, OPENING_TOKENS):
+        places = [_find_answer(answer, target) for target in (old[index], facts[index].target)]
+        words = answer[: min((place for place in places if place is not None), default=None)].strip()
+        if words:
+            openings[index][question] = words
+    return leads, openings
+
+
+def _ask_in_chat(
+    model: LanguageModel, questions: Iterable[Sequence[str]], tokens: int
+) -> Iterator[tuple[int, str, str]]:
+    """Yield (index of the fact, question, answer) for the questions of every fact."""
+    asked = [(index, question) for index, own in enumerate(questions) for question in own]
+    encoded = model.encode([Prompt("", question=question) for _, question in asked])
+    for (index, question), answer in zip(asked, model.generate_encoded(encoded, tokens), strict=True):
+        yield index, question, answer
 
 
 def _find_answer(text: str, target: str) -> int | None:

@@ -3,7 +3,8 @@
     mean over the framings of a fact, and over the prompts of each, of the target's negative log-likelihood
       + end · mean over them of −log P(the word ends behind the target)
       + keep · mean over kept prompts of √p₀ · max(0, log p₀ − log p) of the next token
-      + keep · the same over the words with which the assistant begins its answer
+      + keep · the same over the words with which the assistant begins its answer, to the questions of the fact and
+        to general ones
       + kl · KL(original ‖ edited) of the next token at the subject of the bare prompt
       + decay · ‖δ‖ / ‖h₀‖²
 
@@ -59,7 +60,9 @@ class FactPrompts:
     """The prompts that a fact is searched with, as tokens. The first of `prompts` is the bare one."""
 
     prompts: tuple[EncodedPrompt, ...]  # the target follows each of them
-    kept: tuple[EncodedPrompt, ...] = ()  # about the same subject: the next token should stay
+    kept: tuple[
+        EncodedPrompt, ...
+    ] = ()  # about the same subject: the next token, or the assistant's words, should stay
     ends_word: bool = False  # whether the target ends with a word, which the next token could continue
     framings: tuple[str, ...] = ()  # of each prompt; none: all prompts count alike
     protected: tuple[EncodedPrompt, ...] = ()  # about other subjects: a write should leave their keys alone
@@ -70,6 +73,10 @@ class FactPrompts:
         names = self.framings or ("",) * len(self.prompts)
         size = Counter(names)
         return [1 / (len(size) * size[name]) for name in names]
+
+    def alike(self, prompt: EncodedPrompt) -> int:
+        """Return how many kept prompts are conversations, or are not, as this one: each group counts as much."""
+        return sum((other.answer is None) is (prompt.answer is None) for other in self.kept)
 
     @property
     def target(self) -> tuple[int, ...]:
@@ -177,8 +184,11 @@ def prepare_batches(
             draft.owner.append(index)
             draft.mentions += [(row, mention - start) for mention in prompt.mentions]
             last = len(prompt.ids) - 1 - start  # the last token of the prompt, in the suffix
+            words = range(max((prompt.answer or len(prompt.ids)) - 1, start), len(prompt.ids) - 1)  # of an assistant
             if not says:
-                draft.kept.append((row, last, settings.keep / len(fact.kept), 0))
+                kept = [word - start for word in words] or [last]
+                share = settings.keep / (len(kept) * fact.alike(prompt))
+                draft.kept += [(row, token, share, 0) for token in kept]
                 continue
             share = shares[place]
             draft.said += [(row, last + step, share / len(target), token) for step, token in enumerate(target)]
@@ -186,7 +196,6 @@ def prepare_batches(
                 draft.ends.append((row, last + len(target), share * settings.end, 0))
             if place == 0:
                 draft.subject.append((row, prompt.subject_last - start, settings.kl, 0))
-            words = range(max((prompt.answer or len(prompt.ids)) - 1, start), len(prompt.ids) - 1)
             draft.kept += [(row, word - start, settings.keep / (len(words) * chats), 0) for word in words]
     return [draft.run(trunk, layer, search_trunk) for _, draft in sorted(drafts.items())]
 

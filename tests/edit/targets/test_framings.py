@@ -10,7 +10,14 @@ import pytest
 from rebind.edit.facts import Fact
 from rebind.edit.facts.relations import PROTECTED_SUBJECTS, RELATIONS, fill, relation_of
 from rebind.edit.targets.framings import applicable_framings, encode_framings, framed_prompts, warn_of_sinks
-from rebind.edit.targets.kept import LEAD_TOKENS, RIVALS_OF_KNOWN, encode_kept, encode_protected, subject_prompts
+from rebind.edit.targets.kept import (
+    LEAD_TOKENS,
+    OPENING_TOKENS,
+    RIVALS_OF_KNOWN,
+    encode_kept,
+    encode_protected,
+    subject_prompts,
+)
 from rebind.errors import FactWarning, InputError
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
@@ -167,3 +174,26 @@ def test_a_lead_is_what_the_assistant_says_before_the_old_target():
     (silent,) = subject_prompts(model, [replace(FACT, old="zebra")], chat=True)
     assert not silent.leads
     assert not subject_prompts(model, [fact])[0].leads
+
+
+def test_an_opening_is_what_the_assistant_says_of_the_subject_before_an_old_or_new_target():
+    model = language_model()
+    question = "Tell me about France."
+    answer = model.generate_encoded(model.encode([Prompt("", question=question)]), OPENING_TOKENS)[0]
+    (about,) = subject_prompts(model, [replace(FACT, old="zebra")], chat=True)
+    assert about.openings[question] == answer.strip()
+    word = next(word for word in re.findall(r"\w{4,}", answer) if not answer.startswith(word))
+    for changed in (replace(FACT, old=word), replace(FACT, old="zebra", target=word)):
+        (cut,) = subject_prompts(model, [changed], chat=True)
+        assert cut.openings[question] == answer[: re.search(rf"\b{word}\b", answer).start()].strip()
+    assert not subject_prompts(model, [FACT])[0].openings, "only a chat has them"
+
+
+def test_an_opening_is_kept_word_by_word():
+    model = language_model()
+    (about,) = subject_prompts(model, [FACT], chat=True)
+    (kept,) = encode_kept(model, [FACT], [about])
+    spoken = [prompt for prompt in kept if prompt.answer is not None]
+    words = [model.tokenizer.decode(prompt.ids[prompt.answer :]).strip() for prompt in spoken]
+    assert words == list(about.openings.values())
+    assert len(kept) - len(spoken) == len(about.kept)

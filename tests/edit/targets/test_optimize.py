@@ -58,6 +58,8 @@ def make_fact(seed: int, target: int, *prompts: tuple[int, ...], kept: tuple[tup
     ]
     if len(kept) > 1:  # a chat: the answer begins behind the first mention
         encoded[1] = replace(encoded[1], answer=encoded[1].mentions[0] + 2)
+    if len(kept) > 2:  # the opening of an answer to a general question
+        encoded[-1] = replace(encoded[-1], answer=encoded[-1].mentions[0] + 2)
     framings = ("start", *("text",) * (len(prompts) - 1)) if seed % 3 == 0 else ()
     said, others = tuple(encoded[: len(prompts)]), tuple(encoded[len(prompts) :])
     return FactPrompts(said, others, ends_word=seed % 2 == 0, framings=framings)
@@ -69,6 +71,7 @@ FACTS = [
     make_fact(2, 2, (4, 3)),  # the prompt ends with the subject
     make_fact(3, 1, (9, 2), (13, 6), (10, 3), (12, 5), kept=((6, 4),)),
     make_fact(4, 4, (7, 6), (9, 8)),
+    make_fact(6, 2, (6, 3), (8, 2), kept=((5, 2), (6, 1), (9, 2))),
 ]
 WORD_PARTS = torch.arange(VOCAB) % 3 == 0
 
@@ -129,14 +132,17 @@ def reference(trunk: Trunk, fact: FactPrompts, settings: TargetSettings) -> tupl
             if fact.ends_word:
                 ends = said[-1].exp()[~WORD_PARTS].sum()
                 loss = loss - share * settings.end * ends.log()
-        for prompt in fact.kept:
+        bare_kept = [prompt for prompt in fact.kept if prompt.answer is None]
+        openings = [prompt for prompt in fact.kept if prompt.answer is not None]
+        for prompt in bare_kept:
             before, now = answers(prompt, delta)
-            loss = loss + settings.keep * lost(before[-1], now[-1]) / len(fact.kept)
+            loss = loss + settings.keep * lost(before[-1], now[-1]) / len(bare_kept)
         chats = [prompt for prompt in fact.prompts if prompt.answer is not None]
-        for prompt in chats:
-            before, now = answers(prompt, delta)
-            words = [lost(before[at], now[at]) for at in range(prompt.answer - 1, len(prompt.ids) - 1)]
-            loss = loss + settings.keep * torch.stack(words).mean() / len(chats)
+        for group in (chats, openings):
+            for prompt in group:
+                before, now = answers(prompt, delta)
+                words = [lost(before[at], now[at]) for at in range(prompt.answer - 1, len(prompt.ids) - 1)]
+                loss = loss + settings.keep * torch.stack(words).mean() / len(group)
         if loss < settings.enough or step == settings.steps - 1:
             break
         adam.zero_grad()
@@ -215,7 +221,7 @@ def test_groups_change_nothing(budget):
     for got, expected in zip(targets.tensors(), family_targets("llama").tensors(), strict=True):
         assert_close(got.double(), expected.double(), 1e-8)
     assert sorted(index for indices, _ in groups for index in indices) == list(range(len(FACTS)))
-    assert len(groups) == {1: 5, 10_000: 1}.get(budget, len(groups))
+    assert len(groups) == {1: len(FACTS), 10_000: 1}.get(budget, len(groups))
     for indices, part in groups:
         assert_close(part.states, targets.states[indices], 0.0)
         rows = sum(FACTS[index].size[0] for index in indices)
