@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.everyday import SAID, EverydayFact, answers, judge, summarize
+from benchmarks.everyday import FILES, SAID, EverydayFact, answers, judge, summarize
 from benchmarks.report import RESULTS
 from rebind.bench.measure import machine
 from rebind.edit import Editor, Fact, TargetSettings
@@ -289,7 +289,7 @@ def known_facts(editor: Editor, path: Path, n: int) -> list[Fact]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--split", default="held", choices=["tune", "held", "dev", "all", "fresh"])
+    parser.add_argument("--split", default="held", choices=["tune", "held", "dev", "all", *FILES])
     parser.add_argument("--limit", type=int, help="write only the first of the everyday facts")
     parser.add_argument("--variants", nargs="*", default=["default"], help=f"some of: {'; '.join(VARIANTS)}; or all")
     parser.add_argument("--facts", type=Path, help="a CounterFact file")
