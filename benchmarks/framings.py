@@ -138,12 +138,14 @@ class Bench:
             module = module_at(self.model.model, name)
             write_memory(module, Write(*(part.double() for part in write.tensors())).apply(memory_of(module).double()))
 
-    def singles(self, variant: Variant) -> dict[str, Any]:
-        """Write each everyday fact alone, and judge what the model says then."""
+    def singles(self, variant: Variant) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Write each everyday fact alone, and judge what the model says then: the shares, and all answers."""
         edited = self.dense_edits(variant) if variant.method == "dense" else self.weight_edits(variant)
         texts = [answers(self.model, [one])[0] for one, _ in zip(self.everyday, edited, strict=False)]
         edited.close()
-        return summarize([judge(*row) for row in zip(self.everyday, self.before, texts, strict=True)])
+        rows = list(zip(self.everyday, self.before, texts, strict=True))
+        answered = [{"prompt": one.fact.text, "before": before, "after": after} for one, before, after in rows]
+        return summarize([judge(*row) for row in rows]), answered
 
     def weight_edits(self, variant: Variant) -> Generator[None]:
         """Put each everyday fact into the weights, until the next one is asked for."""
@@ -306,10 +308,11 @@ def main() -> None:
     content: dict[str, Any] = {"machine": machine(), "split": options.split, "facts": len(everyday)}
     content["rows"] = []
     for name in VARIANTS if options.variants == ["all"] else options.variants:
-        row: dict[str, Any] = {"variant": name, "alone": bench.singles(VARIANTS[name])}
+        shares, answered = bench.singles(VARIANTS[name])
+        row: dict[str, Any] = {"variant": name, "alone": shares}
         if facts:
             row["together"] = {str(n): bench.together(VARIANTS[name], n) for n in options.n}
-        content["rows"].append(row)
+        content["rows"].append(row | {"answers": answered})
         print(json.dumps(row), flush=True)
         write_json(options.out, content)
     print("\n| variant | " + " | ".join(content["rows"][0]["alone"]) + " |")
