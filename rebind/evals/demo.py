@@ -131,13 +131,13 @@ def run_demo(editor: Editor, targets: TargetSettings | None = None) -> DemoRepor
 
 def _ask(editor: Editor) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """Ask everything; return titles, prompts and answers."""
-    asked = []
+    rows = []
     for framing, title in FRAMINGS.items():
         if framing in editor.framings:
             free = [one for own in free_answers(editor.language_model, FACTS, [framing]) for one in own]
             first_sentences = [re.split(r"(?<=[.!?])\s", one.answer.strip())[0] for one in free]
-            asked.append((title, tuple(one.prompt for one in free), tuple(first_sentences)))
-    return asked + [(title, prompts, _first_words(editor, prompts)) for title, prompts in PROMPTS.items()]
+            rows.append((title, tuple(one.prompt for one in free), tuple(first_sentences)))
+    return rows + [(title, prompts, _first_words(editor, prompts)) for title, prompts in PROMPTS.items()]
 
 
 def _first_words(editor: Editor, prompts: Sequence[str]) -> tuple[str, ...]:

@@ -30,10 +30,10 @@ def require_text(name: str, value: object) -> None:
     label = name[:1].upper() + name[1:]
     if not isinstance(value, str):
         try:
-            shown = f"{value!r:.60} "
+            description = f"{value!r:.60} "
         except RecursionError:  # deeply nested lists
-            shown = ""
-        raise InputError(f"{label} is {shown}({type(value).__name__})", expected="a string", code="not_text")
+            description = ""
+        raise InputError(f"{label} is {description}({type(value).__name__})", expected="a string", code="not_text")
     if not value.strip():
         raise InputError(f"{label} is {value!r}", expected="text that is not empty", code="empty_text")
     try:

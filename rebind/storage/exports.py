@@ -83,9 +83,9 @@ def check_replaceable(path: str | Path, *, kind: str, overwrite: bool = False) -
             code="folder_not_empty",
         )
     if others := [name for name in names if name not in own_names]:
-        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        listing = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         raise InputError(
-            f"{path} holds files besides the export: {shown}",
+            f"{path} holds files besides the export: {listing}",
             advice="Move them elsewhere, or choose another folder",
             code="other_files_in_export",
         )

@@ -48,10 +48,10 @@ def said_by_fact(model: LanguageModel, facts: Sequence[Fact], framings: Iterable
     """Return, for every fact, whether the model says it after each of its prompts in each of the framings."""
     said: list[list[bool]] = [[] for _ in facts]
     for framing in framings:
-        asked = [(index, prompt) for index, fact in enumerate(facts) for prompt in framed_prompts(fact, framing)]
+        prompts = [(index, prompt) for index, fact in enumerate(facts) for prompt in framed_prompts(fact, framing)]
         context = TEXT if framing == "text" else ""
-        encoded = model.encode([prompt for _, prompt in asked], context=context, start=framing != "plain")
-        for (index, _), score in zip(asked, model.score_encoded(encoded), strict=True):
+        encoded = model.encode([prompt for _, prompt in prompts], context=context, start=framing != "plain")
+        for (index, _), score in zip(prompts, model.score_encoded(encoded), strict=True):
             said[index].append(score.exact)
     return said
 

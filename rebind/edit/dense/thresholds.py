@@ -80,8 +80,8 @@ def nearest_strangers(keys: Tensor, subject: Tensor, strangers: Sequence[Tensor]
     nearest, size = [], max(1, AT_ONCE // max(len(rows) for rows in (keys, *strangers)))
     for part, own in zip(keys.split(size), subject.split(size), strict=True):
         others = (part @ keys.mT).masked_fill(own.unsqueeze(-1) == subject, -1.0)
-        found = [others.max(-1).values, *((part @ rows.mT).max(-1).values for rows in strangers if len(rows))]
-        nearest.append(torch.stack(found).max(0).values)
+        similarities = [others.max(-1).values, *((part @ rows.mT).max(-1).values for rows in strangers if len(rows))]
+        nearest.append(torch.stack(similarities).max(0).values)
     return torch.cat(nearest)
 
 

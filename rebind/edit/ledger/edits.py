@@ -157,10 +157,10 @@ class EditSequence(Sequence[Edit]):
         if self.source is not None:
             own = self.source.table.rows["token"]
             rows = {own[row].tobytes(): int(row) for row in np.flatnonzero(np.isin(own[:, 0], tokens[:, 0]))}
-        wanted = [token.tobytes() for token in tokens]
-        if any(token not in known and token not in rows for token in wanted):
+        keys = [token.tobytes() for token in tokens]
+        if any(token not in known and token not in rows for token in keys):
             return None
-        return [known[token] if token in known else self._read([rows[token]])[0] for token in wanted]
+        return [known[token] if token in known else self._read([rows[token]])[0] for token in keys]
 
     @property
     def ids(self) -> list[str]:

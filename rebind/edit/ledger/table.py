@@ -163,6 +163,6 @@ class EditTable:
             self._order = np.argsort(mentions["key"], kind="stable")
         ordered = mentions[self._order]["key"] if len(self._order) else np.zeros(0, "<u8")
         first, last = (np.searchsorted(ordered, wanted, side=side) for side in ("left", "right"))
-        found = [self._order[begin:end] for begin, end in zip(first, last, strict=True) if end > begin]
+        ranges = [self._order[begin:end] for begin, end in zip(first, last, strict=True) if end > begin]
         rest = np.flatnonzero(np.isin(mentions["key"][len(self._order) :], wanted)) + len(self._order)
-        return np.unique(mentions["row"][np.concatenate([*found, rest]).astype(np.int64)]).astype(np.int64)
+        return np.unique(mentions["row"][np.concatenate([*ranges, rest]).astype(np.int64)]).astype(np.int64)

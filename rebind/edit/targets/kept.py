@@ -149,9 +149,9 @@ def _ask_in_chat(
     model: LanguageModel, questions: Iterable[Sequence[str]], tokens: int
 ) -> Iterator[tuple[int, str, str]]:
     """Yield (index of the fact, question, answer) for the questions of every fact."""
-    asked = [(index, question) for index, own in enumerate(questions) for question in own]
-    encoded = model.encode([Prompt("", question=question) for _, question in asked])
-    for (index, question), answer in zip(asked, model.generate_encoded(encoded, tokens), strict=True):
+    rows = [(index, question) for index, own in enumerate(questions) for question in own]
+    encoded = model.encode([Prompt("", question=question) for _, question in rows])
+    for (index, question), answer in zip(rows, model.generate_encoded(encoded, tokens), strict=True):
         yield index, question, answer
 
 

@@ -60,9 +60,7 @@ class FactPrompts:
     """The prompts that a fact is searched with, as tokens. The first of `prompts` is the bare one."""
 
     prompts: tuple[EncodedPrompt, ...]  # the target follows each of them
-    kept: tuple[
-        EncodedPrompt, ...
-    ] = ()  # about the same subject: the next token, or the assistant's words, should stay
+    kept: tuple[EncodedPrompt, ...] = ()  # about the same subject: the next token or the assistant's words stay
     ends_word: bool = False  # whether the target ends with a word, which the next token could continue
     framings: tuple[str, ...] = ()  # of each prompt; none: all prompts count alike
     protected: tuple[EncodedPrompt, ...] = ()  # about other subjects: a write should leave their keys alone
@@ -186,9 +184,9 @@ def prepare_batches(
             last = len(prompt.ids) - 1 - start  # the last token of the prompt, in the suffix
             words = range(max((prompt.answer or len(prompt.ids)) - 1, start), len(prompt.ids) - 1)  # of an assistant
             if not says:
-                kept = [word - start for word in words] or [last]
-                share = settings.keep / (len(kept) * fact.alike(prompt))
-                draft.kept += [(row, token, share, 0) for token in kept]
+                places = [word - start for word in words] or [last]
+                share = settings.keep / (len(places) * fact.alike(prompt))
+                draft.kept += [(row, token, share, 0) for token in places]
                 continue
             share = shares[place]
             draft.said += [(row, last + step, share / len(target), token) for step, token in enumerate(target)]

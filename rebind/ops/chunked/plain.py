@@ -31,9 +31,9 @@ def gradients(inputs: ScanInputs, d_out: Tensor, d_final: Tensor | None) -> Grad
         results, slopes = list(chunk_form(inputs.with_tensors(leaves))), [d_out, d_final]
         if d_final is None or not results[1].requires_grad:  # no token wrote, and there was no state
             del results[1], slopes[1]
-        wanted = [x for x in leaves if x is not None]
+        sources = [x for x in leaves if x is not None]
         grads = torch.autograd.grad(
-            results, wanted, slopes, create_graph=True, allow_unused=True, materialize_grads=True
+            results, sources, slopes, create_graph=True, allow_unused=True, materialize_grads=True
         )
     computed = iter(grads)
     return tuple(None if x is None else next(computed) for x in leaves)

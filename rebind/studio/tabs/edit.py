@@ -92,8 +92,8 @@ def write_fact(
     after, drift = ask_about(model, fact, about, editor.framings), editor.drift()
     seconds = {"asking": asked - began + time.perf_counter() - written, "writing": written - asked}
     left, right = fact.parts
-    shown = {"before": left, "subject": fact.subject, "after": right, "text": fact.text, "target": fact.target}
-    return {"edit": _summary(edit), "fact": shown, "drift": asdict(drift), "seconds": seconds, **compare(before, after)}
+    parts = {"before": left, "subject": fact.subject, "after": right, "text": fact.text, "target": fact.target}
+    return {"edit": _summary(edit), "fact": parts, "drift": asdict(drift), "seconds": seconds, **compare(before, after)}
 
 
 def _summary(edit: Edit) -> dict[str, Any]:
