@@ -10,7 +10,10 @@ too; the share among the others is reported beside.
 library's catalog of relations and questions, and checked them on the base model alone, never on an edited one. They
 have since helped to choose settings. `data/everyday-second.jsonl` has 39 facts made in the same way, the split
 "second". The base model says their old targets after the prompt, after the paraphrase and in the chat: an edit can
-hardly be recalled where the old fact is not. For other splits, the share among such prompts is reported beside.
+hardly be recalled where the old fact is not. For other splits, the share among such prompts is reported beside. Its
+author did not check the prompts about the same subject, and the base model is often unsure of them (the median
+probability of its first choice is .40, in the other sets .72 to .76), so the share among those that it is sure of is
+reported as well.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from rebind.models.prompts import EncodedPrompt, Prompt
 DATA = Path(__file__).parent / "data" / "everyday.jsonl"
 FILES = {split: DATA.with_name(f"everyday-{split}.jsonl") for split in ("fresh", "second")}  # other splits: DATA
 SAID = ("start", "plain", "paraphrase", "chat", "paragraph")
+SURE = 0.5  # the probability from which a first choice of the base model is more than a guess
 TOKENS, CHAT_TOKENS = 24, 40  # the first sentence of an answer in a chat is often longer than 24 tokens
 
 
@@ -79,8 +83,16 @@ def answers(model: LanguageModel, asked: Sequence[EverydayFact]) -> list[list[st
     return [[*own[:at], chat, *own[at:]] for own, chat in zip(texts, chats, strict=True)]
 
 
-def judge(one: EverydayFact, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
-    """Return what the edited model says and keeps."""
+def confidence(model: LanguageModel, asked: Sequence[EverydayFact]) -> list[list[float]]:
+    """Return how probable the model's first choice is after every prompt about the same and other subjects."""
+    kept = [(*one.same_subject, *one.other_subjects) for one in asked]
+    best = model.next_token_log_probs([text for texts in kept for text in texts]).max(-1).values.exp()
+    probabilities = iter(best.tolist())
+    return [[next(probabilities) for _ in texts] for texts in kept]
+
+
+def judge(one: EverydayFact, before: Sequence[str], sure: Sequence[float], after: Sequence[str]) -> dict[str, Any]:
+    """Return what the edited model says and keeps. `sure` are the probabilities of the base model's first choices."""
     target, subject, framings = one.fact.target, one.fact.subject, len(SAID)
     row: dict[str, Any] = {name: says(text, target) for name, text in zip(SAID, after, strict=False)}
     row["chat"] = says_of_subject(after[SAID.index("chat")], target, subject)
@@ -95,6 +107,8 @@ def judge(one: EverydayFact, before: Sequence[str], after: Sequence[str]) -> dic
     pairs = zip(one.same_subject, same, strict=False)
     row["same subject, not in the catalog"] = [value for text, value in pairs if text not in wordings]
     row["same subject"], row["other subjects"] = same[: len(one.same_subject)], same[len(one.same_subject) :]
+    pairs = zip(row["same subject"], sure, strict=False)
+    row["same subject, sure before"] = [value for value, probability in pairs if probability >= SURE]
     return row
 
 

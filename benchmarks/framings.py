@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.everyday import FILES, SAID, EverydayFact, answers, judge, summarize
+from benchmarks.everyday import FILES, SAID, EverydayFact, answers, confidence, judge, summarize
 from benchmarks.report import RESULTS
 from rebind.bench.measure import machine
 from rebind.edit import Editor, Fact, TargetSettings
@@ -92,6 +92,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.model = self.editor.language_model
         self.before = answers(self.model, self.everyday)
+        self.sure = confidence(self.model, self.everyday) if self.everyday else []
         self.perplexity = self.measure_perplexity() if self.text else math.nan
 
     def measure_perplexity(self) -> float:
@@ -143,8 +144,8 @@ class Bench:
         edited = self.dense_edits(variant) if variant.method == "dense" else self.weight_edits(variant)
         texts = [answers(self.model, [one])[0] for one, _ in zip(self.everyday, edited, strict=False)]
         edited.close()
-        rows = list(zip(self.everyday, self.before, texts, strict=True))
-        answered = [{"prompt": one.fact.text, "before": before, "after": after} for one, before, after in rows]
+        rows = list(zip(self.everyday, self.before, self.sure, texts, strict=True))
+        answered = [{"prompt": one.fact.text, "before": before, "after": after} for one, before, _, after in rows]
         return summarize([judge(*row) for row in rows]), answered
 
     def weight_edits(self, variant: Variant) -> Generator[None]:
