@@ -46,7 +46,7 @@ def take_pictures(url: str, folder: Path) -> None:
         page.emulate_media(color_scheme="light")
         page.get_by_role("tab", name="Ledger").click()
         expect(page.locator(".watched-answer").nth(1)).to_have_text(re.compile("^Rome"), timeout=PATIENCE)
-        page.screenshot(path=folder / "studio-ledger.png")
+        page.screenshot(path=folder / "studio-ledger.png", clip={"x": 0, "y": 0, "width": SIZE["width"], "height": 900})
         browser.close()
 
 
