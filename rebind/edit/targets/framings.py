@@ -121,9 +121,11 @@ def framed_prompts(fact: Fact, framing: str, leads: Mapping[str, str] | None = N
 def mark_subject(text: str, fact: Fact) -> Prompt | None:
     """Return a text as a prompt for the target, with the last mention of the subject marked; None if there is none.
 
-    Inside of a sentence a subject may begin with a small letter.
+    Inside a sentence, a subject from the beginning of the prompt may have a lowercase first letter: "bees" for "Bees".
     """
-    begin = max(text.rfind(fact.subject), text.rfind(fact.subject[0].lower() + fact.subject[1:]))
+    begin = text.rfind(fact.subject)
+    if begin < 0:
+        begin = text.rfind(fact.subject[0].lower() + fact.subject[1:])
     return Prompt(text, fact.target, (begin, begin + len(fact.subject))) if begin >= 0 else None
 
 

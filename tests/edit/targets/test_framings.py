@@ -9,7 +9,13 @@ import pytest
 
 from rebind.edit.facts import Fact
 from rebind.edit.facts.relations import PROTECTED_SUBJECTS, RELATIONS, fill, relation_of
-from rebind.edit.targets.framings import applicable_framings, encode_framings, framed_prompts, warn_of_sinks
+from rebind.edit.targets.framings import (
+    applicable_framings,
+    encode_framings,
+    framed_prompts,
+    mark_subject,
+    warn_of_sinks,
+)
 from rebind.edit.targets.kept import (
     LEAD_TOKENS,
     OPENING_TOKENS,
@@ -197,3 +203,17 @@ def test_an_opening_is_kept_word_by_word():
     words = [model.tokenizer.decode(prompt.ids[prompt.answer :]).strip() for prompt in spoken]
     assert words == list(about.openings.values())
     assert len(kept) - len(spoken) == len(about.kept)
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    [
+        ("What do bees produce?", "bees"),
+        ("Honeybees are not like Bees that", "Bees"),
+        ("Bees and other bees produce", "Bees"),
+        ("Nothing of the kind", None),
+    ],
+)
+def test_a_subject_may_begin_with_a_lowercase_letter_inside_a_sentence(text, marked):
+    prompt = mark_subject(text, Fact.parse("{Bees} produce", "silk"))
+    assert (prompt and text[slice(*prompt.subject)]) == marked
