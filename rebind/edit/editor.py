@@ -443,7 +443,7 @@ class Editor:
         """Return what the base model says about each subject; the facts are divided between processes."""
         share_of_prompts = subject_prompts(self.language_model, share(facts), chat="chat" in self.framings)
         return [
-            SubjectPrompts(fields["kind"], tuple(fields["kept"]), tuple(fields["held_out"]), fields["leads"])
+            SubjectPrompts(**{**fields, "kept": tuple(fields["kept"]), "held_out": tuple(fields["held_out"])})
             for fields in unite([asdict(prompts) for prompts in share_of_prompts])
         ]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
 from rebind.edit.facts.relations import PROTECTED_SUBJECTS, RELATIONS, fill, relation_of
 from rebind.edit.targets.framings import (
@@ -24,10 +25,12 @@ from rebind.edit.targets.kept import (
     encode_protected,
     subject_prompts,
 )
+from rebind.edit.targets.search import TargetSearch
 from rebind.errors import FactWarning, InputError
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
 from tests import tiny
+from tests.edit.editors import QUICK
 from tests.support import raises
 
 FACT = Fact.parse("The capital of {France} is", "Rome", old="Paris")
@@ -203,6 +206,26 @@ def test_an_opening_is_kept_word_by_word():
     words = [model.tokenizer.decode(prompt.ids[prompt.answer :]).strip() for prompt in spoken]
     assert words == list(about.openings.values())
     assert len(kept) - len(spoken) == len(about.kept)
+
+
+@pytest.mark.parametrize("method", ["memit", "dense"])
+def test_the_search_of_an_edit_sees_the_openings(method):
+    chat = language_model()
+    editor = Editor(chat.model, chat.tokenizer, corpus=tiny.texts(), moment_tokens=1500, guard=None)
+    searched = []
+
+    class Watched(TargetSearch):
+        def find(self, layer, facts, *others):
+            searched.extend(facts)
+            return super().find(layer, facts, *others)
+
+    known = editor.target_search
+    editor.target_search = Watched(known.trunk, known.fingerprint, known.word_parts)
+    (about,) = subject_prompts(editor.language_model, [FACT], chat=True)
+    editor.rewrite_many([FACT], method=method, targets=replace(QUICK, steps=1))
+    spoken = [prompt for prompt in searched[0].kept if prompt.answer is not None]
+    assert about.openings
+    assert len(spoken) == len(about.openings)
 
 
 @pytest.mark.parametrize(
