@@ -11,6 +11,7 @@ import inspect
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -121,6 +122,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def build(kind: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     """Return a model of this type with seeded weights, biases and norms included; options override its config."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
     config_class: Any = CONFIG_MAPPING[kind]
     accepts = inspect.signature(config_class.__init__).parameters
     sizes = {name: value for name, value in SIZES.items() if name in accepts}

@@ -39,6 +39,7 @@ from transformers.cache_utils import (
 from rebind.errors import InputError
 from rebind.models.caches import Prefixes, borrow_cache, select_cache
 from rebind.models.experts import RoutedKeys, is_experts, routed_keys
+from rebind.models.load import OWN_MODEL_TYPES
 from rebind.models.tokens import Tokens
 from rebind.models.weights.placement import device_of, full_input, reshard
 
@@ -89,11 +90,13 @@ class _BlockInterface:
 class Trunk:
     """A causal language model and the list of its blocks, first to last."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        self.model: Any = model
+    def __init__(self, model: Any, blocks: Sequence[nn.Module]) -> None:
+        self.model = model
         self.blocks = list(blocks)
-        self._accepts = set(inspect.signature(model.base_model.forward).parameters)  # type: ignore[union-attr]
-        self._head_accepts = set(inspect.signature(self.model.forward).parameters)
+        # Our own models read positions off the mask, and documents off `position_ids`, which no CUDA graph can record.
+        unused = {"position_ids"} if self.model.config.model_type in OWN_MODEL_TYPES else set()
+        self._accepts = set(inspect.signature(self.model.base_model.forward).parameters) - unused
+        self._head_accepts = set(inspect.signature(self.model.forward).parameters) - unused
 
     @property
     def device(self) -> torch.device:

@@ -142,6 +142,8 @@ class _GroupSearch:
         self.steps = torch.zeros_like(self.length, dtype=torch.long)
         self.active = torch.ones_like(self.length, dtype=torch.bool)  # [n]: facts that are not finished
         self.objective: Objective | RecordedObjective  # of the facts that are still in the batch
+        if word_parts is not None:  # the layer may be on another device than the embeddings
+            word_parts = word_parts.to(self.length.device)
         self.objective = Objective(search_trunk or trunk, layer, batches, settings, self.length, word_parts)
 
     def run(self, recorded: bool, report: Callable[[int, int, Tensor], None]) -> TargetStates:
