@@ -23,16 +23,19 @@ from rebind.ops.triton import backward, channels, forward
 
 NUMBERS = {"T", "NT", "N", "H", "G", "run", "segment"}
 SINGLE = {"log_decay", "erase", "write", "systems", "totals", "table", "state", "final", "d_final", "d_state",
-          "d_erase", "d_write", "slopes", "outside", "d_log_decay"}
+          "d_erase", "d_write", "slopes", "sums", "d_log_decay"}
 ABSENT = {"boundaries", "first", "owner"}
 WIDTH = 128
 constants = {"D_K": WIDTH, "D_V": WIDTH, "BK": WIDTH, "BV": 64, "C": 64, "WIDE": tl.float32, "PRECISION": "tf32",
-             "STAGES": 2, "PACKED": False, "MAP": False}
+             "LEVELS": 6, "PACKED": False, "MAP": False}
 flags = ("ERASE", "WRITE", "DECAY", "SOLVE", "CHANNELS", "INITIAL", "OUTPUT", "KEEP", "FINAL", "STORE")
 constants |= dict.fromkeys(flags, True)
-kernels = [(channels.prepare_channels, 4), (channels.invert, 4), (channels.channel_rows, 8),
-           (channels.channel_columns, 8), (forward.walk_forward, 4), (backward.walk_backward, 4)]
-for kernel, warps in kernels:
+narrow, walk = {"BK": 64}, {"BV": 32, "STAGES": 3}
+kernels = [(channels.prepare_channels, 8, {}), (channels.invert, 2, {}), (channels.channel_rows, 8, narrow),
+           (channels.channel_columns, 8, narrow), (forward.walk_forward, 4, walk), (backward.walk_backward, 4, walk)]
+common = constants
+for kernel, warps, own in kernels:
+    constants = common | own
     signature, fixed, aligned = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants or name in ABSENT:

@@ -12,7 +12,7 @@ from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.triton.calls import call, kind_of
 from rebind.ops.triton.channels import channel_columns, channel_rows, invert, prepare_channels
 from rebind.ops.triton.launch import LaunchPlan
-from rebind.ops.triton.tiles import CHANNEL_STAGES, WARPS, Tiles, segments_of
+from rebind.ops.triton.tiles import INVERT_WARPS, Tiles, segments_of
 
 ROWS = 6  # index of the first buffer of scaled rows: queries, probes, keys, totals
 
@@ -30,7 +30,7 @@ class ChannelPlan(LaunchPlan):
     def backward(self, saved: list[Tensor], d_out: Tensor, d_final: Tensor | None) -> Gradients:
         inputs = self.inputs
         q, k, v = self._sequences
-        written, states = saved[4] if self._writes_differ else v, saved[5]
+        sums, written, states = saved[3], saved[4] if self._writes_differ else v, saved[5]
         with torch.cuda.device_of(v):
             d_written, d_states = torch.empty_like(v), torch.empty_like(states)
             ends = d_final
@@ -44,19 +44,19 @@ class ChannelPlan(LaunchPlan):
             dv = torch.empty_like(v) if inputs.write is not None else d_written
             erase, write = (None if x is None else torch.empty_like(x) for x in (inputs.erase, inputs.write))
             decay = None if inputs.log_decay is None else torch.empty_like(self._log_decay)
-            slopes = v.new_empty(every, dtype=torch.float32)
-            outside = v.new_empty(*states.shape[:2], self.tiles.chunk // 16, inputs.d_k, dtype=torch.float32)
+            d_products = torch.empty_like(saved[1])
+            d_systems = torch.empty_like(d_products) if inputs.solves else d_products
+            slopes = v.new_empty(every if decay is not None else 0, dtype=torch.float32)
             rows = (
-                *(q, k, v, self._probe, self._log_decay, inputs.erase, inputs.write, written, states),
-                *(d_out, d_written, dq, dp, dv, erase, write, slopes, outside),
+                *(q, k, v, self._probe, sums, inputs.erase, inputs.write, written, states),
+                *(d_out, d_written, dq, dp, dv, erase, write, d_products, d_systems, slopes),
             )
             columns = (
-                *(q, k, self._probe, self._log_decay, inputs.erase, written, states, d_states),
-                *(d_out, d_written, slopes, outside, dk, decay),
+                *(q, k, self._probe, self._log_decay, sums, inputs.erase, written, states, d_states),
+                *(d_products, d_systems, slopes, dk, decay),
             )
             for kernel, tensors in ((channel_rows, rows), (channel_columns, columns)):
-                arguments = (*tensors, *self._all_chunks)
-                self._on_chunks(kernel, arguments, d_out, self.tiles.channel_warps, BV=self.tiles.channel_value)
+                self._on_chunks(kernel, (*tensors, *self._all_chunks), d_out, self.tiles.channel_key)
         if inputs.probe is None and dp is not None:
             dk, dp = dk + dp, None
         if inputs.sharing > 1:
@@ -71,11 +71,12 @@ class ChannelPlan(LaunchPlan):
     def buffers(self) -> list[Tensor]:
         """Allocate what kernels leave for one another: as `LaunchPlan`, and before maps the scaled rows and totals."""
         inputs, v = self.inputs, self.inputs.v
-        inverses, products, table, sums, *others = super().buffers()
+        inverses, products, table, _, *others = super().buffers()
         every = (*v.shape[:3], inputs.d_k)
+        sums = v.new_empty(every, dtype=self._wide)
         rows = [v.new_empty(every if x else 0) for x in (True, inputs.erase is not None, True)]
         totals = v.new_empty(*products.shape[:2], inputs.d_k, dtype=torch.float32)
-        return [inverses, products, table[:0], sums[:0], *others[:2], *rows, totals, *others[2:]]
+        return [inverses, products, table[:0], sums, *others[:2], *rows, totals, *others[2:]]
 
     @cached_property
     def _log_decay(self) -> Tensor:
@@ -109,19 +110,21 @@ class ChannelPlan(LaunchPlan):
         """Fill the inverses, the products, the scaled rows and the totals."""
         inputs = self.inputs
         q, k, _ = self._sequences
-        inverses, products = buffers[:2]
+        inverses, products, _, sums = buffers[:4]
         systems = torch.empty(products.shape if inputs.solves else 0, dtype=torch.float32, device=q.device)
-        tensors = (q, k, self._probe, self._log_decay, inputs.erase, products, systems, *buffers[ROWS : ROWS + 4])
-        self._on_chunks(prepare_channels, (*tensors, *self._all_chunks), q)
+        tensors = (q, k, self._probe, self._log_decay, inputs.erase, products, systems, sums, *buffers[ROWS : ROWS + 4])
+        self._on_chunks(prepare_channels, (*tensors, *self._all_chunks), q, self.tiles.channel_prepare)
         if inputs.solves:
-            _, first, _, _, chunks = self._places
-            self._on_chunks(invert, (systems, inverses, first, chunks, inputs.sequences, inputs.heads), q)
+            arguments = (systems, inverses, self._places.first, self._places.chunks, inputs.sequences, inputs.heads)
+            call(invert, self._chunks, self._kind, arguments, warps=INVERT_WARPS, **self._constants)
 
-    def _on_chunks(
-        self, kernel: object, arguments: tuple[object, ...], like: Tensor, warps: int = WARPS, **constants: object
-    ) -> None:
-        """Launch a kernel with one program per chunk and head."""
-        grid = (self._places.chunks, self.inputs.v.shape[0] * self.inputs.heads)
-        kind = (self._kind, kind_of(like))
-        constants = {**self._constants, "STAGES": CHANNEL_STAGES, **constants}
-        call(kernel, grid, kind, arguments, warps=warps, **constants)
+    @property
+    def _chunks(self) -> tuple[int, int]:
+        """The grid of a kernel with one program per chunk and head."""
+        return self._places.chunks, self.inputs.v.shape[0] * self.inputs.heads
+
+    def _on_chunks(self, kernel: object, arguments: tuple[object, ...], like: Tensor, key: int) -> None:
+        """Launch a kernel on all chunks, in which a program holds `key` columns of keys at a time."""
+        tiles, kind = self.tiles, (self._kind, kind_of(like))
+        parts = {"BK": key, "BV": tiles.channel_value, "LEVELS": tiles.chunk.bit_length() - 1}
+        call(kernel, self._chunks, kind, arguments, warps=tiles.channel_warps, **{**self._constants, **parts})

@@ -6,14 +6,20 @@ With G the products of decays since a chunk's start, x_q = q, x_p = ε p, and s_
 
     q_read = q ⊙ G        p_read = ε p ⊙ G        k_end = k ⊙ G_C/G        totals = G_C
 
-of which the last four let the walks of `forward` and `backward` run as they do with one decay per token. Chunks are
-processed in blocks of 16 tokens, the least that tensor cores take. Between two blocks, both factors are taken relative
-to the start of the later one; inside a block, between its halves, quarters and eighths. So no exponent is positive, and
-a decay of any size is right.
+of which the last four let the walks of `forward` and `backward` run as they do with one decay per token.
 
-The gradients follow the derivation in `rebind.ops.chunked.backend`, those of decays that in `rebind.ops.chunked.decay`:
-a decay in block b lies between a token of b and earlier ones (`channel_rows`), between a token of b and later ones
-(`channel_columns`), or between two that are both outside of b (`outside`).
+G_i/G_j cannot be taken apart into G_i and 1/G_j, which overflows. So scores are computed level by level: a chunk is two
+halves, each half two quarters, and so on down to single tokens. At each level, every token of a second half meets those
+of the first half beside it, and both factors are taken relative to the middle, the end of the first half:
+
+    G_i/G_j = (G_i/G_middle) (G_middle/G_j)
+
+No exponent is positive, a decay of any size is right, and one product of two tiles gives a level of the whole chunk,
+of which a mask leaves the pairs of the level.
+
+The gradients follow the derivation in `rebind.ops.chunked.backend`. That of a decay at t is a sum over the pairs
+j < t ≤ i, without differences: at each level those with t in the second half (`channel_rows`, over i ≥ t), and those
+with t in the first half (`channel_columns`, over j < t); then the pairs of a token and the first or the last state.
 """
 
 from __future__ import annotations
@@ -21,40 +27,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rebind.ops.triton.places import chunk_at, chunks_in_use, load_rows, load_tile, store_rows
+from rebind.ops.triton.places import chunk_at, chunks_in_use, load_rows, load_tile, store_rows, store_tile
 from rebind.ops.triton.prepare import FLOOR, _inverses
 
 
 @triton.jit
-def _logs(log_decay, begin, row, length, head, H, D_K: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr):
-    """Load ln d [16, BK] of a block."""
-    return tl.maximum(load_rows(log_decay, begin, row, length, head, H, D_K, 0, BK, 16).to(WIDE), FLOOR)
-
-
-@triton.jit
-def _erase(erase, begin, row, length, head, H):
-    """Load ε [16] of a block."""
-    token = row + tl.arange(0, 16)
+def _erase(erase, begin, start, length, head, H, C: tl.constexpr):
+    """Load ε [C] of a chunk."""
+    token = start + tl.arange(0, C)
     return tl.load(erase + (begin + token) * H + head, mask=token < length, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _halves(c, m: tl.constexpr, BK: tl.constexpr):
-    """Return what is left from the first of two halves of m tokens to a token of the second, and from a token of the
-    first to its end; 0 for tokens of the other half. `c` [16, BK] are running sums of ln d."""
-    parts = tl.reshape(c, [16 // (2 * m), 2 * m, BK])
-    middle = tl.sum(tl.where((tl.arange(0, 2 * m) == m - 1)[None, :, None], parts, 0.0), 1)
-    distance = tl.reshape(parts - middle[:, None, :], [16, BK]).to(tl.float32)
-    second = ((tl.arange(0, 16) // m) % 2 == 1)[:, None]
-    left = tl.exp(tl.where(second, distance, -distance))
+def _halves(sums, begin, start, length, head, H, shift, D_K: tl.constexpr, kat, BK: tl.constexpr, C: tl.constexpr):
+    """Return what is left from the first of two halves of 2^shift tokens to a token of the second, and from a token of
+    the first to its end; 0 for tokens of the other half. `sums` are the running sums of ln d in each chunk."""
+    c = load_rows(sums, begin, start, length, head, H, D_K, kat, BK, C)
+    i, column = tl.arange(0, C), kat + tl.arange(0, BK)
+    ends = ((i >> (shift + 1)) << (shift + 1)) + (1 << shift) - 1  # of the first halves
+    at = sums + ((begin + start) * H + head) * D_K + (ends[:, None] * (H * D_K) + column[None, :])
+    # Where the sequence ends earlier, there is no second half.
+    middle = tl.load(at, mask=(start + ends < length)[:, None] & (column < D_K)[None, :], other=0.0)
+    second = ((i >> shift) & 1 == 1)[:, None]
+    left = tl.exp(tl.minimum(tl.where(second, c - middle, middle - c), 0.0).to(tl.float32))
     return tl.where(second, left, 0.0), tl.where(second, 0.0, left)
 
 
 @triton.jit
-def _pairs(m: tl.constexpr):
-    """Return which pairs [16, 16] are in one block of two halves of m."""
-    i = tl.arange(0, 16)
-    return (i[:, None] // (2 * m)) == (i[None, :] // (2 * m))
+def _same(shift, C: tl.constexpr):
+    """Return which pairs [C, C] are in the same block of 2^shift tokens."""
+    i = tl.arange(0, C)
+    return (i[:, None] >> shift) == (i[None, :] >> shift)
+
+
+@triton.jit
+def _summed(mask, x, acc, kind: tl.constexpr, PRECISION: tl.constexpr):
+    """Add to acc, for each row, the sum of those rows of x that the mask [C, C] chooses."""
+    return tl.dot(tl.where(mask, 1.0, 0.0).to(kind), x.to(kind), acc=acc, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "G"])
@@ -66,6 +75,7 @@ def prepare_channels(
     erase,
     products,
     systems,
+    sums,
     q_read,
     p_read,
     k_end,
@@ -81,78 +91,59 @@ def prepare_channels(
     D_K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    LEVELS: tl.constexpr,
     ERASE: tl.constexpr,
     PACKED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """One program per chunk and head: P, the system that T inverts, and scaled queries, probes and keys."""
     chunk, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
     if chunk < chunks_in_use(first, NT, N, PACKED):
         begin, length, number = chunk_at(chunk, row, boundaries, first, owner, T, PACKED)
-        place = (row * NT + chunk).to(tl.int64) * H + head
+        here = (row * NT + chunk).to(tl.int64) * H + head
+        start = number * C
         dtype = k.dtype.element_ty
-        i = tl.arange(0, 16)
-        column = tl.arange(0, BK)
-        square = i[:, None] * C + i[None, :]
-        nothing = tl.zeros([16, 16], tl.float32)
-        last = tl.zeros([BK], WIDE)
-        for b in tl.static_range(0, C // 16):
-            last += tl.sum(_logs(log_decay, begin, number * C + b * 16, length, head, H, D_K, BK, WIDE), 0)
-        tl.store(totals + place * D_K + column, tl.exp(last.to(tl.float32)), mask=column < D_K)
-        base = tl.zeros([BK], WIDE)
-        for r in tl.range(0, C // 16, num_stages=1):
-            at = number * C + r * 16
-            logs = _logs(log_decay, begin, at, length, head, H, D_K, BK, WIDE)
+        i = tl.arange(0, C)
+        P = tl.zeros([C, C], tl.float32)
+        A = tl.zeros([C, C], tl.float32)
+        if ERASE:
+            eps = _erase(erase, begin, start, length, head, H, C)
+        for kat in tl.range(0, D_K, BK, num_stages=1):
+            column = kat + tl.arange(0, BK)
+            logs = tl.maximum(load_rows(log_decay, begin, start, length, head, H, D_K, kat, BK, C).to(WIDE), FLOOR)
             c = tl.cumsum(logs, 0)
+            last = tl.sum(logs, 0)
+            store_rows(sums, c, begin, start, length, head, H, D_K, kat, BK, C)
+            tl.debug_barrier()  # other threads read them
+            tl.store(totals + here * D_K + column, tl.exp(last.to(tl.float32)), mask=column < D_K)
             since = tl.exp(c.to(tl.float32))
-            before = tl.exp(base.to(tl.float32))[None, :]
-            b_q = load_rows(q, begin, at, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-            b_k = load_rows(k, begin, at, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-            x_q = b_q * since
-            store_rows(q_read, x_q * before, begin, at, length, head, H, D_K, 0, BK, 16)
-            left = tl.exp(((last - base)[None, :] - c).to(tl.float32))
-            store_rows(k_end, b_k * left, begin, at, length, head, H, D_K, 0, BK, 16)
-            x_q = x_q.to(dtype)
+            b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+            b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+            store_rows(q_read, b_q.to(tl.float32) * since, begin, start, length, head, H, D_K, kat, BK, C)
+            left = tl.exp((last[None, :] - c).to(tl.float32))
+            store_rows(k_end, b_k.to(tl.float32) * left, begin, start, length, head, H, D_K, kat, BK, C)
             if ERASE:
-                b_p = load_rows(probe, begin, at, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-                b_p *= _erase(erase, begin, at, length, head, H)[:, None]
-                x_p = b_p * since
-                store_rows(p_read, x_p * before, begin, at, length, head, H, D_K, 0, BK, 16)
-                x_p = x_p.to(dtype)
-
-            corner = (products + place * (C * C)) + r * 16 * C + square
-            system = (systems + place * (C * C)) + r * 16 * C + square
-            earlier = tl.zeros([BK], WIDE)
-            for s in tl.range(0, r, num_stages=STAGES):
-                behind = number * C + s * 16
-                logs_s = _logs(log_decay, begin, behind, length, head, H, D_K, BK, WIDE)
-                rest = tl.exp(((base - earlier)[None, :] - tl.cumsum(logs_s, 0)).to(tl.float32))
-                earlier += tl.sum(logs_s, 0)
-                b_ks = load_rows(k, begin, behind, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-                y = tl.trans((b_ks * rest).to(dtype))
-                P = tl.dot(x_q, y, input_precision=PRECISION)
-                tl.store(corner + s * 16, P.to(products.dtype.element_ty))
+                b_p = load_rows(probe, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                x_p = eps[:, None] * b_p.to(tl.float32)
+                store_rows(p_read, x_p * since, begin, start, length, head, H, D_K, kat, BK, C)
+            P += tl.where(i[:, None] == i[None, :], tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)[:, None], 0.0)
+            for shift in tl.range(0, LEVELS, num_stages=1):
+                later, sooner = _halves(sums, begin, start, length, head, H, shift, D_K, kat, BK, C)
+                b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                y = tl.trans((b_k.to(tl.float32) * sooner).to(dtype))
+                b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                s_q = tl.dot((b_q.to(tl.float32) * later).to(dtype), y, input_precision=PRECISION)
+                P += tl.where(_same(shift + 1, C), s_q, 0.0)
                 if ERASE:
-                    tl.store(system + s * 16, tl.dot(x_p, y, input_precision=PRECISION))
-            P = tl.where(i[:, None] == i[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
-            A = nothing
-            for level in tl.static_range(0, 4):
-                later, sooner = _halves(c, 8 >> level, BK)
-                y = tl.trans((b_k * sooner).to(dtype))
-                s_q = tl.dot((b_q * later).to(dtype), y, input_precision=PRECISION)
-                P += tl.where(_pairs(8 >> level), s_q, 0.0)
-                if ERASE:
-                    s_p = tl.dot((b_p * later).to(dtype), y, input_precision=PRECISION)
-                    A += tl.where(_pairs(8 >> level), s_p, 0.0)
-            tl.store(corner + r * 16, P.to(products.dtype.element_ty))
-            if ERASE:
-                tl.store(system + r * 16, A)
-            for s in tl.range(r + 1, C // 16, num_stages=1):
-                tl.store(corner + s * 16, nothing.to(products.dtype.element_ty))
-            base += tl.sum(logs, 0)
+                    b_p = load_rows(probe, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                    later *= eps[:, None]
+                    s_p = tl.dot((b_p.to(tl.float32) * later).to(dtype), y, input_precision=PRECISION)
+                    A += tl.where(_same(shift + 1, C), s_p, 0.0)
+        store_tile(products, P, here, 0, 0, C, C, C, C)
+        if ERASE:
+            store_tile(systems, A, here, 0, 0, C, C, C, C)
 
 
 @triton.jit(do_not_specialize=["NT", "N", "H"])
@@ -186,7 +177,7 @@ def channel_rows(
     k,
     v,
     probe,
-    log_decay,
+    sums,
     erase,
     write,
     written,
@@ -198,8 +189,9 @@ def channel_rows(
     dv,
     d_erase,
     d_write,
+    d_products,
+    d_systems,
     slopes,
-    outside,
     boundaries,
     first,
     owner,
@@ -213,12 +205,12 @@ def channel_rows(
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DECAY: tl.constexpr,
     ERASE: tl.constexpr,
     WRITE: tl.constexpr,
     PACKED: tl.constexpr,
-    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """What a token reads of earlier ones, for one chunk of a head: Q̄, P̄, V̄, ε̄, η̄, and part of the decays' gradient."""
     chunk, row_head = tl.program_id(0), tl.program_id(1)
@@ -226,113 +218,88 @@ def channel_rows(
     if chunk < chunks_in_use(first, NT, N, PACKED):
         begin, length, number = chunk_at(chunk, row, boundaries, first, owner, T, PACKED)
         here = (row * NT + chunk).to(tl.int64) * H + head
+        start = number * C
         dtype = k.dtype.element_ty
-        i = tl.arange(0, 16)
-        block = tl.arange(0, C // 16)
-        column = tl.arange(0, BK)
-        out = tl.zeros([C // 16, BK], tl.float32)  # of pairs on both sides of a block
-        base = tl.zeros([BK], WIDE)
-        for r in tl.range(0, C // 16, num_stages=1):
-            at = number * C + r * 16
-            token = at + i
-            flat = (begin + token) * H + head
-            logs = _logs(log_decay, begin, at, length, head, H, D_K, BK, WIDE)
-            c = tl.cumsum(logs, 0)
-            since = tl.exp(c.to(tl.float32))
-            b_q = load_rows(q, begin, at, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-            b_k = load_rows(k, begin, at, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
+        kind: tl.constexpr = tl.bfloat16 if k.dtype.element_ty == tl.bfloat16 else tl.float32
+        i = tl.arange(0, C)
+        token = start + i
+        flat = (begin + token) * H + head
+        d_P = tl.zeros([C, C], tl.float32)
+        d_A = tl.zeros([C, C], tl.float32)
+        d_eta = tl.zeros([C], tl.float32)
+        for part in tl.range(0, D_V, BV, num_stages=1):
+            b_do = load_rows(d_out, begin, start, length, head, H, D_V, part, BV, C)
+            b_dr = load_rows(d_written, begin, start, length, head, H, D_V, part, BV, C)
+            b_u = load_rows(written, begin, start, length, head, H, D_V, part, BV, C)
+            d_P = tl.dot(b_do, tl.trans(b_u), acc=d_P, input_precision=PRECISION)
             if ERASE:
-                b_p = load_rows(probe, begin, at, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-                eps = _erase(erase, begin, at, length, head, H)
-                x_p = eps[:, None] * b_p
-
-            # What the chunk's first state gives, and links inside of the block.
-            d_q = tl.zeros([16, BK], tl.float32)
-            d_p = tl.zeros([16, BK], tl.float32)
-            l_q = tl.zeros([16, 16], tl.float32)
-            l_p = tl.zeros([16, 16], tl.float32)
-            d_eta = tl.zeros([16], tl.float32)
-            for part in tl.static_range(0, D_V, BV):
-                b_do = load_rows(d_out, begin, at, length, head, H, D_V, part, BV, 16)
-                b_dr = load_rows(d_written, begin, at, length, head, H, D_V, part, BV, 16)
-                b_u = load_rows(written, begin, at, length, head, H, D_V, part, BV, 16)
-                b_s = load_tile(states, here, 0, part, D_K, D_V, BK, BV)
-                d_q = tl.dot(b_do, tl.trans(b_s), acc=d_q, input_precision=PRECISION)
-                l_q = tl.dot(b_do, tl.trans(b_u), acc=l_q, input_precision=PRECISION)
-                if ERASE:
-                    d_p = tl.dot(b_dr, tl.trans(b_s), acc=d_p, input_precision=PRECISION)
-                    l_p = tl.dot(b_dr, tl.trans(b_u), acc=l_p, input_precision=PRECISION)
-                if WRITE:
-                    b_v = load_rows(v, begin, at, length, head, H, D_V, part, BV, 16)
-                    d_eta += tl.sum(b_v.to(tl.float32) * b_dr.to(tl.float32), 1)
-                    eta = tl.load(write + flat, mask=token < length, other=0.0).to(tl.float32)
-                    scaled = b_dr.to(tl.float32) * eta[:, None]
-                    store_rows(dv, scaled, begin, at, length, head, H, D_V, part, BV, 16)
-            whole = since * tl.exp(base.to(tl.float32))[None, :]
-            d_q *= whole
-            y = b_q * d_q
-            if ERASE:
-                d_p *= -whole
-                y += x_p * d_p
-            out += tl.where((block < r)[:, None], tl.sum(y, 0)[None, :], 0.0)
-
-            # What earlier blocks give.
-            earlier = tl.zeros([BK], WIDE)
-            for s in tl.range(0, r, num_stages=STAGES):
-                behind = number * C + s * 16
-                logs_s = _logs(log_decay, begin, behind, length, head, H, D_K, BK, WIDE)
-                rest = tl.exp(((base - earlier)[None, :] - tl.cumsum(logs_s, 0)).to(tl.float32))
-                earlier += tl.sum(logs_s, 0)
-                b_ks = load_rows(k, begin, behind, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-                left = (b_ks * rest).to(dtype)
-                m_q = tl.zeros([16, 16], tl.float32)
-                m_p = tl.zeros([16, 16], tl.float32)
-                for part in tl.static_range(0, D_V, BV):
-                    b_do = load_rows(d_out, begin, at, length, head, H, D_V, part, BV, 16)
-                    b_us = load_rows(written, begin, behind, length, head, H, D_V, part, BV, 16)
-                    m_q = tl.dot(b_do, tl.trans(b_us), acc=m_q, input_precision=PRECISION)
-                    if ERASE:
-                        b_dr = load_rows(d_written, begin, at, length, head, H, D_V, part, BV, 16)
-                        m_p = tl.dot(b_dr, tl.trans(b_us), acc=m_p, input_precision=PRECISION)
-                more = tl.dot(m_q.to(dtype), left, input_precision=PRECISION) * since
-                d_q += more
-                z = b_q * more
-                if ERASE:
-                    more = -tl.dot(m_p.to(dtype), left, input_precision=PRECISION) * since
-                    d_p += more
-                    z += x_p * more
-                y += z
-                out += tl.where(((block > s) & (block < r))[:, None], tl.sum(z, 0)[None, :], 0.0)
-            slope = tl.cumsum(y, 0, reverse=True)
-
-            # What the block's own earlier tokens give.
-            d_q += tl.sum(tl.where(i[:, None] == i[None, :], l_q, 0.0), 1)[:, None] * b_k
-            for level in tl.static_range(0, 4):
-                later, sooner = _halves(c, 8 >> level, BK)
-                left = (b_k * sooner).to(dtype)
-                more = tl.dot(tl.where(_pairs(8 >> level), l_q, 0.0).to(dtype), left, input_precision=PRECISION) * later
-                d_q += more
-                z = b_q * more
-                if ERASE:
-                    more = (
-                        -tl.dot(tl.where(_pairs(8 >> level), l_p, 0.0).to(dtype), left, input_precision=PRECISION)
-                        * later
-                    )
-                    d_p += more
-                    z += x_p * more
-                after = ((i[:, None] // (8 >> level)) == (i[None, :] // (8 >> level))) & (i[:, None] <= i[None, :])
-                slope = tl.dot(tl.where(after, 1.0, 0.0), z, acc=slope, input_precision=PRECISION)
-            store_rows(dq, d_q, begin, at, length, head, H, D_K, 0, BK, 16)
-            store_rows(slopes, slope, begin, at, length, head, H, D_K, 0, BK, 16)
-            if ERASE:
-                store_rows(dp, eps[:, None] * d_p, begin, at, length, head, H, D_K, 0, BK, 16)
-                d_eps = tl.sum(b_p * d_p, 1)
-                tl.store(d_erase + flat, d_eps.to(d_erase.dtype.element_ty), mask=token < length)
+                d_A = tl.dot(b_dr, tl.trans(b_u), acc=d_A, input_precision=PRECISION)
             if WRITE:
-                tl.store(d_write + flat, d_eta.to(d_write.dtype.element_ty), mask=token < length)
-            base += tl.sum(logs, 0)
-        there = outside + here * (C // 16 * D_K) + block[:, None] * D_K + column[None, :]
-        tl.store(there, out, mask=(column < D_K)[None, :] & (block >= 0)[:, None])
+                b_v = load_rows(v, begin, start, length, head, H, D_V, part, BV, C)
+                d_eta += tl.sum(b_v.to(tl.float32) * b_dr.to(tl.float32), 1)
+                eta = tl.load(write + flat, mask=token < length, other=0.0).to(tl.float32)
+                store_rows(dv, b_dr.to(tl.float32) * eta[:, None], begin, start, length, head, H, D_V, part, BV, C)
+        same = tl.sum(tl.where(i[:, None] == i[None, :], d_P, 0.0), 1)
+        p = tl.where(i[:, None] >= i[None, :], d_P, 0.0).to(dtype)
+        store_tile(d_products, p, here, 0, 0, C, C, C, C)
+        if ERASE:
+            a = tl.where(i[:, None] > i[None, :], -d_A, 0.0).to(dtype)
+            store_tile(d_systems, a, here, 0, 0, C, C, C, C)
+            eps = _erase(erase, begin, start, length, head, H, C)
+            d_eps = tl.zeros([C], tl.float32)
+
+        for kat in tl.range(0, D_K, BK, num_stages=1):
+            c = load_rows(sums, begin, start, length, head, H, D_K, kat, BK, C)
+            d_q = tl.zeros([C, BK], tl.float32)
+            d_p = tl.zeros([C, BK], tl.float32)
+            for part in tl.range(0, D_V, BV, num_stages=1):
+                b_do = load_rows(d_out, begin, start, length, head, H, D_V, part, BV, C)
+                b_s = load_tile(states, here, kat, part, D_K, D_V, BK, BV)
+                d_q = tl.dot(b_do, tl.trans(b_s), acc=d_q, input_precision=PRECISION)
+                if ERASE:
+                    b_dr = load_rows(d_written, begin, start, length, head, H, D_V, part, BV, C)
+                    d_p = tl.dot(b_dr, tl.trans(b_s), acc=d_p, input_precision=PRECISION)
+            since = tl.exp(c.to(tl.float32))
+            b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+            b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+            d_q *= since
+            z = b_q.to(tl.float32) * d_q
+            if ERASE:
+                b_p = load_rows(probe, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                d_p *= -since
+                z += eps[:, None] * b_p.to(tl.float32) * d_p
+            slope = tl.zeros([C, BK], tl.float32)
+            if DECAY:
+                slope = _summed(i[:, None] <= i[None, :], z, slope, kind, PRECISION)
+            d_q += same[:, None] * b_k.to(tl.float32)
+            for shift in tl.range(0, LEVELS, num_stages=1):
+                later, sooner = _halves(sums, begin, start, length, head, H, shift, D_K, kat, BK, C)
+                pairs = _same(shift + 1, C)
+                b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                y = (b_k.to(tl.float32) * sooner).to(dtype)
+                more = tl.dot(tl.where(pairs, p, 0.0).to(dtype), y, input_precision=PRECISION) * later
+                d_q += more
+                b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                z = b_q.to(tl.float32) * more
+                if ERASE:
+                    b_p = load_rows(probe, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                    more = tl.dot(tl.where(pairs, a, 0.0).to(dtype), y, input_precision=PRECISION) * later
+                    d_p += more
+                    z += eps[:, None] * b_p.to(tl.float32) * more
+                if DECAY:
+                    after = _same(shift, C) & (i[:, None] <= i[None, :])
+                    slope = _summed(after, z, slope, kind, PRECISION)
+            store_rows(dq, d_q, begin, start, length, head, H, D_K, kat, BK, C)
+            if DECAY:
+                store_rows(slopes, slope, begin, start, length, head, H, D_K, kat, BK, C)
+            if ERASE:
+                store_rows(dp, eps[:, None] * d_p, begin, start, length, head, H, D_K, kat, BK, C)
+                b_p = load_rows(probe, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                d_eps += tl.sum(b_p.to(tl.float32) * d_p, 1)
+        if ERASE:
+            tl.store(d_erase + flat, d_eps.to(d_erase.dtype.element_ty), mask=token < length)
+        if WRITE:
+            tl.store(d_write + flat, d_eta.to(d_write.dtype.element_ty), mask=token < length)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "G"])
@@ -341,14 +308,14 @@ def channel_columns(
     k,
     probe,
     log_decay,
+    sums,
     erase,
     written,
     states,
     d_states,
-    d_out,
-    d_written,
+    d_products,
+    d_systems,
     slopes,
-    outside,
     dk,
     d_log_decay,
     boundaries,
@@ -364,12 +331,11 @@ def channel_columns(
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
+    LEVELS: tl.constexpr,
     DECAY: tl.constexpr,
     ERASE: tl.constexpr,
     PACKED: tl.constexpr,
-    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """What later tokens read of a token, for one chunk of a head: K̄, and the gradient of the decays."""
     chunk, row_head = tl.program_id(0), tl.program_id(1)
@@ -377,94 +343,58 @@ def channel_columns(
     if chunk < chunks_in_use(first, NT, N, PACKED):
         begin, length, number = chunk_at(chunk, row, boundaries, first, owner, T, PACKED)
         here = (row * NT + chunk).to(tl.int64) * H + head
+        start = number * C
         dtype = k.dtype.element_ty
-        i = tl.arange(0, 16)
-        column = tl.arange(0, BK)
-        last = tl.zeros([BK], WIDE)
-        for b in tl.static_range(0, C // 16):
-            last += tl.sum(_logs(log_decay, begin, number * C + b * 16, length, head, H, D_K, BK, WIDE), 0)
-        kept = tl.zeros([BK], tl.float32)  # pairs of the first state and the end, and of earlier blocks and the end
-        if DECAY:
-            for part in tl.static_range(0, D_V, BV):
-                b_s = load_tile(states, here, 0, part, D_K, D_V, BK, BV)
-                b_ds = load_tile(d_states, here, 0, part, D_K, D_V, BK, BV)
-                kept += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
-            kept *= tl.exp(last.to(tl.float32))
-        base = tl.zeros([BK], WIDE)
-        for s in tl.range(0, C // 16, num_stages=1):
-            at = number * C + s * 16
-            logs = _logs(log_decay, begin, at, length, head, H, D_K, BK, WIDE)
-            c = tl.cumsum(logs, 0)
-            b_q = load_rows(q, begin, at, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-            b_k = load_rows(k, begin, at, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-            if ERASE:
-                x_p = load_rows(probe, begin, at, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-                x_p *= _erase(erase, begin, at, length, head, H)[:, None]
-
-            # What the chunk's end gives, and links inside of the block, transposed: of a later to an earlier token.
-            d_k = tl.zeros([16, BK], tl.float32)
-            l_q = tl.zeros([16, 16], tl.float32)
-            l_p = tl.zeros([16, 16], tl.float32)
-            for part in tl.static_range(0, D_V, BV):
-                b_u = load_rows(written, begin, at, length, head, H, D_V, part, BV, 16)
-                b_do = load_rows(d_out, begin, at, length, head, H, D_V, part, BV, 16)
-                b_ds = load_tile(d_states, here, 0, part, D_K, D_V, BK, BV)
+        kind: tl.constexpr = tl.bfloat16 if k.dtype.element_ty == tl.bfloat16 else tl.float32
+        i = tl.arange(0, C)
+        p = load_tile(d_products, here, 0, 0, C, C, C, C)
+        same = tl.sum(tl.where(i[:, None] == i[None, :], p, 0.0).to(tl.float32), 1)
+        if ERASE:
+            a = load_tile(d_systems, here, 0, 0, C, C, C, C)
+            eps = _erase(erase, begin, start, length, head, H, C)
+        for kat in tl.range(0, D_K, BK, num_stages=1):
+            c = load_rows(sums, begin, start, length, head, H, D_K, kat, BK, C)
+            column = kat + tl.arange(0, BK)
+            end = tl.minimum(start + C, length) - 1
+            last = tl.load(sums + ((begin + end) * H + head) * D_K + column, mask=column < D_K, other=0.0)
+            d_k = tl.zeros([C, BK], tl.float32)
+            kept = tl.zeros([BK], tl.float32)  # pairs of the first state and the end
+            for part in tl.range(0, D_V, BV, num_stages=1):
+                b_u = load_rows(written, begin, start, length, head, H, D_V, part, BV, C)
+                b_ds = load_tile(d_states, here, kat, part, D_K, D_V, BK, BV)
                 d_k = tl.dot(b_u, tl.trans(b_ds), acc=d_k, input_precision=PRECISION)
-                l_q = tl.dot(b_u, tl.trans(b_do), acc=l_q, input_precision=PRECISION)
-                if ERASE:
-                    b_dr = load_rows(d_written, begin, at, length, head, H, D_V, part, BV, 16)
-                    l_p = tl.dot(b_u, tl.trans(b_dr), acc=l_p, input_precision=PRECISION)
-            d_k *= tl.exp(((last - base)[None, :] - c).to(tl.float32))
-            y = b_k * d_k
-            ends = tl.sum(y, 0)
-
-            # What later blocks give.
-            between = tl.sum(logs, 0)  # from the start of this block to that of block r
-            for r in tl.range(s + 1, C // 16, num_stages=STAGES):
-                ahead = number * C + r * 16
-                logs_r = _logs(log_decay, begin, ahead, length, head, H, D_K, BK, WIDE)
-                since = tl.exp(tl.cumsum(logs_r, 0).to(tl.float32))
-                b_qr = load_rows(q, begin, ahead, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-                m_q = tl.zeros([16, 16], tl.float32)
-                m_p = tl.zeros([16, 16], tl.float32)
-                for part in tl.static_range(0, D_V, BV):
-                    b_u = load_rows(written, begin, at, length, head, H, D_V, part, BV, 16)
-                    b_do = load_rows(d_out, begin, ahead, length, head, H, D_V, part, BV, 16)
-                    m_q = tl.dot(b_u, tl.trans(b_do), acc=m_q, input_precision=PRECISION)
-                    if ERASE:
-                        b_dr = load_rows(d_written, begin, ahead, length, head, H, D_V, part, BV, 16)
-                        m_p = tl.dot(b_u, tl.trans(b_dr), acc=m_p, input_precision=PRECISION)
-                more = tl.dot(m_q.to(dtype), (b_qr * since).to(dtype), input_precision=PRECISION)
-                if ERASE:
-                    b_pr = load_rows(probe, begin, ahead, length, head // G, H // G, D_K, 0, BK, 16).to(tl.float32)
-                    b_pr *= _erase(erase, begin, ahead, length, head, H)[:, None]
-                    more -= tl.dot(m_p.to(dtype), (b_pr * since).to(dtype), input_precision=PRECISION)
-                more *= tl.exp((between[None, :] - c).to(tl.float32))
-                d_k += more
-                y += b_k * more
-                between += tl.sum(logs_r, 0)
-            sooner = tl.where(i[:, None] > i[None, :], 1.0, 0.0)  # from j to a decay after it
-            slope = tl.dot(sooner, y, input_precision=PRECISION)
-
-            # What the block's own later tokens give.
-            d_k += tl.sum(tl.where(i[:, None] == i[None, :], l_q, 0.0), 1)[:, None] * b_q
-            for level in tl.static_range(0, 4):
-                later, before = _halves(c, 8 >> level, BK)
-                x_q = (b_q * later).to(dtype)
-                more = tl.dot(tl.where(_pairs(8 >> level), l_q, 0.0).to(dtype), x_q, input_precision=PRECISION)
-                if ERASE:
-                    x_l = (x_p * later).to(dtype)
-                    more -= tl.dot(tl.where(_pairs(8 >> level), l_p, 0.0).to(dtype), x_l, input_precision=PRECISION)
-                more *= before
-                d_k += more
-                crossed = ((i[:, None] // (8 >> level)) == (i[None, :] // (8 >> level))) & (i[:, None] > i[None, :])
-                slope = tl.dot(tl.where(crossed, 1.0, 0.0), b_k * more, acc=slope, input_precision=PRECISION)
-            store_rows(dk, d_k, begin, at, length, head, H, D_K, 0, BK, 16)
+                if DECAY:
+                    b_s = load_tile(states, here, kat, part, D_K, D_V, BK, BV)
+                    kept += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
+            d_k *= tl.exp((last[None, :] - c).to(tl.float32))
+            b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+            b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+            slope = tl.zeros([C, BK], tl.float32)
             if DECAY:
-                slope += load_rows(slopes, begin, at, length, head, H, D_K, 0, BK, 16)
-                beside = tl.load(outside + (here * (C // 16) + s) * D_K + column, mask=column < D_K, other=0.0)
-                slope += (beside + kept)[None, :]
-                slope = tl.where(logs > FLOOR, slope, 0.0)
-                store_rows(d_log_decay, slope, begin, at, length, head, H, D_K, 0, BK, 16)
-            kept += ends
-            base += tl.sum(logs, 0)
+                y = b_k.to(tl.float32) * d_k
+                slope = _summed(i[:, None] > i[None, :], y, slope, kind, PRECISION)
+            d_k += same[:, None] * b_q.to(tl.float32)
+            for shift in tl.range(0, LEVELS, num_stages=1):
+                later, sooner = _halves(sums, begin, start, length, head, H, shift, D_K, kat, BK, C)
+                pairs = _same(shift + 1, C)
+                b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                x = (b_q.to(tl.float32) * later).to(dtype)
+                more = tl.dot(tl.trans(tl.where(pairs, p, 0.0).to(dtype)), x, input_precision=PRECISION)
+                if ERASE:
+                    b_p = load_rows(probe, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                    x = (eps[:, None] * b_p.to(tl.float32) * later).to(dtype)
+                    links = tl.trans(tl.where(pairs, a, 0.0).to(dtype))
+                    more = tl.dot(links, x, acc=more, input_precision=PRECISION)
+                more *= sooner
+                d_k += more
+                if DECAY:
+                    b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                    before = _same(shift, C) & (i[:, None] > i[None, :])
+                    slope = _summed(before, b_k.to(tl.float32) * more, slope, kind, PRECISION)
+            store_rows(dk, d_k, begin, start, length, head, H, D_K, kat, BK, C)
+            if DECAY:
+                slope += load_rows(slopes, begin, start, length, head, H, D_K, kat, BK, C)
+                slope += (kept * tl.exp(last.to(tl.float32)))[None, :]
+                logs = load_rows(log_decay, begin, start, length, head, H, D_K, kat, BK, C)
+                slope = tl.where(logs.to(tl.float32) > FLOOR, slope, 0.0)
+                store_rows(d_log_decay, slope, begin, start, length, head, H, D_K, kat, BK, C)
