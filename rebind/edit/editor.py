@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rebind.edit import export
+from rebind.edit import DEFAULT_METHOD, export
 from rebind.edit.checks import EditCheck
 from rebind.edit.dense.consolidate import Consolidation, consolidate
 from rebind.edit.dense.draft import draft_rows
@@ -168,7 +168,7 @@ class Editor:
         target: str,
         *,
         subject: str | None = None,
-        method: str | Method = "memit",
+        method: str | Method = DEFAULT_METHOD,
         layers: Sequence[int] | None = None,
         lam: float | None = None,
         targets: TargetSettings | None = None,
@@ -182,7 +182,7 @@ class Editor:
         self,
         facts: FactSource,
         *,
-        method: str | Method = "memit",
+        method: str | Method = DEFAULT_METHOD,
         layers: Sequence[int] | None = None,
         lam: float | None = None,
         targets: TargetSettings | None = None,
@@ -324,7 +324,7 @@ class Editor:
 
     def settings(
         self,
-        method: str | Method = "memit",
+        method: str | Method = DEFAULT_METHOD,
         *,
         facts: int = 1,
         layers: Sequence[int] | None = None,
@@ -341,7 +341,7 @@ class Editor:
         self,
         facts: FactSource,
         *,
-        method: str | Method = "memit",
+        method: str | Method = DEFAULT_METHOD,
         layers: Sequence[int] | None = None,
         lam: float | None = None,
         targets: TargetSettings | None = None,

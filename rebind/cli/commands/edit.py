@@ -17,6 +17,7 @@ from rebind.cli.fact_input import facts_of_file, fits_context, has_one_target, p
 from rebind.cli.session import LedgerUse, default_ledgers, describe, open_editor
 from rebind.cli.ui import Phases, Terminal, tables
 from rebind.cli.ui.tables import last_words, one_line, seconds
+from rebind.edit import DEFAULT_METHOD
 from rebind.edit.wording import percent
 from rebind.errors import InputError
 from rebind.limits import MAX_CONTEXTS
@@ -129,7 +130,7 @@ def edit(
             autocompletion=completion.list_of(*completion.FRAMINGS),
         ),
     ] = None,
-    method: opt.Method = "memit",
+    method: opt.Method = DEFAULT_METHOD,
     layers: opt.Layers = None,
     lam: opt.Lambda = None,
     search: SearchOptions,
