@@ -40,7 +40,7 @@ def routes(studio: Studio) -> list[Route]:
     async def options(request: Request) -> Response:
         methods = [{"name": name, "summary": method.summary} for name, method in METHODS.items()]
         examples = [{"sentence": sentence, "target": target} for sentence, target in EXAMPLES]
-        return reply({"methods": methods, "examples": examples})
+        return reply({"methods": methods, "method": DEFAULT_METHOD, "examples": examples})
 
     async def write(request: Request) -> Response:
         form = await Form.of(request)
