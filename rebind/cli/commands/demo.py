@@ -68,9 +68,10 @@ def _describe(report: DemoReport) -> Iterator[RenderableType]:
     yield f"The first edit was undone in {1000 * report.undo_seconds:.0f} ms, without a search:"
     yield _answers(report.undone)
     memory = report.memory
+    exactness = f"to {memory.largest_difference:.0e}" if memory.largest_difference else "exactly"
     yield (
         f"Both edits were saved as a memory: {memory.rows} rows, {decimal(memory.bytes_on_disk)}. Attached to a fresh "
-        f"transformers model, it gives the logits of the edited model, to {memory.largest_difference:.0e}:"
+        f"transformers model, it gives the logits of the edited model, {exactness}:"
     )
     yield _answers(memory.answers)
     yield f"Done in {seconds(report.seconds)}."
