@@ -319,6 +319,9 @@ def test_facts_in_the_dense_memory_are_listed_undone_and_exported(rebind, fails,
         assert "--memory" in error.advice
     shown = rebind("ledger", "export", *words, "--checkpoint", whole).out
     assert f"rebind.attach(model, {str(whole / 'memory')!r})" in shown
+    card = (whole / "README.md").read_text()
+    assert "lists the facts" in card
+    assert "reveals the subjects" not in card, "no weight has changed"
     rebind("ledger", "verify", *words)
     rebind("ledger", "undo", "e0001", *words)
     rebind("ledger", "redo", "e0001", *words)
