@@ -38,7 +38,7 @@ def moments(
     with Phases(terminal) as phases:
         editor = load_editor(source, phases)
         phases.begin("moments")
-        one_or_several = method if chosen_layers is None else "memit"
+        one_or_several = method if chosen_layers is None else "memit"  # which takes any number of layers
         numbers = editor.settings(one_or_several, layers=chosen_layers).layers
         chosen = editor.sites if layers == "all" else [editor.sites[number] for number in numbers]
         sites = [site.block if dense else site.name for site in chosen]
