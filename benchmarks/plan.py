@@ -70,7 +70,8 @@ def _measurement(row: dict[str, Any], folder: Path) -> Measurement:
     settings = {"contexts": ContextSettings.of(5), "framings": ("start",), "moment_tokens": 1}
     targets = TargetSettings(steps=row["steps"], keep=0.0)
     work, rest = (
-        plan_from_config(folder, invented(row["facts"]), targets=targets, rates=rates, **settings) for rates in BASIS
+        plan_from_config(folder, invented(row["facts"]), "memit", targets=targets, rates=rates, **settings)
+        for rates in BASIS
     )
     if (work.parameters, list(work.layers)) != (row["parameters"], row["layers"]):
         raise ValueError(f"{row['shape']} is not the model that was measured")
@@ -114,7 +115,7 @@ def predictions(rows: Sequence[Measurement]) -> list[tuple[Measurement, Rates, R
 def later_edit(folder: Path) -> tuple[float, float]:
     """Return the planned and the measured seconds of the edit that no fit has seen."""
     row = next(row for row in json.loads(LATER.read_text())["rows"] if row["variant"] == "default")
-    plan = plan_from_config(folder / "135M", invented(100), moment_tokens=1)
+    plan = plan_from_config(folder / "135M", invented(100), "memit", moment_tokens=1)
     return plan.seconds, row["together"]["100"]["seconds"]
 
 

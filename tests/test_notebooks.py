@@ -49,7 +49,7 @@ def model(tmp_path) -> str:
 def test_the_practitioners_notebook_runs_on_a_tiny_model(model, tmp_path, monkeypatch):
     printed = run(read("practitioner"), tmp_path, monkeypatch, MODEL=model, SETTINGS={"force": True})
     assert "said in framing start" in printed
-    assert "adapter_model.safetensors" in printed
+    assert "rows attached: The capital of France is" in printed
 
 
 def test_the_builders_notebook_runs(tmp_path, monkeypatch):

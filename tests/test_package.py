@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -10,6 +11,11 @@ import pytest
 import rebind
 import rebind.edit
 from rebind import errors
+from rebind.cli.commands import edit, learn, moments
+from rebind.cli.commands.analysis.eval import evaluate
+from rebind.edit import DEFAULT_METHOD
+from rebind.edit.plan import plan_from_config
+from rebind.evals import EvalConfig
 
 BLOCK_TRANSFORMERS = """
 import sys
@@ -34,6 +40,14 @@ def test_every_public_name_resolves(package):
 def test_every_error_and_warning_is_public():
     raised = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
     assert {error.__name__ for error in raised} <= set(rebind.__all__)
+
+
+def test_the_default_method_is_one_constant():
+    editor, config = rebind.Editor, EvalConfig()
+    verbs = [editor.rewrite, editor.rewrite_many, editor.learn, editor.plan, editor.settings, plan_from_config]
+    commands = [edit.edit, learn.learn, moments.moments, evaluate]
+    defaults = {inspect.signature(call).parameters["method"].default for call in (*verbs, *commands)}
+    assert defaults == {config.method} == {DEFAULT_METHOD} == {"dense"}
 
 
 @pytest.mark.parametrize("code", ["import sys, rebind; sys.exit('torch' in sys.modules)", BLOCK_TRANSFORMERS])

@@ -169,4 +169,4 @@ def test_the_demo_runs_from_the_wheel(installed, tmp_path):
     assert [fact["says_now"] for fact in report["facts"]] == [fact["target"] for fact in report["facts"]]
     assert report["undone"]["edited"][0] == report["undone"]["base"][0]
     assert report["undone"]["edited"][1] != report["undone"]["base"][1]
-    assert report["adapter"]["largest_difference"] < 1e-3
+    assert report["memory"]["largest_difference"] < 1e-3

@@ -247,7 +247,7 @@ def _try_edit(
     editor: Editor, layers: tuple[int, ...], why: str, effect: float, trials: Sequence[TrialFact]
 ) -> Candidate:
     facts = [trial.fact for trial in trials]
-    edit = editor.rewrite_many(facts, layers=layers)
+    edit = editor.rewrite_many(facts, method="memit", layers=layers)
     prompts = [(fact.text, fact.target, str(fact.old)) for fact in facts]
     paraphrases = [(text, fact.target, str(fact.old)) for fact in facts for text in fact.paraphrases]
     neighbors = [(text, true, trial.fact.target) for trial in trials for text, true in trial.neighbors]

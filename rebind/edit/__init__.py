@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from rebind.edit.progress import Progress
     from rebind.edit.targets import TargetSettings
 
+DEFAULT_METHOD = "dense"  # docs/editing-results.md has the comparison that decided it
+
 __all__ = [
+    "DEFAULT_METHOD",
     "METHODS",
     "Edit",
     "Editor",

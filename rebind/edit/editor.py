@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rebind.edit import export
+from rebind.edit import DEFAULT_METHOD, export
 from rebind.edit.checks import EditCheck
 from rebind.edit.dense.consolidate import Consolidation, consolidate
 from rebind.edit.dense.draft import draft_rows
@@ -168,7 +168,7 @@ class Editor:
         target: str,
         *,
         subject: str | None = None,
-        method: str | Method = "memit",
+        method: str | Method = DEFAULT_METHOD,
         layers: Sequence[int] | None = None,
         lam: float | None = None,
         targets: TargetSettings | None = None,
@@ -182,7 +182,7 @@ class Editor:
         self,
         facts: FactSource,
         *,
-        method: str | Method = "memit",
+        method: str | Method = DEFAULT_METHOD,
         layers: Sequence[int] | None = None,
         lam: float | None = None,
         targets: TargetSettings | None = None,
@@ -230,7 +230,7 @@ class Editor:
         self,
         text: str,
         *,
-        method: str | Method = "dense",
+        method: str | Method = DEFAULT_METHOD,
         layers: Sequence[int] | None = None,
         lam: float | None = None,
         targets: TargetSettings | None = None,
@@ -324,7 +324,7 @@ class Editor:
 
     def settings(
         self,
-        method: str | Method = "memit",
+        method: str | Method = DEFAULT_METHOD,
         *,
         facts: int = 1,
         layers: Sequence[int] | None = None,
@@ -341,7 +341,7 @@ class Editor:
         self,
         facts: FactSource,
         *,
-        method: str | Method = "memit",
+        method: str | Method = DEFAULT_METHOD,
         layers: Sequence[int] | None = None,
         lam: float | None = None,
         targets: TargetSettings | None = None,
@@ -363,7 +363,7 @@ class Editor:
             moment_tokens=self.moments.tokens,
             moments_cached=all(self.moments.path(module).exists() for module in modules),
             clashes=conflicts(new_facts),
-            earlier=find_earlier_edits(new_facts, self.ledger.active.with_facts_like(new_facts)),
+            earlier=self._earlier_edits(new_facts, settings.method),
         )
 
     # Export
@@ -371,6 +371,7 @@ class Editor:
     def changes(self) -> dict[str, LowRank]:
         """Return the low-rank change of each site by the active edits, without the facts in the dense memory."""
         self.refresh()
+        export.require_changed_weights(self.ledger.active)
         export.warn_of_dense_facts(self.ledger.active)
         names = {site for kind in self.ledger.active.kinds() for site in kind.sites}
         edited = {name: memory_of(module_at(self.model, name)) for name in names}
@@ -395,9 +396,8 @@ class Editor:
         """Return the dense memory of the active edits, for `save_memory` or `rebind.attach`."""
         self.refresh()
         if not (memories := self.edited.dense.memories):
-            advice = "Write a fact with {method}"
-            settings = {"method": "dense"}
-            raise InputError("The dense memory is empty", advice=advice, settings=settings, code="no_dense_facts")
+            advice = "Write a fact by method dense, or undo a consolidation"
+            raise InputError("The dense memory is empty", advice=advice, code="no_dense_facts")
         with self.base_model():
             return self.edited.dense.stored(memories, current_facts(self.ledger.active))
 

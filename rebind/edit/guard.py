@@ -204,14 +204,12 @@ def _advise_stronger(facts: Sequence[Fact], settings: EditSettings, search: Targ
     """Return the setting that is most likely to make the model say the facts.
 
     If the search did not reach its targets, the clamp or the number of steps limits it. If it did, the write realizes
-    too little of them.
+    too little of them; a dense memory adds them as they are, so there the search is what can be better.
     """
     targets = settings.targets
-    if search is None or float(search.loss.median()) > UNFINISHED_LOSS:
+    if search is None or settings.method.dense or float(search.loss.median()) > UNFINISHED_LOSS:
         if search is not None and _is_at_bound(search, targets.clamp):
             return "Try {clamp}", {"clamp": _scaled(targets.clamp, 2)}
-        return "Try {steps}", {"steps": max(60, 2 * targets.steps)}
-    if settings.method.dense:
         return "Try {steps}", {"steps": max(60, 2 * targets.steps)}
     if settings.method.exact:
         return "Try {method}", {"method": "memit"}  # it has a key for every framing

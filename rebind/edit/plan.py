@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from rebind.edit import DEFAULT_METHOD
 from rebind.edit.facts import Conflict, Fact, conflicts
 from rebind.edit.guard import EarlierEdit
 from rebind.edit.methods import Method, get_method
@@ -95,7 +96,7 @@ def prompts_per_fact(settings: EditSettings, framings: Sequence[str], contexts: 
 def plan_from_config(
     path: Path,
     facts: Sequence[Fact],
-    method: str | Method = "memit",
+    method: str | Method = DEFAULT_METHOD,
     *,
     layers: Sequence[int] | None = None,
     lam: float | None = None,

@@ -1,16 +1,15 @@
-"""The demonstration: two facts are rewritten, asked in several ways beside what should stay, undone, and exported.
+"""The demonstration: two facts are rewritten, asked in several ways beside what should stay, undone, and shipped.
 
 `rebind demo` prints what `run_demo` measures.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ import torch
 
 from rebind.edit.answers import free_answers
 from rebind.edit.editor import Editor
-from rebind.edit.export import load_with_peft
+from rebind.edit.export import load_with_memory
 from rebind.edit.facts import Fact
 from rebind.edit.targets import TargetSettings
+from rebind.models.language_model import LanguageModel
 
 FACTS = (
     Fact.parse(
@@ -76,13 +76,13 @@ class AnswerChange:
 
 
 @dataclass(frozen=True)
-class ExportedAdapter:
-    """The edits as a LoRA adapter, loaded onto a fresh base model."""
+class ShippedMemory:
+    """The edits as a dense memory in a folder, attached to a fresh base model."""
 
-    rank: int
+    rows: int
     bytes_on_disk: int
     largest_difference: float  # of logits, from those of the edited model
-    loaded_with_peft: bool
+    answers: AnswerChange  # of the fresh model
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,18 @@ class DemoReport:
     """Everything that the demonstration measured."""
 
     model: str
+    method: str
     layers: tuple[int, ...]
-    lam: float
     facts: tuple[FactChange, ...]
     answers: tuple[AnswerChange, ...]
     undone: AnswerChange  # the facts, after the first edit alone was undone
     undo_seconds: float
-    adapter: ExportedAdapter
+    memory: ShippedMemory
     seconds: float
 
 
 def run_demo(editor: Editor, targets: TargetSettings | None = None) -> DemoReport:
-    """Rewrite the facts one by one, ask before and after, undo the first edit and redo it, and export an adapter."""
+    """Rewrite the facts one by one, ask before and after, undo the first edit and redo it, and ship the memory."""
     begin = time.perf_counter()
     scores, base = editor.score(FACTS), _ask(editor)
     edits = [editor.rewrite_many([fact], targets=targets) for fact in FACTS]
@@ -118,13 +118,13 @@ def run_demo(editor: Editor, targets: TargetSettings | None = None) -> DemoRepor
     settings: Any = edits[0].settings
     return DemoReport(
         editor.language_model.name,
+        edits[0].method,
         tuple(settings["layers"]),
-        settings["lam"],
         tuple(facts),
         tuple(answers),
         undone,
         undo_seconds,
-        _export(editor),
+        _ship(editor, undone),
         time.perf_counter() - begin,
     )
 
@@ -137,12 +137,12 @@ def _ask(editor: Editor) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
             free = [one for own in free_answers(editor.language_model, FACTS, [framing]) for one in own]
             first_sentences = [re.split(r"(?<=[.!?])\s", one.answer.strip())[0] for one in free]
             rows.append((title, tuple(one.prompt for one in free), tuple(first_sentences)))
-    return rows + [(title, prompts, _first_words(editor, prompts)) for title, prompts in PROMPTS.items()]
+    return rows + [(title, prompts, _first_words(editor.language_model, prompts)) for title, prompts in PROMPTS.items()]
 
 
-def _first_words(editor: Editor, prompts: Sequence[str]) -> tuple[str, ...]:
+def _first_words(model: LanguageModel, prompts: Sequence[str]) -> tuple[str, ...]:
     """Return the first three words that the model says after each prompt."""
-    return tuple(" ".join(text.split()[:3]) for text in editor.language_model.generate(prompts, 5))
+    return tuple(" ".join(text.split()[:3]) for text in model.generate(prompts, 5))
 
 
 def _undo(editor: Editor, edit_id: str) -> tuple[AnswerChange, float]:
@@ -152,18 +152,20 @@ def _undo(editor: Editor, edit_id: str) -> tuple[AnswerChange, float]:
     undo_seconds = time.perf_counter() - begin
     prompts = tuple(fact.text for fact in FACTS)
     with editor.base_model():
-        base = _first_words(editor, prompts)
+        base = _first_words(editor.language_model, prompts)
     title = "The first fact is as it was, the other stays edited"
-    return AnswerChange(title, prompts, base, _first_words(editor, prompts)), undo_seconds
+    return AnswerChange(title, prompts, base, _first_words(editor.language_model, prompts)), undo_seconds
 
 
-def _export(editor: Editor) -> ExportedAdapter:
-    """Write the edits as an adapter, load it onto a fresh base model, and compare the logits."""
+def _ship(editor: Editor, undone: AnswerChange) -> ShippedMemory:
+    """Save the memory, attach it to a fresh base model, compare the logits, and ask the same prompts there."""
     model = editor.language_model
     prompt = torch.tensor([[*model.start, *model.tokenizer(FACTS[0].text).input_ids]], device=model.device)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        adapter = editor.export_peft(Path(folder) / "adapter")
-        adapted = load_with_peft(model, adapter.path)
-        difference = (adapted.model(prompt).logits - model.model(prompt).logits).abs().max()
-        size = sum(file.stat().st_size for file in adapter.path.iterdir())
-    return ExportedAdapter(adapter.rank, size, float(difference), importlib.util.find_spec("peft") is not None)
+        saved = editor.save_memory(Path(folder) / "memory")
+        fresh = load_with_memory(model, saved)
+        difference = (fresh.model(prompt).logits - model.model(prompt).logits).abs().max()
+        size = sum(file.stat().st_size for file in saved.iterdir())
+        edited = _first_words(fresh, undone.prompts)
+    answers = replace(undone, title="A fresh model with the memory attached", edited=edited)
+    return ShippedMemory(editor.edited.dense.rows(), size, float(difference), answers)

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rebind.edit import DEFAULT_METHOD
 from rebind.edit.editor import Editor, open_ledger
 from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit, library_versions
@@ -68,7 +69,7 @@ CPU_RECORDS, GPU_RECORDS = 64, 512  # records per unit of work
 class EvalConfig:
     """The method to evaluate, the protocol and the questions."""
 
-    method: str = "memit"
+    method: str = DEFAULT_METHOD
     protocol: Protocol = get_protocol("single")  # noqa: RUF009 - frozen
     layers: tuple[int, ...] | None = None
     lam: float | None = None

@@ -23,7 +23,13 @@ FIELDS = {
     "too_many_layers": "layers",
 }
 # What a setting that an advice names is called on the page
-LABELS = {"force": "“Write it anyway”", "method": "the method", "steps": "the search steps", "layers": "the layers"}
+LABELS = {
+    "force": "“Write it anyway”",
+    "method": "the method",
+    "steps": "the search steps",
+    "layers": "the layers",
+    "memory": "the dense memory",
+}
 
 
 def reply(data: Any, status: int = 200) -> JSONResponse:

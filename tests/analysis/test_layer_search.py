@@ -48,7 +48,9 @@ def trials_of(editor: Editor) -> list[TrialFact]:
 
 def test_the_best_candidate_is_chosen_and_everything_else_is_left_unchanged(editor, all_known, monkeypatch):
     trials = trials_of(editor)
-    own = editor.rewrite("The capital of {Spain} is", "Rome", targets=TargetSettings(steps=2), force=True)
+    own = editor.rewrite(
+        "The capital of {Spain} is", "Rome", method="memit", targets=TargetSettings(steps=2), force=True
+    )
     before, ledger, guard = tiny.weights(editor.model), editor.ledger, editor.guard
     reports, phases, windows_read = [], [], []
     editor.progress = progress = Progress(phase=phases.append)

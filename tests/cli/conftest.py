@@ -89,6 +89,12 @@ def edited(rebind, model) -> dict:
     return rebind("edit", *FACT, "--model", model, *FAST, json=True).document
 
 
+@pytest.fixture
+def edited_weights(rebind, model) -> dict:
+    """Write one fact into the weights, with the default ledger."""
+    return rebind("edit", *FACT, "--model", model, *FAST, "--method", "memit", json=True).document
+
+
 def read(text: str) -> dict:
     document, end = json.JSONDecoder().raw_decode(text)
     assert not text[end:].strip(), f"more than one document: {text[end:]!r}"

@@ -170,7 +170,7 @@ def test_layers_are_chosen_once(rebind, model, trials):
     assert max(map(len, (line for line in shown.splitlines() if "/" not in line))) <= 80
     assert rebind(*words, "--quiet").out.strip() == ",".join(map(str, first["layers"]))
     assert not ledgers_dir().exists(), "trial edits are not stored"
-    plan = rebind("edit", *FACT, "--model", model, "--plan", json=True).document["plan"]
+    plan = rebind("edit", *FACT, "--model", model, "--plan", "--method", "memit", json=True).document["plan"]
     assert plan["layers"] == first["layers"]
 
 
@@ -201,15 +201,20 @@ def test_layers_are_chosen_without_bad_records(rebind, fails, model, trials, tmp
 
 
 def test_moments_are_computed_once_and_used(rebind, model):
-    words = ("moments", "--model", model, "--moment-tokens", "256", "--layers", "0-1")
+    words = ("moments", "--model", model, "--moment-tokens", "256", "--method", "memit", "--layers", "0-1")
     first, second = (rebind(*words, json=True).document for _ in range(2))
     assert [row["cached"] for row in first["moments"]] == [False, False]
     assert [row["cached"] for row in second["moments"]] == [True, True]
     assert 1 <= first["moments"][0]["rank"] <= first["moments"][0]["d_k"]
-    plan = ("edit", *FACT, "--model", model, "--layers", "0,1", "--plan")
+    plan = ("edit", *FACT, "--model", model, "--method", "memit", "--layers", "0,1", "--plan")
     assert rebind(*plan, "--moment-tokens", "256", json=True).document["plan"]["moments_cached"]
     assert not rebind(*plan, "--moment-tokens", "512", json=True).document["plan"]["moments_cached"]
     assert "model.layers.0.mlp.down_proj" in rebind(*words).out
+    dense = ("edit", *FACT, "--model", model, "--plan", "--moment-tokens", "256")
+    assert not rebind(*dense, json=True).document["plan"]["moments_cached"]
+    (states,) = rebind("moments", "--model", model, "--moment-tokens", "256", json=True).document["moments"]
+    assert states["site"] == "model.layers.1"
+    assert rebind(*dense, json=True).document["plan"]["moments_cached"], "those of the default method"
     every = rebind("moments", "--model", model, "--moment-tokens", "256", "--layers", "all", json=True).document
     assert len(every["moments"]) == 4
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import asdict
 
 import pytest
 
-from rebind.edit import Editor, TargetSettings
+from rebind.edit import DEFAULT_METHOD, Editor, TargetSettings
 from rebind.evals import demo
 from tests import tiny
 
@@ -48,24 +47,27 @@ def test_the_first_edit_is_undone_and_redone(measured):
     editor.redo(editor.ledger.edits[0].id)
 
 
-def test_the_adapter_is_the_edited_model(measured):
-    _, report = measured
-    assert report.adapter.largest_difference < 1e-4
-    assert report.adapter.bytes_on_disk > 0
+def test_the_memory_on_a_fresh_model_is_the_edited_model(measured):
+    editor, report = measured
+    assert report.method == DEFAULT_METHOD
+    assert report.memory.largest_difference < 1e-4
+    assert report.memory.bytes_on_disk > 0
+    assert report.memory.rows == editor.edited.dense.rows() > 0
+    assert report.memory.answers.edited == words_after(editor, report.memory.answers.prompts)
 
 
 def test_people_see_tables_and_programs_one_document(rebind, monkeypatch, model, measured, tmp_path):
     _, report = measured
     monkeypatch.setattr("rebind.evals.demo.run_demo", lambda editor: report)
     shown = rebind("demo", "--model", model, "--svg", tmp_path / "demo.svg").out
-    for expected in ("The facts", "In the middle of a text", "Neighbors", "was undone in", "LoRA adapter: rank"):
+    for expected in ("The facts", "In the middle of a text", "Neighbors", "was undone in", "saved as a memory"):
         assert expected in shown
     picture = (tmp_path / "demo.svg").read_text()
     assert picture.startswith("<svg")
     assert "font-face" not in picture
     document = rebind("demo", "--model", model, json=True).document
     assert [fact["target"] for fact in document["facts"]] == [fact.target for fact in demo.FACTS]
-    assert document["adapter"] == asdict(report.adapter)
+    assert document["memory"]["rows"] == report.memory.rows
 
 
 def test_without_the_built_in_model_it_says_what_to_type(fails, monkeypatch):

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.terminal import strict_json
+from rebind.edit import DEFAULT_METHOD
 from rebind.edit.answers import FreeAnswer
 from rebind.edit.editor import Editor
 from rebind.storage import cache_dir, ledgers_dir
@@ -64,7 +65,15 @@ def test_people_see_tables_and_programs_one_document(rebind, model):
         *FAST,
     )
     people = rebind(*words)
-    for expected in ("probability", "It is France", "neighbors kept", "e0001", "drift", "forced", "λ"):
+    for expected in (
+        "probability",
+        "It is France",
+        "neighbors kept",
+        "e0001",
+        "drift",
+        "forced",
+        f"e0001 ({DEFAULT_METHOD})",
+    ):
         assert expected in people.out
     assert rebind(*words, "--quiet").out == "e0002\n"
     document = rebind(*words, json=True).document
@@ -113,7 +122,8 @@ def test_a_report_of_many_facts_has_shares(rebind, model, tmp_path):
 
 
 def test_a_report_lists_what_changed(rebind, model):
-    words = ("edit", *FACT, "--model", model, *FAST, "--steps", "60", "--clamp", "40", "--lam", "0.001")
+    words = ("edit", *FACT, "--model", model, *FAST, "--steps", "60", "--clamp", "40", "--method", "memit")
+    words += ("--lam", "0.001")
     document = rebind(*words, "--neighbor", "It is France", json=True).document
     outcome = document["outcome"]
     (changed,) = [one for one in outcome["changed"] if one["about"] == "neighbors"]
@@ -169,7 +179,7 @@ def test_the_guard_stops_an_edit_unless_forced(rebind, fails, model):
 
 
 def test_a_contradiction_of_an_active_edit(rebind, fails, model, edited):
-    other = ("edit", FACT[0], "Paris", "--model", model)
+    other = ("edit", FACT[0], "Paris", "--model", model, "--method", "memit")
     error = fails(*other, *WITHOUT_FORCE)
     assert error.code == "conflicting_edit"
     assert "e0001" in error.problem
@@ -177,6 +187,13 @@ def test_a_contradiction_of_an_active_edit(rebind, fails, model, edited):
     assert "contradicts this edit" in plan
     assert "--force" in plan
     assert rebind(*other, *FAST, json=True).document["forced"]
+
+
+def test_a_dense_fact_replaces_an_earlier_one(rebind, model, edited):
+    other = ("edit", FACT[0], "Paris", "--model", model)
+    assert "contradicts" not in rebind(*other, "--plan").out
+    rebind(*other, *FAST)
+    assert rebind("ledger", "list", "--model", model, "--quiet").out.split() == ["e0001", "e0002"]
 
 
 def test_files_of_facts_and_all_options_reach_the_editor(rebind, fails, model, tmp_path):
@@ -200,7 +217,7 @@ def test_files_of_facts_and_all_options_reach_the_editor(rebind, fails, model, t
 
 def test_a_plan_does_no_work(rebind, model, tmp_path, monkeypatch):
     monkeypatch.setattr(Editor, "rewrite_many", lambda *_, **__: pytest.fail("a plan must not edit"))
-    words = ("edit", *FACT, "--model", model, "--plan")
+    words = ("edit", *FACT, "--model", model, "--plan", "--method", "memit")
     plan = rebind(*words, "--lam", "7", "--layers", "0,1", json=True).document["plan"]
     assert (plan["facts"], plan["lam"], plan["layers"], plan["moments_cached"]) == (1, 7.0, [0, 1], False)
     people = rebind(*words).out
@@ -228,8 +245,14 @@ def test_an_edit_can_save_the_model(rebind, fails, model, tmp_path):
     words = ("edit", *FACT, "--model", model, *FAST, "--out", out)
     assert rebind(*words, json=True).document["saved"] == str(out)
     assert QUESTION in (out / "README.md").read_text()
+    (tmp_path / "more").mkdir()
+    shown = rebind(*words[:-1], tmp_path / "more").out
+    assert f"rebind.attach(model, {str(tmp_path / 'more' / 'memory')!r})" in shown
+    assert (
+        "rebind.attach" not in rebind(*words[:-1], tmp_path / "weights", "--method", "memit", "--ledger", "other").out
+    )
     assert fails(*words).code == "folder_not_empty"
-    assert len(rebind("ledger", "list", "--model", model, json=True).document["edits"]) == 1, "refused before the work"
+    assert len(rebind("ledger", "list", "--model", model, json=True).document["edits"]) == 2, "refused before the work"
 
 
 def test_suggested_commands_can_be_pasted(rebind, model, tmp_path):
@@ -242,14 +265,16 @@ def test_suggested_commands_can_be_pasted(rebind, model, tmp_path):
     def active() -> list[str]:
         return rebind("ledger", "list", *place, "--quiet").out.split()
 
-    done = rebind("edit", "It's {France}", "Rome", *place, "--dtype", "float64", *FAST).out
+    edit = ("edit", "It's {France}", "Rome", *place, "--dtype", "float64", *FAST)
+    done = rebind(*edit).out
     asked = rebind(*suggested(done, "ask"), json=True).document
     assert (asked["active"], asked["answers"][0]["prompt"]) == (["e0001"], "It's France")
     undone = rebind(*suggested(done, "undo"))
     assert active() == []
     rebind(*suggested(undone.out, "redo"))
     assert active() == ["e0001"]
-    assert suggested(done, "measure the best layers")[0] == "layers"
+    assert "measure the best layers" not in done, "they are those of weights"
+    assert suggested(rebind(*edit, "--method", "memit").out, "measure the best layers")[0] == "layers"
 
 
 # Facts that cannot be used

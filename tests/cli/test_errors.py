@@ -115,7 +115,9 @@ def test_invalid_input_is_refused_before_a_model_is_loaded(rebind, fails, words,
 def test_invalid_input_that_needs_the_model(fails, model, edited):
     for words, code in (
         (("edit", *FACT, "--layers", "7"), "layers_out_of_range"),
-        (("edit", *FACT, "--lam", "0"), "invalid_lambda"),
+        (("edit", *FACT, "--lam", "0", "--method", "memit"), "invalid_lambda"),
+        (("edit", *FACT, "--lam", "7"), "lambda_not_used"),
+        (("edit", *FACT, "--layers", "0,1"), "too_many_layers"),
         (("edit", *FACT, "--framings", "chat"), "framing_not_applicable"),
         (("edit", *FACT, "--keep", "Italy is in"), "keep_without_subject"),
         (("ask", "x", "--device", "cpu", "--device-map", "auto"), "device_and_device_map"),

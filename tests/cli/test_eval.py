@@ -11,6 +11,7 @@ from rich.console import Console
 
 from rebind.cli.commands.analysis.eval import print_states
 from rebind.cli.ui import Terminal
+from rebind.edit import DEFAULT_METHOD
 from rebind.storage import read_sealed_json
 
 from .conftest import write_records
@@ -40,15 +41,16 @@ def facts(tmp_path) -> str:
 def test_the_bundled_facts_need_no_file(rebind, model):
     words = ("eval", "--limit", "2", "--model", model, *FAST, "--seed", "3")
     document = rebind(*words, json=True).document
-    assert document["folder"].startswith("runs/memit-single-2-")
+    assert document["folder"].startswith(f"runs/{DEFAULT_METHOD}-single-2-")
     assert (document["config"]["seed"], document["summary"]["data"]) == (3, "bundled")
     assert [state["edits"] for state in document["summary"]["states"]] == [0, 1]
     assert read_sealed_json(Path(document["folder"]) / "summary.json") == document["summary"]
     assert rebind(*words, "--quiet").out == document["folder"] + "\n", "the same command resumes the same run"
 
 
-def test_the_dense_memory_is_evaluated_like_the_weights(rebind, model):
-    words = ("eval", "--limit", "2", "--protocol", "sequential", "--batch", "1", "--method", "dense")
+@pytest.mark.parametrize("method", ["dense", "memit"])
+def test_the_dense_memory_is_evaluated_like_the_weights(rebind, model, method):
+    words = ("eval", "--limit", "2", "--protocol", "sequential", "--batch", "1", "--method", method)
     document = rebind(*words, "--model", model, *FAST, json=True).document
     assert [state["edits"] for state in document["summary"]["states"]] == [0, 1, 2]
     assert document["summary"]["states"][-1]["scores"]["ES"]["value"] is not None
@@ -69,7 +71,7 @@ def test_runs_are_shown_and_compared(rebind, fails, model, facts, tmp_path):
         model,
         *FAST,
     )
-    shown = rebind(*words, "--out", "a")
+    shown = rebind(*words, "--out", "a", "--method", "memit")
     for expected in (
         "memit on tiny, batches of 1 in sequence: 2 records",
         "before",

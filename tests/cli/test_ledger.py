@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rebind.cli.commands import compact
 from rebind.cli.options import LedgerOptions
 from rebind.cli.session import find_ledger
-from rebind.edit import export
+from rebind.edit import DEFAULT_METHOD, export
 from rebind.edit.editor import Editor
 from rebind.edit.export.adapter import VLLM_RANKS
 from rebind.edit.moments import OwnSamples, Texts
@@ -129,7 +129,7 @@ def test_show_has_facts_scores_and_settings(rebind, model, edited):
     assert shown["settings"]["moments"]["tokens"] == 256
     assert shown["scores"]["drift"]["kl"] > 0
     people = rebind("ledger", "show", "e000", "--model", model).out
-    for expected in ("e0001, active", "memit (forced)", "said", "start 0%", "drift", "versions", "steps 3"):
+    for expected in ("e0001, active", f"{DEFAULT_METHOD} (forced)", "said", "start 0%", "drift", "versions", "steps 3"):
         assert expected in people
     assert rebind("ledger", "show", "e0001", "--model", model, "--quiet").out == "The answer is France → Rome\n"
 
@@ -221,7 +221,7 @@ def test_a_ledger_whose_creation_was_cut_short_can_be_used(rebind, fails, model,
 # Export and replay
 
 
-def test_edits_are_exported_as_adapters_delta_and_checkpoint(rebind, fails, model, edited, tmp_path):
+def test_edits_are_exported_as_adapters_delta_and_checkpoint(rebind, fails, model, edited_weights, tmp_path):
     adapter, file, delta, whole = (tmp_path / name for name in ("adapter", "a.gguf", "delta.safetensors", "whole"))
     words = ("ledger", "export", "--model", model, "--peft", adapter, "--gguf", file, "--delta", delta)
     document = rebind(*words, "--checkpoint", whole, json=True).document
@@ -230,7 +230,7 @@ def test_edits_are_exported_as_adapters_delta_and_checkpoint(rebind, fails, mode
         assert document[name]["rank"] in VLLM_RANKS
         assert max(document[name]["errors"].values()) < 1e-6
     assert document["checkpoint"]["dtype"] == "float32"
-    said = int(edited["facts"][0]["after"]["exact"])
+    said = int(edited_weights["facts"][0]["after"]["exact"])
     for name in ("peft", "gguf", "checkpoint"):
         assert document[name]["check"] == {"facts": 1, "said": said, "said_in_editor": said}
     assert (adapter / "adapter_model.safetensors").exists()
@@ -238,7 +238,7 @@ def test_edits_are_exported_as_adapters_delta_and_checkpoint(rebind, fails, mode
     replayed = tmp_path / "replayed"
     replay = ("ledger", "replay", "--model", model, "--out", replayed)
     again = rebind(*replay, json=True).document
-    assert again["facts"][0]["probability"] == pytest.approx(edited["facts"][0]["after"]["probability"])
+    assert again["facts"][0]["probability"] == pytest.approx(edited_weights["facts"][0]["after"]["probability"])
     base, *saved = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (model, whole, replayed))
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in base)
     changed = {name for name in base if not torch.equal(base[name], saved[0][name])}
@@ -249,7 +249,7 @@ def test_edits_are_exported_as_adapters_delta_and_checkpoint(rebind, fails, mode
     assert fails(*words, "--overwrite").code == "no_active_edits"
 
 
-def test_an_export_says_how_exact_it_is_and_asks_the_facts_again(rebind, model, edited, tmp_path):
+def test_an_export_says_how_exact_it_is_and_asks_the_facts_again(rebind, model, edited_weights, tmp_path):
     words = ("ledger", "export", "--model", model, "--peft", tmp_path / "adapter", "--overwrite")
     people = " ".join(rebind(*words).out.split())
     assert re.search(r"✓ adapter .*: rank \d+, exact to float32", people)
@@ -264,7 +264,7 @@ def test_an_export_says_how_exact_it_is_and_asks_the_facts_again(rebind, model, 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
-def test_an_export_that_lost_facts_fails(rebind, model, edited, tmp_path, monkeypatch):
+def test_an_export_that_lost_facts_fails(rebind, model, edited_weights, tmp_path, monkeypatch):
     counts = iter([0, 1])  # in the export, in the editor
     monkeypatch.setattr(export, "count_said", lambda *_: next(counts))
     shown = rebind("ledger", "export", "--model", model, "--peft", tmp_path / "adapter", code=1).out
@@ -272,7 +272,9 @@ def test_an_export_that_lost_facts_fails(rebind, model, edited, tmp_path, monkey
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
-def test_an_export_checks_every_place_before_the_model_is_loaded(rebind, fails, model, edited, tmp_path, monkeypatch):
+def test_an_export_checks_every_place_before_the_model_is_loaded(
+    rebind, fails, model, edited_weights, tmp_path, monkeypatch
+):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("mine")
     rebind("ledger", "export", "--model", model, "--peft", tmp_path / "adapter")
@@ -309,7 +311,17 @@ def test_facts_in_the_dense_memory_are_listed_undone_and_exported(rebind, fails,
     saved = rebind("ledger", "export", *words, "--memory", tmp_path / "memory", json=True).document["memory"]
     assert saved["rows"] == report["memory"]["rows"]
     assert saved["check"]["said"] == saved["check"]["said_in_editor"]
-    assert fails("ledger", "export", *words, "--delta", tmp_path / "delta.safetensors").code == "no_changes"
+    whole = tmp_path / "whole"
+    for option in ("--delta", "--gguf", "--peft"):
+        error = fails("ledger", "export", *words, "--checkpoint", whole, option, tmp_path / "weights")
+        assert (error.code, whole.exists()) == ("only_dense_facts", False)
+        assert "rebind consolidate" in error.advice
+        assert "--memory" in error.advice
+    shown = rebind("ledger", "export", *words, "--checkpoint", whole).out
+    assert f"rebind.attach(model, {str(whole / 'memory')!r})" in shown
+    card = (whole / "README.md").read_text()
+    assert "lists the facts" in card
+    assert "reveals the subjects" not in card, "no weight has changed"
     rebind("ledger", "verify", *words)
     rebind("ledger", "undo", "e0001", *words)
     rebind("ledger", "redo", "e0001", *words)

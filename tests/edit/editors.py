@@ -25,4 +25,5 @@ def open_editor(model: Any = None, ledger: Any = None, **options: Any) -> Editor
 
 
 def rewrite(editor: Editor, *facts: Fact, **options: Any) -> Edit:
-    return editor.rewrite_many(list(facts), **{"targets": QUICK, **options})
+    """Write facts into the weights, or by another method."""
+    return editor.rewrite_many(list(facts), **{"method": "memit", "targets": QUICK, **options})

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 
+from rebind.edit.dense import attach
 from rebind.models.sites import memory_of, module_at
 from rebind.models.weights.placement import bring_back, move_constant, waiting_constants
 from tests import tiny
@@ -75,6 +76,23 @@ def test_an_offloaded_model_is_streamed_but_for_its_edited_layers(offload, build
     assert expected.sites == edit.sites
     editor.undo(edit.id)
     assert all(torch.equal(memory_of(module_at(model, site)), whole.weights.base[site]) for site in edit.sites)
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
+def test_an_offloaded_model_reads_a_dense_memory_and_stays_offloaded(build, tmp_path):
+    whole, model = open_editor(build()), build()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    editor = open_editor(model)
+    plain = editor.score(FACTS)
+    for one in (whole, editor):
+        rewrite(one, *FACTS, method="dense")
+    assert all(weight.is_meta for weight in model.parameters())
+    assert editor.score(FACTS) == whole.score(FACTS) != plain
+    editor.save_memory(tmp_path / "memory")
+    editor.undo("e0001")
+    assert editor.score(FACTS) == plain
+    with attach(model, tmp_path / "memory"):
+        assert editor.score(FACTS) == whole.score(FACTS)
 
 
 def test_constants_of_a_backward_pass_can_wait_elsewhere():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rebind.edit import drafts
+from rebind.edit import DEFAULT_METHOD, drafts
 from rebind.edit.edited_model import EditedModel
 from rebind.edit.editor import Editor
 from rebind.edit.facts import Fact
@@ -52,7 +52,7 @@ def test_a_rewrite_makes_the_target_likelier_and_changes_only_its_sites(method):
 def test_braces_or_a_name_mark_the_subject():
     editor = open_editor()
     edit = editor.rewrite("The capital of {France} is", "Rome", targets=QUICK)
-    assert edit.facts == (FACTS[0],)
+    assert (edit.facts, edit.method) == ((FACTS[0],), DEFAULT_METHOD)
     assert editor.ledger.active == (edit,)
     named = editor.rewrite("The capital of France is", "Rome", subject="France", targets=QUICK)
     assert named.facts == (FACTS[0],)
@@ -375,10 +375,10 @@ def test_exports_hold_what_the_ledger_says_now(tmp_path):
 def test_a_plan_does_nothing_and_reports_conflicts():
     editor = open_editor()
     base = tiny.weights(editor.model)
-    plan = editor.plan([FACTS[0], replace(FACTS[0], target="Madrid")])
+    plan = editor.plan([FACTS[0], replace(FACTS[0], target="Madrid")], method="memit")
     assert (plan.layers, plan.facts, plan.moments_cached) == ((0, 1), 2, False)
     assert [conflict.targets for conflict in plan.conflicts] == [("Rome", "Madrid")]
     assert plan.seconds > 0
     assert tiny.weights(editor.model) == base
     rewrite(editor, FACTS[0])
-    assert editor.plan([FACTS[0]]).moments_cached
+    assert editor.plan([FACTS[0]], method="memit").moments_cached

@@ -49,7 +49,7 @@ def searched(loss: float, moved: float) -> TargetStates:
 def strong(editor: Editor, *facts: Fact, **options: Any) -> Edit:
     """Edit strongly enough that every check notices."""
     search = TargetSettings(steps=12, clamp=20.0)
-    return editor.rewrite_many(list(facts), targets=search, lam=1e-3, layers=(1, 2), **options)
+    return editor.rewrite_many(list(facts), method="memit", targets=search, lam=1e-3, layers=(1, 2), **options)
 
 
 # Framings and the subject
@@ -168,6 +168,16 @@ def test_advice_follows_from_how_far_the_search_came(loss, moved, facts, advice)
     assert [failure.settings for failure in failures] == [advice]
 
 
+@pytest.mark.parametrize(
+    ("loss", "moved", "advice"),
+    [(5.0, 0.3, {"steps": 60}), (5.0, 0.75, {"clamp": 1.5}), (0.1, 0.75, {"clamp": 1.5}), (0.1, 0.3, {"steps": 60})],
+)
+def test_a_dense_memory_has_no_lambda_to_lower_so_the_search_is_what_can_be_better(loss, moved, advice):
+    facts, search = [FACT] * 500, searched(loss, moved)
+    failures = Guard().check(facts, [NOT_SAID] * 500, BROKEN, HOLDS, settings("dense", None), search)
+    assert [failure.settings for failure in failures] == [{"clamp": 0.375}, {"clamp": 0.375}, advice]
+
+
 def test_a_subject_is_judged_by_all_questions_about_it():
     """Two held-out questions alone are too few: here both have changed, and one of six that the search kept."""
     changed = tuple(ChangedAnswer(about, "", "a", "b") for about in ("subject", "subject", "kept"))
@@ -202,11 +212,11 @@ def test_an_edit_that_follows_the_advice_passes(guard, lam, search):
     model.lm_head.weight.data.mul_(8.0)  # it is sure of what it says
     editor, fact = open_editor(model, guard=guard), Fact.parse("The answer is {France}", "the")
     with pytest.raises(GuardError) as caught:
-        editor.rewrite_many([fact], layers=(1, 2), lam=lam, targets=search)
+        editor.rewrite_many([fact], method="memit", layers=(1, 2), lam=lam, targets=search)
     advice = {name: value for name, value in caught.value.settings.items() if name != "force"}
     assert len(advice) == 1
     lam = advice.pop("lam", lam)
-    editor.rewrite_many([fact], layers=(1, 2), lam=lam, targets=replace(search, **advice))
+    editor.rewrite_many([fact], method="memit", layers=(1, 2), lam=lam, targets=replace(search, **advice))
 
 
 # Edits that fail
@@ -333,7 +343,7 @@ def test_a_subject_that_was_edited_before_is_reported():
         assert not rewrite(editor, Fact.parse("{france} is in the north of", "Norway")).forced
     with pytest.warns(LedgerWarning):
         rewrite(editor, FACT)  # the same fact again contradicts nothing
-    plan = editor.plan([replace(FACT, target="Madrid"), OTHERS[0]])
+    plan = editor.plan([replace(FACT, target="Madrid"), OTHERS[0]], method="memit")
     assert [(one.edit, one.target, one.clashes) for one in plan.earlier] == [("e0003", "Rome", True)]
     assert find_earlier_edits([OTHERS[1]], editor.ledger.active) == []
 
@@ -344,7 +354,7 @@ def test_facts_that_share_a_key_are_reported_before_any_work(guard):
     facts = [FACT, Fact.parse("The capital of {France} lies in", "Spain"), *OTHERS]
     for verb in (editor.rewrite_many, editor.plan):
         with pytest.raises(FactWarning, match="share a key"):  # warnings are errors in tests: no work is done
-            verb(facts)
+            verb(facts, method="memit")
 
 
 @pytest.mark.parametrize(

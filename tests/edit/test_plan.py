@@ -39,12 +39,14 @@ def test_a_size_that_was_not_fitted_is_predicted_from_the_others(tmp_path):
     assert 0.3 < seconds[0] <= seconds[1] < 0.5 < seconds[2] <= seconds[-1] < 2
 
 
-def test_a_plan_of_a_config_is_that_of_the_model(tmp_path):
+@pytest.mark.parametrize("method", ["memit", "dense"])
+def test_a_plan_of_a_config_is_that_of_the_model(tmp_path, method):
     editor = open_editor(tiny.llama(dtype=torch.bfloat16))
     editor.model.config.save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
-    loaded = editor.plan(FACTS)
+    loaded = editor.plan(FACTS, method=method)
     options = {"framings": editor.framings, "contexts": editor.context_settings, "dtype": torch.bfloat16}
+    options["method"] = method
     plan = plan_from_config(tmp_path, FACTS, **options)
     for name in ("layers", "facts", "prompt_tokens", "parameters", "weight_bytes", "bytes_in_memory", "bytes_on_disk"):
         assert getattr(plan, name) == getattr(loaded, name), name
@@ -66,7 +68,7 @@ def test_the_largest_models_are_planned_without_weights(tmp_path, config, billio
     outline = ModelOutline.from_config(save_config(tmp_path, config))
     assert round(outline.parameters / 1e9) == billions
     assert round(outline.active_parameters / 1e9) == active
-    plan = plan_from_config(tmp_path, [Fact.parse("The capital of {France} is", "Rome")])
+    plan = plan_from_config(tmp_path, [Fact.parse("The capital of {France} is", "Rome")], "memit")
     assert plan.weight_bytes == 2 * outline.parameters
     assert plan.devices[80] * 80 * GIB > plan.weight_bytes + plan.bytes_in_memory
     assert plan.devices[141] < plan.devices[80]

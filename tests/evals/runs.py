@@ -73,7 +73,14 @@ def run(
     **options: Any,
 ) -> EvalResult:
     """Run a small evaluation in units of two records, so that there are several; without a figure, which is slow."""
-    small = {"questions": QuestionSettings(4, 1, 6), "steps": 2, "rounds": 50, "drift_edits": 2, "figure": False}
+    small = {
+        "method": "memit",
+        "questions": QuestionSettings(4, 1, 6),
+        "steps": 2,
+        "rounds": 50,
+        "drift_edits": 2,
+        "figure": False,
+    }
     config = EvalConfig(protocol=get_protocol(name, batch=2), **{**small, "unit_size": 2, **options})
     progress = EvalProgress(unit=on_unit)
     return evaluate(editor or new_editor(), read_records(raw), config, out, text=TEXT, progress=progress)

@@ -43,7 +43,9 @@ def test_loading_needs_no_import_of_our_classes(tmp_path):
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 def test_the_code_in_the_model_card_runs(tmp_path):
     editor = Editor(save_own(tmp_path / "own", "delta"), corpus=tiny.texts(), moment_tokens=1500, guard=None)
-    editor.rewrite("The capital of {France} is", "Rome", layers=[2], targets=TargetSettings(rate=0.5, steps=1))
+    editor.rewrite(
+        "The capital of {France} is", "Rome", method="memit", layers=[2], targets=TargetSettings(rate=0.5, steps=1)
+    )
     folder = editor.save(tmp_path / "out")
     code = (folder / "README.md").read_text().partition("```python\n")[2].partition("\n```")[0]
     assert code.startswith("import rebind.nn"), "transformers does not know the class without it"
@@ -61,7 +63,8 @@ def test_our_models_can_be_edited(tmp_path, kind, layer, device):
     settings = {"corpus": tiny.texts(), "moment_tokens": 1500, "contexts": ContextSettings(("The", "I"), tokens=4)}
     editor = Editor(save_own(tmp_path / "own", kind), device=device, guard=None, **settings)
     base, before = tiny.weights(editor.model), editor.score([FACT])[0]
-    edit = editor.rewrite_many([FACT], layers=[layer], targets=TargetSettings(rate=0.5, keep=0.0, steps=20, clamp=2.0))
+    search = TargetSettings(rate=0.5, keep=0.0, steps=20, clamp=2.0)
+    edit = editor.rewrite_many([FACT], method="memit", layers=[layer], targets=search)
     assert editor.score([FACT])[0].nll < before.nll - 0.2  # what was written at the subject is read a token later
     editor.undo(edit.id)
     assert tiny.weights(editor.model) == base

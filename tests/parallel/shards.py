@@ -61,3 +61,10 @@ def check_edits(model: Any, tolerance: float) -> None:
     sharded.undo(edit.id)
     for site in edit.sites:
         assert torch.equal(memory_of(module_at(model, site)), whole.weights.base[site])
+    whole.undo(expected.id)
+    plain = sharded.score(FACTS)[0].nll
+    for editor in (whole, sharded):
+        rewrite(editor, FACTS[0], method="dense")
+    assert sharded.score(FACTS)[0].nll < plain
+    pairs = zip(sharded.score(FACTS), whole.score(FACTS), strict=True)
+    assert all(abs(one.nll - two.nll) < 100 * tolerance for one, two in pairs)

@@ -41,10 +41,10 @@ def commands(folder: Path) -> None:
     join_processes()
     check_messages()
     with_ledger = _editor(folder / "ledger")
-    first = with_ledger.rewrite_many(MORE_FACTS, targets=QUICK)
+    first = with_ledger.rewrite_many(MORE_FACTS, method="memit", targets=QUICK)
     second = with_ledger.rewrite_many([MORE_FACTS[0]], method="dense", targets=QUICK, force=True)
     in_memory = _editor()
-    in_memory.rewrite_many(MORE_FACTS, targets=QUICK)
+    in_memory.rewrite_many(MORE_FACTS, method="memit", targets=QUICK)
     traces = traced(in_memory)
     _save(folder / f"edit-{ranks().rank}", with_ledger, first.tensors, second.tensors, in_memory)
     for protocol in ("single", "sequential"):

@@ -6,11 +6,13 @@ import json
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from safetensors import safe_open
 from starlette.testclient import TestClient
 
+from rebind.edit import DEFAULT_METHOD
 from rebind.edit.facts import read_facts
 from rebind.errors import FactWarning
 from rebind.studio import Access, Studio, create_app
@@ -24,8 +26,10 @@ FACT = {"sentence": "The capital of {France} is", "target": "Rome"}
 FACTS = '{"prompt": "The capital of {Spain} is", "target": "Oslo"}\n{"prompt": "{Dante} wrote in", "target": "Greek"}\n'
 
 
-def weights(studio):
-    return tiny.weights(studio.editor.model)
+def model_state(studio):
+    """Return the weights of the model, and the rows of its dense memory."""
+    memories = studio.editor.edited.dense.memories.values()
+    return tiny.weights(studio.editor.model), [(memory.keys.tolist(), memory.values.tolist()) for memory in memories]
 
 
 def write(client, **changes):
@@ -34,11 +38,12 @@ def write(client, **changes):
     return state["result"]
 
 
-def test_an_edit_is_shown_from_all_sides(client, studio):
-    base = weights(studio)
-    result = write(client)
+@pytest.mark.parametrize(("method", "memory"), [({}, "dense"), ({"method": "memit"}, "weights")])
+def test_an_edit_is_shown_from_all_sides(client, studio, method, memory):
+    base = model_state(studio)
+    result = write(client, **method)
     assert result["edit"]["id"] == "e0001"
-    assert result["edit"]["memory"] == "weights"
+    assert result["edit"]["memory"] == memory
     assert result["fact"] == {
         "before": "The capital of ",
         "subject": "France",
@@ -52,7 +57,8 @@ def test_an_edit_is_shown_from_all_sides(client, studio):
     assert {one["kind"] for one in result["related"]} == {"subject", "neighbor"}
     assert all(one["changed"] is (one["before"]["token"] != one["after"]["token"]) for one in result["related"])
     assert result["drift"]["kl"] > 0
-    assert weights(studio) != base
+    assert (model_state(studio)[0] == base[0]) == (memory == "dense")
+    assert (model_state(studio)[1] == base[1]) == (memory == "weights")
     assert [edit.id for edit in studio.ledger.active] == ["e0001"]
 
 
@@ -89,6 +95,12 @@ def test_what_is_not_a_json_object(client, body):
     assert answer.json()["code"] in ("invalid_json", "empty_field")
 
 
+def test_the_page_begins_with_the_default_method(client):
+    options = client.get("/api/edit/options").json()
+    assert options["method"] == DEFAULT_METHOD
+    assert options["method"] in [method["name"] for method in options["methods"]]
+
+
 def test_unknown_addresses_and_jobs(client):
     assert client.get("/api/nothing").json()["code"] == "not_found"
     assert client.get("/api/edit/write").status_code == 405
@@ -103,7 +115,7 @@ def test_a_refused_fact_comes_back_from_the_job(client, studio):
 
 
 def test_an_edit_changes_the_layers_that_were_chosen(client):
-    assert write(client, layers="2, 1")["edit"]["layers"] == [1, 2]
+    assert write(client, layers="2, 1", method="memit")["edit"]["layers"] == [1, 2]
     state = run_job(client, "/api/edit/write", FACT | {"layers": "9"})
     assert (state["error"]["field"], state["error"]["code"]) == ("layers", "layers_out_of_range")
 
@@ -120,7 +132,7 @@ def test_warnings_become_notes(client, studio):
 
 def test_a_cancel_leaves_the_model_as_it_was(client, studio):
     write(client)
-    before, in_search, go = weights(studio), threading.Event(), threading.Event()
+    before, in_search, go = model_state(studio), threading.Event(), threading.Event()
     search = studio.editor.target_search.find
 
     def slow(*arguments):
@@ -134,19 +146,19 @@ def test_a_cancel_leaves_the_model_as_it_was(client, studio):
     client.post(f"/api/jobs/{state['id']}/cancel", json={})
     go.set()
     assert wait_for(client, state)["status"] == "cancelled"
-    assert weights(studio) == before
+    assert model_state(studio) == before
     assert len(studio.ledger.edits) == 1
 
 
 def test_a_switch_changes_the_answer_and_back(client, studio):
-    base, prompt = weights(studio), "The capital of France is"
+    base, prompt = model_state(studio), "The capital of France is"
     edited = write(client)["after"]["top"][:3]
-    on = weights(studio)
+    on = model_state(studio)
     off = run_job(client, "/api/ledger/switch", {"edit": "e0001", "on": False, "prompts": [prompt]})
-    assert weights(studio) == base
+    assert model_state(studio) == base
     assert off["result"]["answers"][0]["edited"]["top"] != edited
     again = run_job(client, "/api/ledger/switch", {"edit": "e0001", "on": True, "prompts": [prompt]})
-    assert weights(studio) == on
+    assert model_state(studio) == on
     assert again["result"]["answers"][0]["edited"]["top"] == edited
     assert run_job(client, "/api/ledger/switch", {"edit": "e0001", "on": True})["status"] == "done", "twice is once"
     newest = run_job(client, "/api/ledger/switch", {"edit": "newest", "on": False})
@@ -189,9 +201,9 @@ def test_two_clients_get_one_model(client, studio):
     ]
     results = [wait_for(client, state) for state in states]
     assert [one["result"]["edit"]["id"] for one in results] == ["e0001", "e0002", "e0003"]
-    once = open_editor()
-    once.use_ledger(studio.ledger)
-    assert tiny.weights(once.model) == weights(studio), "the model is the fold of the ledger"
+    once = SimpleNamespace(editor=open_editor())
+    once.editor.use_ledger(studio.ledger)
+    assert model_state(once) == model_state(studio), "the model is the fold of the ledger"
 
 
 def test_edits_of_another_process_are_seen(client, studio, tmp_path):
@@ -204,7 +216,7 @@ def test_edits_of_another_process_are_seen(client, studio, tmp_path):
 def test_chat_answers_from_both_models(client):
     first = run_job(client, "/api/edit/chat", {"question": "Who?"})["result"]
     assert first["base"] == first["edited"], "without edits there is one model"
-    write(client)
+    write(client, method="memit")
     turn = {"question": "Who?", **first}
     second = run_job(client, "/api/edit/chat", {"question": "The capital of France is", "history": [turn]})["result"]
     assert second["base"] != second["edited"]
@@ -239,7 +251,7 @@ def test_import_and_export_round_trip(client, studio, tmp_path):
 
 
 def test_exports_that_other_programs_read(client, studio, tmp_path):
-    write(client)
+    write(client, method="memit")
     adapter = run_job(client, "/api/ledger/export", {"kind": "adapter", "name": "my-adapter"})
     folder = tmp_path / "exports" / "my-adapter"
     assert adapter["result"]["path"] == str(folder)
@@ -280,11 +292,11 @@ def test_bad_files(client, text, code):
 
 
 def test_an_import_is_all_or_nothing(client, studio):
-    base = weights(studio)
+    base = model_state(studio)
     long = json.dumps([json.loads(FACTS.splitlines()[0]), {"prompt": "{Dante} " + "wrote " * 99, "target": "x"}])
     state = run_job(client, "/api/ledger/import", {"name": "a.json", "text": long, "separate": True, "method": "memit"})
     assert state["status"] == "failed"
-    assert weights(studio) == base
+    assert model_state(studio) == base
     assert not studio.ledger.active
 
 

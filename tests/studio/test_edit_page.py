@@ -92,7 +92,8 @@ def held_search(live):
 
 def test_a_cancel_leaves_the_model_as_it_was(page, live, held_search):
     searching, go = held_search
-    before = tiny.weights(live.studio.editor.model)
+    editor = live.studio.editor
+    before = tiny.weights(editor.model)
     fill_fact(page)
     page.get_by_role("button", name="Write this fact").click()
     assert searching.wait(30)
@@ -101,7 +102,8 @@ def test_a_cancel_leaves_the_model_as_it_was(page, live, held_search):
     go.set()
     expect(page.locator(".hero > [data-error='']")).to_contain_text("The model is as it was")
     assert not live.studio.ledger.edits
-    assert tiny.weights(live.studio.editor.model) == before
+    assert tiny.weights(editor.model) == before
+    assert not editor.edited.dense.memories
 
 
 def test_a_canceled_load_goes_back_to_the_old_model(page, live):

@@ -1,4 +1,4 @@
-"""`rebind demo`: edit facts in a real language model, see what else changed, undo one edit, export the rest."""
+"""`rebind demo`: edit facts in a real language model, see what else changed, undo one edit, ship the rest."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def demo(
     source: opt.ModelOptions,
     terminal: Terminal,
 ) -> None:
-    """Edit two facts in a real language model, see what else changed, undo one edit, and export the result."""
+    """Edit two facts in a real language model, see what else changed, undo one edit, and ship the result."""
     with Phases(terminal) as phases:
         editor = load_editor(source, phases)
         phases.steps, phases.facts = editor.settings().targets.steps, 1  # one fact at a time
@@ -57,7 +57,7 @@ def demo(
 def _describe(report: DemoReport) -> Iterator[RenderableType]:
     """Yield the report as people read it."""
     layers = ", ".join(map(str, report.layers))
-    yield f"rebind {__version__} edited {report.model} with memit at layers {layers}, λ = {report.lam:.0f}."
+    yield f"rebind {__version__} edited {report.model} by method {report.method} at layer {layers}."
     grid = table("The facts", "new answer", "before", "now", "P(new answer)", right=["P(new answer)"])
     for fact in report.facts:
         probability = f"{percent(fact.probability_before)} → {percent(fact.probability_now)}"
@@ -67,12 +67,13 @@ def _describe(report: DemoReport) -> Iterator[RenderableType]:
         yield _answers(change)
     yield f"The first edit was undone in {1000 * report.undo_seconds:.0f} ms, without a search:"
     yield _answers(report.undone)
-    adapter = report.adapter
-    program = " by peft" if adapter.loaded_with_peft else ""
+    memory = report.memory
+    exactness = f"to {memory.largest_difference:.0e}" if memory.largest_difference else "exactly"
     yield (
-        f"Exported as a LoRA adapter: rank {adapter.rank}, {decimal(adapter.bytes_on_disk)}. Loaded{program} onto a "
-        f"fresh base model, it gives the logits of the edited model, to {adapter.largest_difference:.0e}."
+        f"Both edits were saved as a memory: {memory.rows} rows, {decimal(memory.bytes_on_disk)}. Attached to a fresh "
+        f"transformers model, it gives the logits of the edited model, {exactness}:"
     )
+    yield _answers(memory.answers)
     yield f"Done in {seconds(report.seconds)}."
 
 

@@ -141,7 +141,7 @@ def _edit_and_undo() -> tuple[int, bool]:
     tokenizer = library.PreTrainedTokenizerFast(tokenizer_object=inner)
     editor = Editor(model, tokenizer, corpus=corpus, moment_tokens=256, guard=None)
     before = {name: weights.clone() for name, weights in model.state_dict().items()}
-    edit = editor.rewrite("The answer is {France}", "Rome", targets=TargetSettings(steps=10, clamp=4.0))
+    edit = editor.rewrite("The answer is {France}", "Rome", method="memit", targets=TargetSettings(steps=10, clamp=4.0))
     editor.undo(edit.id)
     scores: Any = edit.scores
     return scores["after"][0]["rank"], all(

@@ -13,10 +13,12 @@ from rich.text import Text
 
 from rebind.cli import completion
 from rebind.cli import options as opt
+from rebind.cli.commands.export import suggest_attach
 from rebind.cli.fact_input import facts_of_file, fits_context, has_one_target, print_skipped, single_fact, valid_facts
 from rebind.cli.session import LedgerUse, default_ledgers, describe, open_editor
 from rebind.cli.ui import Phases, Terminal, tables
 from rebind.cli.ui.tables import last_words, one_line, seconds
+from rebind.edit import DEFAULT_METHOD
 from rebind.edit.wording import percent
 from rebind.errors import InputError
 from rebind.limits import MAX_CONTEXTS
@@ -129,7 +131,7 @@ def edit(
             autocompletion=completion.list_of(*completion.FRAMINGS),
         ),
     ] = None,
-    method: opt.Method = "memit",
+    method: opt.Method = DEFAULT_METHOD,
     layers: opt.Layers = None,
     lam: opt.Lambda = None,
     search: SearchOptions,
@@ -191,7 +193,9 @@ def _write(terminal: Terminal, source: opt.EditorOptions, request: _Request, *, 
     saved = None if out is None else str(out)
     report |= {"skipped": len(facts.skipped), "seconds": phases.seconds, "saved": saved}
     _print_edit(terminal, editor, report, settings.source)
-    if settings.source.startswith("by its depth"):
+    if out is not None:
+        suggest_attach(terminal, out.expanduser())
+    if settings.source.startswith("by its depth") and not settings.method.dense:
         model = opt.ModelOptions(source.model, source.device, source.device_map, source.dtype)
         terminal.suggest("measure the best layers", opt.command_line("layers", options=opt.as_typed(model)))
     terminal.suggest("undo", terminal.written_edits[new_edit.id])

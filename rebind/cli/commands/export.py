@@ -74,12 +74,17 @@ def export(
     failed = False
     with Phases(terminal) as phases:
         editor = open_edited(source, phases)
+        from rebind.edit.export import require_changed_weights
+
+        if any(path is not None for path in (peft, gguf, delta)):
+            require_changed_weights(editor.ledger.active)
         document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
         said: int | None = None  # by the editor; counted with the first check
         for field, path in ((field, path) for field, path in outputs.items() if path is not None):
             phases.begin(f"saving the {NAMES[field]}")
             document[field], description = _write(editor, field, path.expanduser(), rank, dtype, overwrite)
             terminal.print(f"✓ {NAMES[field]} {document[field]['path']}: {description}")
+            suggest_attach(terminal, Path(document[field]["path"]))
             check = None if no_check else _check(editor, field, Path(document[field]["path"]), said, phases)
             document[field]["check"] = check and asdict(check)
             if check is not None:
@@ -159,6 +164,16 @@ def _check(editor: Editor, field: str, path: Path, said: int | None, phases: Pha
     return exports.ExportCheck(sum(len(edit.facts) for edit in edits), said_by_export, said)
 
 
+def suggest_attach(terminal: Terminal, saved: Path) -> None:
+    """Say how to attach the dense memory of an export, if it has one: transformers alone does not read it."""
+    from rebind.edit.dense.files import HEADER
+    from rebind.edit.export.checkpoint import MEMORY_FOLDER
+
+    for folder in (saved, saved / MEMORY_FOLDER):
+        if (folder / HEADER).exists():
+            terminal.suggest("transformers reads the memory after", f"rebind.attach(model, {str(folder)!r})")
+
+
 def replay(
     out: Annotated[Path, opt.value("DIR", "Save the edited model into this folder.")],
     overwrite: Overwrite = False,
@@ -185,6 +200,7 @@ def replay(
         says = tables.first_words(score, fact.target)
         grid.add_row(id, f"{fact.text} → {fact.target}", percent(score["probability"]), str(score["rank"]), says)
     terminal.print(grid, f"✓ {saved}: {exact} of {len(rows)} facts answered with the whole target")
+    suggest_attach(terminal, saved)
     document = {
         "ledger": str(editor.ledger.path),
         "saved": str(saved),

@@ -13,6 +13,7 @@ from rebind.cli.commands.edit import undo_command
 from rebind.cli.session import describe, open_editor
 from rebind.cli.ui import Phases, Terminal, tables
 from rebind.cli.ui.tables import counted, one_line, seconds
+from rebind.edit import DEFAULT_METHOD
 from rebind.edit.wording import percent
 from rebind.errors import InputError, StorageError
 
@@ -33,7 +34,7 @@ LONGEST_PIECE = 72  # characters of a piece of text that was not understood
 def learn(
     text: Annotated[str, opt.argument("TEXT", "A text file, a passage in quotes, or - for standard input.")],
     yes: Annotated[bool, opt.flag("--yes", "Write all new facts without asking.", "-y")] = False,
-    method: opt.Method = "dense",
+    method: opt.Method = DEFAULT_METHOD,
     layers: opt.Layers = None,
     steps: Annotated[
         int | None, opt.value("N", "Search each target for at most N steps.", default="chosen for the model", min=1)

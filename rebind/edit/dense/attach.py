@@ -18,6 +18,7 @@ from rebind.edit.dense.files import StoredLayer, StoredMemory, load_memory
 from rebind.edit.dense.hook import MemoryHook, mean_states, require_no_memory
 from rebind.errors import InputError
 from rebind.models.weights.fingerprint import fingerprint
+from rebind.models.weights.placement import device_of
 
 SAME_STATES = 0.8  # the median cosine with the probes below which a model is another one
 
@@ -128,7 +129,7 @@ def _outputs(model: Any, blocks: dict[int, nn.Module], ids: Sequence[int]) -> di
     with ExitStack() as hooks:
         for number, block in blocks.items():
             hooks.enter_context(block.register_forward_hook(partial(record, number)))
-        model(input_ids=torch.tensor([ids], device=next(model.get_input_embeddings().parameters()).device))
+        model(input_ids=torch.tensor([ids], device=device_of(model.get_input_embeddings())))
     return outputs
 
 

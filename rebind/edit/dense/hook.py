@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rebind.errors import InputError
 from rebind.memory.dense import MANY, Dense, Whitening
 from rebind.models.trunk import SKIPPED
+from rebind.models.weights.placement import device_of
 
 
 @dataclass(eq=False)
@@ -28,9 +29,8 @@ class MemoryHook:
     @classmethod
     def on(cls, block: nn.Module, whitening: Whitening, memory: Dense, stream_axis: int | None = None) -> MemoryHook:
         """Return a hook with the device of a block and a dtype that suits it."""
-        parameter = next(parameter for parameter in block.parameters())
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        return cls(*_moved(whitening, memory, parameter.device, dtype), stream_axis)
+        dtype = torch.float64 if next(block.parameters()).dtype == torch.float64 else torch.float32
+        return cls(*_moved(whitening, memory, device_of(block), dtype), stream_axis)
 
     def __call__(self, block: nn.Module, args: Any, output: Any) -> Any:
         if hasattr(block, SKIPPED):  # known states stand for its output, with what was read in them

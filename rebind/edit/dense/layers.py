@@ -26,6 +26,7 @@ from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import Prompt
 from rebind.models.sites import module_at
 from rebind.models.tokens import Tokens
+from rebind.models.weights.placement import device_of
 
 PROBES = CANARY_PROMPTS[:8]
 FIRES = 0.5  # a token reads the memory if its rows weigh more than the empty slot
@@ -130,6 +131,6 @@ class DenseLayers:
     def _with_keys(self, edit: Edit) -> EditKeys:
         rows = EditRows.of(edit)
         block = module_at(self.model.model, self.model.sites[rows.layer].block)
-        device = next(block.parameters()).device
+        device = device_of(block)
         states, values, thresholds = (part.to(device) for part in (rows.states, rows.values, rows.thresholds))
         return EditKeys(rows, self.whitening(rows.layer)(states), values, thresholds, rows.owner.to(device))

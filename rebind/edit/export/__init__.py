@@ -13,7 +13,14 @@ An export is written completely or not at all, and replaces only an earlier expo
 from __future__ import annotations
 
 from rebind.edit.export.adapter import AdapterExport, export_peft
-from rebind.edit.export.change import apply_delta, compute_changes, load_delta, save_delta, warn_of_dense_facts
+from rebind.edit.export.change import (
+    apply_delta,
+    compute_changes,
+    load_delta,
+    require_changed_weights,
+    save_delta,
+    warn_of_dense_facts,
+)
 from rebind.edit.export.check import (
     ExportCheck,
     count_said,
@@ -42,6 +49,7 @@ __all__ = [
     "load_with_memory",
     "load_with_peft",
     "model_card",
+    "require_changed_weights",
     "save_delta",
     "save_model",
     "score_facts",

@@ -69,6 +69,17 @@ def require_changes(changes: Mapping[str, LowRank]) -> None:
         )
 
 
+def require_changed_weights(edits: Sequence[Edit]) -> None:
+    """Raise if all facts are in the dense memory, which changes no weights."""
+    if current_facts(edits) and not any(kind.sites for kind in EditSequence.of(edits).kinds()):
+        raise InputError(
+            "All facts are in the dense memory, and this export holds changes of weights only",
+            advice="Run rebind consolidate first, which moves facts into the weights, or use {memory} instead",
+            settings={"memory": None},
+            code="only_dense_facts",
+        )
+
+
 def warn_of_dense_facts(edits: Sequence[Edit]) -> None:
     """Warn of facts that are in the dense memory, which changes no weights."""
     if dense := len(current_facts(edits)):

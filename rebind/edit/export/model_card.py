@@ -17,6 +17,8 @@ LEAK = (
     "model can compute for candidate names and compare."
 )
 
+LEAK_OF_MEMORY = "The folder of the memory lists the facts."
+
 MEASUREMENTS = {
     "drift": "the mean KL divergence from the base model on unrelated prompts, in nats",
     "growth": "the largest relative change of a weight matrix",
@@ -112,7 +114,7 @@ def model_card(
     """
     dense = len(current_facts(edits))
     use = _adapter_usage(base_name) if library == "peft" else _model_usage(start, needs)
-    if dense:
+    if dense and library != "peft":  # an adapter lacks the memory
         use += USE_MEMORY.format(facts=f"{dense} of the facts")
     if start:
         use += f"\n\nAll prompts began with `{start}`, which the tokenizer does not add."
@@ -120,6 +122,8 @@ def model_card(
     how = "in closed form"
     if dense:
         how = "beside its weights" if dense >= len(facts) else "partly beside its weights"
+    leaks = [LEAK] if any(edit.sites for edit in edits) else []
+    leaks += [LEAK_OF_MEMORY] if dense and library != "peft" else []
     more = f"And {len(facts) - MAX_FACTS} more facts, listed in the ledger.\n\n" if len(facts) > MAX_FACTS else ""
     return CARD.format(
         library=library,
@@ -130,7 +134,7 @@ def model_card(
         use=use,
         fingerprint=fingerprint,
         edit_rows="\n".join(_edit_row(edit) for edit in edits),
-        leak=LEAK,
+        leak="\n\n".join(leaks),
         measurements=_measurements(edits),
         fact_rows="\n".join(_fact_row(edit, index) for edit, index in facts[:MAX_FACTS]),
         more=more,

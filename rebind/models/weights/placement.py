@@ -112,7 +112,8 @@ def offload_hook(module: nn.Module) -> Any | None:
 
 def device_of(module: nn.Module) -> torch.device:
     """Return the device that a module runs on, even if its weights are offloaded."""
-    weight, hook = next(module.parameters()), offload_hook(module)
+    weight = next(module.parameters())
+    hook = next(filter(None, map(offload_hook, module.modules())), None)
     if hook is None or not weight.is_meta:
         return weight.device
     device = hook.execution_device

@@ -8,7 +8,8 @@ export function mount(element, api) {
   const words = sentence({ onchange: () => { subject.value = words.subject; } });
   const subject = input("subject", { placeholder: "select it in the sentence", spellcheck: "false" });
   const target = input("target", { class: "target", placeholder: "Rome", spellcheck: "false" });
-  const method = select("method", [["memit", "memit"]]);
+  let standard = ""; // the default method, as the server says
+  const method = select("method", []);
   const layers = input("layers", { placeholder: "chosen by the method", spellcheck: "false", inputmode: "numeric" });
   const write = el("button", { type: "submit", class: "primary" }, "Write this fact");
   const anyway = button("Write it anyway", () => submit(true), { class: "danger", hidden: true });
@@ -39,7 +40,7 @@ export function mount(element, api) {
     write.disabled = true;
     remember();
     const notes = [];
-    const body = { sentence: words.template, target: target.value, method: method.value, layers: layers.value, force };
+    const body = { sentence: words.template, target: target.value, method: method.value || undefined, layers: layers.value, force };
     if (!words.subject) body.subject = subject.value;
     try {
       const onStage = (state) => { work.update(state); notes.splice(0, notes.length, ...state.notes); };
@@ -57,7 +58,7 @@ export function mount(element, api) {
   }
 
   function remember() {
-    api.link.set({ sentence: words.template, target: target.value, method: method.value === "memit" ? "" : method.value, layers: layers.value });
+    api.link.set({ sentence: words.template, target: target.value, method: method.value === standard ? "" : method.value, layers: layers.value });
   }
 
   async function copyLink() {
@@ -79,7 +80,7 @@ export function mount(element, api) {
   }
 
   function restoreMethod() {
-    if (api.link.get("method")) method.value = api.link.get("method");
+    method.value = api.link.get("method") || standard;
   }
 
   const conversation = el("div");
@@ -90,6 +91,7 @@ export function mount(element, api) {
   api.on("model", () => results.replaceChildren());
   api.get("/api/edit/options").then((options) => {
     method.replaceChildren(...options.methods.map(({ name, summary }) => el("option", { value: name, title: summary }, name === "dense" ? "dense (memory beside the weights)" : name)));
+    standard = options.method;
     restoreMethod(); // not the fields, in which somebody may be typing by now
     examples.append(...options.examples.map((example) => button(`${example.sentence.replace(/[{}]/g, "")} → ${example.target}`, () => {
       words.template = example.sentence;

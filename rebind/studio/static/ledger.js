@@ -185,7 +185,7 @@ function transfer(api, reload) {
   const exports = el("span", { class: "mono" });
   const ledger = el("span", { class: "mono" });
   const name = input("name", { placeholder: "my-edit" });
-  const kind = select("kind", [["adapter", "Adapter (PEFT LoRA)"], ["checkpoint", "Checkpoint (whole model)"], ["memory", "Dense memory"], ["json", "Facts (JSON)"]]);
+  const kind = select("kind", [["checkpoint", "Checkpoint (whole model)"], ["memory", "Dense memory"], ["adapter", "Adapter (PEFT LoRA)"], ["json", "Facts (JSON)"]]);
   const budget = input("budget", { type: "number", min: 1, placeholder: "all" });
   const file = el("input", { type: "file", name: "file", accept: ".json,.jsonl,.csv,.tsv" });
   const method = select("method", [["dense", "dense memory"], ["memit", "weights (memit)"], ["alphaedit", "weights (alphaedit)"]]);

@@ -58,7 +58,7 @@ export function mount(element, api) {
 
   // Take the sentence and the recommended layer to the Edit tab.
   function useLayer(traced, layer) {
-    api.link.set({ tab: "edit", sentence: traced, layers: layer });
+    api.link.set({ tab: "edit", sentence: traced, method: "memit", layers: layer }); // the trace restored an MLP
     dispatchEvent(new Event("hashchange"));
   }
 

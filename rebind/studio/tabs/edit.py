@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rebind.edit import DEFAULT_METHOD
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit
@@ -39,11 +40,11 @@ def routes(studio: Studio) -> list[Route]:
     async def options(request: Request) -> Response:
         methods = [{"name": name, "summary": method.summary} for name, method in METHODS.items()]
         examples = [{"sentence": sentence, "target": target} for sentence, target in EXAMPLES]
-        return reply({"methods": methods, "examples": examples})
+        return reply({"methods": methods, "method": DEFAULT_METHOD, "examples": examples})
 
     async def write(request: Request) -> Response:
         form = await Form.of(request)
-        fact, method, layers = read_fact(form), form.choice("method", METHODS, "memit"), form.layers()
+        fact, method, layers = read_fact(form), form.choice("method", METHODS, DEFAULT_METHOD), form.layers()
         choices: dict[str, Any] = {"layers": layers, "force": form.flag("force")}
         job = studio.submit("edit", lambda control: write_fact(studio.editor, fact, method, control, **choices))
         return reply(job.to_json(), 202)

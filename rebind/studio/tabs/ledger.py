@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rebind.edit import DEFAULT_METHOD
 from rebind.edit.editor import Editor
 from rebind.edit.facts import read_facts
 from rebind.edit.facts.fact import Fact
@@ -28,7 +29,7 @@ from rebind.studio.replies import reply
 from rebind.studio.state import Studio, editor_progress
 from rebind.studio.writing import all_or_nothing
 
-EXPORTS = ("checkpoint", "adapter", "memory", "json")
+EXPORTS = ("checkpoint", "memory", "adapter", "json")
 NEWEST = "newest"  # stands for the newest edit that can be switched
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 WATCHED = 3  # prompts that are asked again after a switch
@@ -88,13 +89,13 @@ class _LedgerTab:
 
     async def export(self, request: Request) -> Response:
         form = await Form.of(request)
-        kind, name = form.choice("kind", EXPORTS, "adapter"), form.text("name")
+        kind, name = form.choice("kind", EXPORTS, "checkpoint"), form.text("name")
         place = export_place(self.studio.export_folder, name)
         return self._submit("export", lambda editor, control: _export(editor, kind, place, control))
 
     async def take_in(self, request: Request) -> Response:
         form = await Form.of(request)
-        facts, method = _read_file(form), form.choice("method", METHODS, "dense")
+        facts, method = _read_file(form), form.choice("method", METHODS, DEFAULT_METHOD)
         separate, force = form.flag("separate"), form.flag("force")
         if separate and len(facts) > MOST_SEPARATE:
             expected = f"at most {MOST_SEPARATE} facts with a switch each"

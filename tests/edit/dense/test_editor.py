@@ -179,6 +179,7 @@ def test_a_fact_replaces_an_earlier_one():
     editor = open_editor(guard=OPEN)
     first = dense(editor, FACTS[0])
     rome = memory(editor)
+    assert [len(editor.plan([MADRID], method=method).earlier) for method in ("memit", "dense")] == [1, 0]
     second = dense(editor, MADRID)  # weights would refuse it as a contradiction
     assert torch.equal(memory(editor)[1].unique(dim=0), second.tensors["rows/values"])
     editor.undo(second.id)
@@ -268,8 +269,11 @@ def test_the_guard_reports_how_often_other_text_reads_the_memory():
 def test_exports_of_weights_say_that_they_lack_the_dense_facts(tmp_path):
     editor = open_editor()
     dense(editor, FACTS[0])
-    with pytest.warns(LedgerWarning), raises(InputError, "no_changes"):
-        editor.save_delta(tmp_path / "delta.safetensors")
+    exports = {"delta.safetensors": editor.save_delta, "adapter": editor.export_peft, "a.gguf": editor.export_gguf}
+    for name, save in exports.items():
+        with raises(InputError, "only_dense_facts"):
+            save(tmp_path / name)
+        assert not (tmp_path / name).exists()
     rewrite(editor, FACTS[1])
     with pytest.warns(LedgerWarning):
         editor.save_delta(tmp_path / "delta.safetensors")

@@ -19,6 +19,7 @@ from rebind.cli.session import load_editor
 from rebind.cli.ui import Terminal
 from rebind.cli.ui.progress import DESCRIPTIONS, Phases
 from rebind.cli.ui.tables import counted, pairs, table
+from rebind.edit import DEFAULT_METHOD
 
 if TYPE_CHECKING:
     from rebind.evals import EvalProgress, EvalResult
@@ -53,7 +54,7 @@ class QuestionOptions:
 
 
 def evaluate(
-    method: opt.Method = "memit",
+    method: opt.Method = DEFAULT_METHOD,
     facts: Annotated[
         str | None,
         opt.value("FILE", "Records: CounterFact, zsRE, MQuAKE, your own or hf:NAME:SPLIT.", default="bundled"),

@@ -22,7 +22,7 @@ EXAMPLES = opt.examples(
     "rebind layers --model Qwen/Qwen3-0.6B",
     "rebind layers --facts facts.jsonl --again",
     note='Each fact needs the true answer beside the new one: {"prompt": "The capital of {France} is", '
-    '"target": "Vienna", "old": "Paris"}. The result is cached, and `rebind edit` uses it.',
+    '"target": "Vienna", "old": "Paris"}. The result is cached, and edits of weights use it.',
 )
 
 
