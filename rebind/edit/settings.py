@@ -83,9 +83,7 @@ KNOWN_MODELS = (
     KnownModel(SEVERAL, "smollm2", 30, (1, 2, 3, 4, 5), TargetSettings(), source="measured"),
     KnownModel(ROME, "smollm2", 30, (2,), TargetSettings(clamp=4.0), source="measured"),
     # Deeper layers tell subjects apart better, and the memory fires less on other text. From layer 11 on, paraphrases
-    # are recognized less often. Thousands of facts are searched in a tenth of the time, and keep less about their
-    # subjects.
-    KnownModel(DENSE, "smollm2", 30, (8,), MANY_FACTS, source="measured", facts=2_000),
+    # are recognized less often.
     KnownModel(DENSE, "smollm2", 30, (8,), TargetSettings(), source="measured"),
 )
 
