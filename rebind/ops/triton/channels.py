@@ -269,12 +269,13 @@ def channel_rows(
                 d_p *= -since
                 z += eps[:, None] * b_p.to(tl.float32) * d_p
             slope = tl.zeros([C, BK], tl.float32)
-            if DECAY:
-                slope = _summed(i[:, None] <= i[None, :], z, slope, kind, PRECISION)
             d_q += same[:, None] * b_k.to(tl.float32)
-            for shift in tl.range(0, LEVELS, num_stages=1):
-                later, sooner = _halves(sums, begin, start, length, head, H, shift, D_K, kat, BK, C)
+            for level in tl.range(0, LEVELS, num_stages=1):
+                shift = LEVELS - 1 - level
                 pairs = _same(shift + 1, C)
+                if DECAY:  # of the level before, whose halves are the blocks of this one: apart from its products
+                    slope = _summed(pairs & (i[:, None] <= i[None, :]), z, slope, kind, PRECISION)
+                later, sooner = _halves(sums, begin, start, length, head, H, shift, D_K, kat, BK, C)
                 b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
                 y = (b_k.to(tl.float32) * sooner).to(dtype)
                 more = tl.dot(tl.where(pairs, p, 0.0).to(dtype), y, input_precision=PRECISION) * later
@@ -286,12 +287,9 @@ def channel_rows(
                     more = tl.dot(tl.where(pairs, a, 0.0).to(dtype), y, input_precision=PRECISION) * later
                     d_p += more
                     z += eps[:, None] * b_p.to(tl.float32) * more
-                if DECAY:
-                    after = _same(shift, C) & (i[:, None] <= i[None, :])
-                    slope = _summed(after, z, slope, kind, PRECISION)
             store_rows(dq, d_q, begin, start, length, head, H, D_K, kat, BK, C)
             if DECAY:
-                store_rows(slopes, slope, begin, start, length, head, H, D_K, kat, BK, C)
+                store_rows(slopes, slope + z, begin, start, length, head, H, D_K, kat, BK, C)
             if ERASE:
                 store_rows(dp, eps[:, None] * d_p, begin, start, length, head, H, D_K, kat, BK, C)
                 b_p = load_rows(probe, begin, start, length, head // G, H // G, D_K, kat, BK, C)
@@ -370,13 +368,14 @@ def channel_columns(
             b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
             b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
             slope = tl.zeros([C, BK], tl.float32)
-            if DECAY:
-                y = b_k.to(tl.float32) * d_k
-                slope = _summed(i[:, None] > i[None, :], y, slope, kind, PRECISION)
+            z = b_k.to(tl.float32) * d_k
             d_k += same[:, None] * b_q.to(tl.float32)
-            for shift in tl.range(0, LEVELS, num_stages=1):
-                later, sooner = _halves(sums, begin, start, length, head, H, shift, D_K, kat, BK, C)
+            for level in tl.range(0, LEVELS, num_stages=1):
+                shift = LEVELS - 1 - level
                 pairs = _same(shift + 1, C)
+                if DECAY:  # of the level before
+                    slope = _summed(pairs & (i[:, None] > i[None, :]), z, slope, kind, PRECISION)
+                later, sooner = _halves(sums, begin, start, length, head, H, shift, D_K, kat, BK, C)
                 b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
                 x = (b_q.to(tl.float32) * later).to(dtype)
                 more = tl.dot(tl.trans(tl.where(pairs, p, 0.0).to(dtype)), x, input_precision=PRECISION)
@@ -387,10 +386,8 @@ def channel_columns(
                     more = tl.dot(links, x, acc=more, input_precision=PRECISION)
                 more *= sooner
                 d_k += more
-                if DECAY:
-                    b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
-                    before = _same(shift, C) & (i[:, None] > i[None, :])
-                    slope = _summed(before, b_k.to(tl.float32) * more, slope, kind, PRECISION)
+                b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
+                z = b_k.to(tl.float32) * more
             store_rows(dk, d_k, begin, start, length, head, H, D_K, kat, BK, C)
             if DECAY:
                 slope += load_rows(slopes, begin, start, length, head, H, D_K, kat, BK, C)
