@@ -22,7 +22,7 @@ def test_a_switch_changes_the_answer(new_page, live):
     answers = page.locator(".watched-answer")
     expect(answers).to_have_count(4)
     expect(answers.nth(1)).not_to_have_text("…")
-    expect(page.locator(".count")).to_have_text("2 facts, 2 on, 0 in the dense memory.")
+    expect(page.locator(".count")).to_have_text("2 facts, 2 on, 2 in the dense memory.")
     on = page.locator(".watched").inner_text()
     spain = page.get_by_role("switch", name="The capital of Spain is Rome")
     spain.press("Space")

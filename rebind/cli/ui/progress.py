@@ -77,7 +77,8 @@ class Phases(Progress):
             self.count("moments", done, total, f"{done:,} of {total:,} tokens")
 
         def targets(step: int, finished: int, loss: float) -> None:
-            self.count("targets", step + 1, self.steps, f"{finished} of {self.facts} facts, mean loss {loss:.2f}")
+            total = f" of {self.facts}" if self.facts else ""
+            self.count("targets", step + 1, self.steps, f"{finished}{total} facts, mean loss {loss:.2f}")
 
         return EditProgress(phase=self.begin, moments=moments, targets=targets)
 
