@@ -17,11 +17,12 @@ from torch import Tensor
 from rebind import plotting
 from rebind.errors import InputError
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid, require_known
-from rebind.lab.report import Curve, agreement, curve, select, spread
+from rebind.lab.experiment import Experiment, Figure, Point, grid, require_known
+from rebind.lab.report import Claim, Curve, Table, agreement, curve, select, spread
 from rebind.lab.theory import delta_errors, interference
 from rebind.memory import Recursive, Write, equality, l2_normalize, ridge
 from rebind.ops import scan_rule
+from rebind.storage import Row
 
 KEYS = {
     "sphere": "keys uniform on the sphere",
@@ -195,21 +196,28 @@ class ClosedForm(Experiment):
         )
         yield Claim(f"and still {load:g} d of them can have exact values", exact < 1e-9, f"error {exact:.0e}")
 
+    def panels(self) -> list[style.Panel]:
+        error = "recall error  ‖Wk − v‖² / ‖v‖²"
+        return [
+            style.Panel(KEYS[kind], "n / d", "load", series, error, y_scale="log", expand=_visible)
+            for kind in self.keys
+            for series in [style.by("rule", RULES, "error", keys=kind)]
+        ]
+
     def figure(self, rows: Sequence[Row]) -> Figure:
-        figure, panels = plotting.panels(
+        figure, panels = style.figure_of(
+            self.panels(),
+            rows,
             "How many associations fit in one matrix",
             f"recall error of n keys in a {self.width} × {self.width} memory; mean and range of {self.seeds} seeds; "
             "dashed: theory",
-            [(KEYS[kind], "n / d", "recall error  ‖Wk − v‖² / ‖v‖²") for kind in self.keys],
             size=(5.2, 4.6),
         )
         for axes, kind in zip(panels, self.keys, strict=True):
-            visible = [{**row, "error": max(row["error"], FLOOR)} for row in select(rows, keys=kind)]
-            style.draw_groups(axes, visible, "load", "error", "rule", RULES)
             if kind == "sphere":
                 self._draw_theory(axes)
             axes.axvline(1, color=plotting.EDGE, lw=1)
-            axes.set(yscale="log", ylim=(FLOOR / 2, 30))
+            axes.set_ylim(FLOOR / 2, 30)
             style.note(axes, "10⁻⁶ or less", (min(self.loads), FLOOR), (3, 6), color=plotting.VIOLET)
         plotting.legend_below(figure, columns=len(RULES))
         return figure
@@ -222,6 +230,10 @@ class ClosedForm(Experiment):
         style.draw_theory(axes, loads, [float(delta_errors(round(n), d).mean()) for n in counts])
         above = [load for load in loads if load > 1.01]
         style.draw_theory(axes, above, [1 - 1 / load for load in above])
+
+
+def _visible(rows: Sequence[Row]) -> list[Row]:
+    return [{**row, "error": max(row["error"], FLOOR)} for row in rows]
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import geometric_mean
 from typing import Any
@@ -18,10 +18,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid
-from rebind.lab.report import Curve, curve, select, slope, spread
+from rebind.lab.experiment import Experiment, Figure, Point, grid
+from rebind.lab.report import Claim, Curve, Table, curve, select, slope, spread
 from rebind.memory import factor, l2_normalize, ridge
 from rebind.ops import scan_rule
+from rebind.storage import Row
 
 OPS = {
     "attention": style.line("softmax attention", plotting.INK),
@@ -148,39 +149,57 @@ class Cost(Experiment):
             f"n^{by_rows['direct']:.2f} against n^{by_rows['woodbury']:.2f}",
         )
 
+    def panels(self) -> list[style.Panel]:
+        sequences = style.by("op", OPS, "seconds", part="sequence")
+        states = {"attention": OPS["attention"], "delta": style.line("scans, sum and delta alike", plotting.BLUE)}
+        state = style.by("op", states, "state_bytes", part="sequence")
+        by_width, by_rows = (style.by("solve", SOLVES, "seconds", part=part) for part in ("width", "rows"))
+        powers = partial(PowerPanel, x_scale="log", y_scale="log")
+        heads = f"seconds per sequence, {self.heads} heads of {self.head_width}"
+        return [
+            powers(heads, "T, tokens", "length", sequences),
+            style.log_panel("bytes stored for the next token", "T, tokens", "length", state),
+            powers(f"seconds per solve, n = {self.rows} rows", "d", "d", by_width),
+            powers(f"seconds per solve, d = {self.width}", "n", "n", by_rows),
+        ]
+
     def figure(self, rows: Sequence[Row]) -> Figure:
-        figure, (times, state, width, count) = plotting.panels(
+        figure, panels = style.figure_of(
+            self.panels(),
+            rows,
             "What memory costs",
             f"the best of {self.repeats} runs, on a CPU in processor time; range of {self.seeds} such; "
             "dashed: the exponent of the largest three",
-            [
-                (f"seconds per sequence, {self.heads} heads of {self.head_width}", "T, tokens", ""),
-                ("bytes stored for the next token", "T, tokens", ""),
-                (f"seconds per solve, n = {self.rows} rows", "d", ""),
-                (f"seconds per solve, d = {self.width}", "n", ""),
-            ],
             columns=2,
-            size=(5.4, 4.0),
         )
-        for op, line_style in OPS.items():
-            _draw_fit(times, fastest(rows, "length", op=op), line_style, "T")
-        states = {"attention": OPS["attention"], "delta": style.line("scans, sum and delta alike", plotting.BLUE)}
-        style.draw_groups(state, rows, "length", "state_bytes", "op", states)
-        for axes, part, x in ((width, "width", "d"), (count, "rows", "n")):
-            for solve, line_style in SOLVES.items():
-                _draw_fit(axes, fastest(rows, x, part=part, solve=solve), line_style, x)
-        for axes in figure.axes:
+        for axes in panels:
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
             axes.margins(y=0.22)
             plotting.legend(axes, loc="upper left")
         return figure
 
 
+class PowerPanel(style.Panel):
+    """Shortest times, each curve with the straight line that is fitted to its last three points."""
+
+    def draw_curve(self, axes: style.Axes, values: Curve, look: style.LineStyle) -> None:
+        """Draw the curve and the line, with its exponent in the label."""
+        times, symbol = _shortest(values), self.x_label[0]
+        power = exponent(times)
+        super().draw_curve(axes, times, {**look, "label": f"{look['label']}: {symbol}^{power:.2f}"})
+        sizes = times.x[-3:]
+        center, level = geometric_mean(sizes), geometric_mean(times.mean[-3:])
+        style.draw_theory(axes, sizes, [level * (size / center) ** power for size in sizes])
+
+
 def fastest(rows: Sequence[Row], x: str, **values: Any) -> Curve:
-    """Return the shortest times over the seeds, because other work of the machine only adds time."""
-    times = curve(rows, x, "seconds", **values)
-    return Curve(times.x, times.low, times.low, times.high)
+    """Return the shortest times over the seeds."""
+    return _shortest(curve(rows, x, "seconds", **values))
+
+
+def _shortest(times: Curve) -> Curve:
+    """Return a curve through the shortest times, because other work of the machine only adds time."""
+    return replace(times, mean=times.low)
 
 
 def exponent(times: Curve) -> float:
@@ -201,12 +220,3 @@ def _largest(rows: Sequence[Row], x: str, symbol: str) -> tuple[str, str]:
     largest = max(row[x] for row in rows)
     milliseconds = [1e3 * row["seconds"] for row in rows if row[x] == largest]
     return f"{spread(milliseconds)} ms at {symbol} = {largest}", f"{symbol}^{exponent(fastest(rows, x)):.2f}"
-
-
-def _draw_fit(axes: style.Axes, times: Curve, line_style: style.LineStyle, symbol: str) -> None:
-    """Draw the curve, and the straight line fitted to its last three points."""
-    power = exponent(times)
-    style.draw(axes, times, **{**line_style, "label": f"{line_style['label']}: {symbol}^{power:.2f}"})
-    sizes = times.x[-3:]
-    center, level = geometric_mean(sizes), geometric_mean(times.mean[-3:])
-    style.draw_theory(axes, sizes, [level * (size / center) ** power for size in sizes])

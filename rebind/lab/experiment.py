@@ -18,31 +18,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 import torch
 
 from rebind.errors import InputError
+from rebind.lab.report import Claim, Table
+from rebind.lab.style import Panel
 from rebind.limits import MAX_SEEDS
 from rebind.memory.checks import unknown_name
+from rebind.storage import Row
 
 if TYPE_CHECKING:
     import matplotlib.figure  # an optional dependency: measuring does not need it
 
 Figure: TypeAlias = "matplotlib.figure.Figure"
 Point: TypeAlias = dict[str, Any]
-Row: TypeAlias = dict[str, Any]
 MAX_SIZE = 10_000_000  # of a setting that is a whole number
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A statement that is checked against the measurements."""
-
-    statement: str
-    holds: bool
-    measured: str  # the numbers that decide it
-
-
-@dataclass(frozen=True)
-class Table:
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +65,10 @@ class Experiment(ABC):
     @abstractmethod
     def claims(self, rows: Sequence[Row]) -> Iterable[Claim]:
         """Yield the claims of the experiment, each checked against the rows."""
+
+    @abstractmethod
+    def panels(self) -> list[Panel]:
+        """Return the curves of the experiment, for its figure and for watching it."""
 
     @abstractmethod
     def figure(self, rows: Sequence[Row]) -> Figure:

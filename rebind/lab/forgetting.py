@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import Tensor
 from rebind import plotting
 from rebind.errors import InputError
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid
-from rebind.lab.report import agreement, curve, select, spreads
+from rebind.lab.experiment import Experiment, Figure, Point, grid
+from rebind.lab.report import Claim, Table, agreement, curve, select, spreads
 from rebind.lab.theory import delta_errors, interference
 from rebind.memory import Recursive, Write, get_rule, l2_normalize
 from rebind.ops import scan_rule
+from rebind.storage import Row
 
 RULES = {rule: style.RULES[rule] for rule in ("sum", "mamba2", "rfa", "delta", "longhorn", "gated_delta", "recursive")}
 
@@ -223,34 +225,37 @@ class Forgetting(Experiment):
             f"the one before over the latest: recursive {stale['recursive']:.2f}, delta {stale['delta']:.2f}",
         )
 
+    def panels(self) -> list[style.Panel]:
+        ages = partial(style.Panel, x_label="age: writes since", x="age", x_scale="symlog")
+        retention = style.by("rule", RULES, "retention", part="stream")
+        error = style.by("rule", RULES, "error", part="stream")
+        reuse = style.by("rule", RULES, "error", part="reuse")
+        return [
+            ages("retention  ⟨Wk, v⟩ / ‖v‖²", series=retention),
+            ages("error  ‖Wk − v‖² / ‖v‖²", series=error, y_scale="log"),
+            style.log_panel("error of the latest value, keys reused", "distinct keys / d", "pool", reuse),
+        ]
+
     def figure(self, rows: Sequence[Row]) -> Figure:
-        figure, (retention, error, reuse) = plotting.panels(
+        figure, (retention, error, reuse) = style.figure_of(
+            self.panels(),
+            rows,
             "What a stream leaves of each write",
             f"{self.length}·d random associations through a memory {self.width} wide, then all of them read; α = "
             f"{self.alpha:g} (Mamba-2, gated delta), β = {self.beta:g} (RFA), else 1; {self.seeds} seeds; "
             "dashed: theory",
-            [
-                ("retention  ⟨Wk, v⟩ / ‖v‖²", "age: writes since", ""),
-                ("error  ‖Wk − v‖² / ‖v‖²", "age: writes since", ""),
-                ("error of the latest value, keys reused", "distinct keys / d", ""),
-            ],
             size=(4.9, 4.6),
         )
-        ages, stream = self.ages(), select(rows, part="stream")
-        style.draw_groups(retention, stream, "age", "retention", "rule", RULES)
-        style.draw_groups(error, stream, "age", "error", "rule", RULES)
-        style.draw_groups(reuse, select(rows, part="reuse"), "pool", "error", "rule", RULES)
+        ages = self.ages()
         for rule in RULES:
             style.draw_theory(retention, ages, [self.expected_retention(rule, age) for age in ages])
         style.draw_theory(error, ages, self._expected_delta_errors(ages))
         for axes in (retention, error):
-            axes.set_xscale("symlog", linthresh=1, linscale=0.4)
             axes.set_xlim(0, self.writes)
         for axes in (error, reuse):
-            axes.set_yscale("log")
             style.mark_level(axes, 1, "an empty memory")
-        error.set_ylim(0.01, 30)  # at age 0 delta has no error
         reuse.set_xscale("log", base=2)
+        error.set_ylim(0.01, 30)  # at age 0 delta has no error
         plotting.legend_below(figure, columns=len(RULES))
         return figure
 

@@ -18,12 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid
-from rebind.lab.report import Curve, curve, select, spreads
+from rebind.lab.experiment import Experiment, Figure, Point, grid
+from rebind.lab.report import Claim, Curve, Table, curve, select, spreads
 from rebind.memory.hopfield import Classical, Modern
+from rebind.storage import Row
 
 BREAKDOWN = 0.138  # n/N at which a large classical network breaks down
 CLOSE = 0.05  # a retrieved pattern is at least this close, relative to its energy
+REDS = ("#fca5a5", "#f87171", "#dc2626", "#991b1b", "#450a0a")  # the darker, the larger the network
 STEPS = 5  # of modern recall, where it takes several
 RANDOM_LOADS = (0.02, 0.05, 0.1, 0.15)  # where recall starts from random states
 
@@ -211,61 +213,55 @@ class Hopfield(Experiment):
                 f"error {higher:.2f} higher, and {lower:,.0f} times lower",
             )
 
+    def panels(self) -> list[style.Panel]:
+        sizes = {
+            units: style.line(f"N = {units}", color)
+            for units, color in zip(self.units, cycle(REDS[-len(self.units) :]), strict=False)
+        }
+        capacities = {
+            units: style.line(f"N = {units}: up to {2 ** (max(self.rates) * units):,.0f} patterns", color)
+            for units, color in zip(self.modern, cycle(style.SHADES), strict=False)
+        }
+        ends = [
+            style.Series(style.line("a pattern or its negative", plotting.BLUE), "pattern", {"part": "ends"}),
+            style.Series(style.line("a mixture of three", plotting.AMBER), "mixture", {"part": "ends"}),
+        ]
+        steps = [
+            style.Series(style.line("one step", plotting.BLUE), "one", {"part": "beta"}),
+            style.Series(style.line(f"{STEPS} steps", plotting.GREEN), "several", {"part": "beta"}),
+        ]
+        load, rates = (
+            style.by("units", sizes, "error", part="load"),
+            style.by("units", capacities, "one", part="modern"),
+        )
+        ends_title = f"classical, N = {self.small}: share of random starts that end at"
+        return [
+            style.Panel("classical: wrong bits after recall", "patterns / N", "load", load),
+            style.Panel(ends_title, "patterns / N", "load", ends),
+            style.Panel("modern: share retrieved in one step", "log₂(patterns) / N", "rate", rates),
+            style.log_panel("modern: error, 256 patterns, N = 32", "β", "beta", steps),
+        ]
+
     def figure(self, rows: Sequence[Row]) -> Figure:
-        figure, (load, ends, modern, beta) = plotting.panels(
+        figure, (load, ends, modern, beta) = style.figure_of(
+            self.panels(),
+            rows,
             "Hopfield networks, classical and modern",
             f"classical: recall from a stored pattern; modern: from one with an eighth of its bits flipped; "
             f"mean and range of {self.seeds} seeds; dashed: mean-field theory",
-            [
-                ("classical: wrong bits after recall", "patterns / N", ""),
-                (f"classical, N = {self.small}: random starts end at", "patterns / N", ""),
-                ("modern: share retrieved in one step", "log₂(patterns) / N", ""),
-                ("modern: error against β, 256 patterns, N = 32", "β", ""),
-            ],
             columns=2,
-            size=(5.4, 4.0),
         )
-        self._draw_load(load, select(rows, part="load"))
-        self._draw_ends(ends, select(rows, part="ends"))
-        shades = cycle((plotting.CYAN, plotting.BLUE, plotting.VIOLET, plotting.PINK, plotting.AMBER))
-        for units, color in zip(self.modern, shades, strict=False):
-            line_style = style.line(f"N = {units}: up to {2 ** (max(self.rates) * units):,.0f} patterns", color)
-            style.draw(modern, curve(rows, "rate", "one", part="modern", units=units), **line_style)
-        modern.axvline(0.125, color=plotting.EDGE, lw=1)
-        style.note(modern, "2^(N/8)", (0.125, 0.03))
-        modern.set_ylim(0, 1.05)
-        plotting.legend(modern, loc="lower left", bbox_to_anchor=(0.0, 0.1))
-        for name, label, color in (("one", "one step", plotting.BLUE), ("several", f"{STEPS} steps", plotting.GREEN)):
-            style.draw(beta, curve(rows, "beta", name, part="beta"), **style.line(label, color))
-        beta.set(xscale="log", yscale="log")
-        plotting.legend(beta, loc="lower left")
-        return figure
-
-    def _draw_load(self, axes: style.Axes, rows: Sequence[Row]) -> None:
-        shades = ("#fca5a5", "#f87171", "#dc2626", "#991b1b", "#450a0a")
-        for units, color in zip(self.units, cycle(shades[-len(self.units) :]), strict=False):
-            style.draw(axes, curve(rows, "load", "error", units=units), **style.line(f"N = {units}", color))
         loads = [BREAKDOWN * step / 80 for step in range(1, 80)]
-        style.draw_theory(axes, loads, [mean_field_error(load) for load in loads], "N → ∞")
-        axes.axvline(BREAKDOWN, color=plotting.EDGE, lw=1)
-        style.note(axes, "0.138", (BREAKDOWN, 0.97), xycoords=("data", "axes fraction"), va="top")
-        plotting.legend(axes, loc="upper left")
-
-    def _draw_ends(self, axes: style.Axes, rows: Sequence[Row]) -> None:
-        pattern, mixture = curve(rows, "load", "pattern"), curve(rows, "load", "mixture").mean
-        elsewhere = [1 - a - b for a, b in zip(pattern.mean, mixture, strict=True)]
-        bottom = [0.0] * len(pattern.x)
-        for label, shares, color in (
-            ("a pattern or its negative", pattern.mean, plotting.BLUE),
-            ("a mixture of three", mixture, plotting.AMBER),
-            ("elsewhere", elsewhere, plotting.FAINT),
-        ):
-            axes.bar([f"{load:g}" for load in pattern.x], shares, bottom=bottom, color=color, width=0.62, label=label)
-            bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
-        axes.grid(axis="x", visible=False)
-        axes.set_ylim(0, 1.2)
-        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-        plotting.legend(axes, loc="upper center", ncols=3, handlelength=1.0, columnspacing=1.2)
+        style.draw_theory(load, loads, [mean_field_error(at) for at in loads], "N → ∞")
+        load.axvline(BREAKDOWN, color=plotting.EDGE, lw=1)
+        style.note(load, "0.138", (BREAKDOWN, 0.97), xycoords=("data", "axes fraction"), va="top")
+        ends.set_ylim(-0.03, 1.04)
+        modern.axvline(0.125, color=plotting.EDGE, lw=1)
+        style.note(modern, "2^(N/8)", (0.125, 0.97), va="top")
+        modern.set_ylim(0, 1.05)
+        for axes, place in ((load, "upper left"), (ends, "upper right"), (modern, "lower left"), (beta, "lower left")):
+            plotting.legend(axes, loc=place)
+        return figure
 
 
 def crossing(values: Curve, level: float = 0.05) -> float:

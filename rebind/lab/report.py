@@ -8,7 +8,22 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from rebind.lab.experiment import Claim, Row, Table
+from rebind.storage import Row
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement that is checked against the measurements."""
+
+    statement: str
+    holds: bool
+    measured: str  # the numbers that decide it
+
+
+@dataclass(frozen=True)
+class Table:
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -47,17 +62,16 @@ def curve(rows: Sequence[Row], x: str, y: str, **values: Any) -> Curve:
     return Curve(xs, list(map(fmean, groups)), list(map(min, groups)), list(map(max, groups)))
 
 
-def learning_curve(rows: Sequence[Row], name: str, every: int) -> Curve:
-    """Return the evaluations in column `name` against steps; a model that ended early repeats its last value."""
+def learning_rows(rows: Sequence[Row], name: str, every: int) -> list[Row]:
+    """Return {step, value} for the evaluations in column `name`; a model that ended early repeats its last value."""
     rows = [row for row in rows if row[name]]  # a loss that was never finite has no evaluations
     evaluations = max((len(row[name]) for row in rows), default=0)
     last_step = max((row["steps"] for row in rows), default=0)
-    values = [
+    return [
         {"step": min((index + 1) * every, last_step), "value": row[name][min(index, len(row[name]) - 1)]}
         for row in rows
         for index in range(evaluations)
     ]
-    return curve(values, "step", "value")
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

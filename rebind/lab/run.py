@@ -22,12 +22,12 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from rebind.errors import InputError, RebindWarning
-from rebind.lab.experiment import Claim, Experiment, Point, Row, Table
-from rebind.lab.report import markdown
+from rebind.lab.experiment import Experiment, Point
+from rebind.lab.report import Claim, Table, markdown
 from rebind.memory.checks import usable_device
 from rebind.parallel import FinishedUnits, from_writer, gather, is_writer, local_device, open_run_folder, ranks, share
 from rebind.plotting import render
-from rebind.storage import JsonLines, RunFolder
+from rebind.storage import JsonLines, Row, RunFolder
 from rebind.version import __version__
 
 POINTS, TABLE, FIGURE = "points.jsonl", "table.md", "figure"

@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from rebind.lab.experiment import Point, Row
+from rebind.lab.experiment import Point
+from rebind.storage import Row
 
 Parameters: TypeAlias = dict[str, Tensor]  # [models, ...] each
 Lesson: TypeAlias = tuple[Tensor, ...]  # what one step learns from: [models, ...] each

@@ -1,16 +1,20 @@
-"""Draw the curves of experiments, in the style of `rebind.plotting`."""
+"""The curves of experiments: panels of them, which the studio shows while they are measured, and how they are drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rebind.lab.experiment import Row
-from rebind.lab.report import Curve, curve
+from rebind import plotting
+from rebind.lab.report import Curve, curve, select
 from rebind.plotting import AMBER, BLUE, CYAN, EDGE, GREEN, INK, OLIVE, PINK, RED, SOFT, VIOLET
+from rebind.storage import Row
 
 if TYPE_CHECKING:
     import matplotlib.axes
+    import matplotlib.figure
 
 Axes: TypeAlias = "matplotlib.axes.Axes"
 
@@ -40,18 +44,86 @@ RULES = {  # the same in every figure
 }
 CROSS: LineStyle = {"marker": "x", "ls": "none", "ms": 6.5, "mew": 1.6, "zorder": 4}  # for a curve on top of another
 DASHES = (0, (4, 2.5))
+SHADES = (CYAN, BLUE, VIOLET, PINK, AMBER)  # for curves that differ in a size
 
 
-def draw(axes: Axes, values: Curve, *, color: str, **options: Any) -> None:
-    """Draw a line through the means, and the range of the seeds behind it."""
-    axes.fill_between(values.x, values.low, values.high, color=color, alpha=0.15, lw=0)
-    axes.plot(values.x, values.mean, color=color, **{"lw": 1.7, "marker": "o", "ms": 3.6, **options})
+@dataclass(frozen=True)
+class Series:
+    """One curve: its look, the column that it shows, and the rows that belong to it."""
+
+    look: LineStyle
+    y: str
+    where: Mapping[str, Any] = field(default_factory=dict)
 
 
-def draw_groups(axes: Axes, rows: Sequence[Row], x: str, y: str, by: str, styles: Mapping[Any, LineStyle]) -> None:
-    """Draw one curve of y against x for each value of the column `by` in `styles`."""
-    for value, line_style in styles.items():
-        draw(axes, curve(rows, x, y, **{by: value}), **line_style)
+def by(column: str, looks: Mapping[Any, LineStyle], y: str, **where: Any) -> list[Series]:
+    """Return one series per value of a column that has a look."""
+    return [Series(look, y, {**where, column: value}) for value, look in looks.items()]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Some curves over one quantity. `expand` changes the rows of a series, for example one that holds a list."""
+
+    title: str
+    x_label: str
+    x: str
+    series: Sequence[Series]
+    y_label: str = ""
+    x_scale: str = "linear"  # or "log", or "symlog", which shows 0 too
+    y_scale: str = "linear"
+    expand: Callable[[Sequence[Row]], Sequence[Row]] = list
+    markers: bool = True
+
+    def curves(self, rows: Sequence[Row]) -> Iterator[tuple[LineStyle, Curve]]:
+        """Yield each curve with its look, as far as it is measured: the mean and the range over the seeds at each x."""
+        for one in self.series:
+            some = self.expand(select(rows, **one.where))
+            yield one.look, curve([row for row in some if one.y in row], self.x, one.y)
+
+    def to_json(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return the panel for the studio, with what is measured so far."""
+        series = [
+            {"label": look["label"], "color": look["color"]}
+            | {"x": values.x, "mean": values.mean, "low": values.low, "high": values.high}
+            for look, values in self.curves(rows)
+        ]
+        title = " · ".join(filter(None, [self.title, self.y_label]))
+        scales = {"x_scale": self.x_scale, "y_scale": self.y_scale}
+        return {"title": title, "x_label": self.x_label, **scales, "series": series}
+
+    def draw(self, axes: Axes, rows: Sequence[Row]) -> None:
+        """Draw the curves."""
+        for look, values in self.curves(rows):
+            self.draw_curve(axes, values, look if self.markers else {**look, "marker": ""})
+        for name, scale in (("x", self.x_scale), ("y", self.y_scale)):
+            options = {"linthresh": 1, "linscale": 0.4} if scale == "symlog" else {}
+            getattr(axes, f"set_{name}scale")(scale, **options)
+
+    def draw_curve(self, axes: Axes, values: Curve, look: LineStyle) -> None:
+        """Draw a line through the means, and the range of the seeds behind it."""
+        axes.fill_between(values.x, values.low, values.high, color=look["color"], alpha=0.15, lw=0)
+        axes.plot(values.x, values.mean, **{"lw": 1.7, "marker": "o", "ms": 3.6, **look})
+
+
+log_panel = partial(Panel, x_scale="log", y_scale="log")
+
+
+def figure_of(
+    panels: Sequence[Panel],
+    rows: Sequence[Row],
+    title: str,
+    subtitle: str,
+    *,
+    columns: int = 3,
+    size: tuple[float, float] = (5.4, 4.0),
+) -> tuple[matplotlib.figure.Figure, list[Axes]]:
+    """Return a figure of these panels, each `size` inches large."""
+    labels = [(panel.title, panel.x_label, panel.y_label) for panel in panels]
+    figure, all_axes = plotting.panels(title, subtitle, labels, columns=columns, size=size)
+    for panel, axes in zip(panels, all_axes, strict=True):
+        panel.draw(axes, rows)
+    return figure, all_axes
 
 
 def draw_theory(axes: Axes, x: Sequence[float], y: Sequence[float], label: str | None = None) -> None:

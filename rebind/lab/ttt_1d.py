@@ -18,10 +18,11 @@ from torch import Tensor
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid
-from rebind.lab.report import Curve, agreement, curve, select, slope, spread, spreads
+from rebind.lab.experiment import Experiment, Figure, Point, grid
+from rebind.lab.report import Claim, Table, agreement, curve, select, slope, spread, spreads
 from rebind.memory import Recursive, Write, l2_normalize, ttt
 from rebind.ops import scan_rule
+from rebind.storage import Row
 
 RULES = {rule: style.RULES[rule] for rule in ("sum", "mamba2", "rfa", "delta", "longhorn", "gated_delta")}
 MODES = {  # of gradient descent
@@ -193,41 +194,46 @@ class Ttt1d(Experiment):
             f"{min(shares):.2f} d to {max(shares):.2f} d",
         )
 
+    def panels(self) -> list[style.Panel]:
+        rules = {rule: RULES[rule] for rule in ("rfa", "gated_delta", "longhorn", "delta")}  # sum is off the scale
+        rules["rfa"] = {**rules["rfa"], "label": "RFA; Mamba-2 with dt = 1 − α"}  # which are the same here
+        paths = [
+            style.Panel(
+                title, "tokens", "t", style.by("by", looks, "w", task=task), "W", expand=_by_token, markers=False
+            )
+            for title, task, looks in (
+                ("a line: w* = 1", "line", rules),
+                ("a step: the slope jumps to −1", "step", rules),
+                ("the same, by gradient descent: Theorem 1", "step", MODES),
+            )
+        ]
+        juicing = style.by("start", STARTS, "tokens", part="juicing")
+        title = "tokens until a tenth of the error is left"
+        return [*paths, style.log_panel(title, "d", "width", juicing)]
+
     def figure(self, rows: Sequence[Row]) -> Figure:
-        figure, (line, step, modes, juicing) = plotting.panels(
+        figure, (line, step, modes, juicing) = style.figure_of(
+            self.panels(),
+            rows,
             "Learning at test time, one token at a time",
             f"a scalar memory W reads v = w*·k + noise, η = {self.rate:g}; mean and range of {self.seeds} seeds; "
             "dashed: w*, in the last panel theory",
-            [
-                ("a line: w* = 1", "tokens", "W"),
-                ("a step: the slope jumps to −1", "tokens", "W"),
-                ("the same, by gradient descent: Theorem 1", "tokens", "W"),
-                ("tokens until a tenth of the error is left", "d", ""),
-            ],
             columns=2,
-            size=(5.4, 4.0),
         )
         for axes, task in ((line, "line"), (step, "step"), (modes, "step")):
             style.draw_theory(axes, range(1, self.tokens + 1), self.slopes(task).tolist())
             axes.set_ylim(-1.6, 1.6)
-        for axes, task in ((line, "line"), (step, "step")):
-            for rule in ("rfa", "gated_delta", "longhorn", "delta"):  # sum is off the scale, Mamba-2 here is RFA
-                label = {"label": "RFA; Mamba-2 with dt = 1 − α"} if rule == "rfa" else {}
-                style.draw(axes, _path(rows, task, rule), **{**RULES[rule], **label, "marker": ""})
-        plotting.legend(line, loc="lower right")
-        for mode, line_style in MODES.items():
-            style.draw(modes, _path(rows, "step", mode), **line_style, marker="")
-        summed = _path(rows, "step", "sum")
+        summed = curve(_by_token(select(rows, part="trajectory", task="step", by="sum")), "t", "w")
         scaled = [2 * self.rate * memory for memory in summed.mean[::6]]
         circles: dict[str, Any] = {"ms": 4.5, "mfc": "none", "mec": plotting.RED, "mew": 1.2}
         modes.plot(summed.x[::6], scaled, "o", label="linear attention, times 2η", **circles)
         modes.set_ylim(-1.8, 1.5 * max(scaled))
-        plotting.legend(modes, loc="upper left", ncols=2)
-        style.draw_groups(juicing, select(rows, part="juicing"), "width", "tokens", "start", STARTS)
         for start in STARTS:
             style.draw_theory(juicing, self.widths, [expected_tokens(width, start) for width in self.widths])
         juicing.set_xscale("log", base=2)
         juicing.set_yscale("log", base=2)
+        plotting.legend(line, loc="lower right")
+        plotting.legend(modes, loc="upper left", ncols=2)
         plotting.legend(juicing, loc="upper left")
         return figure
 
@@ -279,7 +285,6 @@ def _first_below(errors: Sequence[float]) -> float:
     return float(len(errors))
 
 
-def _path(rows: Sequence[Row], task: str, by: str) -> Curve:
-    """Return the memory over time, across seeds."""
-    trajectories = select(rows, part="trajectory", task=task, by=by)
-    return curve([{"t": t + 1, "w": w} for row in trajectories for t, w in enumerate(row["memory"])], "t", "w")
+def _by_token(rows: Sequence[Row]) -> list[Row]:
+    """Return one row per token of each trajectory."""
+    return [{"t": t, "w": w} for row in rows for t, w in enumerate(row["memory"], 1)]

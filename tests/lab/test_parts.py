@@ -7,10 +7,9 @@ import torch
 
 from rebind.errors import InputError
 from rebind.lab.closed_form import ClosedForm, mlp_keys
-from rebind.lab.experiment import Claim, Table
 from rebind.lab.forgetting import Forgetting
 from rebind.lab.hopfield import Hopfield, crossing, mean_field_error
-from rebind.lab.report import curve, learning_curve, markdown, slope, spread
+from rebind.lab.report import Claim, Table, curve, learning_rows, markdown, slope, spread
 from rebind.lab.theory import delta_errors, interference
 from rebind.memory import l2_normalize
 from rebind.ops import scan_rule
@@ -58,10 +57,10 @@ class TestReport:
 
     def test_a_learning_curve_continues_where_a_seed_ended(self):
         rows = [{"steps": 100, "loss": [0.5]}, {"steps": 250, "loss": [0.75, 0.5, 0.25]}, {"steps": 100, "loss": []}]
-        values = learning_curve(rows, "loss", 100)
+        values = curve(learning_rows(rows, "loss", 100), "step", "value")
         assert (values.x, values.mean) == ([100, 200, 250], [0.625, 0.5, 0.375])
         assert (values.low, values.high) == ([0.5, 0.5, 0.25], [0.75, 0.5, 0.5])
-        assert learning_curve(rows[2:], "loss", 100).x == []
+        assert learning_rows(rows[2:], "loss", 100) == []
 
     def test_markdown_names_claims_that_do_not_hold(self):
         claims = [Claim("up is up", True, "1"), Claim("up is down", False, "0")]

@@ -19,7 +19,7 @@ import torch
 from rebind.errors import InputError, RebindWarning, StorageError, UnknownNameError
 from rebind.lab import Claim, Experiment, Table, get_experiment, run_experiment
 from rebind.lab.run import default_folder, describe
-from rebind.plotting import panels
+from rebind.lab.style import Panel, Series, figure_of
 from rebind.storage import JsonLines
 from tests.support import raises
 
@@ -56,10 +56,11 @@ class Norms(Experiment):
     def claims(self, rows) -> Iterator[Claim]:
         yield Claim("norms are positive", all(row["norm"] > 0 for row in rows), "all")
 
+    def panels(self):
+        return [Panel("norms", "size", "size", [Series({"label": "norm", "color": "#000000"}, "norm")])]
+
     def figure(self, rows):
-        figure, (axes,) = panels("title", "below", [("", "", "")])
-        axes.plot([row["size"] for row in rows], [row["norm"] for row in rows])
-        return figure
+        return figure_of(self.panels(), rows, "title", "below")[0]
 
 
 class KilledError(Exception):

@@ -18,8 +18,9 @@ import torch
 from rebind import plotting
 from rebind.errors import InputError
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid, require_known
-from rebind.lab.report import curve, select, spreads
+from rebind.lab.experiment import Experiment, Figure, Point, grid, require_known
+from rebind.lab.report import Claim, Table, curve, select, spreads
+from rebind.storage import Row
 
 if TYPE_CHECKING:
     from rebind.edit.facts import Fact
@@ -123,34 +124,35 @@ class LifeOfFacts(Experiment):
                 statement = "the facts that moved first are said as before"
                 yield Claim(statement, after > before - 0.15, f"first batch {before:.2f} without, {after:.2f} with it")
 
+    def panels(self) -> list[style.Panel]:
+        looks = {method: METHODS[method] for method in self.methods}
+        harm, label = ("drift", "drift, nats") if self.model == "small" else ("perplexity", "perplexity / before")
+        moved, n = {"method": "consolidated"}, "facts written"
+        places = [
+            style.Series(style.line("in the dense memory", plotting.VIOLET), "in_memory", moved),
+            style.Series(style.line("in the weights", plotting.BLUE), "in_weights", moved),
+        ]
+        return [
+            style.Panel("All facts so far", n, "n", style.by("method", looks, "said"), "said"),
+            style.Panel("The first facts", n, "n", style.by("method", looks, "first"), "said"),
+            style.Panel("Everything else", n, "n", style.by("method", looks, harm), label),
+            style.Panel("Where facts are after consolidations", n, "n", places, "facts"),
+        ]
+
     def figure(self, rows: Sequence[Row]) -> Figure:
         name = "a small model" if self.model == "small" else Path(self.model).name
-        measure, label = ("drift", "drift, nats") if self.model == "small" else ("perplexity", "perplexity / before")
-        figure, (said, first, harm, where) = plotting.panels(
+        figure, (said, first, _, where) = style.figure_of(
+            self.panels(),
+            rows,
             "A life of facts, in batches",
             f"{name}; {self.facts:,} made facts in edits of {self.batch}, consolidated every {self.every}; "
             f"mean and range over seeds ({self.seeds})",
-            [
-                ("All facts so far", "facts written", "said"),
-                ("The first facts", "facts written", "said"),
-                ("Everything else", "facts written", label),
-                ("Where facts are after consolidations", "facts written", "facts"),
-            ],
             columns=2,
             size=(5.4, 3.8),
         )
-        styles = {method: METHODS[method] for method in self.methods}
-        for axes, column in ((said, "said"), (first, "first"), (harm, measure)):
-            style.draw_groups(axes, rows, "n", column, "method", styles)
         for axes in (said, first):
             axes.set_ylim(-0.03, 1.04)
-        if "consolidated" in self.methods:
-            in_memory = ("in_memory", "in the dense memory", plotting.VIOLET)
-            for column, text, color in (in_memory, ("in_weights", "in the weights", plotting.BLUE)):
-                values = curve(rows, "n", column, method="consolidated")
-                where.plot(values.x, values.mean, color=color, lw=1.7, marker="o", ms=3.6)
-                style.note(where, text, values.points[-1], (-4, 6), ha="right", color=color)
-            where.set_ylim(bottom=0)
+        where.set_ylim(bottom=0)
         plotting.legend_below(figure, columns=3)
         return figure
 

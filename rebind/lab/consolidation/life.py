@@ -20,7 +20,7 @@ from rebind.edit.moments import Texts
 from rebind.evals import Record
 from rebind.evals.drift import BUNDLED_TEXT
 from rebind.lab.edits.layer import random_model
-from rebind.lab.experiment import Row
+from rebind.storage import Row
 
 SMALL = "small"  # the name of a model that is trained on the spot
 TOKENS = 20_000  # of the text on which the perplexity of another model is measured

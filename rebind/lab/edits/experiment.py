@@ -24,8 +24,9 @@ import torch
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Experiment, Figure, Point, Row, Table, grid, require_known
-from rebind.lab.report import curve, select, spread
+from rebind.lab.experiment import Experiment, Figure, Point, grid, require_known
+from rebind.lab.report import Claim, Table, curve, select, spread
+from rebind.storage import Row
 
 METHODS = {
     "rome": style.line("ROME, one by one", plotting.RED),
@@ -127,49 +128,60 @@ class Edits(Experiment):
             others = [row for method in self.methods if method not in ("memit", "recursive") for row in usual[method]]
             yield from _lambda_claims(ridge, select(others, n=largest))
 
+    def panels(self) -> list[style.Panel]:
+        looks, largest = {method: METHODS[method] for method in self.methods}, self.counts[-1]
+        new, old = (style.by("method", looks, name, scale=1.0) for name in ("likelier", "drift"))
+        trade = f"λ trades one for the other, {largest} facts"
+        disturbance = "disturbance  tr(ΔW C ΔWᵀ) / tr(W C Wᵀ)"
+        return [
+            style.Panel("New", "facts written", "n", new, "new object likelier than the old", "log"),
+            style.Panel("Old", "facts written", "n", old, "drift: KL(base ‖ edited), nats", "log"),
+            self._plane(trade, "drift, nats", "drift", "new object likelier", "likelier"),
+            self._plane("The same in the weights", disturbance, "disturbance", "realized of Wk = v", "realized"),
+        ]
+
+    def _plane(self, title: str, x_label: str, x: str, y_label: str, y: str) -> style.Panel:
+        """Return the panel with MEMIT's curve for varying λ, and a point for every method."""
+        n = self.counts[-1]
+        look = style.line("MEMIT, other λ", plotting.BLUE, marker=".", ms=5, alpha=0.6, zorder=2)
+        points = {method: {"ms": 6.5, "zorder": 5, **METHODS[method], "ls": "none"} for method in self.methods}
+        series = [style.Series(look, y, {"method": "memit", "n": n}), *style.by("method", points, y, n=n, scale=1.0)]
+        return style.Panel(title, x_label, x, series, y_label, "log", expand=_by_scale)
+
     def figure(self, rows: Sequence[Row]) -> Figure:
-        largest = self.counts[-1]
         name = "a random model" if self.model == "random" else Path(self.model).name
-        figure, (new, old, model_plane, weight_plane) = plotting.panels(
+        figure, (new, old, *planes) = style.figure_of(
+            self.panels(),
+            rows,
             "One layer as the memory of many facts",
             f"layer {self.layer} of {name}, the same keys and values for all methods; mean and range of {self.seeds} "
             "orders of the facts",
-            [
-                ("New", "facts written", "new object likelier than the old"),
-                ("Old", "facts written", "drift: KL(base ‖ edited), nats"),
-                (f"λ trades one for the other, {largest} facts", "drift, nats", "new object likelier"),
-                ("The same in the weights", "disturbance  tr(ΔW C ΔWᵀ) / tr(W C Wᵀ)", "realized of Wk = v"),
-            ],
             columns=2,
             size=(5.6, 3.9),
         )
-        styles = {method: METHODS[method] for method in self.methods}
-        for axes, measure in ((new, "likelier"), (old, "drift")):
-            style.draw_groups(axes, select(rows, scale=1.0), "n", measure, "method", styles)
-            axes.set_xscale("log")
+        for axes in (new, old):
             axes.set_xticks(self.counts, [str(n) for n in self.counts])
             axes.minorticks_off()
         new.set_ylim(-0.03, 1.04)
-        self._draw_plane(model_plane, select(rows, n=largest), "drift", "likelier")
-        self._draw_plane(weight_plane, select(rows, n=largest), "disturbance", "realized")
+        labels = {min(self.scales): (-8, 5, "right"), 10.0: (7, -11, "left"), max(self.scales): (2, 7, "left")}
+        ridge = _by_scale(select(rows, method="memit", n=self.counts[-1]))
+        for axes, x, y in zip(planes, ("drift", "disturbance"), ("likelier", "realized"), strict=True):
+            axes.set_ylim(-0.05, 1.06)
+            for row in ridge:
+                if row["scale"] in labels:
+                    right, above, side = labels[row["scale"]]
+                    style.note(axes, f"λ × {row['scale']:g}", (row[x], row[y]), (right, above), ha=side)
         plotting.legend_below(figure, columns=3)
         return figure
 
-    def _draw_plane(self, axes: style.Axes, rows: Sequence[Row], across: str, up: str) -> None:
-        """Draw MEMIT's curve for varying λ, and a point for every method."""
-        ridge = select(rows, method="memit")
-        x, y = curve(ridge, "scale", across), curve(ridge, "scale", up)
-        axes.plot(x.mean, y.mean, color=plotting.BLUE, lw=1.7, marker=".", ms=5, alpha=0.6, zorder=2)
-        labels = {min(self.scales): (-8, 5, "right"), 10.0: (7, -11, "left"), max(self.scales): (2, 7, "left")}
-        for scale, point in zip(x.x, zip(x.mean, y.mean, strict=True), strict=True):
-            if scale in labels:
-                right, above, side = labels[scale]
-                style.note(axes, f"λ × {scale:g}", point, (right, above), ha=side)
-        for method in self.methods:
-            group = select(rows, method=method, scale=1.0)
-            options = {"marker": "o", "ms": 6.5, "zorder": 5, **METHODS[method], "ls": "none"}
-            axes.plot(fmean(row[across] for row in group), fmean(row[up] for row in group), **options)
-        axes.set(xscale="log", ylim=(-0.05, 1.06))
+
+def _by_scale(rows: Sequence[Row]) -> list[Row]:
+    """Return one row per multiple of λ, the mean of the seeds."""
+    scales = sorted({row["scale"] for row in rows})
+    return [
+        {"scale": scale, **{name: fmean(row[name] for row in select(rows, scale=scale)) for name in COLUMNS}}
+        for scale in scales
+    ]
 
 
 def _lambda_claims(ridge: Sequence[Row], others: Sequence[Row]) -> Iterator[Claim]:

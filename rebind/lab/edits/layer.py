@@ -23,10 +23,10 @@ from rebind.edit.solve import choose_lambda, weights_restored
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
 from rebind.evals import Record, bundled_records
-from rebind.lab.experiment import Row
 from rebind.memory import Write
 from rebind.models.prompts import Prompt
 from rebind.models.sites import memory_of, module_at, write_memory
+from rebind.storage import Row
 
 RANDOM = "random"  # the name of a random model created on the spot
 END, UNKNOWN = "<end>", "<unknown>"  # its special tokens

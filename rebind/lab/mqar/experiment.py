@@ -15,9 +15,10 @@ import torch
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Figure, Point, Row, Table, grid, require_known
+from rebind.lab.experiment import Figure, Point, grid, require_known
 from rebind.lab.mqar.task import NORMALIZERS, SOFTMAX, Recall
-from rebind.lab.report import Curve, curve, learning_curve, select, spread
+from rebind.lab.report import Claim, Table, curve, learning_rows, select, spread
+from rebind.storage import Row
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,8 @@ class Mqar(Recall):
 
     def claims(self, rows: Sequence[Row]) -> Iterator[Claim]:
         """Yield claims about the best of all trainings: what a state can hold, not how reliably that is learned."""
-        best, task = self.best(rows), self.tasks(self.tested)[self.hardest()]
+        best, size = self.best(rows), self._hardest_size
         top = {rule: curve(best, "width", "accuracy", rule=rule).high for rule in self.rules}
-        size = f"{task.pairs} pairs in {task.length} tokens"
         if SOFTMAX in top:
             accuracy = top[SOFTMAX][-1]
             yield Claim(f"attention recalls {size}", 0.95 < accuracy <= 1, f"{accuracy:.3f} at the largest width")
@@ -94,45 +94,69 @@ class Mqar(Recall):
                 ", ".join(f"{difference:+.2f}" for difference in ahead),
             )
 
+    def panels(self) -> list[style.Panel]:
+        looks = {rule: style.RULES[rule] for rule in self.rules}
+        if SOFTMAX in looks:
+            looks[SOFTMAX] = {**looks[SOFTMAX], "ls": style.DASHES}
+        answers, middle, size = "share of right answers", self._middle_width, self._hardest_size
+        by_state, by_pairs = style.by("rule", looks, "accuracy"), style.by("rule", looks, "accuracy", width=middle)
+        learning = style.by("rule", looks, "value", width=middle)
+        return [
+            style.Panel(size, "numbers in a layer's state", "state", by_state, answers, "log", expand=self.best),
+            style.Panel(
+                f"Width {middle}",
+                "pairs (in longer sequences)",
+                "pairs",
+                by_pairs,
+                answers,
+                "log",
+                expand=self._by_pairs,
+            ),
+            style.Panel(
+                f"Width {middle}, {size}", "step", "step", learning, answers, expand=self._by_step, markers=False
+            ),
+        ]
+
+    @property
+    def _middle_width(self) -> int:
+        return self.widths[(len(self.widths) - 1) // 2]
+
+    @property
+    def _hardest_size(self) -> str:
+        task = self.tasks(self.tested)[self.hardest()]
+        return f"{task.pairs} pairs in {task.length} tokens"
+
     def figure(self, rows: Sequence[Row]) -> Figure:
-        best, task = self.best(rows), self.tasks(self.tested)[self.hardest()]
-        middle = self.widths[(len(self.widths) - 1) // 2]
         layers = f"{self.layers} layer{'s' if self.layers > 1 else ''}"
-        size, right_answers = f"{task.pairs} pairs in {task.length} tokens", "share of right answers"
-        figure, (by_state, by_pairs, learning) = plotting.panels(
+        figure, panels = style.figure_of(
+            self.panels(),
+            rows,
             "What a state of fixed size gives back",
             f"multi-query associative recall, a vocabulary of {self.vocabulary:,}, {layers}; the best of the rates, "
             f"mean and range of {self.seeds} seeds",
-            [
-                (size, "numbers in a layer's state", right_answers),
-                (f"Width {middle}", "pairs (in longer sequences)", right_answers),
-                (f"Width {middle}, {size}", "step", right_answers),
-            ],
             size=(4.6, 4.2),
         )
-        for rule in self.rules:
-            look = {**style.RULES[rule], **({"ls": style.DASHES} if rule == SOFTMAX else {})}
-            some = select(best, rule=rule)
-            style.draw(by_state, curve(some, "state", "accuracy"), **look)
-            some = select(some, width=middle)
-            style.draw(by_pairs, self._by_pairs(some), **look)
-            style.draw(learning, learning_curve(some, "course", self.every), ms=2.4, **look)
-        by_state.set(xscale="log")
-        by_pairs.set(xscale="log")
-        counts = sorted({tested.pairs for tested in self.tasks(self.tested)})
+        tasks, by_pairs = self.tasks(self.tested), panels[1]
+        trained, counts = tasks[self.hardest()].pairs, sorted({task.pairs for task in tasks})
         by_pairs.set_xticks(counts, [str(count) for count in counts])
         by_pairs.minorticks_off()
-        if beyond := [count for count in counts if count > task.pairs]:
-            start, end = (task.pairs * beyond[0]) ** 0.5, counts[-1] * 1.15
+        if beyond := [count for count in counts if count > trained]:
+            start, end = (trained * beyond[0]) ** 0.5, counts[-1] * 1.15
             by_pairs.axvspan(start, end, color=plotting.FAINT, alpha=0.5, lw=0, zorder=0)
             style.note(by_pairs, "longer than\ntrained", (counts[-1] * 1.1, 0.94), (0, 0), ha="right", va="top")
-        for axes in figure.axes:
+        for axes in panels:
             axes.set_ylim(-0.03, 1.04)
         plotting.legend_below(figure, columns=len(self.rules))
         return figure
 
-    def _by_pairs(self, rows: Sequence[Row]) -> Curve:
-        """Return accuracy against pairs, over all tested sizes."""
-        tasks = self.tasks(self.tested)
-        pairs = [(task.pairs, value) for row in rows for task, value in zip(tasks, row["accuracies"], strict=True)]
-        return curve([{"pairs": count, "accuracy": accuracy} for count, accuracy in pairs], "pairs", "accuracy")
+    def _by_pairs(self, rows: Sequence[Row]) -> list[Row]:
+        """Return one row per tested size and model, with the best rate of each."""
+        pairs = [task.pairs for task in self.tasks(self.tested)]
+        return [
+            {"pairs": count, "accuracy": accuracy}
+            for row in self.best(rows)
+            for count, accuracy in zip(pairs, row["accuracies"], strict=True)
+        ]
+
+    def _by_step(self, rows: Sequence[Row]) -> list[Row]:
+        return learning_rows(self.best(rows), "course", self.every)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rebind.lab.experiment import Point, Row
+from rebind.lab.experiment import Point
 from rebind.lab.mqar.models import Recaller, RecallerStack
 from rebind.lab.mqar.task import SOFTMAX, Recall
 from rebind.lab.stacks import Lesson, ModelStack, StackTraining, train_all
 from rebind.nn.layers.attention import Attention
 from rebind.nn.layers.fast_weight import FastWeight
 from rebind.precision import tensor_float
+from rebind.storage import Row
 
 SOLVED = 0.99  # the accuracy at which training ends
 FIRST_TEST_SEED = 10_000  # tests are drawn with other random numbers than lessons

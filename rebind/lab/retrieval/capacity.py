@@ -8,9 +8,10 @@ from itertools import pairwise
 
 from rebind import plotting
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Figure, Point, Row, Table, grid, require_known
-from rebind.lab.report import curve, learning_curve, select
+from rebind.lab.experiment import Figure, Point, grid, require_known
+from rebind.lab.report import Claim, Table, curve, select
 from rebind.lab.retrieval.training import SOLVED, Retrieval, describe_losses, finite_claim
+from rebind.storage import Row
 
 FEATURES = {
     "linear": style.line("linear (elu + 1)", plotting.RED),
@@ -96,23 +97,24 @@ class Capacity(Retrieval):
             statement = "most seeds of each solve what its one published run did, or more"
             yield Claim(statement, holds, f"largest S (published): {measured}")
 
+    def panels(self) -> list[style.Panel]:
+        looks, largest = {feature: FEATURES[feature] for feature in self.features}, self.sizes[-1]
+        loss = style.by("feature", looks, "loss")
+        return [
+            style.Panel("loss at the end", "S, keys", "size", loss, "½‖o − v‖²", y_scale="log"),
+            self.learning_panel(f"learning at S = {largest}", style.by("feature", looks, "value", size=largest)),
+        ]
+
     def figure(self, rows: Sequence[Row]) -> Figure:
-        figure, (loss, learning) = plotting.panels(
+        figure, (loss, _) = style.figure_of(
+            self.panels(),
+            rows,
             "How many keys a feature map keeps apart",
             f"S keys written once, any of them queried; trained for up to {self.steps:,} steps; mean and range of "
             f"{self.seeds} seeds",
-            [("loss at the end", "S, keys", "½‖o − v‖²"), (f"learning at S = {self.sizes[-1]}", "steps", "")],
             size=(5.8, 4.6),
         )
-        for feature in self.features:
-            feature_rows = select(rows, feature=feature)
-            style.draw(loss, curve(feature_rows, "size", "loss"), **FEATURES[feature])
-            largest = select(feature_rows, size=self.sizes[-1])
-            style.draw(learning, learning_curve(largest, "losses", self.every), **FEATURES[feature], ms=1.5)
-        loss.axhline(SOLVED, color=plotting.EDGE, lw=1)
-        style.note(loss, "solved", (0.99, SOLVED), (0, 1), xycoords=("axes fraction", "data"), ha="right")
-        for axes in (loss, learning):
-            axes.set_yscale("log")
+        style.mark_level(loss, SOLVED, "solved")
         plotting.legend_below(figure, columns=4)
         return figure
 

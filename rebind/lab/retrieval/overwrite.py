@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from rebind import plotting
 from rebind.errors import InputError
 from rebind.lab import style
-from rebind.lab.experiment import Claim, Figure, Point, Row, Table, grid, require_known
-from rebind.lab.report import curve, learning_curve, select, spreads
+from rebind.lab.experiment import Figure, Point, grid, require_known
+from rebind.lab.report import Claim, Table, curve, select, spreads
 from rebind.lab.retrieval.models import FEATURES
 from rebind.lab.retrieval.training import SOLVED, Retrieval, describe_losses, finite_claim
+from rebind.storage import Row
 
 RULES = ("sum", "rfa", "tanh", "delta", "gated_delta", "longhorn", "mamba2")
 CLEAR_RATIO = 1.2  # from this ratio on, a loss is clearly larger than another
@@ -98,29 +99,36 @@ class Overwrite(Retrieval):
             )
         yield finite_claim(rows)
 
+    def panels(self) -> list[style.Panel]:
+        looks, middle = {rule: style.RULES[rule] for rule in self.rules}, self.features[len(self.features) // 2]
+        learning = style.by("rule", looks, "value", feature=middle, size=self.sizes[-1])
+        losses = [
+            style.Panel(
+                f"loss at the end, φ = {feature}",
+                "S, distinct keys",
+                "size",
+                style.by("rule", looks, "loss", feature=feature),
+                "½‖o − v‖²",
+                y_scale="log",
+            )
+            for feature in self.features
+        ]
+        return [*losses, self.learning_panel(f"learning, φ = {middle}, S = {self.sizes[-1]}", learning)]
+
     def figure(self, rows: Sequence[Row]) -> Figure:
-        middle, largest = self.features[len(self.features) // 2], self.sizes[-1]
-        labels = [(f"loss at the end, φ = {feature}", "S, distinct keys", "½‖o − v‖²") for feature in self.features]
-        figure, (*panels, learning) = plotting.panels(
+        figure, (*panels, learning) = style.figure_of(
+            self.panels(),
+            rows,
             "Keys that occur again: loss of the latest value",
             f"2S writes of S keys with replacement, {self.steps:,} steps at most; mean and range of {self.seeds} "
             f"seeds\nhollow: evaluated at length S, as the authors' code does",
-            [*labels, (f"learning, φ = {middle}, S = {largest}", "steps", "")],
             size=(4.6, 4.2),
         )
-        for rule in self.rules:
-            line_style = style.RULES[rule]
-            for axes, feature in zip(panels, self.features, strict=True):
-                group = select(rows, feature=feature, rule=rule)
-                style.draw(axes, curve(group, "size", "loss"), **line_style)
-                short = curve(group, "size", "short")
-                axes.plot(short.x, short.mean, "o", mfc="none", mec=line_style["color"], ms=5, mew=1.1, alpha=0.8)
-            group = select(rows, feature=middle, rule=rule, size=largest)
-            style.draw(learning, learning_curve(group, "losses", self.every), **line_style, marker="")
-        for axes in panels:
+        for axes, feature in zip(panels, self.features, strict=True):
+            for rule in self.rules:
+                short, color = curve(rows, "size", "short", feature=feature, rule=rule), style.RULES[rule]["color"]
+                axes.plot(short.x, short.mean, "o", mfc="none", mec=color, ms=5, mew=1.1, alpha=0.8)
             style.mark_level(axes, SOLVED, "solved")
-            axes.set_yscale("log")
-        learning.set_yscale("log")
         learning.set_ylim(top=1)  # tanh starts far above
         plotting.legend_below(figure, columns=len(self.rules))
         return figure

@@ -6,17 +6,20 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rebind.errors import NumericalWarning
-from rebind.lab.experiment import Claim, Experiment, Point, Row
-from rebind.lab.report import select, spread
+from rebind.lab.experiment import Experiment, Point
+from rebind.lab.report import Claim, learning_rows, select, spread
 from rebind.lab.retrieval.models import FEATURES, Reader
 from rebind.lab.retrieval.task import Task
 from rebind.lab.stacks import Lesson, ModelStack, StackTraining, train_all
+from rebind.lab.style import Panel, Series
+from rebind.storage import Row
 
 SOLVED = 1e-3  # the loss at which training ends
 FIRST_TEST_SEED = 10_000  # tests are drawn with other random numbers than lessons
@@ -49,6 +52,11 @@ class Retrieval(Experiment):
             key = (point["feature"], point.get("rule", "sum"), groups[point["size"]])
             stacks.setdefault(key, {})[index] = point
         return train_all(RetrievalTraining(self, stack, device) for stack in stacks.values())
+
+    def learning_panel(self, title: str, series: Sequence[Series]) -> Panel:
+        """Return the panel of losses against steps."""
+        losses = partial(learning_rows, name="losses", every=self.every)
+        return Panel(title, "steps", "step", series, y_scale="log", expand=losses, markers=False)
 
 
 def group_sizes(sizes: Sequence[int]) -> dict[int, int]:

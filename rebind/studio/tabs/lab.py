@@ -18,7 +18,8 @@ from rebind.studio.state import Studio
 
 if TYPE_CHECKING:
     from rebind.lab import Experiment
-    from rebind.lab.experiment import Point, Row
+    from rebind.lab.experiment import Point
+    from rebind.storage import Row
 
 FIGURE = "figure.svg"
 
@@ -49,9 +50,8 @@ def measure(experiment: Experiment, control: JobControl) -> dict[str, Any]:
     It runs in a folder of its own that is removed afterwards, so that a cancelled run leaves nothing to resume.
     """
     from rebind.lab import run_experiment
-    from rebind.studio.lab_panels import panels
 
-    shown = panels(experiment)
+    shown = experiment.panels()
     total = sum(map(len, experiment.batches()))
 
     def progress(done: int, total: int, point: Point) -> None:
