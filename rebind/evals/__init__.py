@@ -5,7 +5,7 @@
 - `answers`, `drift`: the answers of a model to a record; perplexity, canary prompts and growth of the weights
 - `baselines`: a LoRA fine-tune on the same facts, to compare with
 - `metrics`, `scores`: one function per metric; the scores of a record's answers
-- `protocols`, `run`, `stored_units`: single, batch and sequential protocols; the run, and its stored results
+- `protocols`, `run`, `stored`: single, batch and sequential protocols; the run, and its stored rows
 - `summary`, `figures`: tables, JSON and a figure of one run, or of several side by side
 - `demo`: the demonstration of `rebind demo`
 """

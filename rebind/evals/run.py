@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -51,11 +51,20 @@ from rebind.evals.metrics import PARTS_OF_S
 from rebind.evals.protocols import Protocol, Stage, get_protocol
 from rebind.evals.records import Records, with_rivals
 from rebind.evals.scores import Scores, score_record
-from rebind.evals.stored_rows import check_answers, check_drift, check_edits
-from rebind.evals.stored_units import DRIFT, EDITS, RECORDS, TIMINGS, StoredUnits
+from rebind.evals.stored import (
+    DRIFT,
+    EDITS,
+    RECORDS,
+    TIMINGS,
+    append_unit,
+    check_answers,
+    check_drift,
+    check_edits,
+    drop_incomplete_units,
+)
 from rebind.evals.summary import markdown_report, summarize_run
 from rebind.memory.checks import require_number
-from rebind.parallel import alone, from_writer, is_writer, open_run_folder, ranks, share
+from rebind.parallel import OrderedUnits, alone, from_writer, is_writer, open_run_folder, ranks, share
 from rebind.storage import Row, RunFolder, seal_json, write_json
 
 RUNS = Path("runs")
@@ -246,9 +255,9 @@ class _Run:
         """
         units = self.config.protocol.units(len(self.records), self.unit_size, self.config.drift_edits)
         self.folder, self.rows = folder, list[Row]()
-        stored = StoredUnits(folder, [len(unit.records) for unit in units], [unit.drift for unit in units])
-        finished, rows, self.drift = stored.open()
-        self.edits = folder.rows(EDITS).read()
+        stored = OrderedUnits(folder, partial(drop_incomplete_units, folder, units), partial(append_unit, folder))
+        finished = stored.open()
+        rows, self.drift, self.edits = (folder.rows(name).read() for name in (RECORDS, DRIFT, EDITS))
         states = [{"edits": unit.edits, "record": index} for unit in units for index in unit.records]
         check_answers(folder.file(RECORDS), rows, self.records, states)
         check_drift(folder.file(DRIFT), self.drift, [unit.edits for unit in units if unit.drift])
@@ -267,7 +276,8 @@ class _Run:
                 stored.add(number, results)
                 self._count(results[RECORDS])
                 self.progress.unit(number + 1, len(units), unit, self._running_scores())
-        self.rows, self.drift = stored.merge()
+        stored.merge()
+        self.rows, self.drift = (folder.rows(name).read() for name in (RECORDS, DRIFT))
 
     def _run_unit(self, unit: Stage, *, is_assigned: bool) -> dict[str, list[Row]] | None:
         """Bring the model to the state of a unit; return the unit's rows by file, if it is assigned to this process."""
@@ -284,7 +294,7 @@ class _Run:
                 rows = self._answer(unit.records, {"edits": unit.edits}, self.config.questions, base)
         seconds = {name: round(value, 4) for name, value in self.seconds.items()}
         timings: list[Row] = [{"edits": unit.edits, "records": len(unit.records), **seconds}]
-        return {RECORDS: rows, DRIFT: drift, EDITS: edits, TIMINGS: timings}
+        return {EDITS: edits, DRIFT: drift, RECORDS: rows, TIMINGS: timings}  # in the order in which they are stored
 
     def _load_old_keys(self, units: Iterable[Stage]) -> None:
         """Let all processes load the old keys for single edits together, before each makes its own edits."""

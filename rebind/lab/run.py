@@ -25,7 +25,7 @@ from rebind.errors import InputError, RebindWarning
 from rebind.lab.experiment import Experiment, Point
 from rebind.lab.report import Claim, Table, markdown
 from rebind.memory.checks import usable_device
-from rebind.parallel import FinishedUnits, from_writer, gather, is_writer, local_device, open_run_folder, ranks, share
+from rebind.parallel import OrderedUnits, is_writer, local_device, open_run_folder, ranks, share
 from rebind.plotting import render
 from rebind.storage import JsonLines, Row, RunFolder
 from rebind.version import __version__
@@ -96,49 +96,35 @@ def _measure(
 ) -> tuple[list[Row], int]:
     """Measure the batches that are not in the folder; return all lines, and the number of points measured before.
 
-    Batches are divided between processes. Each batch is stored when it is finished, and merged in order at the end.
+    Batches are divided between processes. Each batch is stored when it is finished.
     """
-    batches, lines, finished = experiment.batches(), folder.rows(POINTS), FinishedUnits(folder)
+    batches, lines = experiment.batches(), folder.rows(POINTS)
 
-    def merge() -> list[Row]:
-        """Append finished batches to the file, in order; return its lines."""
-        later = finished.read()
+    def drop_incomplete_batches() -> int:
         completed = _count_completed(lines, batches)
-        stored = lines.truncate(sum(map(len, batches[:completed])))
-        while completed in later:
-            lines.append(later[completed])
-            stored += later[completed]
-            completed += 1
-        return stored
+        lines.truncate(sum(map(len, batches[:completed])))
+        return completed
 
-    def find_missing() -> list[Any]:
-        merged = merge()
-        completed, later = _count_completed(lines, batches), finished.read()
-        return [merged, [number for number in range(completed, len(batches)) if number not in later]]
-
-    stored, missing = from_writer(find_missing, "stored points")
+    units = OrderedUnits(folder, drop_incomplete_batches, lines.append)
+    finished, stored = units.open(), lines.read()
+    missing = [number for number in range(len(batches)) if number not in finished]
     total = sum(map(len, batches))
     resumed = done = total - sum(len(batches[number]) for number in missing)
-    in_order = ranks().count == 1 and len(stored) == resumed
-    for batch, number in ((batches[number], number) for number in share(missing)):
+    for number in share(missing):
+        batch = batches[number]
         if progress is not None:
             progress(min(done, total), total, batch[0])
         results = experiment.measure(batch, device)
         new_lines = [{"point": point, "result": result} for point, result in zip(batch, results, strict=True)]
-        if in_order:
-            lines.append(new_lines)
-        else:
-            finished.add(number, new_lines)
+        units.add(number, new_lines)
         stored += new_lines
         if on_rows is not None:
             on_rows(_rows(stored))
         done += ranks().count * len(batch)
-    gather(None, "points")
+    units.merge()
     if progress is not None:
         progress(total, total, {})
-    rows = from_writer(merge, "all points")
-    finished.clear()
-    return rows, resumed
+    return lines.read(), resumed
 
 
 def describe(experiment: Experiment, device: torch.device) -> dict[str, Any]:

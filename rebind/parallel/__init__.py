@@ -2,7 +2,7 @@
 
 - `processes`: join them; which of them writes; share items, gather results, sum tensors
 - `messages`: values as bytes, in JSON and safetensors; nothing is unpickled
-- `units`: units of work that processes finish in any order, stored one by one
+- `units`: units of work that processes finish in any order, stored in their order
 
 Every process runs the same program. Where there is a lot of work, each does its share of it and all get every result;
 the rest they compute alike. One of them, the writer, writes files and prints. With a single process, which is all
@@ -24,10 +24,10 @@ from rebind.parallel.processes import (
     sum_tensors,
     unite,
 )
-from rebind.parallel.units import FinishedUnits, open_run_folder
+from rebind.parallel.units import OrderedUnits, open_run_folder
 
 __all__ = [
-    "FinishedUnits",
+    "OrderedUnits",
     "alone",
     "from_writer",
     "gather",

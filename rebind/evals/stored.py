@@ -1,19 +1,43 @@
-"""Check the rows of an interrupted run before it resumes: they are its own, and scores can be computed from them.
+"""The stored rows of an evaluation: appended unit by unit, and checked before an interrupted run resumes.
 
 Checksums show damage. A file that was forged with matching checksums is refused here, before any work is done.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
+from rebind.evals import summary
+from rebind.evals.protocols import Stage
 from rebind.evals.records import Record
 from rebind.evals.scores import score_record
-from rebind.evals.summary import DRIFT
-from rebind.storage import Row, damage_errors
+from rebind.storage import Row, RunFolder, damage_errors
+
+RECORDS, DRIFT, EDITS, TIMINGS = "records.jsonl", "drift.jsonl", "edits.jsonl", "timings.jsonl"
+UnitRows = dict[str, list[Row]]  # the rows of one unit, for each file
+
+
+def append_unit(folder: RunFolder, rows: UnitRows) -> None:
+    """Append the rows of the next unit; with the rows of its records it counts as complete."""
+    logged = folder.rows(EDITS).read() if rows[EDITS] else []
+    edits = [row for row in rows[EDITS] if not logged or logged[-1]["records"][0] < row["records"][0]]
+    for name, new_rows in {**rows, EDITS: edits}.items():
+        if new_rows:
+            folder.rows(name).append(new_rows)
+
+
+def drop_incomplete_units(folder: RunFolder, units: Sequence[Stage]) -> int:
+    """Remove the rows of units that are not complete, and return the number of complete ones."""
+    records = folder.rows(RECORDS)
+    complete = bisect_right(list(accumulate(len(unit.records) for unit in units)), len(records.read()))
+    records.truncate(sum(len(unit.records) for unit in units[:complete]))
+    folder.rows(DRIFT).truncate(sum(unit.drift for unit in units[:complete]))
+    return complete
 
 
 def check_answers(path: Path, rows: Sequence[Row], records: Sequence[Record], states: Sequence[Row]) -> None:
@@ -29,7 +53,7 @@ def check_drift(path: Path, rows: Sequence[Row], edits: Sequence[int]) -> None:
     with _damage_errors(path):
         for row, count in zip(rows, edits, strict=False):
             _require_equal(row["edits"], count)
-            fmean([0.0, *(row[name] for name in DRIFT if row[name] is not None)])
+            fmean([0.0, *(row[name] for name in summary.DRIFT if row[name] is not None)])
 
 
 def check_edits(path: Path, rows: Sequence[Row], records: Sequence[Record]) -> None:
