@@ -37,7 +37,7 @@ import torch
 from rebind.edit import DEFAULT_METHOD
 from rebind.edit.editor import Editor, open_ledger
 from rebind.edit.facts.fact import Fact
-from rebind.edit.ledger.edit import Edit, library_versions
+from rebind.edit.ledger.edit import library_versions
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import get_method
 from rebind.edit.settings import EditSettings
@@ -64,7 +64,7 @@ from rebind.evals.stored import (
 )
 from rebind.evals.summary import markdown_report, summarize_run
 from rebind.memory.checks import require_number
-from rebind.parallel import OrderedUnits, alone, from_writer, is_writer, open_run_folder, ranks, share
+from rebind.parallel import OrderedUnits, alone, from_writer, open_run_folder, ranks, share
 from rebind.storage import Row, RunFolder, seal_json, write_json
 
 RUNS = Path("runs")
@@ -257,11 +257,12 @@ class _Run:
         self.folder, self.rows = folder, list[Row]()
         stored = OrderedUnits(folder, partial(drop_incomplete_units, folder, units), partial(append_unit, folder))
         finished = stored.open()
-        rows, self.drift, self.edits = (folder.rows(name).read() for name in (RECORDS, DRIFT, EDITS))
+        rows, self.drift, edits = (folder.rows(name).read() for name in (RECORDS, DRIFT, EDITS))
         states = [{"edits": unit.edits, "record": index} for unit in units for index in unit.records]
         check_answers(folder.file(RECORDS), rows, self.records, states)
         check_drift(folder.file(DRIFT), self.drift, [unit.edits for unit in units if unit.drift])
-        check_edits(folder.file(EDITS), self.edits, self.records)
+        check_edits(folder.file(EDITS), edits, self.records)
+        self.logged_edits = len(edits)  # of a sequence: how many have a row
         self._count(rows)
         missing = [number for number in range(len(units)) if number not in finished]
         self._load_old_keys(units[number] for number in missing)
@@ -286,6 +287,8 @@ class _Run:
             edits = self._prepare(unit)
         if not is_assigned:
             return None
+        new_edits = edits if unit.alone else edits[self.logged_edits :]
+        self.logged_edits = len(edits)
         with alone():
             drift = [self._measure_drift(unit)] if unit.drift else []
             self.progress.phase("asking")
@@ -294,7 +297,12 @@ class _Run:
                 rows = self._answer(unit.records, {"edits": unit.edits}, self.config.questions, base)
         seconds = {name: round(value, 4) for name, value in self.seconds.items()}
         timings: list[Row] = [{"edits": unit.edits, "records": len(unit.records), **seconds}]
-        return {EDITS: edits, DRIFT: drift, RECORDS: rows, TIMINGS: timings}  # in the order in which they are stored
+        return {
+            EDITS: new_edits,
+            DRIFT: drift,
+            RECORDS: rows,
+            TIMINGS: timings,
+        }  # in the order in which they are stored
 
     def _load_old_keys(self, units: Iterable[Stage]) -> None:
         """Let all processes load the old keys for single edits together, before each makes its own edits."""
@@ -308,36 +316,24 @@ class _Run:
             self.editor.weights.load_old_keys([self.editor.sites[layer].name for layer in sorted(layers)])
 
     def _prepare(self, stage: Stage) -> list[Row]:
-        """Bring the model to a stage, with exactly its batches; return the rows of edits that are not logged yet."""
-        model, editor, config = self.model, self.editor, self.config
+        """Bring the model to a stage, with exactly its batches; return the rows of its edits."""
+        model, editor = self.model, self.editor
         if stage.alone or not stage.batches:
             editor.use_ledger(Ledger.in_memory(model.fingerprint, model.name))
         else:  # edits accumulate in a ledger on disk
             path = self.folder.file(f"{WORK}/ledger")
             if editor.ledger.path != path:
                 editor.use_ledger(open_ledger(path, model.fingerprint, model_name=model.name))
-        edits, rows = editor.ledger.edits, list[Row]()
-        for batch, edit in zip(stage.batches, edits, strict=False):
-            rows += self._log_edit(batch, edit)  # an interrupted run may have written the edit but not the log
-        for batch in stage.batches[len(edits) :]:
+        for batch in stage.batches[len(editor.ledger.edits) :]:
             facts = self._facts(batch)
             settings = self.edit_settings[len(facts)]
-            edit = editor.rewrite_many(
-                facts, method=config.method, layers=settings.layers, lam=config.lam, targets=settings.targets
+            editor.rewrite_many(
+                facts, method=self.config.method, layers=settings.layers, lam=self.config.lam, targets=settings.targets
             )
-            rows += self._log_edit(batch, edit)
-        return rows
-
-    def _log_edit(self, batch: range, edit: Edit) -> list[Row]:
-        """Return the row of a single edit, or add the row of an edit in a sequence to the log."""
-        row = {"records": [batch.start, batch.stop], "sites": list(edit.sites), **edit.settings}
-        if self.config.protocol.alone:
-            return [row]
-        if not self.edits or self.edits[-1]["records"][0] < batch.start:
-            self.edits.append(row)
-            if is_writer():
-                self.folder.rows(EDITS).append(row)
-        return []
+        return [
+            {"records": [batch.start, batch.stop], "sites": list(edit.sites), **edit.settings}
+            for batch, edit in zip(stage.batches, editor.ledger.edits, strict=False)
+        ]
 
     def _measure_drift(self, unit: Stage) -> Row:
         self.progress.phase("drift")

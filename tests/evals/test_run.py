@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.settings import save_measured_layers
 from rebind.errors import InputError, StorageError, UnknownNameError
 from rebind.evals import QuestionSettings, read_records
@@ -102,8 +103,8 @@ def test_killed_between_an_edit_and_its_answers(name, tmp_path, monkeypatch, fin
         return answer(*args, **options)
 
     kill(monkeypatch, run_module, "answer_records", dying, tmp_path, name)
-    if name != "single":  # whose edits are logged with their answers
-        assert len(lines(tmp_path, "edits.jsonl")) == 1
+    if name != "single":  # where edits accumulate in a ledger on disk
+        assert len(Ledger.open(tmp_path / "work" / "ledger").edits) == 1
     resume(tmp_path, name, expected)
 
 
