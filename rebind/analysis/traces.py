@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -145,18 +145,15 @@ def unite_traces(traces: Sequence[Trace]) -> list[Trace]:
     """Return the traces of all processes, in the order of the facts that were divided between them."""
     if ranks().count == 1:
         return list(traces)
-    names = [field.name for field in fields(Trace)]
-    rows = [{name: getattr(trace, name) for name in names} for trace in traces]
-    messages = [{**row, "prompt": asdict(row["prompt"]), "settings": asdict(row["settings"])} for row in rows]
     return [
         Trace(
-            **{
-                **row,
+            **row
+            | {
                 "prompt": PromptTokens(**_tuples(row["prompt"])),
                 "settings": TraceSettings(**_tuples(row["settings"])),
             }
         )
-        for row in unite(messages)
+        for row in unite([asdict(trace) for trace in traces])
     ]
 
 

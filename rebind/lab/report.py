@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, linear_regression, stdev
 from typing import Any
 
 from rebind.storage import Row
@@ -102,10 +102,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     >>> round(slope([1, 2, 4], [3, 12, 48]), 6)
     2.0
     """
-    log_x, log_y = list(map(math.log, x)), list(map(math.log, y))
-    center, level = fmean(log_x), fmean(log_y)
-    covariance = sum((a - center) * (b - level) for a, b in zip(log_x, log_y, strict=True))
-    return covariance / sum((a - center) ** 2 for a in log_x)
+    return linear_regression(list(map(math.log, x)), list(map(math.log, y))).slope
 
 
 def markdown(title: str, answers: str, table: Table, claims: Sequence[Claim]) -> str:
