@@ -62,7 +62,7 @@ def list_of(*names: str) -> Completer:
     return complete
 
 
-def model_names(incomplete: str) -> list[str]:
+def model_names(incomplete: str = "") -> list[str]:
     """Complete the built-in model and the models in the cache of the Hub; the shell itself completes folders."""
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")

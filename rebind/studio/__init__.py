@@ -6,7 +6,7 @@
 - `jobs`: one worker thread that runs all work on the model, one job after another, with stages and cancel
 - `replies`: what the server answers, and how an error becomes a sentence beside a field
 - `forms`: the fields of a request, checked
-- `asking`, `live_answers`: what a model says about a fact, and beside the switches
+- `asking`: what a model says about a fact, and beside the switches
 - `security`: which requests are refused, and the headers of every answer
 - `app`: the Starlette application; `server` runs it
 - `tabs`: one module per tab, with its routes

@@ -85,6 +85,4 @@ async def _page(request: Request) -> Response:
 
 def _as_problem(request: Request, error: HTTPException) -> Response:
     sentence, code = REFUSALS.get(error.status_code, REFUSALS[404])
-    answer = problem(FieldError(sentence, field="", code=code))
-    answer.status_code = error.status_code
-    return answer
+    return problem(FieldError(sentence, code=code), error.status_code)

@@ -1,12 +1,15 @@
-"""What a model says about a fact: asked before and after an edit, and compared."""
+"""What a model says: about a fact, before and after an edit; beside the switches of the ledger; in a chat."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from rebind.edit.answers import FreeAnswer, free_answers
+from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.outcome import neighbor_prompts
 from rebind.edit.targets.kept import SubjectPrompts
@@ -17,6 +20,10 @@ TOP = 6  # next tokens that are shown
 CONTINUED = 16  # tokens
 RELATED = 5  # tokens of an answer about the subject or a neighbor
 CHAT_TOKENS = 48
+LIVE_TOKENS, LIVE_TOP = 4, 3  # of an answer beside the switches
+REMEMBERED = 1_000  # such answers
+
+Answer: TypeAlias = dict[str, Any]  # {top, says}
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Snapshot:
     related: Sequence[tuple[str, str, Mapping[str, Any]]]  # (kind, prompt, answer)
 
 
-def next_tokens(model: LanguageModel, prompts: Sequence[str], top: int = TOP) -> list[dict[str, Any]]:
+def next_tokens(model: LanguageModel, prompts: Sequence[str], top: int = TOP) -> list[Answer]:
     """Return the most likely next tokens of each prompt; `says` is the first of them."""
     if not prompts:
         return []
@@ -41,7 +48,7 @@ def next_tokens(model: LanguageModel, prompts: Sequence[str], top: int = TOP) ->
     return answers
 
 
-def ask(model: LanguageModel, prompts: Sequence[str], tokens: int, top: int = TOP) -> list[dict[str, Any]]:
+def ask(model: LanguageModel, prompts: Sequence[str], tokens: int, top: int = TOP) -> list[Answer]:
     """Return the most likely next tokens and the continuation of each prompt."""
     answers = next_tokens(model, prompts, top)
     return [one | {"says": text} for one, text in zip(answers, model.generate(prompts, tokens), strict=True)]
@@ -95,3 +102,41 @@ def _first(answer: Mapping[str, Any]) -> dict[str, Any]:
 def _differ(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Return whether the first choice changed, which is how the guard counts changes, too."""
     return bool(old["top"][0]["token"] != new["top"][0]["token"])
+
+
+class LiveAnswers:
+    """What a model says after some prompts, in every state of its ledger in which it was asked.
+
+    A switch that is flipped back finds its answers here. In a new state one run of the model gives the next tokens,
+    which are shown before the rest of each answer is known.
+    """
+
+    def __init__(self) -> None:
+        self._editor: Editor | None = None  # whose answers these are
+        self._answers: OrderedDict[tuple[Any, str], Answer] = OrderedDict()
+
+    def ask(
+        self,
+        editor: Editor,
+        prompts: Sequence[str],
+        *,
+        base: bool = False,
+        show: Callable[[list[Answer]], None] = lambda answers: None,
+    ) -> list[Answer]:
+        """Ask the model as it is now, or the base model; `show` gets the answers as far as they are known."""
+        if editor is not self._editor:
+            self._editor = editor
+            self._answers.clear()
+        state = () if base else tuple((edit.id, edit.created) for edit in editor.ledger.active)
+        known = {prompt: answer for prompt in prompts if (answer := self._answers.get((state, prompt)))}
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
+        if new:
+            model = editor.language_model
+            with editor.base_model() if base else nullcontext():
+                known |= zip(new, next_tokens(model, new, LIVE_TOP), strict=True)
+                show([known[prompt] for prompt in prompts])
+                for prompt, text in zip(new, model.generate(new, LIVE_TOKENS), strict=True):
+                    self._answers[state, prompt] = known[prompt] = known[prompt] | {"says": text}
+            while len(self._answers) > REMEMBERED:
+                self._answers.popitem(last=False)
+        return [known[prompt] for prompt in prompts]

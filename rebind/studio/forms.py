@@ -36,13 +36,10 @@ class Form:
     def text(self, name: str, default: str | None = None, *, longest: int = LONGEST_TEXT) -> str:
         """Return a text without spaces around it; without a default it must not be empty."""
         value = self.fields.get(name)
-        if value is None or value == "":
-            if default is not None:
-                return default
-            raise FieldError(f"{_label(name)} is empty", field=name, advice="Type some text", code="empty_field")
+        value = "" if value is None else value
+        if default is not None and isinstance(value, str) and not value.strip():
+            return default
         if not isinstance(value, str) or not value.strip():
-            if default is not None and isinstance(value, str):
-                return default
             raise FieldError(f"{_label(name)} is empty", field=name, advice="Type some text", code="empty_field")
         if len(value) > longest:
             expected = f"at most {longest:,} characters"
@@ -79,14 +76,14 @@ class Form:
             return False
         raise FieldError(f"{_label(name)} is {value!r:.40}", field=name, expected="true or false", code="not_a_flag")
 
-    def layers(self, name: str = "layers") -> tuple[int, ...] | None:
+    def layers(self) -> tuple[int, ...] | None:
         """Return the layers in a text such as "2, 3, 4"; None if there is none."""
-        text = self.text(name, "", longest=400)
+        text = self.text("layers", "", longest=400)
         numbers = text.replace(",", " ").split()
         if not all(number.isascii() and number.isdecimal() and len(number) < 5 for number in numbers):
             expected = "numbers such as 2, 3, 4"
             raise FieldError(
-                f"{text!r:.80} is not a list of layers", field=name, expected=expected, code="invalid_layers"
+                f"{text!r:.80} is not a list of layers", field="layers", expected=expected, code="invalid_layers"
             )
         return tuple(sorted({int(number) for number in numbers})) or None
 

@@ -37,10 +37,10 @@ def reply(data: Any, status: int = 200) -> JSONResponse:
     return JSONResponse(_finite(data), status)
 
 
-def problem(error: BaseException, field: str = "") -> JSONResponse:
+def problem(error: BaseException, status: int | None = None) -> JSONResponse:
     """Return an error as JSON: {problem, expected, advice, code, field}."""
-    status = 400 if isinstance(error, InputError) else 409 if isinstance(error, RebindError) else 500
-    return reply(describe(error, field), status)
+    usual = 400 if isinstance(error, InputError) else 409 if isinstance(error, RebindError) else 500
+    return reply(describe(error), status or usual)
 
 
 def describe(error: BaseException, field: str = "") -> dict[str, Any]:

@@ -22,7 +22,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rebind.errors import FieldError
-from rebind.studio.replies import reply
+from rebind.studio.replies import problem
 
 LARGEST_REQUEST = 16 * 2**20  # bytes: a file of 50,000 facts
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
@@ -192,6 +192,4 @@ def _enter(request: Request, access: Access) -> Response:
 
 
 def _refuse(status: int, sentence: str, code: str) -> Response:
-    error = FieldError(sentence, field="", code=code)
-    fields = {"problem": error.problem, "expected": "", "advice": "", "code": code, "field": ""}
-    return reply(fields, status)
+    return problem(FieldError(sentence, code=code), status)

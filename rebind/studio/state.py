@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -124,3 +125,22 @@ def editor_progress(control: JobControl, steps: int | None = None) -> Progress:
         control.stage(STAGES["targets"], min(1.0, (step + 1) / steps) if steps else None)
 
     return Progress(phase=lambda name: control.stage(STAGES.get(name, name)), moments=moments, targets=targets)
+
+
+@contextmanager
+def all_or_nothing(editor: Editor, control: JobControl) -> Iterator[list[str]]:
+    """Run a block that writes edits and lists their ids; whatever ends it early, those are undone.
+
+    An edit that the editor has not finished is not in the ledger, and nothing is to be undone for it. After the block
+    the job can no longer be cancelled.
+    """
+    written: list[str] = []
+    try:
+        yield written
+        control.raise_if_cancelled()
+    except BaseException:
+        control.commit()  # undoing must not be cancelled in its turn
+        for id in reversed(written):
+            editor.undo(id)
+        raise
+    control.commit()

@@ -17,7 +17,6 @@ from rebind.edit.facts import read_facts
 from rebind.errors import FactWarning
 from rebind.studio import Access, Studio, create_app
 from rebind.studio.fact_list import PAGE, page_of_facts
-from rebind.studio.models import local_models
 from tests import tiny
 
 from .conftest import PORT, finish, open_editor, run_job, wait_for
@@ -336,11 +335,6 @@ def test_a_load_that_is_cancelled_leaves_the_old_model(client, studio):
     assert wait_for(client, next)["status"] == "done"
     assert studio.editor is before
     assert len(before.ledger.active) == 1
-
-
-def test_models_in_the_cache_are_offered(tmp_path):
-    (tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots").mkdir(parents=True)
-    assert local_models(tmp_path) == ["smollm2", "Qwen/Qwen3-0.6B"]
 
 
 class ManyFacts:

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 
 from rebind.edit.editor import Editor
 from rebind.studio import Studio
-from rebind.studio.live_answers import LiveAnswers
+from rebind.studio.asking import LiveAnswers
 
 PATIENCE = 600_000  # milliseconds
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from rebind.cli import completion
 from rebind.cli import options as opt
 from rebind.cli.session import open_editor
 from rebind.cli.ui import Phases, Terminal
@@ -51,7 +52,6 @@ def studio(
         advice = 'Run pip install "rebind[studio]"'
         raise InputError(f"The studio needs {package}", advice=advice, code="extra_not_installed") from None
     from rebind.models.locate import locate
-    from rebind.studio.models import local_models
     from rebind.studio.state import Studio
 
     token = require_token(host, token)
@@ -65,7 +65,7 @@ def studio(
             return open_editor(replace(source, model=model, ledger=ledger), Phases(terminal), "create")
 
         page = page_address(host, listener, token)
-        room = Studio(load, model=source.model, export_folder=export_dir.expanduser(), models=local_models())
+        room = Studio(load, model=source.model, export_folder=export_dir.expanduser(), models=completion.model_names())
         room.load(source.model)
         serve(room, listener, host, token, lambda: _announce(terminal, page, token, open_page=not no_open))
 

@@ -22,8 +22,7 @@ from rebind.studio.asking import ask_about, chat, compare
 from rebind.studio.forms import Form, printable
 from rebind.studio.jobs import JobControl
 from rebind.studio.replies import reply
-from rebind.studio.state import Studio, editor_progress
-from rebind.studio.writing import all_or_nothing
+from rebind.studio.state import Studio, all_or_nothing, editor_progress
 
 TURNS = 20  # of a conversation that the page may send back
 EXAMPLES = (

@@ -21,13 +21,12 @@ from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import METHODS
 from rebind.errors import FieldError, InputError
 from rebind.storage import make_folders, path_inside, write_json
+from rebind.studio.asking import Answer, LiveAnswers
 from rebind.studio.fact_list import STATES, page_of_facts
 from rebind.studio.forms import Form
 from rebind.studio.jobs import JobControl
-from rebind.studio.live_answers import Answer, LiveAnswers
 from rebind.studio.replies import reply
-from rebind.studio.state import Studio, editor_progress
-from rebind.studio.writing import all_or_nothing
+from rebind.studio.state import Studio, all_or_nothing, editor_progress
 
 EXPORTS = ("checkpoint", "memory", "adapter", "json")
 NEWEST = "newest"  # stands for the newest edit that can be switched
