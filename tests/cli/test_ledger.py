@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rebind.cli.commands import compact
+from rebind.cli.commands import ledger as ledger_command
 from rebind.cli.options import LedgerOptions
 from rebind.cli.session import find_ledger
 from rebind.edit import DEFAULT_METHOD, export
@@ -184,7 +184,7 @@ def test_old_edits_are_compacted(rebind, fails, model, monkeypatch):
     before = rebind("ask", QUESTION, *place, json=True).document
     assert fails("ledger", "compact", "--keep-last", "1", *place).code == "cannot_ask"
     assert fails("ledger", "compact", "--yes", *place).code == "compact_range"
-    monkeypatch.setattr(compact, "is_terminal", lambda: True)
+    monkeypatch.setattr(ledger_command, "is_terminal", lambda: True)
     monkeypatch.setattr("builtins.input", lambda *_: "n")
     asked = rebind("ledger", "compact", "--keep-last", "1", *place).out
     assert "1 active edit (e0001) will no longer be undoable" in asked

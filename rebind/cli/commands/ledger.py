@@ -6,17 +6,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from rebind.cli import options as opt
 from rebind.cli.command import add_command, new_app
-from rebind.cli.commands import compact, export
+from rebind.cli.commands import export
 from rebind.cli.commands.edit import uses_lambda
+from rebind.cli.commands.learn import is_terminal
 from rebind.cli.session import complete_edit_id, find_ledger, require_ledger
 from rebind.cli.ui import Terminal, tables
 from rebind.cli.ui.errors import FAILED_CHECK
 from rebind.cli.ui.tables import counted, table
+from rebind.errors import InputError
 
 if TYPE_CHECKING:
+    from rebind.edit.ledger.compact import Compaction
     from rebind.edit.ledger.edit import Edit
     from rebind.edit.ledger.ledger import Ledger
 
@@ -130,6 +134,55 @@ def diff(
     terminal.result({"here": str(here.path), "there": str(there.path), **ids}, "\n".join(brief))
 
 
+def compact(
+    before: Annotated[str | None, opt.value("ID", "Compact the edits before this one.")] = None,
+    keep_last: Annotated[int | None, opt.value("N", "Compact all edits but the last N.")] = None,
+    yes: Annotated[bool, opt.flag("--yes", "Compact without asking.", "-y")] = False,
+    *,
+    source: opt.LedgerOptions,
+    terminal: Terminal,
+) -> None:
+    """Squash old edits that need not be undone one by one any more; the model does not change."""
+    ledger = _open(source)
+    plan = ledger.compact(before=before, keep_last=keep_last, dry_run=True)
+    if not yes and not _is_confirmed(terminal, plan):
+        terminal.hint("nothing was changed")
+        return
+    compaction = ledger.compact(before=before, keep_last=keep_last)
+    after = compaction.bytes_after or 0
+    if yes:
+        terminal.print(_consequences(compaction, "can no longer be undone one by one", "gone"))
+    terminal.print(f"log and tensors: {decimal(compaction.bytes_before)} before, {decimal(after)} now")
+    document = {"ledger": str(ledger.path), "sealed": list(compaction.sealed), "dropped": list(compaction.dropped)}
+    terminal.result({**document, "bytes_before": compaction.bytes_before, "bytes_after": after}, str(after))
+
+
+def _is_confirmed(terminal: Terminal, plan: Compaction) -> bool:
+    """Print the consequences of a compaction, and ask for confirmation."""
+    if terminal.quiet or terminal.as_json or not is_terminal():
+        raise InputError(
+            "The compaction cannot be confirmed without a terminal",
+            advice="Compact without asking with {yes}",
+            settings={"yes": True},
+            code="cannot_ask",
+        )
+    terminal.print(_consequences(plan, "will no longer be undoable one by one", "will be gone"))
+    return terminal.out.input("Compact them? [y/N] ", markup=False).strip().lower() in ("y", "yes")
+
+
+def _consequences(plan: Compaction, sealed: str, dropped: str) -> str:
+    """Return a description of what a compaction gives up."""
+    lines = []
+    if plan.sealed:
+        span = f"{plan.sealed[0]} to {plan.sealed[-1]}" if len(plan.sealed) > 1 else plan.sealed[0]
+        lines.append(
+            f"{counted(len(plan.sealed), 'active edit')} ({span}) {sealed}; scores and versions go, facts stay"
+        )
+    if plan.dropped:
+        lines.append(f"{counted(len(plan.dropped), 'undone edit')} {dropped}")
+    return "\n".join(lines)
+
+
 def verify(
     full: Annotated[
         bool, opt.flag("--full", "Read all files, including those that were intact before and have not changed.")
@@ -221,6 +274,14 @@ app = new_app(
     epilog=opt.examples("rebind ledger list", "rebind ledger undo e0001"),
     no_args_is_help=True,
 )
+COMPACT_EXAMPLES = opt.examples(
+    "rebind ledger compact --keep-last 100",
+    "rebind ledger compact --before e0500 --yes",
+    note="The edits before ID, or all but the last N, are stored together. Active edits among them can no longer be "
+    "undone one by one, and undone edits are removed. Facts, keys and values stay, so the model and its exports do not "
+    "change, to the last bit. The command shows what it will do and asks for confirmation. To be able to go back, copy "
+    "the folder first.",
+)
 VERIFY_NOTE = (
     "Exits with 1 if there is a problem: a change of the header, the log or an edit's tensors, or anything missing "
     "before the last line of the log. Lines removed from the end of the log, and a ledger rewritten with matching "
@@ -233,6 +294,6 @@ add_command(app, "undo", undo, opt.examples("rebind ledger undo e0001"))
 add_command(app, "redo", redo, opt.examples("rebind ledger redo e0001"))
 add_command(app, "diff", diff, opt.examples("rebind ledger diff backup/ --ledger edits/"))
 add_command(app, "verify", verify, opt.examples("rebind ledger verify --ledger backup/", note=VERIFY_NOTE))
-add_command(app, "compact", compact.compact, compact.COMPACT_EXAMPLES)
+add_command(app, "compact", compact, COMPACT_EXAMPLES)
 add_command(app, "export", export.export, export.EXPORT_EXAMPLES)
 add_command(app, "replay", export.replay, export.REPLAY_EXAMPLES)
