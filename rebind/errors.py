@@ -71,6 +71,21 @@ def _as_sentence(text: str) -> str:
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
+def system_error(problem: BaseException) -> RebindError | None:
+    """Return the error for memory or a file that another library could not use; None for any other exception."""
+    is_cpu_full = type(problem) is RuntimeError and "can't allocate memory" in str(problem)
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or is_cpu_full:
+        advice = "Use fewer facts at once, a smaller batch, model or dtype, or another device"
+        return OutOfMemoryError("Out of memory", advice=advice)
+    if isinstance(problem, OSError):
+        advice = "Check that it exists, that you have access, and that the disk is not full"
+        reason = problem.strerror or problem or type(problem).__name__
+        return StorageError(
+            f"Cannot use {problem.filename or 'the output'} ({reason})", advice=advice, code="io_failure"
+        )
+    return None
+
+
 class InputError(RebindError, ValueError):
     """An argument, a file or a model cannot be used."""
 

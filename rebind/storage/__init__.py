@@ -1,11 +1,10 @@
 """Everything that rebind writes to disk goes through this package.
 
-- `atomic`: files and folders that appear complete or not at all
+- `atomic`: files and folders that appear complete or not at all; files that are no symbolic links
 - `exports`: folders that a later export may replace
 - `jsonl`: rows that survive a kill
 - `lock`: one writer at a time
 - `run_folder`: a folder that one run owns and can resume
-- `reading`: files that are no symbolic links
 - `seals`: digests inside of files, so that damage is noticed
 - `directories`: the user's cache and data folders
 - `problems`: what went wrong, as StorageError or InputError
@@ -21,11 +20,14 @@ from rebind.storage.atomic import (
     check_writable,
     create_folder,
     make_folders,
+    open_to_read,
     path_inside,
+    read_file,
     read_json_object,
     remove_file,
     remove_folder,
     remove_temporaries,
+    without_nan,
     write_file,
     write_json,
 )
@@ -34,7 +36,6 @@ from rebind.storage.exports import add_to_export, check_replaceable, replace_fol
 from rebind.storage.jsonl import JsonLines, Row, append_at
 from rebind.storage.lock import lock
 from rebind.storage.problems import damage_errors, storage_errors
-from rebind.storage.reading import open_to_read, read_file
 from rebind.storage.run_folder import RunFolder, RunKind, flatten
 from rebind.storage.seals import check_json, open_tensors, read_sealed_json, seal_json, seal_tensors
 
@@ -69,6 +70,7 @@ __all__ = [
     "seal_json",
     "seal_tensors",
     "storage_errors",
+    "without_nan",
     "write_file",
     "write_json",
 ]

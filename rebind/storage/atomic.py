@@ -8,21 +8,22 @@ later, by the next write into the same folder.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
 from rebind.errors import InputError
 from rebind.storage.problems import nearest_existing, storage_errors, symbolic_link_error
-from rebind.storage.reading import open_to_read, read_file
 
 STALE_SECONDS = 24 * 3600  # a temporary this old belongs to a process that was killed
 Buffer: TypeAlias = bytes | memoryview
@@ -60,6 +61,21 @@ def write_file(
                 temporary.unlink(missing_ok=True)
 
 
+def open_to_read(path: str | Path) -> io.BufferedReader:
+    """Open a file; raise StorageError with code "symbolic_link" if there is a symbolic link in its place."""
+    path = Path(path)
+    if path.is_symlink():
+        raise symbolic_link_error(path)
+    no_link = getattr(os, "O_NOFOLLOW", 0)  # a link that appears just now is refused as well
+    return os.fdopen(os.open(path, os.O_RDONLY | no_link | getattr(os, "O_BINARY", 0)), "rb")
+
+
+def read_file(path: str | Path) -> bytes:
+    """Return the content of a file, which must not be a symbolic link."""
+    with open_to_read(path) as file:
+        return file.read()
+
+
 def write_json(path: str | Path, value: object) -> None:
     """Write a value as indented JSON, atomically."""
     try:
@@ -81,6 +97,15 @@ def to_json(value: object, *, indent: int | None = None) -> str:
             advice="Convert it first",
             code="not_json",
         ) from None
+
+
+def without_nan(value: Any) -> Any:
+    """Return a value for JSON with None in place of NaN and infinities, which JSON does not know."""
+    if isinstance(value, Mapping):
+        return {name: without_nan(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json_object(path: str | Path) -> dict[str, Any] | None:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rebind.errors import InputError, StorageError
-from rebind.storage.atomic import to_json
+from rebind.storage.atomic import read_file, to_json
 from rebind.storage.problems import storage_errors, symbolic_link_error
-from rebind.storage.reading import read_file
 from rebind.storage.seals import check_line, checksum_at_end, seal_line
 
 Row = dict[str, Any]

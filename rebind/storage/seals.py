@@ -18,8 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rebind.storage.atomic import read_json_object
-from rebind.storage.reading import open_to_read
+from rebind.storage.atomic import open_to_read, read_json_object
 
 SEAL = "sha256"  # the name of the digest in the metadata of tensors, and in JSON objects
 METADATA = "__metadata__"  # where safetensors keeps it

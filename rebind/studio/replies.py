@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 from starlette.responses import JSONResponse
 
-from rebind.errors import InputError, OutOfMemoryError, RebindError, StorageError
+from rebind.errors import InputError, RebindError, system_error
+from rebind.storage import without_nan
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ LABELS = {
 
 def reply(data: Any, status: int = 200) -> JSONResponse:
     """Return JSON; NaN and infinities, which JSON does not know, become null."""
-    return JSONResponse(_finite(data), status)
+    return JSONResponse(without_nan(data), status)
 
 
 def problem(error: BaseException, status: int | None = None) -> JSONResponse:
@@ -69,23 +69,8 @@ def as_label(name: str, value: object) -> str:
 
 def as_rebind_error(error: BaseException) -> RebindError:
     """Describe any exception by the fields of a RebindError."""
-    if isinstance(error, RebindError):
-        return error
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return OutOfMemoryError("Out of memory", advice="Use a smaller model, or close other programs")
-    if isinstance(error, OSError):
-        place = error.filename or "a file"
-        advice = "Check that it exists, that you have access, and that the disk is not full"
-        return StorageError(f"Cannot use {place} ({error.strerror or type(error).__name__})", advice=advice)
+    known = error if isinstance(error, RebindError) else system_error(error)
+    if known is not None:
+        return known
     advice = "The terminal that runs the studio shows the details"
     return RebindError(f"Unexpected {type(error).__name__}", advice=advice, code="internal_error")
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, dict):
-        return {str(key): _finite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
-    return data

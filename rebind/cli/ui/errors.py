@@ -12,7 +12,7 @@ from contextlib import suppress
 import typer
 
 from rebind.cli.ui.terminal import Terminal, discard_output
-from rebind.errors import InputError, OutOfMemoryError, RebindError, StorageError
+from rebind.errors import InputError, RebindError, system_error
 
 INTERNAL_ERROR, INVALID_INPUT, FAILURE, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 FAILED_CHECK = 1  # the command ran, and a check of it failed
@@ -77,14 +77,8 @@ def as_rebind_error(problem: BaseException) -> RebindError:
         context = getattr(problem, "ctx", None)
         command = context.command_path if context else "rebind"
         return InputError(format_message(), advice=f"See `{command} --help`", code="usage")
-    is_cpu_full = type(problem) is RuntimeError and "can't allocate memory" in str(problem)
-    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or is_cpu_full:
-        advice = "Use fewer facts at once, a smaller batch, model or dtype, or another device"
-        return OutOfMemoryError("Out of memory", advice=advice)
-    if isinstance(problem, OSError):
-        advice = "Check that it exists, that you have access, and that the disk is not full"
-        path = problem.filename or "the output"
-        return StorageError(f"Cannot use {path} ({problem.strerror or problem})", advice=advice, code="io_failure")
+    if (error := system_error(problem)) is not None:
+        return error
     advice = "Run the command again with --debug and report the traceback"
     return RebindError(f"Unexpected {type(problem).__name__}: {problem}", advice=advice, code="internal_error")
 

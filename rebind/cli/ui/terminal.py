@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ from rich.control import Control
 from rich.segment import Segment
 
 from rebind.errors import as_argument
-from rebind.storage import write_file
+from rebind.storage import without_nan, write_file
 
 # Settings with another name on the command line. There, --keep has prompts, and the setting `keep` is their weight.
 PARAMETERS = {
@@ -152,15 +151,7 @@ class Terminal:
 
 def strict_json(document: Mapping[str, Any]) -> str:
     """Return the document as strict JSON, with null in place of NaN and infinity."""
-    return json.dumps(_finite(document), indent=1, default=str, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(without_nan(document), indent=1, default=str, allow_nan=False) + "\n"
 
 
 def discard_output(stream: TextIO) -> None:
