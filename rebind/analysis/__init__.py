@@ -1,7 +1,7 @@
 """Analyze a model: where it recalls facts, what each layer would predict, and which layers to edit.
 
 - `tracing`, `traces`: causal tracing, its settings and results
-- `lens`: the logit lens
+- `answers`: the next tokens and the continuation of a prompt; `lens`: the logit lens
 - `layer_search`: find the layers where edits work best, by trial edits
 - `plots`: figures of traces and lenses
 """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rebind.cli.ui import Terminal
 from rebind.cli.ui.tables import one_line
@@ -18,23 +18,12 @@ if TYPE_CHECKING:
 MAX_QUOTE_LENGTH = 60  # characters of a prompt or a target in a message
 
 
-def single_fact(
-    prompt: str,
-    target: str,
-    subject: str | None,
-    paraphrases: Sequence[str] = (),
-    questions: Sequence[str] = (),
-    keep: Sequence[str] = (),
-    neighbors: Sequence[str] = (),
-) -> Facts:
-    """Return a single fact from the command line."""
+def single_fact(prompt: str, target: str, **details: Any) -> Facts:
+    """Return a single fact from the command line; `details` are those of `Fact.parse`."""
     from rebind.edit.facts.fact import Fact
     from rebind.edit.facts.readers import Facts
 
-    fact = Fact.parse(
-        prompt, target, subject=subject, paraphrases=paraphrases, questions=questions, keep=keep, neighbors=neighbors
-    )
-    return Facts((fact,), (), ("",))
+    return Facts((Fact.parse(prompt, target, **details),), (), ("",))
 
 
 def facts_of_file(terminal: Terminal, file: str | Path, skip_bad: bool, limit: int | None = None) -> Facts:

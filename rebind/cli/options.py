@@ -102,6 +102,7 @@ Layers = Annotated[str | None, value("LIST", "Layers to edit, such as 2,3,4 or 2
 Lambda = Annotated[float | None, value("X", "Weight of old keys against new ones (λ).", default="chosen from the keys")]
 Limit = Annotated[int | None, value("N", "Use only the first N records.", default="all", min=1)]
 Subject = Annotated[str | None, value("TEXT", "The subject, if the prompt has no braces.")]
+Force = Annotated[bool, flag("--force", "Write the edit even if a check fails; the ledger records it.")]
 SkipBad = Annotated[bool, flag("--skip-bad", "Skip invalid records instead of stopping at the first one.")]
 
 

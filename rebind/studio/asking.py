@@ -6,8 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
+from rebind.analysis.answers import Answer, ask, next_tokens
 from rebind.edit.answers import FreeAnswer, free_answers
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
@@ -23,8 +24,6 @@ CHAT_TOKENS = 48
 LIVE_TOKENS, LIVE_TOP = 4, 3  # of an answer beside the switches
 REMEMBERED = 1_000  # such answers
 
-Answer: TypeAlias = dict[str, Any]  # {top, says}
-
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -35,32 +34,13 @@ class Snapshot:
     related: Sequence[tuple[str, str, Mapping[str, Any]]]  # (kind, prompt, answer)
 
 
-def next_tokens(model: LanguageModel, prompts: Sequence[str], top: int = TOP) -> list[Answer]:
-    """Return the most likely next tokens of each prompt; `says` is the first of them."""
-    if not prompts:
-        return []
-    best = model.next_token_log_probs(prompts).topk(top)
-    answers = []
-    for ids, shares in zip(best.indices.tolist(), best.values.exp().tolist(), strict=True):
-        tokens = [str(model.tokenizer.decode([id])) for id in ids]
-        choices = [{"token": token, "probability": share} for token, share in zip(tokens, shares, strict=True)]
-        answers.append({"top": choices, "says": tokens[0]})
-    return answers
-
-
-def ask(model: LanguageModel, prompts: Sequence[str], tokens: int, top: int = TOP) -> list[Answer]:
-    """Return the most likely next tokens and the continuation of each prompt."""
-    answers = next_tokens(model, prompts, top)
-    return [one | {"says": text} for one, text in zip(answers, model.generate(prompts, tokens), strict=True)]
-
-
 def ask_about(model: LanguageModel, fact: Fact, about: SubjectPrompts, framings: Sequence[str]) -> Snapshot:
     """Ask a model for a fact in every framing, for other relations of its subject, and for its neighbors."""
     score = model.score([fact.as_prompt()])[0]
-    answer = ask(model, [fact.text], CONTINUED)[0] | {"target": score.probability}
+    answer = ask(model, [fact.text], CONTINUED, TOP)[0] | {"target": score.probability}
     others = [("subject", text) for text in dict.fromkeys((*about.kept, *about.held_out))]
     others += [("neighbor", text) for text in neighbor_prompts(fact, about)]
-    said = ask(model, [text for _, text in others], RELATED, top=1)
+    said = ask(model, [text for _, text in others], RELATED, 1)
     related = [(kind, text, one) for (kind, text), one in zip(others, said, strict=True)]
     return Snapshot(answer, free_answers(model, [fact], framings)[0], related)
 

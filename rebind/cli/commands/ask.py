@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rich.text import Text
 
@@ -13,9 +13,6 @@ from rebind.cli.ui import Phases, Terminal
 from rebind.cli.ui.tables import one_line, table
 from rebind.edit.wording import percent
 from rebind.limits import MAX_CHOICES
-
-if TYPE_CHECKING:
-    from rebind.models import LanguageModel
 
 EXAMPLES = opt.examples(
     'rebind ask "The capital of France is"',
@@ -40,12 +37,14 @@ def ask(
         require_text("prompt", prompt)
     with Phases(terminal) as phases:
         editor = open_editor(source, phases, chat=chat)
+        from rebind.analysis.answers import ask as ask_model
+
         phases.begin("asking")
         with editor.base_model():
-            base = _answers(editor.language_model, prompts, top, tokens)
+            base = ask_model(editor.language_model, prompts, tokens, top)
         document = describe(editor)
         active = document["active"]
-        edited = _answers(editor.language_model, prompts, top, tokens) if active else base
+        edited = ask_model(editor.language_model, prompts, tokens, top) if active else base
     answers = [
         {"prompt": prompt, "base": before, "edited": after}
         for prompt, before, after in zip(prompts, base, edited, strict=True)
@@ -59,18 +58,6 @@ def ask(
         command = opt.command_line("ask", *questions, options=opt.as_typed(source, chat=True))
         terminal.suggest("ask as in a chat", command)
     terminal.result(document | {"answers": answers}, "\n".join(" ".join(answer["says"].split()) for answer in edited))
-
-
-def _answers(model: LanguageModel, prompts: Sequence[str], top: int, tokens: int) -> list[dict[str, Any]]:
-    """Return the most likely next tokens and the continuation of each prompt."""
-    shares = model.next_token_log_probs(prompts)
-    best = shares.topk(min(top, shares.shape[-1]))
-    answers = []
-    for ids, shares, text in zip(best.indices, best.values.exp(), model.generate(prompts, tokens), strict=True):
-        choices = zip(ids.tolist(), shares.tolist(), strict=True)
-        texts = [{"token": str(model.tokenizer.decode([id])), "probability": share} for id, share in choices]
-        answers.append({"top": texts, "says": text})
-    return answers
 
 
 def _print(terminal: Terminal, answer: dict[str, Any], models: Sequence[str], *, chat: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -135,7 +137,7 @@ def edit(
     layers: opt.Layers = None,
     lam: opt.Lambda = None,
     search: SearchOptions,
-    force: Annotated[bool, opt.flag("--force", "Write the edit even if a check fails; the ledger records it.")] = False,
+    force: opt.Force = False,
     plan: Annotated[bool, opt.flag("--plan", "Show layers, cost and conflicts, and write nothing.")] = False,
     out: Annotated[Path | None, opt.value("DIR", "Also save the edited model into this folder.")] = None,
     skip_bad: opt.SkipBad = False,
@@ -177,12 +179,8 @@ def _write(terminal: Terminal, source: opt.EditorOptions, request: _Request, *, 
         check_replaceable(out.expanduser(), kind="checkpoint")
     with Phases(terminal) as phases:
         editor, facts, settings = _open_for(terminal, source, request, phases, "create")
-        earlier = len(editor.ledger.edits)
-        try:
+        with undo_commands(terminal, editor, source):
             new_edit = editor.rewrite_many(facts.facts, **request.arguments(settings), force=force)
-        finally:  # after an interrupt the edit may be in the ledger nevertheless
-            for written in editor.ledger.edits[earlier:]:
-                terminal.written_edits[written.id] = undo_command(editor, written, source)
         if not terminal.writes:
             return
         report = _ask(editor, new_edit, phases)
@@ -231,11 +229,21 @@ def _read(terminal: Terminal, facts: str, target: str | None, details: dict[str,
     return valid_facts(terminal, facts_of_file(terminal, facts, skip_bad), has_one_target(), skip_bad)
 
 
-def undo_command(editor: Editor, edit: Edit, source: opt.EditorOptions) -> str:
-    """Return the command that undoes an edit, with the ledger if the name of the model does not identify it."""
-    is_unique = default_ledgers(source.model) == [editor.ledger.path]
-    ledger = source.ledger or (None if is_unique else editor.ledger.path)
-    return opt.command_line("ledger undo", edit.id, options=opt.as_typed(opt.LedgerOptions(source.model, ledger)))
+@contextmanager
+def undo_commands(terminal: Terminal, editor: Editor, source: opt.EditorOptions) -> Iterator[None]:
+    """Run a block that writes edits, and store how to undo them; after an interrupt, too, they may be in the ledger.
+
+    The command names the ledger if the name of the model does not identify it.
+    """
+    earlier = len(editor.ledger.edits)
+    try:
+        yield
+    finally:
+        is_unique = default_ledgers(source.model) == [editor.ledger.path]
+        ledger = source.ledger or (None if is_unique else editor.ledger.path)
+        options = opt.as_typed(opt.LedgerOptions(source.model, ledger))
+        for edit in editor.ledger.edits[earlier:]:
+            terminal.written_edits[edit.id] = opt.command_line("ledger undo", edit.id, options=options)
 
 
 def _ask(editor: Editor, new_edit: Edit, phases: Phases) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rebind.cli import options as opt
-from rebind.cli.commands.edit import undo_command
+from rebind.cli.commands.edit import undo_commands
 from rebind.cli.session import describe, open_editor
 from rebind.cli.ui import Phases, Terminal, tables
 from rebind.cli.ui.tables import counted, one_line, seconds
@@ -39,7 +39,7 @@ def learn(
     steps: Annotated[
         int | None, opt.value("N", "Search each target for at most N steps.", default="chosen for the model", min=1)
     ] = None,
-    force: Annotated[bool, opt.flag("--force", "Write the edit even if a check fails; the ledger records it.")] = False,
+    force: opt.Force = False,
     *,
     source: opt.EditorOptions,
     terminal: Terminal,
@@ -69,14 +69,10 @@ def learn(
             targets = editor.settings(method, facts=len(approved), layers=chosen_layers).targets
             targets = targets if steps is None else replace(targets, steps=steps)
             phases.steps, phases.facts = targets.steps, len(approved)
-            earlier = len(editor.ledger.edits)
-            try:
+            with undo_commands(terminal, editor, source):
                 edit = editor.rewrite_many(
                     [one.fact for one in approved], method=method, layers=chosen_layers, targets=targets, force=force
                 )
-            finally:  # an interrupt may hide an edit that is written
-                for later in editor.ledger.edits[earlier:]:
-                    terminal.written_edits[later.id] = undo_command(editor, later, source)
         spent, id, scores = spent | phases.seconds, edit.id, edit.scores
         _print_edit(terminal, approved, edit.scores, edit.id, spent)
         terminal.suggest("undo", terminal.written_edits[edit.id])

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rebind.analysis.answers import Answer
 from rebind.edit import DEFAULT_METHOD
 from rebind.edit.editor import Editor
 from rebind.edit.facts import read_facts
@@ -21,7 +22,7 @@ from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import METHODS
 from rebind.errors import FieldError, InputError
 from rebind.storage import make_folders, path_inside, write_json
-from rebind.studio.asking import Answer, LiveAnswers
+from rebind.studio.asking import LiveAnswers
 from rebind.studio.fact_list import STATES, page_of_facts
 from rebind.studio.forms import Form
 from rebind.studio.jobs import JobControl

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import harmonic_mean
@@ -37,22 +37,6 @@ question_value, question_flag = partial(opt.value, panel="Questions"), partial(o
 NAME_WIDTH = 18  # columns for the name of a run
 
 
-@dataclass(frozen=True)
-class QuestionOptions:
-    """What to ask, and on which text to measure perplexity."""
-
-    known: Annotated[bool, question_flag("--known", "Use only records whose true answer the model prefers.")] = False
-    free_tokens: Annotated[int, question_value("N", "Continue each prompt by N tokens.", min=0)] = 24
-    texts: Annotated[int, question_value("N", "Generate N longer texts per record to measure fluency.", min=0)] = 1
-    baselines: Annotated[
-        bool,
-        question_flag("--baselines", "Also ask the unedited model with the facts in its prompt, and a LoRA fine-tune."),
-    ] = False
-    text: Annotated[Path | None, question_value("FILE", "Text to measure perplexity on.", default="a bundled text")] = (
-        None
-    )
-
-
 def evaluate(
     method: opt.Method = DEFAULT_METHOD,
     facts: Annotated[
@@ -73,8 +57,17 @@ def evaluate(
     steps: Annotated[int | None, opt.value("N", "Search each target for at most N steps.", min=1)] = None,
     skip_bad: opt.SkipBad = False,
     seed: Annotated[int, opt.seed_value("Random seed for contexts, generated texts and confidence intervals.")] = 0,
+    known: Annotated[bool, question_flag("--known", "Use only records whose true answer the model prefers.")] = False,
+    free_tokens: Annotated[int, question_value("N", "Continue each prompt by N tokens.", min=0)] = 24,
+    texts: Annotated[int, question_value("N", "Generate N longer texts per record to measure fluency.", min=0)] = 1,
+    baselines: Annotated[
+        bool,
+        question_flag("--baselines", "Also ask the unedited model with the facts in its prompt, and a LoRA fine-tune."),
+    ] = False,
+    text: Annotated[
+        Path | None, question_value("FILE", "Text to measure perplexity on.", default="a bundled text")
+    ] = None,
     *,
-    questions: QuestionOptions,
     source: opt.ModelOptions,
     terminal: Terminal,
 ) -> None:
@@ -86,7 +79,7 @@ def evaluate(
 
     get_method(method)  # raises an error for an unknown name, before anything is loaded
     chosen_protocol = evals.get_protocol(protocol, batch=batch, every=every)
-    question_settings = evals.QuestionSettings(questions.free_tokens, questions.texts)
+    question_settings = evals.QuestionSettings(free_tokens, texts)
     config = evals.EvalConfig(
         method,
         chosen_protocol,
@@ -94,11 +87,11 @@ def evaluate(
         lam,
         steps,
         question_settings,
-        baselines=questions.baselines,
+        baselines=baselines,
     )
-    perplexity_text = None if questions.text is None else read_text(questions.text)
+    perplexity_text = None if text is None else read_text(text)
     # With --known or --skip-bad, the limit counts the selected records.
-    read_limit = None if questions.known or skip_bad else limit
+    read_limit = None if known or skip_bad else limit
     if facts is None:
         records = evals.bundled_records(read_limit)
     else:
@@ -107,9 +100,9 @@ def evaluate(
         editor = load_editor(source, phases)
         editor.seed = seed
         phases.begin("asking")
-        usable_limit = None if questions.known else limit
+        usable_limit = None if known else limit
         selected = evals.usable_records(editor, records, chosen_protocol, skip_bad=skip_bad, limit=usable_limit)
-        selected = evals.known_records(editor, selected) if questions.known else selected
+        selected = evals.known_records(editor, selected) if known else selected
         selected = replace(selected, records=selected[:limit])
     for reason in selected.skipped:
         terminal.report("skipped", reason)

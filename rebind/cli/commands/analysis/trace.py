@@ -69,7 +69,7 @@ def trace(
     if facts is not None:
         input_facts = facts_of_file(terminal, facts, skip_bad, limit)
     else:
-        input_facts = single_fact(str(prompt), target or ".", subject)
+        input_facts = single_fact(str(prompt), target or ".", subject=subject)
     settings = TraceSettings(KINDS if kind == "all" else (kind,), noise, draws, window, seed)
     if out is not None:
         check_writable(out)
