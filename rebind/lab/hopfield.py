@@ -230,10 +230,8 @@ class Hopfield(Experiment):
             style.Series(style.line("one step", plotting.BLUE), "one", {"part": "beta"}),
             style.Series(style.line(f"{STEPS} steps", plotting.GREEN), "several", {"part": "beta"}),
         ]
-        load, rates = (
-            style.by("units", sizes, "error", part="load"),
-            style.by("units", capacities, "one", part="modern"),
-        )
+        load = style.by("units", sizes, "error", part="load")
+        rates = style.by("units", capacities, "one", part="modern")
         ends_title = f"classical, N = {self.small}: share of random starts that end at"
         return [
             style.Panel("classical: wrong bits after recall", "patterns / N", "load", load),

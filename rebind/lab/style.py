@@ -26,6 +26,7 @@ def line(label: str, color: str, **options: Any) -> LineStyle:
     return {"label": label, "color": color, **options}
 
 
+DASHES = (0, (4, 2.5))
 RULES = {  # the same in every figure
     "sum": line("sum", RED),
     "mamba2": line("Mamba-2", AMBER),
@@ -40,10 +41,9 @@ RULES = {  # the same in every figure
     "comba": line("Comba", PINK, marker="s"),
     "rwkv7": line("RWKV-7", OLIVE, marker="s"),
     "recursive": line("recursive", GREEN),
-    "softmax": line("softmax attention", INK),
+    "softmax": line("softmax attention", INK, ls=DASHES),
 }
 CROSS: LineStyle = {"marker": "x", "ls": "none", "ms": 6.5, "mew": 1.6, "zorder": 4}  # for a curve on top of another
-DASHES = (0, (4, 2.5))
 SHADES = (CYAN, BLUE, VIOLET, PINK, AMBER)  # for curves that differ in a size
 
 

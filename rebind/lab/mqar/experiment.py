@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -95,31 +96,16 @@ class Mqar(Recall):
             )
 
     def panels(self) -> list[style.Panel]:
-        looks = {rule: style.RULES[rule] for rule in self.rules}
-        if SOFTMAX in looks:
-            looks[SOFTMAX] = {**looks[SOFTMAX], "ls": style.DASHES}
-        answers, middle, size = "share of right answers", self._middle_width, self._hardest_size
-        by_state, by_pairs = style.by("rule", looks, "accuracy"), style.by("rule", looks, "accuracy", width=middle)
+        looks, middle = {rule: style.RULES[rule] for rule in self.rules}, self.widths[(len(self.widths) - 1) // 2]
+        accuracy, of_middle = style.by("rule", looks, "accuracy"), style.by("rule", looks, "accuracy", width=middle)
+        width, size, pairs = f"Width {middle}", self._hardest_size, "pairs (in longer sequences)"
+        panel = partial(style.Panel, y_label="share of right answers")
         learning = style.by("rule", looks, "value", width=middle)
         return [
-            style.Panel(size, "numbers in a layer's state", "state", by_state, answers, "log", expand=self.best),
-            style.Panel(
-                f"Width {middle}",
-                "pairs (in longer sequences)",
-                "pairs",
-                by_pairs,
-                answers,
-                "log",
-                expand=self._by_pairs,
-            ),
-            style.Panel(
-                f"Width {middle}, {size}", "step", "step", learning, answers, expand=self._by_step, markers=False
-            ),
+            panel(size, "numbers in a layer's state", "state", accuracy, x_scale="log", expand=self.best),
+            panel(width, pairs, "pairs", of_middle, x_scale="log", expand=self._by_pairs),
+            panel(f"{width}, {size}", "step", "step", learning, expand=self._by_step, markers=False),
         ]
-
-    @property
-    def _middle_width(self) -> int:
-        return self.widths[(len(self.widths) - 1) // 2]
 
     @property
     def _hardest_size(self) -> str:

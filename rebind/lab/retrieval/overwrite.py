@@ -104,14 +104,10 @@ class Overwrite(Retrieval):
         learning = style.by("rule", looks, "value", feature=middle, size=self.sizes[-1])
         losses = [
             style.Panel(
-                f"loss at the end, φ = {feature}",
-                "S, distinct keys",
-                "size",
-                style.by("rule", looks, "loss", feature=feature),
-                "½‖o − v‖²",
-                y_scale="log",
+                f"loss at the end, φ = {feature}", "S, distinct keys", "size", series, "½‖o − v‖²", y_scale="log"
             )
             for feature in self.features
+            for series in [style.by("rule", looks, "loss", feature=feature)]
         ]
         return [*losses, self.learning_panel(f"learning, φ = {middle}, S = {self.sizes[-1]}", learning)]
 
