@@ -255,8 +255,8 @@ class _Run:
         """
         units = self.config.protocol.units(len(self.records), self.unit_size, self.config.drift_edits)
         self.folder, self.rows = folder, list[Row]()
-        stored = OrderedUnits(folder, partial(drop_incomplete_units, folder, units), partial(append_unit, folder))
-        finished = stored.open()
+        stored_units = OrderedUnits(folder, partial(drop_incomplete_units, folder, units), partial(append_unit, folder))
+        finished = stored_units.open()
         rows, self.drift, edits = (folder.rows(name).read() for name in (RECORDS, DRIFT, EDITS))
         states = [{"edits": unit.edits, "record": index} for unit in units for index in unit.records]
         check_answers(folder.file(RECORDS), rows, self.records, states)
@@ -274,10 +274,10 @@ class _Run:
             with alone() if unit.alone else nullcontext():
                 results = self._run_unit(unit, is_assigned=number in assigned)
             if results is not None:
-                stored.add(number, results)
+                stored_units.add(number, results)
                 self._count(results[RECORDS])
                 self.progress.unit(number + 1, len(units), unit, self._running_scores())
-        stored.merge()
+        stored_units.merge()
         self.rows, self.drift = (folder.rows(name).read() for name in (RECORDS, DRIFT))
 
     def _run_unit(self, unit: Stage, *, is_assigned: bool) -> dict[str, list[Row]] | None:
@@ -375,14 +375,14 @@ class _Run:
         rows, sites = folder.rows(BASELINE_ROWS), [self.editor.sites[layer] for layer in layers]
         states = [{"baseline": name, "record": index} for name in BASELINES for index in everything]
         check_answers(rows.path, rows.read(), self.records, states)
-        stored = len(rows.read())
+        row_count = len(rows.read())
         _ = self.probes  # computed now, on the unedited model
-        if not stored:
+        if not row_count:
             self.progress.phase(BASELINES["prompt"])
             rows.append(self._answer(everything, {"baseline": "prompt"}, questions, nullcontext, in_prompt=True))
         size = 1 if self.config.protocol.alone else len(self.records)
         for batch in (
-            everything[begin : begin + size] for begin in everything[max(0, stored - len(everything)) :: size]
+            everything[begin : begin + size] for begin in everything[max(0, row_count - len(everything)) :: size]
         ):
             self.progress.phase(BASELINES["lora"])
             with fine_tuned(self.model, self._facts(batch), sites, seed=self.editor.seed) as base:

@@ -40,8 +40,8 @@ def ask_about(model: LanguageModel, fact: Fact, about: SubjectPrompts, framings:
     answer = ask(model, [fact.text], CONTINUED, TOP)[0] | {"target": score.probability}
     others = [("subject", text) for text in dict.fromkeys((*about.kept, *about.held_out))]
     others += [("neighbor", text) for text in neighbor_prompts(fact, about)]
-    said = ask(model, [text for _, text in others], RELATED, 1)
-    related = [(kind, text, one) for (kind, text), one in zip(others, said, strict=True)]
+    answers = ask(model, [text for _, text in others], RELATED, 1)
+    related = [(kind, text, one) for (kind, text), one in zip(others, answers, strict=True)]
     return Snapshot(answer, free_answers(model, [fact], framings)[0], related)
 
 
@@ -108,15 +108,15 @@ class LiveAnswers:
             self._editor = editor
             self._answers.clear()
         state = () if base else tuple((edit.id, edit.created) for edit in editor.ledger.active)
-        known = {prompt: answer for prompt in prompts if (answer := self._answers.get((state, prompt)))}
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
+        answers = {prompt: answer for prompt in prompts if (answer := self._answers.get((state, prompt)))}
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in answers]
         if new:
             model = editor.language_model
             with editor.base_model() if base else nullcontext():
-                known |= zip(new, next_tokens(model, new, LIVE_TOP), strict=True)
-                show([known[prompt] for prompt in prompts])
+                answers |= zip(new, next_tokens(model, new, LIVE_TOP), strict=True)
+                show([answers[prompt] for prompt in prompts])
                 for prompt, text in zip(new, model.generate(new, LIVE_TOKENS), strict=True):
-                    self._answers[state, prompt] = known[prompt] = known[prompt] | {"says": text}
+                    self._answers[state, prompt] = answers[prompt] = answers[prompt] | {"says": text}
             while len(self._answers) > REMEMBERED:
                 self._answers.popitem(last=False)
-        return [known[prompt] for prompt in prompts]
+        return [answers[prompt] for prompt in prompts]

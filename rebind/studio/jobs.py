@@ -22,7 +22,7 @@ from rebind.studio.replies import describe
 Status: TypeAlias = Literal["waiting", "running", "done", "failed", "cancelled"]
 Result = TypeVar("Result")
 POLL = 0.05  # seconds between looks at whether somebody cancelled
-KEPT = 200  # finished jobs whose results can still be read
+MAX_FINISHED = 200  # finished jobs whose results can still be read
 MOST_STAGES = 50  # that a reply lists
 
 
@@ -224,7 +224,7 @@ class JobQueue:
 
     def _forget_old(self) -> None:
         done = [id for id, job in self._jobs.items() if job.finished]
-        for id in done[: max(0, len(done) - KEPT)]:
+        for id in done[: max(0, len(done) - MAX_FINISHED)]:
             del self._jobs[id]
 
     def _wait_for_abandoned(self, job: Job) -> None:

@@ -167,15 +167,15 @@ class Script:
                     errors[writes, index] = excess.square().sum() / history[-1].square().sum()
                 if len(history) > 1:
                     remains[writes, index] = excess @ history[-2] / history[-2].square().sum()
-            written = list(dict.fromkeys(pair.value for pair in self.pairs[:writes]))
-            answers.append(_nearest(row, values[[value_of[name] for name in written]], written))
+            value_names = list(dict.fromkeys(pair.value for pair in self.pairs[:writes]))
+            answers.append(_nearest(row, values[[value_of[name] for name in value_names]], value_names))
         return Trajectory(matrices, errors, remains, answers)
 
     def forgotten(self, trajectory: Trajectory) -> list[list[int]]:
         """Return after each write the keys, by index, whose answer is nearer to another value than to their own."""
         return [
-            [index for index, (should, says) in enumerate(zip(row, said, strict=True)) if should not in (None, says)]
-            for row, said in zip(self.latest(), trajectory.answers, strict=True)
+            [index for index, (should, says) in enumerate(zip(row, answers, strict=True)) if should not in (None, says)]
+            for row, answers in zip(self.latest(), trajectory.answers, strict=True)
         ]
 
     def to_json(self, player: Player, geometry: Geometry) -> dict[str, object]:
@@ -223,12 +223,12 @@ def rules() -> list[Rule]:
 
 def read_player(rule: str, gates: Mapping[str, object], feature: str = "identity") -> Player:
     """Return the player with these gates: a number each, or [first, last] for a gate that has channels."""
-    chosen = next((one for one in rules() if one.name == rule), None)
-    if chosen is None:
+    match = next((one for one in rules() if one.name == rule), None)
+    if match is None:
         raise _invalid("rule", rule, ", ".join(one.name for one in rules()))
     if feature not in FEATURES:
         raise _invalid("feature", feature, ", ".join(FEATURES))
-    return Player(chosen, {name: _read_gate(chosen, name, gate) for name, gate in gates.items()}, feature)
+    return Player(match, {name: _read_gate(match, name, gate) for name, gate in gates.items()}, feature)
 
 
 def _read_gate(rule: Rule, name: str, gate: object) -> Gate:
@@ -266,8 +266,8 @@ def _nearest(read: Tensor, values: Tensor, names: list[str]) -> list[str | None]
     if not names:
         return [None] * len(read)
     best = (read @ l2_normalize(values).mT).argmax(-1).tolist()
-    said = (read.square().sum(-1) > 1e-20).tolist()
-    return [names[index] if says else None for index, says in zip(best, said, strict=True)]
+    is_answer = (read.square().sum(-1) > 1e-20).tolist()
+    return [names[index] if has_answer else None for index, has_answer in zip(best, is_answer, strict=True)]
 
 
 def _numbers(row: Tensor) -> list[float | None]:

@@ -45,15 +45,15 @@ def problem(error: BaseException, status: int | None = None) -> JSONResponse:
 
 def describe(error: BaseException, field: str = "") -> dict[str, Any]:
     """Return the fields of an error. What was not expected is logged in full, and named in one sentence."""
-    known = as_rebind_error(error)
-    if known is not error:
+    rebind_error = as_rebind_error(error)
+    if rebind_error is not error:
         log.error("unexpected error", exc_info=error)
     return {
-        "problem": known.problem,
-        "expected": known.expected,
-        "advice": known.advice_for(as_label),
-        "code": known.code,
-        "field": field or getattr(known, "field", "") or FIELDS.get(known.code, ""),
+        "problem": rebind_error.problem,
+        "expected": rebind_error.expected,
+        "advice": rebind_error.advice_for(as_label),
+        "code": rebind_error.code,
+        "field": field or getattr(rebind_error, "field", "") or FIELDS.get(rebind_error.code, ""),
     }
 
 
@@ -69,8 +69,8 @@ def as_label(name: str, value: object) -> str:
 
 def as_rebind_error(error: BaseException) -> RebindError:
     """Describe any exception by the fields of a RebindError."""
-    known = error if isinstance(error, RebindError) else system_error(error)
-    if known is not None:
-        return known
+    rebind_error = error if isinstance(error, RebindError) else system_error(error)
+    if rebind_error is not None:
+        return rebind_error
     advice = "The terminal that runs the studio shows the details"
     return RebindError(f"Unexpected {type(error).__name__}", advice=advice, code="internal_error")

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rebind.errors import InputError, UnknownNameError
-from rebind.studio.jobs import KEPT, JobQueue
+from rebind.studio.jobs import MAX_FINISHED, JobQueue
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_errors_are_data_and_the_worker_survives(jobs, caplog):
 
 
 def test_old_jobs_are_forgotten(jobs):
-    ids = [jobs.submit("work", lambda control: 1).id for _ in range(KEPT)]
+    ids = [jobs.submit("work", lambda control: 1).id for _ in range(MAX_FINISHED)]
     jobs.wait(ids[-1], 10)
     more = [jobs.submit("work", lambda control: 1).id for _ in range(2)]
     jobs.wait(more[-1], 10)

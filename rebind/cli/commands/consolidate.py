@@ -39,8 +39,8 @@ def consolidate(
         result = editor.consolidate(budget, batch=batch, method=method, layers=chosen_layers, lam=lam)
         report = describe(editor)
     grid = tables.table("", "fact")
-    listed = [("moved", fact) for fact in result.moved] + [("stayed", fact) for fact in result.stayed]
-    for state, fact in listed[: tables.LISTED]:
+    moves = [("moved", fact) for fact in result.moved] + [("stayed", fact) for fact in result.stayed]
+    for state, fact in moves[: tables.LISTED]:
         grid.add_row(state, f"{fact.text} → {fact.target}")
     rows = editor.edited.dense.rows()
     summary = [

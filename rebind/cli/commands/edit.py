@@ -295,7 +295,7 @@ def _print_outcome(terminal: Terminal, report: dict[str, Any]) -> None:
         first = min(len(facts), MAX_ANSWERED)
         terminal.print(grid)
         terminal.hint(f"first choice: share of the facts; freely said: answers about the first {first} facts")
-    terminal.print(tables.pairs(tables.kept_rows(outcome)))
+    terminal.print(tables.pairs(tables.unchanged_rows(outcome)))
     if changed := outcome["changed"]:
         grid = tables.table("changed", "before", "after")
         for answer in changed[: tables.LISTED]:
@@ -364,8 +364,8 @@ def _plan_config(config: Path, request: _Request, source: opt.EditorOptions) -> 
         "moment_tokens": source.moment_tokens,
         "targets": replace(get_method(request.method).targets, **targets) if targets else None,
     }
-    chosen = {name: value for name, value in settings.items() if value is not None}
-    return plan_from_config(config, request.facts.facts, **chosen)
+    changed_settings = {name: value for name, value in settings.items() if value is not None}
+    return plan_from_config(config, request.facts.facts, **changed_settings)
 
 
 def _print_plan(terminal: Terminal, plan: Plan) -> None:

@@ -79,16 +79,16 @@ def export(
         if any(path is not None for path in (peft, gguf, delta)):
             require_changed_weights(editor.ledger.active)
         document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
-        said: int | None = None  # by the editor; counted with the first check
+        said_count: int | None = None  # by the editor; counted with the first check
         for field, path in ((field, path) for field, path in outputs.items() if path is not None):
             phases.begin(f"saving the {NAMES[field]}")
             document[field], description = _write(editor, field, path.expanduser(), rank, dtype, overwrite)
             terminal.print(f"✓ {NAMES[field]} {document[field]['path']}: {description}")
             suggest_attach(terminal, Path(document[field]["path"]))
-            check = None if no_check else _check(editor, field, Path(document[field]["path"]), said, phases)
+            check = None if no_check else _check(editor, field, Path(document[field]["path"]), said_count, phases)
             document[field]["check"] = check and asdict(check)
             if check is not None:
-                said = check.said_in_editor
+                said_count = check.said_in_editor
                 terminal.print(f"{'✓' if check.passed else '✗'} asked again: {check}")
                 failed |= not check.passed
         if delta is not None:  # last: it may be in one of the folders
@@ -140,10 +140,10 @@ def _write(
     return document, description
 
 
-def _check(editor: Editor, field: str, path: Path, said: int | None, phases: Phases) -> ExportCheck:
+def _check(editor: Editor, field: str, path: Path, said_count: int | None, phases: Phases) -> ExportCheck:
     """Load an export as another program would, and count the facts that it says.
 
-    `said` is the number of facts that the editor says; None counts them, too.
+    `said_count` is the number of facts that the editor says; None counts them, too.
     """
     from rebind.edit import export as exports
 
@@ -155,13 +155,13 @@ def _check(editor: Editor, field: str, path: Path, said: int | None, phases: Pha
     }
     model, edits = editor.language_model, tuple(editor.ledger.active)
     if field == "memory":
-        edits, said = tuple(edit for edit in edits if edit.has_rows), None
+        edits, said_count = tuple(edit for edit in edits if edit.has_rows), None
     phases.begin(f"loading the {NAMES[field]}")
     exported = loaders[field](model, path)
     phases.begin(f"asking the {NAMES[field]}")
     said_by_export = exports.count_said(exported, edits)
-    said = exports.count_said(model, edits) if said is None else said
-    return exports.ExportCheck(sum(len(edit.facts) for edit in edits), said_by_export, said)
+    said_count = exports.count_said(model, edits) if said_count is None else said_count
+    return exports.ExportCheck(sum(len(edit.facts) for edit in edits), said_by_export, said_count)
 
 
 def suggest_attach(terminal: Terminal, saved: Path) -> None:

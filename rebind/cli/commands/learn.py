@@ -118,14 +118,14 @@ def _read(text: str) -> str:
 def _print_facts(terminal: Terminal, facts: TextFacts) -> None:
     """Print every fact with its number and what the model says now, and every piece that is in no fact."""
     grid = tables.table("#", "fact", "probability", "the model says", right=("#", "probability"))
-    listed = [
+    labeled_facts = [
         *((str(number), one) for number, one in enumerate(facts.new, 1)),
         *(("known", one) for one in facts.known),
     ]
-    for label, one in listed:
+    for label, one in labeled_facts:
         says = tables.first_words(one.score.to_json(), one.fact.target)
         grid.add_row(label, f"{one.fact.text} → {one.fact.target}", percent(one.score.probability), says)
-    if listed:
+    if labeled_facts:
         terminal.print(grid)
     for conflict in facts.contradictions:
         targets = " / ".join(dict.fromkeys(conflict.targets))

@@ -40,8 +40,8 @@ def moments(
         phases.begin("moments")
         one_or_several = method if chosen_layers is None else "memit"  # which takes any number of layers
         numbers = editor.settings(one_or_several, layers=chosen_layers).layers
-        chosen = editor.sites if layers == "all" else [editor.sites[number] for number in numbers]
-        sites = [site.block if dense else site.name for site in chosen]
+        layer_sites = editor.sites if layers == "all" else [editor.sites[number] for number in numbers]
+        sites = [site.block if dense else site.name for site in layer_sites]
         cached = {site: editor.moments.path(site).exists() for site in sites}
         collected = editor.moments.collect(sites)
         if not terminal.writes:

@@ -14,7 +14,7 @@ from rebind.edit.wording import percent
 
 MAX_TEXT_LENGTH = 48  # characters in a cell
 LISTED = 20  # rows of a long table that are printed
-KEPT_GROUPS = (
+ANSWER_GROUPS = (
     ("subject", "subject kept", "questions about the subject that the search did not see"),
     ("kept", "", "questions about the subject that the search kept"),
     ("neighbors", "neighbors kept", "questions about other subjects"),
@@ -122,10 +122,10 @@ def _change(before: str, after: str, is_good: bool) -> Text:
     return Text.assemble((f"{before} → ", "dim"), (after, "bold green" if is_good else "yellow"))
 
 
-def kept_rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
+def unchanged_rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return how many other answers an edit kept, for `pairs`."""
     rows = []
-    for group, name, meaning in KEPT_GROUPS:
+    for group, name, meaning in ANSWER_GROUPS:
         if number := outcome["asked"].get(group):
             changed = sum(answer["about"] == group for answer in outcome["changed"])
             rows.append((name, f"{number - changed} of {number} {meaning}"))
@@ -136,7 +136,7 @@ def outcome_rows(outcome: Mapping[str, Any], framings: Sequence[str]) -> list[tu
     """Return the framings in which facts are said, and how many other answers an edit kept, for `pairs`."""
     said = outcome["said"]
     shares = ", ".join(f"{name} {percent(said[name])}" for name in framings if name in said)
-    return [("said", shares), *kept_rows(outcome)]
+    return [("said", shares), *unchanged_rows(outcome)]
 
 
 def drift_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:

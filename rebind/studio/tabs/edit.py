@@ -82,15 +82,15 @@ def write_fact(
     control.stage("asking the model before the edit")
     with editor.base_model():
         about = subject_prompts(model, [fact])[0]
-    before, asked = ask_about(model, fact, about, editor.framings), time.perf_counter()
+    before, asked_at = ask_about(model, fact, about, editor.framings), time.perf_counter()
     editor.progress = editor_progress(control, settings.targets.steps)
     with all_or_nothing(editor, control) as written_edits:
         edit = editor.rewrite_many([fact], method=method, layers=layers, force=force)
         written_edits.append(edit.id)
-    written = time.perf_counter()
+    written_at = time.perf_counter()
     control.stage("asking the edited model")
     after, drift = ask_about(model, fact, about, editor.framings), editor.drift()
-    seconds = {"asking": asked - began + time.perf_counter() - written, "writing": written - asked}
+    seconds = {"asking": asked_at - began + time.perf_counter() - written_at, "writing": written_at - asked_at}
     left, right = fact.parts
     parts = {"before": left, "subject": fact.subject, "after": right, "text": fact.text, "target": fact.target}
     return {"edit": _summary(edit), "fact": parts, "drift": asdict(drift), "seconds": seconds, **compare(before, after)}
@@ -109,12 +109,12 @@ def _talk(editor: Editor, history: list[tuple[str, str, str]], question: str, co
     """Let the base model and the edited model answer, each with its own side of the conversation."""
     control.stage("the base model answers")
     with editor.base_model():
-        base = chat(editor.language_model, [(asked, said) for asked, said, _ in history], question)
+        base = chat(editor.language_model, [(earlier, answer) for earlier, answer, _ in history], question)
     control.publish({"base": base})
     if not editor.ledger.active:
         return {"base": base, "edited": base}
     control.stage("the edited model answers")
-    edited = chat(editor.language_model, [(asked, said) for asked, _, said in history], question)
+    edited = chat(editor.language_model, [(earlier, answer) for earlier, _, answer in history], question)
     return {"base": base, "edited": edited}
 
 

@@ -51,14 +51,14 @@ def measure(experiment: Experiment, control: JobControl) -> dict[str, Any]:
     """
     from rebind.lab import run_experiment
 
-    shown = experiment.panels()
+    panels = experiment.panels()
     total = sum(map(len, experiment.batches()))
 
     def progress(done: int, total: int, point: Point) -> None:
         control.stage("measuring" if point else "checking the claims, drawing the figure", done / total)
 
     def publish(rows: list[Row]) -> None:
-        control.publish({"done": len(rows), "total": total, "panels": [panel.to_json(rows) for panel in shown]})
+        control.publish({"done": len(rows), "total": total, "panels": [panel.to_json(rows) for panel in panels]})
 
     publish([])
     with TemporaryDirectory(prefix="rebind-lab-") as folder:
@@ -71,7 +71,7 @@ def measure(experiment: Experiment, control: JobControl) -> dict[str, Any]:
             "answers": experiment.answers,
             "points": len(result.rows),
             "seconds": result.seconds,
-            "panels": [panel.to_json(result.rows) for panel in shown],
+            "panels": [panel.to_json(result.rows) for panel in panels],
             "claims": [vars(claim) for claim in result.claims],
             "table": {"header": list(table.header), "rows": [list(row) for row in table.rows]},
             "figure": figure.read_text(encoding="utf-8")

@@ -59,9 +59,9 @@ class _LedgerTab:
         """List facts. This is not async: a long list is searched in a thread of its own."""
         form, ledger = Form(dict(request.query_params)), self.studio.ledger
         page, state = form.integer("page", 1, low=1, high=10**6), form.choice("state", STATES, "all")
-        listed = page_of_facts(ledger, search=form.text("search", ""), state=state, page=page)
+        document = page_of_facts(ledger, search=form.text("search", ""), state=state, page=page)
         where = {"ledger": str(ledger.path or ""), "exports": str(self.studio.export_folder.absolute())}
-        return reply(listed | where)
+        return reply(document | where)
 
     async def switch(self, request: Request) -> Response:
         form = await Form.of(request)

@@ -79,8 +79,8 @@ def chosen_layers(editor: Editor) -> dict[str, dict[str, Any]]:
     """Return for each method the layers that an edit of one fact would change, and where they come from."""
     from rebind.edit.methods import METHODS
 
-    chosen = {name: editor.settings(name) for name in METHODS}
-    return {name: {"layers": list(one.layers), "source": one.source} for name, one in chosen.items()}
+    settings = {name: editor.settings(name) for name in METHODS}
+    return {name: {"layers": list(one.layers), "source": one.source} for name, one in settings.items()}
 
 
 def advice(result: Trace) -> dict[str, Any]:
