@@ -110,11 +110,7 @@ class ClosedForm(Experiment):
         if rule == "equality":
             return Write(keys, values, equality(keys).value).apply(memory)
         if rule == "recursive":
-            old_keys = Recursive.start(lam=self.lam, width=self.width, device=keys.device)
-            for k, v in zip(keys.split(self.group, dim=-2), values.split(self.group, dim=-2), strict=True):
-                solution, old_keys = old_keys.step(k)
-                memory = Write(k, v, solution.value).apply(memory)
-            return memory
+            return recursive_memory(keys, values, self.lam, self.group)
         k, v, state = keys.unsqueeze(-2), values.unsqueeze(-2), memory.unsqueeze(1)
         for _ in range(self.passes if rule == "delta-many" else 1):
             _, state = scan_rule("sum" if rule == "sum" else "delta", k, k, v, state=state)
@@ -234,6 +230,16 @@ class ClosedForm(Experiment):
 
 def _visible(rows: Sequence[Row]) -> list[Row]:
     return [{**row, "error": max(row["error"], FLOOR)} for row in rows]
+
+
+def recursive_memory(keys: Tensor, values: Tensor, lam: float, group: int) -> Tensor:
+    """Return the memories [..., d_v, d_k] after recursive least squares on keys [..., n, d_k], group by group."""
+    old_keys = Recursive.start(lam=lam, width=keys.shape[-1], device=keys.device)
+    memory = keys.new_zeros(*keys.shape[:-2], values.shape[-1], keys.shape[-1])
+    for k, v in zip(keys.split(group, dim=-2), values.split(group, dim=-2), strict=True):
+        solution, old_keys = old_keys.step(k)
+        memory = Write(k, v, solution.value).apply(memory)
+    return memory
 
 
 @cache

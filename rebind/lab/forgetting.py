@@ -18,10 +18,11 @@ from torch import Tensor
 from rebind import plotting
 from rebind.errors import InputError
 from rebind.lab import style
+from rebind.lab.closed_form import recursive_memory
 from rebind.lab.experiment import Experiment, Figure, Point, grid
 from rebind.lab.report import Claim, Table, agreement, curve, select, spreads
 from rebind.lab.theory import delta_errors, interference
-from rebind.memory import Recursive, Write, get_rule, l2_normalize
+from rebind.memory import get_rule, l2_normalize
 from rebind.ops import scan_rule
 from rebind.storage import Row
 
@@ -136,15 +137,10 @@ class Forgetting(Experiment):
 
     def _memory(self, rule: str, keys: Tensor, values: Tensor) -> Tensor:
         """Return the memories [streams, d_v, d_k] after the streams."""
-        if rule != "recursive":
-            k, v = keys.unsqueeze(-2), values.unsqueeze(-2)
-            return scan_rule(rule, k, k, v, **self._gates(rule))[1].squeeze(1)
-        old_keys = Recursive.start(lam=self.lam, width=self.width, device=keys.device)
-        memory = keys.new_zeros(keys.shape[0], values.shape[-1], keys.shape[-1])
-        for k, v in zip(keys.split(self.width, dim=-2), values.split(self.width, dim=-2), strict=True):
-            solution, old_keys = old_keys.step(k)
-            memory = Write(k, v, solution.value).apply(memory)
-        return memory
+        if rule == "recursive":
+            return recursive_memory(keys, values, self.lam, self.width)
+        k, v = keys.unsqueeze(-2), values.unsqueeze(-2)
+        return scan_rule(rule, k, k, v, **self._gates(rule))[1].squeeze(1)
 
     def _gates(self, rule: str) -> dict[str, Any]:
         alpha, beta = {"alpha": self.alpha}, {"beta": self.beta}

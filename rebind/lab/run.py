@@ -58,8 +58,8 @@ def run_experiment(
     out: str | Path | None = None,
     *,
     device: str = "cpu",
-    progress: Progress | None = None,
-    on_rows: OnRows | None = None,
+    progress: Progress = lambda done, total, point: None,
+    on_rows: OnRows = lambda rows: None,
 ) -> ExperimentResult:
     """Measure every point that is not in the folder yet, then write the table and the figure.
 
@@ -92,7 +92,7 @@ def _write_report(experiment: Experiment, rows: Sequence[Row], claims: Sequence[
 
 
 def _measure(
-    experiment: Experiment, device: torch.device, folder: RunFolder, progress: Progress | None, on_rows: OnRows | None
+    experiment: Experiment, device: torch.device, folder: RunFolder, progress: Progress, on_rows: OnRows
 ) -> tuple[list[Row], int]:
     """Measure the batches that are not in the folder; return all lines, and the number of points measured before.
 
@@ -112,18 +112,15 @@ def _measure(
     resumed = done = total - sum(len(batches[number]) for number in missing)
     for number in share(missing):
         batch = batches[number]
-        if progress is not None:
-            progress(min(done, total), total, batch[0])
+        progress(min(done, total), total, batch[0])
         results = experiment.measure(batch, device)
         new_lines = [{"point": point, "result": result} for point, result in zip(batch, results, strict=True)]
         units.add(number, new_lines)
         stored += new_lines
-        if on_rows is not None:
-            on_rows(_rows(stored))
+        on_rows(_rows(stored))
         done += ranks().count * len(batch)
     units.merge()
-    if progress is not None:
-        progress(total, total, {})
+    progress(total, total, {})
     return lines.read(), resumed
 
 

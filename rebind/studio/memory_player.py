@@ -42,12 +42,6 @@ class Geometry:
     orthogonal: bool = False  # keys at right angles before the similarity is added, instead of random directions
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if not 2 <= self.width <= MOST_WIDTH:
-            raise _invalid("width", self.width, f"a whole number from 2 to {MOST_WIDTH}")
-        if not 0 <= self.similarity <= MOST_SIMILARITY:
-            raise _invalid("similarity", self.similarity, f"a number from 0 to {MOST_SIMILARITY}")
-
     def keys(self, names: Sequence[str]) -> Tensor:
         """Return unit keys [n, width] for distinct names.
 

@@ -60,12 +60,9 @@ def lens(
     _print(terminal, lenses)
     files = []
     if out is not None:
-        figures = []
-        for name, model_lens in lenses.items():
-            title = f"{prompt} ({name})" if name else prompt
-            figures.append(
-                draw_lens(model_lens, out / ("lens-base.png" if name == "base" else "lens.png"), title=title)
-            )
+        names = {name: (out / "lens-base.png" if name == "base" else out / "lens.png") for name in lenses}
+        titles = {name: f"{prompt} ({name})" if name else prompt for name in lenses}
+        figures = [draw_lens(lenses[name], path, title=titles[name]) for name, path in names.items()]
         files = terminal.save(document, out / "lens.json", figures)
     brief = "" if edited.appears is None else str(edited.appears)
     terminal.result(document | {"files": files}, brief)
