@@ -207,7 +207,6 @@ class ClosedForm(Experiment):
             "How many associations fit in one matrix",
             f"recall error of n keys in a {self.width} × {self.width} memory; mean and range of {self.seeds} seeds; "
             "dashed: theory",
-            size=(5.2, 4.6),
         )
         for axes, kind in zip(panels, self.keys, strict=True):
             if kind == "sphere":

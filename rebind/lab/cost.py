@@ -170,7 +170,6 @@ class Cost(Experiment):
             "What memory costs",
             f"the best of {self.repeats} runs, on a CPU in processor time; range of {self.seeds} such; "
             "dashed: the exponent of the largest three",
-            columns=2,
         )
         for axes in panels:
             axes.set_xscale("log", base=2)

@@ -240,7 +240,6 @@ class Forgetting(Experiment):
             f"{self.length}·d random associations through a memory {self.width} wide, then all of them read; α = "
             f"{self.alpha:g} (Mamba-2, gated delta), β = {self.beta:g} (RFA), else 1; {self.seeds} seeds; "
             "dashed: theory",
-            size=(4.9, 4.6),
         )
         ages = self.ages()
         for rule in RULES:

@@ -247,7 +247,6 @@ class Hopfield(Experiment):
             "Hopfield networks, classical and modern",
             f"classical: recall from a stored pattern; modern: from one with an eighth of its bits flipped; "
             f"mean and range of {self.seeds} seeds; dashed: mean-field theory",
-            columns=2,
         )
         loads = [BREAKDOWN * step / 80 for step in range(1, 80)]
         style.draw_theory(load, loads, [mean_field_error(at) for at in loads], "N → ∞")

@@ -110,16 +110,11 @@ log_panel = partial(Panel, x_scale="log", y_scale="log")
 
 
 def figure_of(
-    panels: Sequence[Panel],
-    rows: Sequence[Row],
-    title: str,
-    subtitle: str,
-    *,
-    columns: int = 3,
-    size: tuple[float, float] = (5.4, 4.0),
+    panels: Sequence[Panel], rows: Sequence[Row], title: str, subtitle: str
 ) -> tuple[matplotlib.figure.Figure, list[Axes]]:
-    """Return a figure of these panels, each `size` inches large."""
+    """Return a figure of these panels, in two columns or three."""
     labels = [(panel.title, panel.x_label, panel.y_label) for panel in panels]
+    columns, size = (2, (5.4, 4.0)) if len(panels) in (1, 2, 4) else (3, (4.8, 4.4))
     figure, all_axes = plotting.panels(title, subtitle, labels, columns=columns, size=size)
     for panel, axes in zip(panels, all_axes, strict=True):
         panel.draw(axes, rows)

@@ -218,7 +218,6 @@ class Ttt1d(Experiment):
             "Learning at test time, one token at a time",
             f"a scalar memory W reads v = w*·k + noise, η = {self.rate:g}; mean and range of {self.seeds} seeds; "
             "dashed: w*, in the last panel theory",
-            columns=2,
         )
         for axes, task in ((line, "line"), (step, "step"), (modes, "step")):
             style.draw_theory(axes, range(1, self.tokens + 1), self.slopes(task).tolist())

@@ -147,8 +147,6 @@ class LifeOfFacts(Experiment):
             "A life of facts, in batches",
             f"{name}; {self.facts:,} made facts in edits of {self.batch}, consolidated every {self.every}; "
             f"mean and range over seeds ({self.seeds})",
-            columns=2,
-            size=(5.4, 3.8),
         )
         for axes in (said, first):
             axes.set_ylim(-0.03, 1.04)

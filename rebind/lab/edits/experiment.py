@@ -156,8 +156,6 @@ class Edits(Experiment):
             "One layer as the memory of many facts",
             f"layer {self.layer} of {name}, the same keys and values for all methods; mean and range of {self.seeds} "
             "orders of the facts",
-            columns=2,
-            size=(5.6, 3.9),
         )
         for axes in (new, old):
             axes.set_xticks(self.counts, [str(n) for n in self.counts])

@@ -120,7 +120,6 @@ class Mqar(Recall):
             "What a state of fixed size gives back",
             f"multi-query associative recall, a vocabulary of {self.vocabulary:,}, {layers}; the best of the rates, "
             f"mean and range of {self.seeds} seeds",
-            size=(4.6, 4.2),
         )
         tasks, by_pairs = self.tasks(self.tested), panels[1]
         trained, counts = tasks[self.hardest()].pairs, sorted({task.pairs for task in tasks})

@@ -112,7 +112,6 @@ class Capacity(Retrieval):
             "How many keys a feature map keeps apart",
             f"S keys written once, any of them queried; trained for up to {self.steps:,} steps; mean and range of "
             f"{self.seeds} seeds",
-            size=(5.8, 4.6),
         )
         style.mark_level(loss, SOLVED, "solved")
         plotting.legend_below(figure, columns=4)

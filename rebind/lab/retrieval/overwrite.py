@@ -118,7 +118,6 @@ class Overwrite(Retrieval):
             "Keys that occur again: loss of the latest value",
             f"2S writes of S keys with replacement, {self.steps:,} steps at most; mean and range of {self.seeds} "
             f"seeds\nhollow: evaluated at length S, as the authors' code does",
-            size=(4.6, 4.2),
         )
         for axes, feature in zip(panels, self.features, strict=True):
             for rule in self.rules:
