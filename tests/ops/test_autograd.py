@@ -148,7 +148,7 @@ def test_registered_operators_keep_torchs_rules(coefficients):
     case = problem(20, coefficients=coefficients, state=bool(coefficients))
     tensors = [case.tensors.get(name) for name in ORDER]
     leaves = [None if x is None else x.clone().requires_grad_() for x in tensors]
-    rest = (None, None, None, True, "chunked")
+    rest = (None, None, None, False, True, "chunked")
     torch.library.opcheck(torch.ops.rebind.scan.default, (*leaves, *rest))
     inputs = ScanInputs(*tensors, keep=True)
     saved = torch.ops.rebind.scan(*tensors, *rest)[2:]

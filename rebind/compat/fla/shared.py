@@ -94,6 +94,7 @@ def run_scan(
     value_first: bool,
     probe: Tensor | None = None,
     erase_key: Tensor | None = None,
+    probe_before_decay: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     wide = working_dtype(v)
     log_decay = None if log_decay is None else log_decay.to(wide)
@@ -103,20 +104,28 @@ def run_scan(
     others = {"log_decay": log_decay, "erase": beta, "write": beta, "probe": probe, "erase_key": erase_key}
     if v.shape[1] == 1 and cu_seqlens is None and not needs_gradients(q, k, v, start, *others.values()):
         run = _step
-    out, final = run(q, k, v, **others, state=start, cu_seqlens=cu_seqlens)
+    out, final = run(q, k, v, **others, probe_before_decay=probe_before_decay, state=start, cu_seqlens=cu_seqlens)
     return out, None if not with_state else final if value_first else final.mT
 
 
 def _step(
-    q: Tensor, k: Tensor, v: Tensor, *, state: Tensor | None, cu_seqlens: None, **others: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: Tensor | None,
+    cu_seqlens: None,
+    probe_before_decay: bool,
+    **others: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Do what `scan` does for one token per sequence, without gradients and faster."""
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], v.shape[3], k.shape[3], dtype=working_dtype(v))
     else:  # kernels need a contiguous memory; a CPU is as fast with its transpose
         state = state.clone(memory_format=torch.contiguous_format if state.is_cuda else torch.preserve_format)
-    token = {name: None if x is None else x.squeeze(1) for name, x in others.items()}
-    return step(q[:, 0], k[:, 0], v[:, 0], state, **token).unsqueeze(1), state  # type: ignore[arg-type]
+    token: dict[str, Any] = {name: None if x is None else x.squeeze(1) for name, x in others.items()}
+    out = step(q[:, 0], k[:, 0], v[:, 0], state, **token, probe_before_decay=probe_before_decay)
+    return out.unsqueeze(1), state
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:

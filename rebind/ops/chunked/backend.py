@@ -13,8 +13,9 @@ tril(s, −1) of probes,
     O  = X_Q^ Wᵀ + S_Q U
     W' = W diag(G_C) + Uᵀ K^                   K^_j = G_C/G_j ⊙ k_j
 
-With one decay per token, d = α, and p = k this is the WY form of DeltaNet's chunks. ε = 0 leaves no system to solve,
-and so does the definition of a mini-batch: all of its tokens read the first W.
+With one decay per token, d = α, and p = k this is the WY form of DeltaNet's chunks. A probe that reads before the decay
+has G_{i−1} in place of G_i, in its scores and in X_P^. ε = 0 leaves no system to solve, and so does the definition of a
+mini-batch: all of its tokens read the first W.
 
 **Backward.** Given Ō and W̄', with R the right-hand side of the system and T = (I − S_P)⁻¹,
 
@@ -201,7 +202,7 @@ class _Loader:
         self.erase = self._numbers(inputs.erase)
         self.write = self.erase if inputs.write is inputs.erase else self._numbers(inputs.write)
         log = None if inputs.by_channel else self._numbers(inputs.log_decay)
-        self.decays = None if log is None else TokenDecays(log, self.room)
+        self.decays = None if log is None else TokenDecays(log, self.room, inputs.probe_before_decay)
 
     def empty(self, width: int) -> Tensor:
         """Return an uninitialized tensor [chunks · H, C, width]."""
@@ -228,7 +229,8 @@ class _Loader:
         if self.decays is not None:
             decay = self.decays.of(here)
         elif inputs.log_decay is not None:
-            decay = DecayPerChannel(layout.load(inputs.log_decay, group, room("log", *K.shape)), room)
+            log = layout.load(inputs.log_decay, group, room("log", *K.shape))
+            decay = DecayPerChannel(log, room, inputs.probe_before_decay)
         waves, decays = [count * inputs.heads for count in group.waves], inputs.log_decay is not None
         return _Chunks(X, K, V, P, erase, write, decay, decays, inputs.solves, waves, room)
 
