@@ -49,6 +49,29 @@ def test_gradgradcheck(backend, name):
     assert torch.autograd.gradgradcheck(call, tensors)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("name", ["erase is write", "q is k", "the probe depends on k"])
+def test_tensors_that_are_not_independent(name, create_graph):
+    """Each place of a tensor has its own part of the gradient, also where that can be differentiated again."""
+    t = problem(20, state=False).tensors
+
+    def gradients(backend):
+        k, rate = t["k"].clone().requires_grad_(), t["erase"].clone().requires_grad_()
+        options = {
+            "erase is write": {"q": t["q"], "erase": rate, "write": rate},
+            "q is k": {"q": k, "erase": rate},
+            "the probe depends on k": {"q": t["q"], "erase": rate, "probe": k.roll(1, -1)},
+        }[name]
+        out, _ = scan(**options, k=k, v=t["v"], log_decay=t["log_decay"], backend=backend)
+        first = torch.autograd.grad(out.sin().sum(), (k, rate), create_graph=create_graph)
+        if not create_graph:
+            return first
+        return *first, *torch.autograd.grad(sum(x.square().sum() for x in first), (k, rate))
+
+    for got, expected in zip(gradients("chunked"), gradients("reference"), strict=True):
+        assert_close(got, expected, 1e-11)
+
+
 @pytest.mark.parametrize(
     "wanted", [["q"], ["k"], ["v"], ["log_decay"], ["erase"], ["write"], ["state"], ["q", "write"]]
 )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rebind.ops.gradients import gradients_of
 from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.reference import over_sequences
 
@@ -28,17 +29,9 @@ def chunk_form(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
 
 def gradients(inputs: ScanInputs, d_out: Tensor, d_final: Tensor | None) -> Gradients:
     """Return the gradients of the chunk form, by autograd; they can be differentiated again."""
-    leaves = [x if x is None or x.requires_grad else x.detach().requires_grad_() for x in inputs.tensors]
-    with torch.enable_grad():
-        results, slopes = list(chunk_form(inputs.with_tensors(leaves))), [d_out, d_final]
-        if d_final is None or not results[1].requires_grad:  # no token wrote, and there was no state
-            del results[1], slopes[1]
-        sources = [x for x in leaves if x is not None]
-        grads = torch.autograd.grad(
-            results, sources, slopes, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-    computed = iter(grads)
-    return tuple(None if x is None else next(computed) for x in leaves)
+    return tuple(
+        gradients_of(lambda *tensors: chunk_form(inputs.with_tensors(tensors)), inputs.tensors, (d_out, d_final))
+    )
 
 
 def _sequence(
