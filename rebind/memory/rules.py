@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rebind.errors import InputError
+from rebind.errors import InputError, ShapeError
 from rebind.memory.chain import chain
 from rebind.memory.checks import known, require_broadcastable, require_finite, require_tensors, unknown_name
 from rebind.memory.features import l2_normalize
@@ -135,6 +135,12 @@ class Rule(ABC):
         if name in self.channels and gate.ndim == k.ndim:
             width = k.shape[-1] if self.channels[name] == "key" else gate.shape[-1]
             require_broadcastable(f"k and {name}", (*k.shape[:-1], width), gate.shape)
+        elif gate.shape == k.shape and k.shape[-1] not in (*k.shape[-2:-1], 1):  # which could not broadcast
+            problem = f"Gate {name!r} of rule {self.name!r} has shape {list(gate.shape)}, and k {list(k.shape)}"
+            expected = f"a number per key, {list(k.shape[:-1])}"
+            others = [rule.name for rule in Rule._known.values() if name in rule.channels]
+            advice = f"Rules with a number per channel: {', '.join(others)}" if others else ""
+            raise ShapeError(problem, expected=expected, advice=advice, code="gate_does_not_match")
         else:
             require_broadcastable(f"k and {name}", k.shape[:-1], gate.shape)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rebind.errors import InputError
 from rebind.memory.precision import working_dtype
 from rebind.nn.parts.checks import require_multiple, require_positive
 from rebind.nn.parts.dense import SwiGlu
@@ -71,8 +72,14 @@ class ExpertMlp(nn.Module):
     ) -> None:
         super().__init__()
         require_positive(dim=dim, hidden=hidden, experts=experts, chosen=chosen)
+        usable = experts
         if routing is not None:
+            require_positive(groups=routing.groups, chosen_groups=routing.chosen_groups)
             require_multiple("The number of experts", experts, routing.groups, "the number of groups")
+            usable = experts // routing.groups * min(routing.chosen_groups, routing.groups)
+        if chosen > usable:
+            problem = f"A token uses {chosen} experts"
+            raise InputError(problem, expected=f"at most {usable}, which it can choose from", code="too_many_experts")
         self.chosen, self.normalize, self.routing = chosen, normalize, routing
         self.router = nn.Linear(dim, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, dim))
