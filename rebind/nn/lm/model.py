@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 from rebind.errors import InputError, ShapeError
 from rebind.memory.checks import known
 from rebind.memory.precision import working_dtype
-from rebind.nn.convert.links import copy_to_ours, copy_to_theirs
+from rebind.nn.convert.links import copy_to_ours, copy_to_theirs, require_same_layers
 from rebind.nn.convert.models import plan_model
 from rebind.nn.layers.attention import Attention
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
@@ -219,7 +219,10 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
 
     def to_transformers(self, model: PreTrainedModel) -> None:
         """Copy the weights into a model of transformers of the same shape, such as the one this model came from."""
-        copy_to_theirs(plan_model(model)[1], self, model)
+        config, links = plan_model(model)
+        with torch.device("meta"):
+            require_same_layers(self, type(self)(config))
+        copy_to_theirs(links, self, model)
 
     @property
     def grows(self) -> bool:
