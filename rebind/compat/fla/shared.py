@@ -91,11 +91,13 @@ def run_scan(
     state: Tensor | None,
     with_state: bool,
     cu_seqlens: Tensor | None,
-    value_first: bool,
+    *,
+    value_first: bool = False,
     probe: Tensor | None = None,
     erase_key: Tensor | None = None,
     probe_before_decay: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
+    """Run `scan`, or `step` for one token, with a state [N, HV, K, V], or [N, HV, V, K] with `value_first`."""
     wide = working_dtype(v)
     log_decay = None if log_decay is None else log_decay.to(wide)
     beta = None if beta is None else beta.to(wide)

@@ -42,9 +42,7 @@ def chunk_comba(
         p = rms_norm(p, p.shape[-1] ** -0.5, NORM_EPS / p.shape[-1])
     q, k = scale_queries(q, k, scale, use_qk_l2norm_in_kernel)
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
-    return run_scan(
-        q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, False, probe=p, probe_before_decay=True
-    )
+    return run_scan(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, probe=p, probe_before_decay=True)
 
 
 def fused_recurrent_comba(
@@ -87,9 +85,8 @@ def chunk_dplr_delta_rule(
     """
     check_options(kwargs)
     q, k = scale_queries(q, k, scale, norm=False)
-    return run_scan(
-        q, k, v, gk, None, initial_state, output_final_state, cu_seqlens, False, a, -b, probe_before_decay=True
-    )
+    others = (initial_state, output_final_state, cu_seqlens)
+    return run_scan(q, k, v, gk, None, *others, probe=a, erase_key=-b, probe_before_decay=True)
 
 
 def fused_recurrent_dplr_delta_rule(
@@ -169,7 +166,7 @@ def chunk_gated_delta_product(
             code="sequences_do_not_match",
         )
     q, k = scale_queries(q, k, scale, use_qk_l2norm_in_kernel)
-    return run_scan(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, False)
+    return run_scan(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens)
 
 
 def chunk_mesa_net(
