@@ -28,7 +28,7 @@ def gradients_of(
         results = zip(run(*leaves), slopes, strict=True)
         pairs = [(result, slope) for result, slope in results if slope is not None and result.requires_grad]
         sources = [x for x in leaves if x is not None]
-        computed = iter(
+        gradients = iter(
             torch.autograd.grad(
                 [result for result, _ in pairs],
                 sources,
@@ -38,4 +38,4 @@ def gradients_of(
                 materialize_grads=True,
             )
         )
-    return [None if x is None else next(computed) for x in leaves]
+    return [None if x is None else next(gradients) for x in leaves]

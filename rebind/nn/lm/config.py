@@ -68,10 +68,12 @@ class SavedConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         """Keep fields that are not ours, as all configs of transformers do, unless they mean one of ours."""
         fields = self.__dataclass_fields__
         for name in kwargs.keys() - fields.keys():
-            meant = [ours for ours, others in OTHER_NAMES.items() if name in others and ours in fields]
-            meant = meant or get_close_matches(name, fields, n=1, cutoff=MISSPELLED)
-            if meant:
-                raise InputError(f"A config has no field {name!r}", expected=repr(meant[0]), code="unknown_field")
+            alternatives = [ours for ours, others in OTHER_NAMES.items() if name in others and ours in fields]
+            alternatives = alternatives or get_close_matches(name, fields, n=1, cutoff=MISSPELLED)
+            if alternatives:
+                raise InputError(
+                    f"A config has no field {name!r}", expected=repr(alternatives[0]), code="unknown_field"
+                )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:

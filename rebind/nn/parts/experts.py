@@ -34,9 +34,9 @@ class SigmoidRouting:
         corrected = (scores + correction).unflatten(-1, (self.groups, -1))
         if self.chosen_groups < self.groups:
             best = corrected.topk(min(2, corrected.shape[-1]), dim=-1).values.sum(-1)
-            kept = torch.zeros_like(best, dtype=torch.bool)
-            kept = kept.scatter(-1, best.topk(self.chosen_groups, dim=-1).indices, True)
-            corrected = corrected.masked_fill(~kept.unsqueeze(-1), float("-inf"))
+            usable = torch.zeros_like(best, dtype=torch.bool)
+            usable = usable.scatter(-1, best.topk(self.chosen_groups, dim=-1).indices, True)
+            corrected = corrected.masked_fill(~usable.unsqueeze(-1), float("-inf"))
         numbers = corrected.flatten(-2).topk(chosen, dim=-1).indices
         shares = scores.gather(-1, numbers)
         return (shares / shares.sum(-1, keepdim=True) if normalize else shares) * self.scale, numbers

@@ -63,7 +63,7 @@ class Chunked:
         layout = layout_of(inputs, _size(inputs), self.group_size)
         saved = _Saved.empty(inputs) if inputs.keep else _Saved()
         out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
-        state = None if _starts_afresh(inputs, layout) else layout.in_waves(_zeros(inputs, inputs.state))
+        state = None if _starts_afresh(inputs, layout) else layout.in_waves(_or_zeros(inputs, inputs.state))
         loader = _Loader(inputs, layout)
         for group in layout.groups:
             part, state = _forward(loader.chunks(group), saved.of(group, inputs.heads), state)
@@ -81,7 +81,7 @@ class Chunked:
             None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.tensors[:-1]
         ]
         fresh = _starts_afresh(inputs, layout)
-        d_state = None if fresh and d_final is None else layout.in_waves(_zeros(inputs, d_final))
+        d_state = None if fresh and d_final is None else layout.in_waves(_or_zeros(inputs, d_final))
         loader = _Loader(inputs, layout)
         numbers = [None if x is None or x.ndim == 4 else loader.empty(1) for x in inputs.tensors[:-1]]
         for group in reversed(layout.groups):
@@ -126,10 +126,10 @@ def _starts_afresh(inputs: ScanInputs, layout: Layout) -> bool:
     return inputs.state is None and len(layout.groups) == 1 and len(layout.groups[0].waves) == 1
 
 
-def _zeros(inputs: ScanInputs, given: Tensor | None) -> Tensor:
+def _or_zeros(inputs: ScanInputs, states: Tensor | None) -> Tensor:
     """Return states or their gradients, zeros where there are none."""
-    if given is not None:
-        return given
+    if states is not None:
+        return states
     return torch.zeros(inputs.state_shape, dtype=inputs.working_dtype, device=inputs.v.device)
 
 
@@ -288,13 +288,13 @@ def _backward(
     T, U = saved.inverse, chunks.values if saved.U is None else saved.U
     scores = decay.scores(X if chunks.solves and chunks.decays else X[:, :C], K)
     d_U = torch.bmm(scores[:, :C].mT, errors[:, :C], out=room("d_U", *V.shape))
-    d_X, d_K, kept = room("d_X", *X.shape), room("d_K", *K.shape), None
+    d_X, d_K, through = room("d_X", *X.shape), room("d_K", *K.shape), None
     if d_state is not None:
         d_ends = _retreat(chunks, T, errors, d_U, d_state)
         torch.bmm(U, d_ends, out=d_K)
         decay.until(d_K, out=d_K)
         if chunks.decays and starts is not None:
-            kept = d_ends.mul_(starts)
+            through = d_ends.mul_(starts)
     elif chunks.P is not None:
         errors[:, C:] = d_U if T is None else torch.bmm(T.mT, d_U)
     d_R = d_U if chunks.P is None else errors[:, C:]
@@ -303,7 +303,7 @@ def _backward(
         decay.since(d_X, out=d_X)
     outer = None
     if chunks.decays:
-        outer = decay.outer_gradient(X, None if starts is None else d_X, K, None if d_state is None else d_K, kept)
+        outer = decay.outer_gradient(X, None if starts is None else d_X, K, None if d_state is None else d_K, through)
     for gradient, absent in ((d_X, starts is None), (d_K, d_state is None)):
         if absent:
             gradient.zero_()

@@ -67,11 +67,11 @@ class ChunkDecay(Protocol):
         """
 
     def outer_gradient(
-        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
+        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, through: Tensor | None
     ) -> Tensor | None:
         """Return what the chunk's first state and its end give to the gradient of ln d.
 
-        `d_x` [n, R, d_k] is what x read of the first state, `d_k` [n, C, d_k] what k wrote for the end, and `kept`
+        `d_x` [n, R, d_k] is what x read of the first state, `d_k` [n, C, d_k] what k wrote for the end, and `through`
         [n, d_v, d_k] the first state times the gradient of the last. What there is nothing of is None.
         """
 
@@ -106,7 +106,7 @@ class Undecayed:
         return None
 
     def outer_gradient(
-        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
+        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, through: Tensor | None
     ) -> Tensor | None:
         return None
 
@@ -184,11 +184,11 @@ class DecayPerToken:
         return d_log.unsqueeze(-1)
 
     def outer_gradient(
-        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
+        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, through: Tensor | None
     ) -> Tensor | None:
         read = None if d_x is None else _sum_reads(self._dot(x, d_x), k.shape[1], self.probe_before_decay)
-        kept = None if kept is None else kept.sum((1, 2)).view(-1, 1, 1) * self.gamma[:, -1:]
-        return _crossing(read, None if d_k is None else self._dot(k, d_k), kept)
+        through = None if through is None else through.sum((1, 2)).view(-1, 1, 1) * self.gamma[:, -1:]
+        return _crossing(read, None if d_k is None else self._dot(k, d_k), through)
 
     def _dot(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the products of rows [n, R, width] as [n, R, 1]."""
@@ -279,11 +279,11 @@ class DecayPerChannel:
         return d_log
 
     def outer_gradient(
-        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, kept: Tensor | None
+        self, x: Tensor, d_x: Tensor | None, k: Tensor, d_k: Tensor | None, through: Tensor | None
     ) -> Tensor | None:
         read = None if d_x is None else _sum_reads(x * d_x, k.shape[1], self.probe_before_decay)
-        kept = None if kept is None else kept.sum(1, keepdim=True) * self.since_start[:, -1:]
-        return _crossing(read, None if d_k is None else k * d_k, kept)
+        through = None if through is None else through.sum(1, keepdim=True) * self.since_start[:, -1:]
+        return _crossing(read, None if d_k is None else k * d_k, through)
 
     def _parts(self, of: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return queries and probes of two tensors [n, R, …] apart."""
@@ -344,13 +344,13 @@ def _corners(pairs: Tensor, m: int) -> Tensor:
     return blocks.diagonal(dim1=1, dim2=3)[:, m:, :m].permute(0, 3, 1, 2)
 
 
-def _crossing(read: Part, written: Part, kept: Part) -> Part:
-    """Return for every t the sum of `read` over i ≥ t, of `written` over j < t, and `kept`: all [n, C or 1, width]."""
+def _crossing(read: Part, written: Part, through: Part) -> Part:
+    """Return for every t `read` over i ≥ t, `written` over j < t, and `through`, summed: each [n, C or 1, width]."""
     parts = []
     if read is not None:
         parts.append(read.flip(1).cumsum(1).flip(1))
     if written is not None:
         parts.append(torch.nn.functional.pad(written[:, :-1], (0, 0, 1, 0)).cumsum(1))
-    if kept is not None:
-        parts.append(kept)
+    if through is not None:
+        parts.append(through)
     return sum(parts[1:], parts[0]) if parts else None

@@ -175,9 +175,9 @@ class LaunchPlan:
             "PRECISION": "tf32" if inputs.v.element_size() == 2 else "tf32x3",
         }
 
-    def _stages(self, wanted: int) -> int:
+    def _stages(self, stages: int) -> int:
         """Return how far loads run ahead in a run of chunks; boundaries of packed sequences must be loaded first."""
-        return 1 if self.inputs.cu_seqlens is not None else wanted
+        return 1 if self.inputs.cu_seqlens is not None else stages
 
     @property
     def _all_chunks(self) -> tuple[object, ...]:
