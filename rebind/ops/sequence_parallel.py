@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +57,14 @@ class SequenceSplit:
         return parts
 
 
-_current: ContextVar[SequenceSplit | None] = ContextVar("_current", default=None)
+# Of this process, not of a thread or a context: backward passes of a GPU run in threads of their own, and compilers
+# cannot read the variable of a context.
+_current: SequenceSplit | None = None
 
 
 def current_split() -> SequenceSplit | None:
     """Return how the sequences that layers read are split; None outside of `split_sequence`."""
-    return _current.get()
+    return _current
 
 
 @contextmanager
@@ -72,11 +73,12 @@ def split_sequence(split: SequenceSplit | None) -> Iterator[None]:
 
     Backward passes belong into the block if they compute activations again (gradient checkpointing).
     """
-    token = _current.set(split)
+    global _current
+    before, _current = _current, split
     try:
         yield
     finally:
-        _current.reset(token)
+        _current = before
 
 
 def scan_split(
