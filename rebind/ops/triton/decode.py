@@ -32,7 +32,10 @@ def _decode(
     CHANNELS: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
-    """One program per (block of a state's rows, memory): W [D_V, D_K] ← W~ + η v kᵀ − ε (W~ p) eᵀ, then o = W q."""
+    """One program per (block of a state's rows, memory): W [D_V, D_K] ← W~ + η v kᵀ − ε (W~ p) eᵀ, then o = W q.
+
+    With BEFORE, W p in place of W~ p.
+    """
     block, place = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = block * BV + tl.arange(0, BV)
     column = tl.arange(0, BK)

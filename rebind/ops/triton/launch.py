@@ -29,6 +29,8 @@ def why_not(inputs: ScanInputs) -> str | None:
         return "Triton's interpreter multiplies the bits of bfloat16 as integers"
     if inputs.v.dtype == torch.float64:
         return "its kernels compute in float32, and these inputs are float64"
+    if inputs.probe_before_decay and inputs.v.dtype == torch.float16:
+        return "its kernels divide probes that read before the decay by it, which overflows float16"
     if max(inputs.d_k, inputs.d_v) > WIDEST:
         return f"heads are {inputs.d_k} and {inputs.d_v} wide, and its kernels take up to {WIDEST}"
     if inputs.chunk not in (None, 64 if inputs.v.element_size() == 2 else 32):
