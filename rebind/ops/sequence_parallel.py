@@ -118,8 +118,8 @@ def scan_split(
         d_v, d_k = v.shape[-1], k.shape[-1]
         rows = torch.eye(d_k, dtype=wide, device=v.device).expand(len(v), v.shape[2], d_k, d_k)
         start = torch.cat([rows.new_zeros(len(v), v.shape[2], d_v, d_k), rows], dim=-2)
-        erases = {"log_decay": log_decay, "erase": erase, "probe": probe, "erase_key": erase_key}
-        erases |= {"probe_before_decay": probe_before_decay}  # type: ignore[dict-item]
+        erases: dict[str, Any] = {"log_decay": log_decay, "erase": erase, "probe": probe, "erase_key": erase_key}
+        erases["probe_before_decay"] = probe_before_decay
         both, segment = scan(q, k, functional.pad(v, (0, d_k)), state=start, **erases, **options)  # type: ignore[arg-type]
         out, reads = both.split([d_v, d_k], dim=-1)
     before = segment.new_zeros(*segment.shape[:2], v.shape[-1], k.shape[-1]) if state is None else state.to(wide)

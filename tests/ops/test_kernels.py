@@ -230,6 +230,8 @@ def test_what_kernels_refuse():
     assert "overflows float16" in TRITON.refuses(before)
     before = replace(inputs_of(torch.float16), probe_before_decay=True)
     assert "overflows float16" in TRITON.refuses(before)
+    before = replace(inputs_of(torch.float16), probe_before_decay=True)
+    assert "overflows float16" in TRITON.refuses(before)
 
 
 def test_a_kernel_is_for_the_tensors_that_are_aligned():
