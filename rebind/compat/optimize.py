@@ -38,7 +38,8 @@ def optimize(model: nn.Module, *, off: bool = False) -> Optimization:
     """Run the gated delta, KDA and short-convolution functions of a model of transformers on rebind's operations.
 
     Logits are the same to rounding. Packed documents (`cu_seq_lens_q` or `seq_idx`) are kept apart, for which
-    transformers would need other packages.
+    transformers would need other packages. `position_ids` alone name no documents to these layers: transformers passes
+    them to attention only.
 
     Args:
         model: A model of transformers with Gated DeltaNet or KDA layers: Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear
@@ -48,6 +49,10 @@ def optimize(model: nn.Module, *, off: bool = False) -> Optimization:
     Returns:
         The layers that run on rebind now; in a `with` statement they are restored at its end.
     """
+    untyped: object = model
+    if not isinstance(untyped, nn.Module):
+        problem, advice = f"The model is a {type(untyped).__name__}", "Load it first, with from_pretrained"
+        raise InputError(problem, expected="a model of transformers", advice=advice, code="not_a_model")
     if off:
         for layer in model.modules():
             _restore(layer)
@@ -59,8 +64,9 @@ def optimize(model: nn.Module, *, off: bool = False) -> Optimization:
             expected="a model of transformers such as Qwen3-Next, Qwen3.5, OLMo Hybrid or Kimi Linear",
             code="nothing_to_optimize",
         )
-    changed = {name: layer for name, layer in layers.items() if OURS not in vars(layer)}
+    changed = {name: layer for name, layer in layers.items() if not _is_optimized(layer)}
     for layer in changed.values():
+        _restore(layer)
         _replace(layer)
     return Optimization(model, changed)
 
@@ -168,6 +174,8 @@ def norm_and_gate(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
+norm_and_gate.__name__ = "forward"  # which a model that was saved as a whole looks up
+
 SCANS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
     "torch_recurrent_gated_delta_rule": chunk_gated_delta_rule,
@@ -216,6 +224,12 @@ def _functions(function: Callable[..., Any]) -> Iterator[FunctionType]:
 def _scan_names(layer: nn.Module) -> set[str]:
     """Return which scans of transformers the `forward` of a layer calls."""
     return {name for part in _functions(type(layer).forward) for name in part.__code__.co_names if name in SCANS}
+
+
+def _is_optimized(layer: nn.Module) -> bool:
+    """Return whether a layer runs on rebind. One that was saved as a whole and loaded runs as its class says."""
+    ours = vars(layer).get(OURS)
+    return ours is not None and ours.__func__ is not type(layer).forward
 
 
 def _replace(layer: nn.Module) -> None:

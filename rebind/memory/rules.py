@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rebind.errors import InputError
+from rebind.errors import InputError, ShapeError
 from rebind.memory.chain import chain
 from rebind.memory.checks import known, require_broadcastable, require_finite, require_tensors, unknown_name
 from rebind.memory.features import l2_normalize
@@ -31,7 +31,7 @@ from rebind.memory.write import Write
 # A constant, one number per key [...], or for some gates one per channel [..., d_k] or [..., d_v].
 Gate = float | Tensor
 
-SMALLEST_DECAY = 1e-13  # of a rule that reads the memory before it decays: below it, the decay of the read stays there
+SMALLEST_DECAY = 1e-13  # what a probe that reads before a decay is divided by at least, to read after it instead
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Coefficients:
     probe: Tensor | None = None  # p [..., d_k]; None: k
     erase_key: Tensor | None = None  # e [..., d_k]; None: u
     value: Gate = 1.0  # [..., d_v]: what v is multiplied by
+    probe_before_decay: bool = False  # whether p reads W, not W~
 
 
 class Rule(ABC):
@@ -58,7 +59,6 @@ class Rule(ABC):
     reads: ClassVar[bool]  # whether the write probes the memory; if so ε = η, except where e ≠ u
     decay: ClassVar[str | None] = None  # the gate that is d itself, if any: its logarithm may be passed instead
     several: ClassVar[bool] = False  # whether a token has several keys and values
-    reads_before_decay: ClassVar[bool] = False  # whether its probe is divided by `alpha`, the decay
 
     _known: ClassVar[dict[str, type[Rule]]] = {}
 
@@ -92,6 +92,8 @@ class Rule(ABC):
         wide = working_dtype(k)
         key = (k if c.key is None else c.key).to(wide)
         probe = k if c.probe is None else c.probe
+        if c.probe_before_decay:
+            probe = undecayed_probe(probe, c.decay)
         rows = [((probe if self.reads else torch.zeros_like(k)), v * c.value, _times(c.write, key))]
         if c.erase_key is not None:  # a row that only erases; both read W~
             erases = (_times(c.erase, probe), torch.zeros_like(v), c.erase_key.to(wide))
@@ -133,6 +135,12 @@ class Rule(ABC):
         if name in self.channels and gate.ndim == k.ndim:
             width = k.shape[-1] if self.channels[name] == "key" else gate.shape[-1]
             require_broadcastable(f"k and {name}", (*k.shape[:-1], width), gate.shape)
+        elif gate.shape == k.shape and k.shape[-1] not in (*k.shape[-2:-1], 1):  # which could not broadcast
+            problem = f"Gate {name!r} of rule {self.name!r} has shape {list(gate.shape)}, and k {list(k.shape)}"
+            expected = f"a number per key, {list(k.shape[:-1])}"
+            others = [rule.name for rule in Rule._known.values() if name in rule.channels]
+            advice = f"Rules with a number per channel: {', '.join(others)}" if others else ""
+            raise ShapeError(problem, expected=expected, advice=advice, code="gate_does_not_match")
         else:
             require_broadcastable(f"k and {name}", k.shape[:-1], gate.shape)
 
@@ -261,22 +269,18 @@ class Gdn2(Rule):
 
 
 class Comba(Rule):
-    """Comba: α W + β (v − W p) kᵀ with p = b ⊙ k (`feedback`). It reads the memory before it decays.
-
-    The scan reads after the decay, so the probe is divided by α: exact down to α = 1e-13.
-    """
+    """Comba: α W + β (v − W p) kᵀ with p = b ⊙ k (`feedback`). It reads the memory before it decays."""
 
     name = "comba"
     gates: ClassVar[dict[str, float]] = {"alpha": 1.0, "beta": 1.0, "feedback": 1.0}
     largest: ClassVar[dict[str, float]] = {"alpha": 1.0}
     channels: ClassVar[dict[str, str]] = {"feedback": "key"}
     reads = True
-    reads_before_decay = True
     decay = "alpha"
 
     def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
-        probe = _undecayed(_times(gates["feedback"], k), gates["alpha"])
-        return Coefficients(gates["alpha"], gates["beta"], gates["beta"], probe=probe)
+        beta, probe = gates["beta"], _times(gates["feedback"], k)
+        return Coefficients(gates["alpha"], beta, beta, probe=probe, probe_before_decay=True)
 
 
 class Preconditioned(Rule):
@@ -310,15 +314,16 @@ class Rwkv7(Rule):
     channels: ClassVar[dict[str, str]] = dict.fromkeys(("alpha", "a", "kappa", "mix"), "key")
     signed: ClassVar[tuple[str, ...]] = ("kappa", "mix")  # published models learn them without bounds
     reads = True
-    reads_before_decay = True
     decay = "alpha"
 
     def _coefficients(self, k: Tensor, gates: dict[str, Gate]) -> Coefficients:
         removed = l2_normalize(_times(gates["kappa"], k))
         rate = _times(gates["a"], torch.ones_like(k))
         key = k * (1 + _times(gates["mix"], rate - 1))
-        probe = _undecayed(removed, gates["alpha"])
-        return Coefficients(gates["alpha"], 1.0, 1.0, key=key, probe=probe, erase_key=rate * removed)
+        erase_key = rate * removed
+        return Coefficients(
+            gates["alpha"], 1.0, 1.0, key=key, probe=removed, erase_key=erase_key, probe_before_decay=True
+        )
 
 
 class DeltaProduct(Delta):
@@ -353,8 +358,8 @@ class GatedDeltaProduct(GatedDelta):
             super()._check_shape(k, name, gate)
 
 
-def _undecayed(probe: Tensor, decay: Gate) -> Tensor:
-    """Return the probe that reads after a decay what `probe` would have read before it."""
+def undecayed_probe(probe: Tensor, decay: Gate) -> Tensor:
+    """Return the probe that reads after a decay what `probe` reads before it: exact down to a decay of 1e-13."""
     if not isinstance(decay, Tensor):
         return probe / max(decay, SMALLEST_DECAY)
     return _times(1 / decay.clamp_min(SMALLEST_DECAY), probe)

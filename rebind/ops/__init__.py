@@ -6,7 +6,7 @@
   kernels on a GPU.
 - `inputs`: the arguments of a scan in one object; `dispatch`: the interface of a backend, and the choice of one;
   `autograd`: any backend as a differentiable, compilable operation.
-- `rows`: tokens of several writes.
+- `rows`: tokens of several writes; `gradients`: gradients that can be differentiated again.
 - `sequence_parallel`: a scan over a sequence whose segments are in several processes.
 - `reference`, `chunked`, `triton`: the three backends.
 - `kernels`: whether fused kernels can run here, and whether they can be trusted.

@@ -25,7 +25,7 @@ from rebind.precision import without_autocast
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? erase, Tensor? write, Tensor? probe, "
-    "Tensor? state, Tensor? cu_seqlens, int? chunk, int? mini_batch, bool keep, str backend"
+    "Tensor? state, Tensor? cu_seqlens, int? chunk, int? mini_batch, bool probe_before_decay, bool keep, str backend"
 )  # the fields of ScanInputs and the name of the backend
 DIFFERENTIABLE = 8  # how many of them have gradients: ScanInputs.tensors
 TENSORS = DIFFERENTIABLE + 1  # and cu_seqlens

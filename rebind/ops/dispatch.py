@@ -55,8 +55,8 @@ def choose(inputs: ScanInputs, name: str = "auto") -> Backend:
     """Return the backend "triton" or "chunked", or for "auto" the faster one that takes these inputs."""
     if name not in ("auto", *NAMES):
         raise unknown_name("backend", name, ("auto", *NAMES))
-    wanted = name == "triton" or (name == "auto" and inputs.q.is_cuda)
-    fused = _triton(inputs) if wanted else "it was not requested"
+    try_kernels = name == "triton" or (name == "auto" and inputs.q.is_cuda)
+    fused = _triton(inputs) if try_kernels else "it was not requested"
     if name == "triton" and isinstance(fused, str):
         raise InputError(
             f"Backend 'triton' cannot run this scan: {fused}",

@@ -68,13 +68,13 @@ def _row_losses_in_torch(logits: Tensor, targets: Tensor, slope: bool) -> Tensor
     counted = (targets != IGNORED).unsqueeze(1)
     place = targets.unsqueeze(1).where(counted, 0)
     x = logits.to(working_dtype(logits), copy=not slope)
-    wanted, largest = x.gather(1, place), x.amax(1, keepdim=True)
+    target_logits, largest = x.gather(1, place), x.amax(1, keepdim=True)
     shares = x.sub_(largest).exp_()  # no second copy, as logsumexp makes
     total = shares.sum(1, keepdim=True)
     if slope:
         shares.div_(total)
         logits.copy_(shares.scatter_(1, place, shares.gather(1, place) - 1).masked_fill_(~counted, 0))
-    return (largest - wanted + total.log()).masked_fill_(~counted, 0).squeeze(1)
+    return (largest - target_logits + total.log()).masked_fill_(~counted, 0).squeeze(1)
 
 
 def _has_kernels(logits: Tensor) -> bool:

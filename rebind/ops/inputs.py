@@ -44,6 +44,7 @@ class ScanInputs:
     cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64
     chunk: int | None = None  # tokens per chunk; None: the backend's choice
     mini_batch: int | None = None  # tokens that read the memory as it was before the first of them; None: 1
+    probe_before_decay: bool = False  # whether probes read W_{t−1}, not W_{t−1} diag(d_t); then there are probes
     keep: bool = False  # whether a backward pass may follow: only then is anything saved for it
 
     @property
@@ -54,7 +55,7 @@ class ScanInputs:
     @property
     def options(self) -> tuple[Any, ...]:
         """The fields after `tensors`, in their order: `ScanInputs(*tensors, *options)` is the same scan."""
-        return self.cu_seqlens, self.chunk, self.mini_batch, self.keep
+        return self.cu_seqlens, self.chunk, self.mini_batch, self.probe_before_decay, self.keep
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> ScanInputs:
         """Return the same scan of other tensors, in the order of `tensors`."""
@@ -113,6 +114,8 @@ class ScanInputs:
         _check_sequences(self.q, self.k, self.v)
         _check_sizes(self)
         probe, erase = self.probe, self.erase
+        before = self.probe_before_decay and self.log_decay is not None and (probe is not None or erase is not None)
+        probe = self.k if before and probe is None else probe
         if probe is not None:
             require_tensors(0, probe=probe)
             require_like_keys(self.k, probe=probe)
@@ -132,7 +135,7 @@ class ScanInputs:
         log_decay, erase, write, cu_seqlens = (None if x is None else x.contiguous() for x in others)
         state = None if self.state is None else self.state.to(self.working_dtype).contiguous()
         tensors = (self.q, self.k, self.v, log_decay, erase, write, probe, state)
-        return ScanInputs(*tensors, cu_seqlens, self.chunk, self.mini_batch)
+        return ScanInputs(*tensors, cu_seqlens, self.chunk, self.mini_batch, before)
 
 
 def check_values(inputs: ScanInputs) -> None:

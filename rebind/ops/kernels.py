@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -28,7 +27,7 @@ from rebind.errors import NumericalWarning
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float32: 1e-4}
 
 _faults: dict[tuple[object, ...], str | None] = {}  # a kind of problem → why its kernels cannot be trusted
-_on_cpu: ContextVar[bool] = ContextVar("rebind_kernels_on_cpu", default=False)
+_on_cpu = False  # whether they run for CPU tensors too, by Triton's interpreter
 
 
 @cache
@@ -51,18 +50,17 @@ def interpreted() -> bool:
 @contextmanager
 def kernels_on_cpu() -> Iterator[None]:
     """Use kernels for CPU tensors too, by Triton's interpreter: for tests."""
-    token = _on_cpu.set(True)
+    global _on_cpu
+    before, _on_cpu = _on_cpu, True
     try:
         yield
     finally:
-        _on_cpu.reset(token)
+        _on_cpu = before
 
 
 def available(x: Tensor) -> bool:
     """Return whether there are kernels for the device and the dtype of x."""
-    return (
-        (x.is_cuda or _on_cpu.get()) and x.dtype in TOLERANCE and x.numel() > 0 and not isinstance(load_kernels(), str)
-    )
+    return (x.is_cuda or _on_cpu) and x.dtype in TOLERANCE and x.numel() > 0 and not isinstance(load_kernels(), str)
 
 
 def usable(x: Tensor, kind: tuple[object, ...], compare: Callable[[], str | None]) -> bool:

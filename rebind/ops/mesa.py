@@ -7,7 +7,8 @@ x ↦ A_t x is a scan that reads with x what keys wrote at keys, so conjugate gr
 tokens at once with one scan per iteration, and one more scan reads B_t with x_t.
 
 **Backward.** With λ_t = (A_t + Λ)⁻¹ x̄_t, one more solve, q̄ = λ and the others' gradients are those of −λ·(A + Λ) x with
-x and λ held fixed: one backward pass of one scan, however many iterations there were.
+x and λ held fixed: one backward pass of one scan, however many iterations there were. Gradients of gradients, and
+whatever follows single operations (compilers, torch.func, forward differentiation), go through the iterations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from rebind.errors import InputError, ShapeError
 from rebind.memory.precision import working_dtype
+from rebind.ops.gradients import gradients_of
 from rebind.ops.inputs import require_shared_heads
+from rebind.ops.kernels import is_followed
 from rebind.ops.scan import scan
 from rebind.ops.step import step
 
@@ -65,22 +68,15 @@ def mesa(
     q, k = _prepare(q, k, v, ridge, iterations)
     wide = working_dtype(v)
     q, k, values = q.to(wide), k.to(wide), v.to(wide)
-    start = MesaState(*(None, None) if state is None else state)
-    shared: dict[str, Any] = {"log_decay": log_decay, "write": write, "cu_seqlens": cu_seqlens, "backend": backend}
-
-    def apply(x: Tensor) -> tuple[Tensor, Tensor]:
-        read, final = scan(x, k, k, state=start.keys, **shared)
-        return read + ridge.to(wide) * x, final
-
-    def solve(b: Tensor) -> Tensor:
-        with torch.no_grad():
-            return conjugate_gradients(lambda x: apply(x)[0], b, iterations)
-
-    solved = solve(q)
-    product, keys = apply(solved)
-    x = solved + _Solve.apply(q - product, solve)  # type: ignore[no-untyped-call]
-    out, final = scan(x, k, values, state=start.values, **shared)
-    return out.to(v.dtype), MesaState(keys, final)
+    matrices = k, ridge.to(wide), log_decay, write, None if state is None else state.keys, cu_seqlens, backend
+    solve = _solve if is_followed(q, *matrices[:5]) else _Solve.apply
+    x = solve(q, iterations, *matrices)
+    # One scan for both memories, B above A.
+    start = None if state is None else torch.cat([state.values.to(wide), state.keys.to(wide)], dim=-2)
+    options: dict[str, Any] = {"log_decay": log_decay, "write": write, "cu_seqlens": cu_seqlens, "backend": backend}
+    out, final = scan(x, k, torch.cat([values, k], dim=-1), state=start, **options)
+    end = final.split([v.shape[-1], k.shape[-1]], dim=-2)
+    return out[..., : v.shape[-1]].to(v.dtype), MesaState(end[1], end[0])
 
 
 @torch.no_grad()
@@ -125,17 +121,53 @@ def conjugate_gradients(apply: Callable[[Tensor], Tensor], b: Tensor, iterations
     return x
 
 
+def _apply(
+    x: Tensor,
+    k: Tensor,
+    ridge: Tensor,
+    log_decay: Tensor | None,
+    write: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """Return (A_t + Λ) x_t for every token [B, T, H, d_k]."""
+    options: dict[str, Any] = {"log_decay": log_decay, "write": write, "cu_seqlens": cu_seqlens, "backend": backend}
+    return scan(x, k, k, state=state, **options)[0] + ridge * x
+
+
+def _solve(b: Tensor, iterations: int, *matrices: Any) -> Tensor:
+    """Return (A_t + Λ)⁻¹ b_t for every token [B, T, H, d_k]; `matrices` are the arguments of `_apply` after x."""
+    return conjugate_gradients(lambda x: _apply(x, *matrices), b, iterations)
+
+
 class _Solve(torch.autograd.Function):
-    """The correction A⁻¹ r of a solution, for a residual r that is zero but has a gradient."""
+    """`_solve`, with the gradients of the solution in place of those of the iterations."""
 
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.solve = solve
-        return torch.zeros_like(residual)
+    def forward(ctx: Any, b: Tensor, iterations: int, *matrices: Any) -> Tensor:
+        x = _solve(b, iterations, *matrices)
+        ctx.save_for_backward(b, x, *matrices[:6])
+        ctx.iterations, ctx.backend = iterations, matrices[6]
+        return x
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return ctx.solve(slope), None
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        b, x, *tensors, cu_seqlens = ctx.saved_tensors
+        rest: tuple[Any, ...] = cu_seqlens, ctx.backend
+
+        def solve(b: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+            return [_solve(b, ctx.iterations, *tensors, *rest)]
+
+        def product(*tensors: Any) -> list[Tensor]:
+            return [_apply(x, *tensors, *rest)]
+
+        if torch.is_grad_enabled() or is_followed(slope):  # the caller wants a graph, or a batch
+            d_b, *gradients = gradients_of(solve, (b, *tensors), (slope,))
+        else:
+            (d_b,), fixed = solve(slope, *tensors), [None if tensor is None else tensor.detach() for tensor in tensors]
+            gradients = gradients_of(product, fixed, (-d_b,), create_graph=False)
+        return d_b, None, *gradients, None, None
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor, iterations: int) -> tuple[Tensor, Tensor]:

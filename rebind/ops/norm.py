@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rebind.memory.precision import working_dtype
+from rebind.ops.gradients import gradients_of
 from rebind.ops.kernels import TOLERANCE, available, compare_results, draw, is_followed, load_kernels, usable
 from rebind.precision import without_autocast
 
@@ -190,9 +191,11 @@ class _GatedNormOnCpu(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, scale = ctx.saved_tensors
         if torch.is_grad_enabled() or is_followed(slope):  # the caller wants gradients of these gradients
-            with torch.enable_grad():
-                out = _gated_norm_in_torch(x, gate, weight, ctx.eps)
-            return *torch.autograd.grad(out, (x, gate, weight), slope, create_graph=True), None
+
+            def formula(x: Tensor, gate: Tensor, weight: Tensor) -> list[Tensor]:
+                return [_gated_norm_in_torch(x, gate, weight, ctx.eps)]
+
+            return *gradients_of(formula, (x, gate, weight), (slope,)), None
         d_x, d_gate, d_weight = torch.empty_like(x), torch.empty_like(x), torch.zeros_like(weight)
         for d, row, g, r, into, d_g in _blocks(slope, x, gate, scale, d_x, d_gate):
             unit = row * r

@@ -2,7 +2,7 @@
 
     W~ = W_{t−1} diag(d_t)        W_t = W~ + (η_t v_t − ε_t W~ p_t) k_tᵀ        o_t = W_t q_t
 
-d is one number α, or one per key channel; p is k unless there is a probe.
+d is one number α, or one per key channel; p is k unless there is a probe, which may also read W_{t−1}.
 
 It uses plain torch operations only, so that autograd gives gradients of every order.
 """
@@ -21,7 +21,8 @@ from rebind.ops.inputs import ScanInputs
 
 def recurrence(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """Return the output [B, T, H, d_v] and the final state [N, H, d_v, d_k]."""
-    return over_sequences(inputs, partial(_sequence, mini_batch=inputs.mini_batch or 1))
+    run = partial(_sequence, mini_batch=inputs.mini_batch or 1, probe_before_decay=inputs.probe_before_decay)
+    return over_sequences(inputs, run)
 
 
 def over_sequences(inputs: ScanInputs, run: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -64,15 +65,16 @@ def _sequence(
     probe: Tensor,
     *,
     mini_batch: int,
+    probe_before_decay: bool,
 ) -> tuple[Tensor, Tensor]:
     """Run one sequence per row: W [B, H, d_v, d_k]; the others [B, T, H, width]."""
     outs = [v[:, :0]]
     W = W.clone()  # a sequence of no tokens returns its state, and never the same tensor
     decay = log_decay.exp()
     for t in range(q.shape[1]):
-        W = decay[:, t].unsqueeze(-2) * W
+        before, W = W, decay[:, t].unsqueeze(-2) * W
         if t % mini_batch == 0:
-            seen = W  # what the tokens of this mini-batch read
+            seen = before if probe_before_decay else W  # what the tokens of this mini-batch read
         error = write[:, t] * v[:, t] - erase[:, t] * (seen @ probe[:, t].unsqueeze(-1)).squeeze(-1)
         W = W + error.unsqueeze(-1) @ k[:, t].unsqueeze(-2)
         outs.append((W @ q[:, t].unsqueeze(-1)).squeeze(-1).unsqueeze(1))

@@ -32,6 +32,7 @@ def scan(
     write: Tensor | None = None,
     probe: Tensor | None = None,
     erase_key: Tensor | None = None,
+    probe_before_decay: bool = False,
     state: Tensor | None = None,
     normalize: bool = False,
     chunk: int | None = None,
@@ -53,6 +54,7 @@ def scan(
         write: η [B, T, H]. None: 1.
         probe: p [B, T, H_k, d_k], what reads the memory before the write. None: k.
         erase_key: e [B, T, H_k, d_k], the key at which what the probe read is taken away. None: k.
+        probe_before_decay: Whether the probe reads W_{t−1}, the memory before it decays (Comba, RWKV-7).
         state: The memories to start from [N, H, d_v, d_k], N being B, or the number of packed sequences. None: zeros.
         normalize: Divide by what a further value of 1 returns (Schlag et al. eq. 19), in float32 or better. States
             then have d_v + 1 rows, the last for that value.
@@ -66,7 +68,8 @@ def scan(
         The output [B, T, H, d_v] in v's dtype, and the memories at the end [N, H, d_v, d_k], in float32 or, for float64
         inputs, float64.
     """
-    inputs = ScanInputs(q, k, v, log_decay, erase, write, probe, state, cu_seqlens, chunk, mini_batch)
+    tensors = (q, k, v, log_decay, erase, write, probe, state)
+    inputs = ScanInputs(*tensors, cu_seqlens, chunk, mini_batch, probe_before_decay)
     inputs, number = as_rows(_append_ones(inputs) if normalize else inputs, erase_key)
     out, final = autograd.run(inputs.checked(), backend)
     out = out if number == 1 else out[:, number - 1 :: number]
@@ -83,6 +86,7 @@ def explain(
     write: Tensor | None = None,
     probe: Tensor | None = None,
     erase_key: Tensor | None = None,
+    probe_before_decay: bool = False,
     state: Tensor | None = None,
     normalize: bool = False,
     chunk: int | None = None,
@@ -91,7 +95,8 @@ def explain(
     backend: str = "auto",
 ) -> Explanation:
     """Return which backend `scan` would run with these arguments, and why not the others."""
-    inputs = ScanInputs(q, k, v, log_decay, erase, write, probe, state, cu_seqlens, chunk, mini_batch)
+    tensors = (q, k, v, log_decay, erase, write, probe, state)
+    inputs = ScanInputs(*tensors, cu_seqlens, chunk, mini_batch, probe_before_decay)
     inputs, _ = as_rows(_append_ones(inputs) if normalize else inputs, erase_key)
     return dispatch.explain(inputs.checked(), backend)
 
@@ -138,7 +143,8 @@ def scan_arguments(
     log_decay: Tensor | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
-    """Return what `scan` and `step` take for a rule: q, k, v, log_decay, erase, write, probe and erase_key, by name.
+    """Return what `scan` and `step` take for a rule: q, k, v, log_decay, erase, write, probe, erase_key and
+    probe_before_decay, by name.
 
     Args:
         rule: The rule.
@@ -158,8 +164,6 @@ def scan_arguments(
     dtype, heads = working_dtype(v), v.shape[:-1]
     sharing = max(v.shape[-2] // max(k.shape[-2], 1), 1)
     keys = k if sharing == 1 else k.repeat_interleave(sharing, dim=-2)
-    if log_decay is not None and rule.reads_before_decay:
-        gates = {**gates, "alpha": log_decay.exp()}  # which the probe is divided by
     wide = _convert(gates, dtype)
     if check:
         values = rule.coefficients(keys, check_values=DEBUG or v.device.type == "cpu", **wide)
@@ -200,6 +204,7 @@ def scan_arguments(
         "write": write,
         "probe": probe,
         "erase_key": erase_key,
+        "probe_before_decay": values.probe_before_decay,
     }
 
 

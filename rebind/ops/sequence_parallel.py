@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +57,14 @@ class SequenceSplit:
         return parts
 
 
-_current: ContextVar[SequenceSplit | None] = ContextVar("_current", default=None)
+# Of this process, not of a thread or a context: backward passes of a GPU run in threads of their own, and compilers
+# cannot read the variable of a context.
+_current: SequenceSplit | None = None
 
 
 def current_split() -> SequenceSplit | None:
     """Return how the sequences that layers read are split; None outside of `split_sequence`."""
-    return _current.get()
+    return _current
 
 
 @contextmanager
@@ -72,11 +73,12 @@ def split_sequence(split: SequenceSplit | None) -> Iterator[None]:
 
     Backward passes belong into the block if they compute activations again (gradient checkpointing).
     """
-    token = _current.set(split)
+    global _current
+    before, _current = _current, split
     try:
         yield
     finally:
-        _current.reset(token)
+        _current = before
 
 
 def scan_split(
@@ -90,6 +92,7 @@ def scan_split(
     write: Tensor | None = None,
     probe: Tensor | None = None,
     erase_key: Tensor | None = None,
+    probe_before_decay: bool = False,
     state: Tensor | None = None,
     normalize: bool = False,
     chunk: int | None = None,
@@ -115,7 +118,8 @@ def scan_split(
         d_v, d_k = v.shape[-1], k.shape[-1]
         rows = torch.eye(d_k, dtype=wide, device=v.device).expand(len(v), v.shape[2], d_k, d_k)
         start = torch.cat([rows.new_zeros(len(v), v.shape[2], d_v, d_k), rows], dim=-2)
-        erases = {"log_decay": log_decay, "erase": erase, "probe": probe, "erase_key": erase_key}
+        erases: dict[str, Any] = {"log_decay": log_decay, "erase": erase, "probe": probe, "erase_key": erase_key}
+        erases["probe_before_decay"] = probe_before_decay
         both, segment = scan(q, k, functional.pad(v, (0, d_k)), state=start, **erases, **options)  # type: ignore[arg-type]
         out, reads = both.split([d_v, d_k], dim=-1)
     before = segment.new_zeros(*segment.shape[:2], v.shape[-1], k.shape[-1]) if state is None else state.to(wide)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ def step(
     write: Tensor | None = None,
     probe: Tensor | None = None,
     erase_key: Tensor | None = None,
+    probe_before_decay: bool = False,
     normalize: bool = False,
 ) -> Tensor:
     """Write one token into each memory, in place, and read it: what `scan` does with T = 1, without gradients.
@@ -43,12 +46,14 @@ def step(
         write: η [B, H]. None: 1.
         probe: p [B, H_k, d_k]. None: k.
         erase_key: e [B, H_k, d_k]. None: k.
+        probe_before_decay: Whether the probe reads the memory before it decays.
         normalize: As for `scan`.
 
     Returns:
         The output [B, H, d_v] in v's dtype.
     """
-    others = {"log_decay": log_decay, "erase": erase, "write": write, "probe": probe, "erase_key": erase_key}
+    others: dict[str, Any] = {"log_decay": log_decay, "erase": erase, "write": write}
+    others |= {"probe": probe, "erase_key": erase_key, "probe_before_decay": probe_before_decay}
     if not normalize:
         return step_without_grad(q, k, v, state, **others)
     wide = working_dtype(v)
@@ -68,32 +73,40 @@ def step_without_grad(
     write: Tensor | None = None,
     probe: Tensor | None = None,
     erase_key: Tensor | None = None,
+    probe_before_decay: bool = False,
 ) -> Tensor:
     """Do what `step` does without `normalize`, where gradients are turned off already.
 
-    It computes o = W' q = W~ q + η v (k·q) − ε W~ p (e·q): the old memory is read once, for q and p together.
+    It computes o = W' q = W~ q + η v (k·q) − ε W~ p (e·q): the old memory is read once, for q and p together, unless a
+    decay comes between the two.
     """
     if k.ndim == 4 and v.ndim == 4:
-        return _several(q, k, v, state, log_decay, erase, write, probe, erase_key)
+        tensors = (q, k, v, state, log_decay, erase, write, probe, erase_key)
+        return _several(*tensors, probe_before_decay=probe_before_decay)
     _check(q, k, v, state)
     require_coefficients(v, k.shape[2], log_decay=log_decay, erase=erase, write=write)
     require_like_keys(k, probe=probe, erase_key=erase_key)
     if state.is_cuda and state.dtype == torch.float32 and state.is_contiguous() and not torch.compiler.is_compiling():
         kernels = load_kernels()
         if not isinstance(kernels, str):
-            out: Tensor = kernels.decode(q, k, v, state, log_decay, erase, write, probe, erase_key)
+            tensors = (q, k, v, state, log_decay, erase, write, probe, erase_key)
+            out: Tensor = kernels.decode(*tensors, probe_before_decay=probe_before_decay)
             return out
     wide = state.dtype
-    sharing = v.shape[1] // k.shape[1]
+    sharing, erases = v.shape[1] // k.shape[1], any(x is not None for x in (erase, probe, erase_key))
+    q, k, probe, erase_key = (None if x is None else _heads(x, sharing, wide) for x in (q, k, probe, erase_key))  # type: ignore[assignment]
+    probe, old = k if probe is None else probe, None
     if log_decay is not None:
+        if erases and probe_before_decay:
+            old = _read(state, probe)
         decay = log_decay.to(wide).exp()
         state.mul_(decay.unsqueeze(-2) if decay.ndim == 3 else decay[..., None, None])
-    q, k, probe, erase_key = (None if x is None else _heads(x, sharing, wide) for x in (q, k, probe, erase_key))  # type: ignore[assignment]
     u = v.to(wide) if write is None else write.to(wide).unsqueeze(-1) * v
-    if erase is None and probe is None and erase_key is None:
-        answer = (q.unsqueeze(-2) @ state.mT).squeeze(-2)
-    else:  # two rows times a matrix: several times as fast on a CPU as a matrix times two columns
-        answer, old = (torch.stack([q, k if probe is None else probe], dim=-2) @ state.mT).unbind(-2)
+    if erases and old is None:  # two rows times a matrix: several times as fast on a CPU as a matrix times two columns
+        answer, old = (torch.stack([q, probe], dim=-2) @ state.mT).unbind(-2)
+    else:
+        answer = _read(state, q)
+    if old is not None:
         old = old if erase is None else erase.to(wide).unsqueeze(-1) * old
         if erase_key is None:
             u = u - old
@@ -104,8 +117,19 @@ def step_without_grad(
     return (answer + u * (q * k).sum(-1, keepdim=True)).to(v.dtype)
 
 
+def _read(state: Tensor, x: Tensor) -> Tensor:
+    """Return W x [B, H, d_v] for one x of each memory."""
+    return (x.unsqueeze(-2) @ state.mT).squeeze(-2)
+
+
 def _several(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, *others: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None,
+    *others: Tensor | None,
+    probe_before_decay: bool,
 ) -> Tensor:
     """Write the rows [B, n, ...] of one token in turn, after one decay; read the memory after the last."""
     out = v[:, 0]
@@ -121,6 +145,7 @@ def _several(
             write=write,
             probe=probe,
             erase_key=erase_key,
+            probe_before_decay=probe_before_decay,
         )
     return out
 

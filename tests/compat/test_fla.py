@@ -218,6 +218,13 @@ def test_what_is_not_supported_is_refused():
         ("missing_gate", lambda: fla.chunk_kda(*qkv, x["gk"], x["beta"], use_gate_in_kernel=True)),
         ("invalid_gate", lambda: fla.chunk_kda(*qkv, x["gk"], x["beta"], allow_neg_eigval=True)),
         ("invalid_state", lambda: fla.chunk_linear_attn(*qkv, normalize=False, initial_state=(x["q"], x["q"]))),
+        ("wrong_shape", lambda: fla.chunk_gated_delta_rule(*qkv, x["g"][:, 1:], x["beta"])),
+        ("wrong_shape", lambda: fla.chunk_gated_delta_rule(*qkv, x["g"], x["beta"][..., :1])),
+        ("wrong_shape", lambda: fla.chunk_gated_delta_rule(*qkv, x["g"], x["beta"], initial_state=x["state"].mT)),
+        (
+            "sequences_do_not_match",
+            lambda: fla.chunk_gated_delta_rule(*(y.transpose(1, 2) for y in qkv), x["g"], x["beta"]),
+        ),
     ]
     for code, call in calls:
         with pytest.raises(InputError) as caught:

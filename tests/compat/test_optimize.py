@@ -157,6 +157,20 @@ def test_a_copy_runs_by_itself_and_weights_are_saved_as_before(tmp_path):
     assert_close(type(twin).from_pretrained(tmp_path)(ids).logits, twin(ids).logits)
 
 
+def test_a_model_that_is_saved_as_a_whole_is_loaded_as_before_and_can_be_optimized(tmp_path):
+    model = build("qwen3_next").eval()
+    ids = tokens(model, 1, 9)
+    expected = model(ids).logits
+    rebind.optimize(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded(ids).logits, expected)
+    assert len(rebind.optimize(loaded).layers) == 3
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    rebind.optimize(loaded, off=True)
+    assert not any("forward" in vars(module) for module in loaded.modules())
+
+
 def test_with_the_hooks_of_accelerate():
     accelerate = pytest.importorskip("accelerate")
     model = build("qwen3_next").eval()
@@ -189,3 +203,6 @@ def test_a_model_without_such_layers_is_refused():
         with pytest.raises(InputError) as caught:
             rebind.optimize(model)
         assert caught.value.code == "nothing_to_optimize"
+    with pytest.raises(InputError) as caught:
+        rebind.optimize("Qwen/Qwen3-Next-80B-A3B")
+    assert caught.value.code == "not_a_model"

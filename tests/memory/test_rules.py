@@ -24,24 +24,27 @@ def gates_of(rule: Rule, draw: Draw, *batch: int) -> dict[str, torch.Tensor]:
 def objective(rule: Rule, memory, previous, k, v, **gates) -> torch.Tensor:
     """What the step from S′ to S minimizes: ‖S − S~‖² − 2η ⟨S u, v⟩ + 2ε ⟨S e, S~p⟩ with S~ = S′ diag(d).
 
-    Longhorn, which reads the memory after the step, minimizes ‖S − S′‖² + β‖S k − v‖².
+    A probe that reads before the decay has S′p in place of S~p. Longhorn, which reads the memory after the step,
+    minimizes ‖S − S′‖² + β‖S k − v‖².
     """
     read = lambda matrix, key=k: (matrix @ key.unsqueeze(-1)).squeeze(-1)
     if rule.name == "longhorn":
         return (memory - previous).square().sum((-2, -1)) + gates["beta"] * (read(memory) - v).square().sum(-1)
     c = rule.coefficients(k, **gates)
-    retained, key, probe, erase_key = parts(rule, c, previous, k)
+    retained, key, error, erase_key = parts(rule, c, previous, k)
     gained = (read(memory, key) * c.value * v).sum(-1)
-    lost = (read(memory, erase_key) * read(retained, probe)).sum(-1)
+    lost = (read(memory, erase_key) * error).sum(-1)
     return (memory - retained).square().sum((-2, -1)) - 2 * c.write * gained + 2 * c.erase * lost
 
 
 def parts(rule: Rule, c: Coefficients, memory, k):
-    """W~, u, p and e."""
+    """W~, u, what p reads, and e."""
     decay = torch.as_tensor(c.decay)
     decay = decay.unsqueeze(-2) if rule.decays_by_channel(c.decay, k) else decay[..., None, None]
     key = k if c.key is None else c.key
-    return decay * memory, key, k if c.probe is None else c.probe, key if c.erase_key is None else c.erase_key
+    retained, probe = decay * memory, k if c.probe is None else c.probe
+    reads = ((memory if c.probe_before_decay else retained) @ probe.unsqueeze(-1)).squeeze(-1)
+    return retained, key, reads, key if c.erase_key is None else c.erase_key
 
 
 def test_the_table_is_complete():
@@ -58,10 +61,8 @@ class TestContract:
         gates = gates_of(rule, draw)
         c = rule.coefficients(k, **gates)
         assert isinstance(c, Coefficients)
-        retained, key, probe, erase_key = parts(rule, c, W, k)
-        expected = (
-            retained + c.write * torch.outer(c.value * v, key) - c.erase * torch.outer(retained @ probe, erase_key)
-        )
+        retained, key, reads, erase_key = parts(rule, c, W, k)
+        expected = retained + c.write * torch.outer(c.value * v, key) - c.erase * torch.outer(reads, erase_key)
         assert_close(rule.write(k, v, **gates).apply(W), expected)
         if c.key is c.probe is c.erase_key is None:
             assert_close(expected, recurrence(W, k, v, c.decay, c.erase, c.write))

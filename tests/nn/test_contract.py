@@ -156,6 +156,23 @@ def test_lower_precision_is_near(name, dtype):
     assert low.step(x[:, 0].to(dtype), state)[0].dtype == dtype
 
 
+@pytest.mark.parametrize(
+    "name", ["delta, dpfp", "gated_delta, published", "kda", "rwkv7", "ttt-mlp", "attention, gated", "latent"]
+)
+def test_it_compiles_as_one_graph(name):
+    torch.compiler.reset()
+    layer, x = build(name), Draw(0).normal(2, 9, DIM)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    def outcome(call):
+        tokens = x.clone().requires_grad_()
+        out, _ = call(tokens)
+        return out, torch.autograd.grad((out * Draw(1).normal(*out.shape)).sum(), tokens)[0]
+
+    for got, expected in zip(outcome(compiled), outcome(layer), strict=True):
+        assert_close(got, expected, 1e-11)
+
+
 @EVERY
 def test_states_are_selected_repeated_and_detached(name):
     layer, draw = build(name), Draw(11)

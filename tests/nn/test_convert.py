@@ -184,6 +184,24 @@ def test_what_is_not_known_is_refused():
         assert caught.value.code == code
 
 
+def test_weights_go_back_into_layers_and_models_that_compute_the_same():
+    qwen, olmo = build("qwen3_next"), build("olmo_hybrid")
+    ours = RebindForCausalLM.from_transformers(qwen)
+    doubled = from_pretrained_layer(linear_layer(olmo))
+    doubled.gates.max_beta = 2.0 if doubled.gates.max_beta == 1.0 else 1.0
+    before = tensors(olmo)
+    for call in (
+        lambda: ours.to_transformers(olmo),
+        lambda: ours.to_transformers(build("qwen3_next", hidden_size=64)),
+        lambda: to_pretrained_layer(ours.model.layers[0].mixer, qwen.model.layers[3].self_attn),
+        lambda: to_pretrained_layer(doubled, linear_layer(olmo)),
+    ):
+        with pytest.raises(InputError) as caught:
+            call()
+        assert caught.value.code == "layers_differ"
+    assert all(torch.equal(one, other) for one, other in zip(tensors(olmo), before, strict=True))
+
+
 # Layers with the names and attributes of flash-linear-attention, which runs on GPUs alone
 
 

@@ -122,6 +122,7 @@ def test_what_no_model_knows_is_refused():
         (ShapeError, "wrong_position_ids_shape", {"position_ids": POSITIONS[:, 1:]}),
         (ShapeError, "wrong_seq_idx_shape", {"seq_idx": OWNER[0]}),
         (InputError, "invalid_boundaries", {"cu_seqlens": BOUNDS[:-1]}),
+        (InputError, "invalid_boundaries", {"cu_seqlens": BOUNDS.tolist()}),
         (InputError, "cache_with_documents", {"cu_seqlens": BOUNDS, "use_cache": True}),
         (InputError, "mask_with_documents", {"cu_seqlens": BOUNDS, "attention_mask": (shifted != 0).long()}),
     ]

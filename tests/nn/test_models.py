@@ -313,6 +313,16 @@ def test_presets_have_their_sizes(name, kind, millions, state):
         ({"num_attention_heads": 3}, ShapeError, "indivisible_heads"),
         ({"vocab_size": 0}, InputError, "invalid_size"),
         ({"mlp": "swigloo"}, UnknownNameError, "unknown_mlp"),
+        ({"mlp": "experts", "num_experts_per_tok": 9}, InputError, "too_many_experts"),
+        (
+            {"mlp": "experts", "router": "sigmoid", "router_groups": 4, "num_experts_per_tok": 3},
+            InputError,
+            "too_many_experts",
+        ),
+        ({"decay_gate": "sigmoid", "lowest_decay": 5.0}, InputError, "growing_decay"),
+        ({"layer_kinds": "attention", "rotary_fraction": 1.5}, InputError, "invalid_setting"),
+        ({"layer_kinds": "attention", "rope_theta": 0.0}, InputError, "invalid_setting"),
+        ({"layer_kinds": "attention", "num_key_value_heads": 0}, InputError, "invalid_size"),
     ],
 )
 def test_bad_configs_are_refused(changes, error, code):
@@ -328,6 +338,9 @@ def test_bad_configs_are_refused(changes, error, code):
         (lambda lm, ids: lm(ids, attention_mask=torch.ones(2, 4)), ShapeError, "wrong_attention_mask_shape"),
         (lambda lm, ids: lm(ids, past_key_values=RebindCache(3)), InputError, "cache_of_other_model"),
         (lambda lm, ids: lm(ids).past_key_values.crop(2), InputError, "cache_not_croppable"),
+        (lambda lm, ids: lm(), InputError, "wrong_tokens"),
+        (lambda lm, ids: lm(ids, inputs_embeds=lm.model.embed_tokens(ids)), InputError, "wrong_tokens"),
+        (lambda lm, ids: lm(ids, labels=ids[:, 1:]), ShapeError, "wrong_labels_shape"),
     ],
 )
 def test_bad_calls_are_refused(call, error, code):
@@ -375,7 +388,7 @@ def test_a_config_exposes_what_layers_have(tmp_path):
         assert getattr(again.config, name) == value
 
 
-@pytest.mark.parametrize("name", ["layer_kind", "hiden_size", "output_gates", "key_head"])
+@pytest.mark.parametrize("name", ["layer_kind", "hiden_size", "output_gates", "key_head", "num_layers", "n_head"])
 def test_a_misspelled_field_is_refused(name):
     """transformers would keep it as an attribute that nothing reads."""
     with raises(InputError, "unknown_field"):

@@ -49,6 +49,29 @@ def test_gradgradcheck(backend, name):
     assert torch.autograd.gradgradcheck(call, tensors)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("name", ["erase is write", "q is k", "the probe depends on k"])
+def test_tensors_that_are_not_independent(name, create_graph):
+    """Each place of a tensor has its own part of the gradient, also where that can be differentiated again."""
+    t = problem(20, state=False).tensors
+
+    def gradients(backend):
+        k, rate = t["k"].clone().requires_grad_(), t["erase"].clone().requires_grad_()
+        options = {
+            "erase is write": {"q": t["q"], "erase": rate, "write": rate},
+            "q is k": {"q": k, "erase": rate},
+            "the probe depends on k": {"q": t["q"], "erase": rate, "probe": k.roll(1, -1)},
+        }[name]
+        out, _ = scan(**options, k=k, v=t["v"], log_decay=t["log_decay"], backend=backend)
+        first = torch.autograd.grad(out.sin().sum(), (k, rate), create_graph=create_graph)
+        if not create_graph:
+            return first
+        return *first, *torch.autograd.grad(sum(x.square().sum() for x in first), (k, rate))
+
+    for got, expected in zip(gradients("chunked"), gradients("reference"), strict=True):
+        assert_close(got, expected, 1e-11)
+
+
 @pytest.mark.parametrize(
     "wanted", [["q"], ["k"], ["v"], ["log_decay"], ["erase"], ["write"], ["state"], ["q", "write"]]
 )
@@ -148,7 +171,7 @@ def test_registered_operators_keep_torchs_rules(coefficients):
     case = problem(20, coefficients=coefficients, state=bool(coefficients))
     tensors = [case.tensors.get(name) for name in ORDER]
     leaves = [None if x is None else x.clone().requires_grad_() for x in tensors]
-    rest = (None, None, None, True, "chunked")
+    rest = (None, None, None, False, True, "chunked")
     torch.library.opcheck(torch.ops.rebind.scan.default, (*leaves, *rest))
     inputs = ScanInputs(*tensors, keep=True)
     saved = torch.ops.rebind.scan(*tensors, *rest)[2:]

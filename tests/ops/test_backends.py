@@ -216,6 +216,36 @@ def test_forgetting_everything(candidate, lengths, coefficients):
 
 
 @every_candidate
+@pytest.mark.parametrize("lengths", [None, (3, 70, 0, 1)], ids=["rows", "packed"])
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, ("log_decay", "probe"), CHANNELS], ids=str)
+@pytest.mark.parametrize("key_heads", [None, 1])
+def test_probes_that_read_before_the_decay(candidate, lengths, coefficients, key_heads):
+    if slow(candidate, coefficients) and (lengths is None or key_heads is None):
+        pytest.skip("the interpreter is slow")
+    length = candidate.length
+    check(candidate, length, lengths=lengths, coefficients=coefficients, key_heads=key_heads, probe_before_decay=True)
+
+
+@every_candidate
+def test_without_a_decay_or_an_erase_probes_read_one_memory(candidate):
+    for coefficients in (("log_decay", "write"), ("erase", "probe"), ()):
+        case = case_for(candidate, 40, coefficients=coefficients)
+        before = outcome(case.with_options(probe_before_decay=True), candidate.name)
+        compare(before, outcome(case, candidate.name), 0.0)
+
+
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, CHANNELS], ids=["gated", "channels"])
+def test_a_probe_reads_what_is_about_to_be_forgotten(coefficients):
+    case = problem(70, coefficients=coefficients, probe_before_decay=True)
+    log_decay = case.tensors["log_decay"].clone()
+    log_decay[:, ::7] = log_decay[:, 31:34] = float("-inf")
+    case = case.change(log_decay=log_decay)
+    got = outcome(case, "chunked")
+    compare(got, outcome(case, "reference"), tolerance_of(torch.float64))
+    assert (got["d_log_decay"][log_decay == float("-inf")] == 0).all()
+
+
+@every_candidate
 @pytest.mark.parametrize("of", ["out", "final"])
 def test_one_result_alone(candidate, of):
     case = case_for(candidate, candidate.length)

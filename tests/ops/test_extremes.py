@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from rebind.memory import get_rule, rule_names
 from rebind.ops import scan, scan_rule
 from tests.ops.problems import CHANNELS, COEFFICIENTS, compare, outcome, problem, tolerance_of
 from tests.support import Draw, assert_close
@@ -47,14 +48,31 @@ def test_decays_of_very_different_sizes():
 
 @pytest.mark.parametrize("coefficients", [COEFFICIENTS, CHANNELS], ids=["token", "channel"])
 @pytest.mark.parametrize("decay", [0.5, 1e-2, 1e-4, 1e-6, 1e-8])
-def test_the_gradient_of_a_strong_decay_keeps_its_digits(coefficients, decay):
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+def test_the_gradient_of_a_strong_decay_keeps_its_digits(coefficients, decay, before):
     """In float32, relative to the gradient itself and not to others: it is of the size of the decay."""
-    case = problem(100, 16, 16, coefficients=coefficients).to(torch.float32)
+    case = problem(100, 16, 16, coefficients=coefficients, probe_before_decay=before).to(torch.float32)
     log_decay = case.tensors["log_decay"]
     case = case.change(log_decay=math.log(decay) * (0.5 + Draw(2).uniform(*log_decay.shape)).float())
     got, exact = (outcome(c, b)["d_log_decay"].double() for c, b in ((case, "chunked"), (case.double(), "reference")))
     assert float((got - exact).norm() / exact.norm()) < 1e-6
     assert float(((got - exact).abs() / exact.abs()).quantile(0.9)) < 1e-5
+
+
+@pytest.mark.parametrize("rule", [name for name in rule_names() if get_rule(name).decay and not get_rule(name).several])
+def test_every_rule_keeps_them(rule):
+    draw, alpha = Draw(3), torch.full((1, 70, 2), 0.9)
+    alpha[:, ::5] = 1e-6
+    q, k, v = draw.unit(1, 70, 2, 8).float(), draw.unit(1, 70, 2, 8).float(), draw.normal(1, 70, 2, 8).float()
+    slope = draw.normal(1, 70, 2, 8)
+
+    def gradient(dtype, backend):
+        gate = alpha.to(dtype).requires_grad_()
+        out, _ = scan_rule(rule, *(x.to(dtype) for x in (q, k, v)), alpha=gate, backend=backend)
+        return torch.autograd.grad((out * slope).sum(), gate)[0][:, ::5].double()
+
+    exact = gradient(torch.float64, "reference")
+    assert float((gradient(torch.float32, "chunked") - exact).norm() / exact.norm()) < 1e-5
 
 
 def test_a_decay_that_changes_from_channel_to_channel_does_not_overflow():

@@ -128,7 +128,8 @@ def _copy(x, out, length):
 @pytest.mark.parametrize(
     "names", [COEFFICIENTS, (), CHANNELS, ("log_decay", "erase_key"), ("probe", "erase_key", "write")], ids=str
 )
-def test_one_token_is_the_plain_step(widths, names):
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+def test_one_token_is_the_plain_step(widths, names, before):
     draw, there = Draw(7), home("triton")
     d_k, d_v = widths
     q, k = (draw.unit(3, 2, d_k).float().to(there) for _ in range(2))
@@ -139,8 +140,9 @@ def test_one_token_is_the_plain_step(widths, names):
     others = {name.replace("decays", "decay"): -x if "decay" in name else x for name, x in drawn.items()}
     on_cpu = {name: x.cpu() for name, x in others.items()}
     other = state.cpu().clone()
-    out = step(q.cpu(), k.cpu(), v.cpu(), other, **on_cpu)
-    assert_close(decode(q, k, v, state, **{**dict.fromkeys(COEFFICIENTS), **others}).cpu(), out, 1e-5)
+    out = step(q.cpu(), k.cpu(), v.cpu(), other, **on_cpu, probe_before_decay=before)
+    arguments = {**dict.fromkeys(COEFFICIENTS), **others}
+    assert_close(decode(q, k, v, state, **arguments, probe_before_decay=before).cpu(), out, 1e-5)
     assert_close(state.cpu(), other, 1e-5)
 
 
@@ -224,6 +226,12 @@ def test_what_kernels_refuse():
     assert "float64" in TRITON.refuses(inputs_of(torch.float64))
     narrow = TRITON.refuses(inputs_of(torch.bfloat16))
     assert "bits of bfloat16" in narrow if INTERPRETED else narrow is None
+    before = replace(inputs_of(torch.float16), probe_before_decay=True)
+    assert "overflows float16" in TRITON.refuses(before)
+    before = replace(inputs_of(torch.float16), probe_before_decay=True)
+    assert "overflows float16" in TRITON.refuses(before)
+    before = replace(inputs_of(torch.float16), probe_before_decay=True)
+    assert "overflows float16" in TRITON.refuses(before)
 
 
 def test_a_kernel_is_for_the_tensors_that_are_aligned():

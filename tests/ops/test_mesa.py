@@ -95,6 +95,55 @@ def test_packed_sequences_and_zero_queries():
     assert_close(out[:, 6:], alone, EXACT)
 
 
+def scalar(run, tensors):
+    outs = run(**tensors)
+    return sum((x.sin() * Draw(7).normal(*x.shape)).sum() for x in outs)
+
+
+def small_case():
+    tensors = draw_case(length=5, d_k=3, d_v=2, heads=1, key_heads=1)
+    ours = lambda **t: (lambda out, state: (out, *state))(*mesa(**t, iterations=6))
+    return tensors, ours
+
+
+def test_transforms():
+    tensors, ours = small_case()
+    slope = torch.func.grad(lambda t: scalar(ours, t))(tensors)
+    compare(slope, torch.func.grad(lambda t: scalar(loop, t))(tensors), 1e-9)
+    tangents = {name: Draw(5).normal(*x.shape) for name, x in tensors.items()}
+    _, forward = torch.func.jvp(lambda t: scalar(ours, t), (tensors,), (tangents,))
+    assert_close(forward, sum((slope[name] * tangents[name]).sum() for name in slope), 1e-9)
+    samples = {name: x if name == "ridge" else x.unsqueeze(1) for name, x in tensors.items()}
+    dims = {name: None if name == "ridge" else 0 for name in samples}
+    out = torch.vmap(lambda t: ours(**t)[0], (dims,))(samples)
+    assert_close(out.squeeze(1), ours(**tensors)[0], EXACT)
+
+
+def test_gradients_of_gradients():
+    tensors, ours = small_case()
+
+    def second(run):
+        leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+        first = torch.autograd.grad(scalar(run, leaves), list(leaves.values()), create_graph=True)
+        again = torch.autograd.grad(sum(x.square().sum() for x in first), list(leaves.values()))
+        return {
+            f"{order} {name}": x for order, xs in ((1, first), (2, again)) for name, x in zip(leaves, xs, strict=True)
+        }
+
+    compare(second(ours), second(loop), 1e-8)
+
+
+def test_batched_gradients():
+    tensors, ours = small_case()
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    out, slopes = ours(**leaves)[0], Draw(4).normal(3, 2, 5, 1, 2)
+    batched = torch.autograd.grad(out, list(leaves.values()), slopes, is_grads_batched=True, retain_graph=True)
+    for n, slope in enumerate(slopes):
+        alone = torch.autograd.grad(out, list(leaves.values()), slope, retain_graph=True)
+        for got, expected in zip(batched, alone, strict=True):
+            assert_close(got[n], expected, 1e-9)
+
+
 def test_bad_input():
     t = draw_case()
     with raises(ShapeError, "ridge_does_not_match"):

@@ -133,6 +133,12 @@ class TestGatedNorm:
         assert torch.autograd.gradcheck(lambda *x: gated_norm(*x, EPS), leaves)
         assert torch.autograd.gradgradcheck(lambda *x: gated_norm(*x, EPS), leaves)
 
+    def test_rows_that_gate_themselves_with_a_weight_that_does_not_learn(self):
+        x, weight = Draw(2).normal(3, 4).requires_grad_(), Draw(3).normal(4)
+        assert torch.autograd.gradgradcheck(lambda x: gated_norm(x, x, weight, EPS), [x])
+        expected = torch.autograd.grad(gated_norm(x, x, weight, EPS).sum(), x)
+        assert_close(torch.autograd.grad(gated_norm(x, x, weight, EPS).sum(), x, create_graph=True)[0], expected[0])
+
 
 class TestKernels:
     """On a GPU, or in Triton's interpreter."""

@@ -171,6 +171,12 @@ def test_rules_contain_one_another():
         compare(dict(enumerate(ours)), dict(enumerate(other)), OUTPUTS)
 
 
+def test_a_gate_per_channel_where_the_rule_has_none():
+    t = draw_case("kda", 4)
+    with raises(ShapeError, "gate_does_not_match"):
+        scan_rule("gated_delta", **t)
+
+
 def test_bad_input():
     t = draw_case("kda", 9)
     q, k, v, alpha = (t[name] for name in ("q", "k", "v", "alpha"))

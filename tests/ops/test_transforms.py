@@ -15,6 +15,7 @@ from tests.ops.problems import CHANNELS, COEFFICIENTS, compare, problem
 from tests.support import Draw, assert_close
 
 FORMS = pytest.mark.parametrize("coefficients", [COEFFICIENTS, CHANNELS, ()], ids=["gated", "channels", "sum"])
+BEFORE = pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
 
 
 def draw(coefficients, **options):
@@ -33,9 +34,10 @@ def plain_gradients(tensors):
 
 
 @FORMS
+@BEFORE
 @pytest.mark.parametrize("lengths", [None, (0, 7, 30)], ids=["rows", "packed"])
-def test_the_plain_form_is_the_recurrence(coefficients, lengths):
-    case = problem(37, coefficients=coefficients, lengths=lengths)
+def test_the_plain_form_is_the_recurrence(coefficients, lengths, before):
+    case = problem(37, coefficients=coefficients, lengths=lengths, probe_before_decay=before)
     if "log_decay" in case.tensors:
         case.tensors["log_decay"][:, 5] = float("-inf")
     out, final = chunk_form(ScanInputs(**case.tensors, **case.options).checked())

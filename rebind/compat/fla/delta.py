@@ -58,7 +58,7 @@ def chunk_gated_delta_rule(
         g = decay_gate(g, A_log, dt_bias, None)
     beta = beta_gate(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     q, k = scale_queries(q, k, scale, use_qk_l2norm_in_kernel)
-    return run_scan(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, state_v_first)
+    return run_scan(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, value_first=state_v_first)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -115,7 +115,7 @@ def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor | None,
+    beta: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -123,7 +123,7 @@ def chunk_delta_rule(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """DeltaNet: `chunk_gated_delta_rule` without a decay."""
+    """DeltaNet: `chunk_gated_delta_rule` without a decay; without `beta` it is 1."""
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
     return chunk_gated_delta_rule(
         q,
@@ -140,21 +140,7 @@ def chunk_delta_rule(
     )
 
 
-def fused_recurrent_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Do what `chunk_delta_rule` does; without `beta` it is 1."""
-    return chunk_delta_rule(
-        q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
-    )
+fused_recurrent_delta_rule = chunk_delta_rule
 
 
 def chunk_kda(
@@ -282,8 +268,9 @@ def chunk_gdn2(
     q, k = scale_queries(q, k, scale, use_qk_l2norm_in_kernel)
     q, k = share_keys(v, q, k)
     probe = (b * k).to(k.dtype)
+    value = (w * v).to(v.dtype)
     return run_scan(
-        q, k, (w * v).to(v.dtype), g, None, initial_state, output_final_state, cu_seqlens, state_v_first, probe
+        q, k, value, g, None, initial_state, output_final_state, cu_seqlens, value_first=state_v_first, probe=probe
     )
 
 

@@ -32,7 +32,7 @@ def chunk_gla(
     """Gated linear attention: ln α per key channel, `g` [B, T, HV, K], and no erasing."""
     check_options(kwargs)
     q, k = scale_queries(q, k, scale, norm=False)
-    return run_scan(q, k, v, g, None, initial_state, output_final_state, cu_seqlens, state_v_first)
+    return run_scan(q, k, v, g, None, initial_state, output_final_state, cu_seqlens, value_first=state_v_first)
 
 
 def fused_recurrent_gla(

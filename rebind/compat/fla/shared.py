@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rebind.errors import InputError
+from rebind.errors import InputError, ShapeError
 from rebind.memory.precision import working_dtype
 from rebind.ops import rms_norm, scan, step
 
@@ -91,10 +91,14 @@ def run_scan(
     state: Tensor | None,
     with_state: bool,
     cu_seqlens: Tensor | None,
-    value_first: bool,
+    *,
+    value_first: bool = False,
     probe: Tensor | None = None,
     erase_key: Tensor | None = None,
+    probe_before_decay: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
+    """Run `scan`, or `step` for one token, with a state [N, HV, K, V], or [N, HV, V, K] with `value_first`."""
+    _check_shapes(q, k, v, log_decay, beta, state, cu_seqlens, value_first)
     wide = working_dtype(v)
     log_decay = None if log_decay is None else log_decay.to(wide)
     beta = None if beta is None else beta.to(wide)
@@ -103,20 +107,55 @@ def run_scan(
     others = {"log_decay": log_decay, "erase": beta, "write": beta, "probe": probe, "erase_key": erase_key}
     if v.shape[1] == 1 and cu_seqlens is None and not needs_gradients(q, k, v, start, *others.values()):
         run = _step
-    out, final = run(q, k, v, **others, state=start, cu_seqlens=cu_seqlens)
+    out, final = run(q, k, v, **others, probe_before_decay=probe_before_decay, state=start, cu_seqlens=cu_seqlens)
     return out, None if not with_state else final if value_first else final.mT
 
 
+def _check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    value_first: bool,
+) -> None:
+    """Check, by fla's names and in its layout, what `scan` would refuse in terms of its own."""
+    if v.ndim != 4 or q.ndim != 4 or k.shape[:2] != v.shape[:2]:
+        return  # which `scan` refuses
+    tokens, widths = (*q.shape[:2], v.shape[2]), [k.shape[-1], v.shape[-1]]
+    sequences = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+    layout, names = (widths[::-1], "V, K") if value_first else (widths, "K, V")
+    arguments: list[tuple[str, Tensor | None, list[tuple[int, ...]], str]] = [
+        ("The log decay", log_decay, [tokens, (*tokens, widths[0])], "[B, T, HV] or, per channel, [B, T, HV, K]"),
+        ("beta", beta, [tuple(v.shape[:3])], "[B, T, HV]"),
+        ("The initial state", state, [(sequences, v.shape[2], *layout)], f"[N, HV, {names}]"),
+    ]
+    for name, tensor, shapes, meaning in arguments:
+        if tensor is not None and tensor.shape not in shapes:
+            expected = f"{meaning}: {' or '.join(str(list(shape)) for shape in shapes)}"
+            raise ShapeError(f"{name} has shape {list(tensor.shape)}", expected=expected, code="wrong_shape")
+
+
 def _step(
-    q: Tensor, k: Tensor, v: Tensor, *, state: Tensor | None, cu_seqlens: None, **others: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: Tensor | None,
+    cu_seqlens: None,
+    probe_before_decay: bool,
+    **others: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Do what `scan` does for one token per sequence, without gradients and faster."""
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], v.shape[3], k.shape[3], dtype=working_dtype(v))
     else:  # kernels need a contiguous memory; a CPU is as fast with its transpose
         state = state.clone(memory_format=torch.contiguous_format if state.is_cuda else torch.preserve_format)
-    token = {name: None if x is None else x.squeeze(1) for name, x in others.items()}
-    return step(q[:, 0], k[:, 0], v[:, 0], state, **token).unsqueeze(1), state  # type: ignore[arg-type]
+    token: dict[str, Any] = {name: None if x is None else x.squeeze(1) for name, x in others.items()}
+    out = step(q[:, 0], k[:, 0], v[:, 0], state, **token, probe_before_decay=probe_before_decay)
+    return out.unsqueeze(1), state
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:

@@ -1,7 +1,6 @@
 """Rules whose reading and erasing are apart from their keys, and rules with several writes per token.
 
-Comba, RWKV-7 and diagonal-plus-low-rank transitions read the memory before it decays. The scan reads it afterwards, so
-that their probes are divided by the decay, which is exact down to α = 1e-13.
+Comba, RWKV-7 and diagonal-plus-low-rank transitions read the memory before it decays.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from rebind.compat.fla.shared import (
     refuse,
     run_scan,
     scale_queries,
-    share_keys,
 )
 from rebind.errors import ShapeError
 from rebind.memory.precision import working_dtype
-from rebind.memory.rules import SMALLEST_DECAY
 from rebind.ops import MesaState, mesa, rms_norm
 
 
@@ -44,10 +41,8 @@ def chunk_comba(
     if use_qk_l2norm_in_kernel:
         p = rms_norm(p, p.shape[-1] ** -0.5, NORM_EPS / p.shape[-1])
     q, k = scale_queries(q, k, scale, use_qk_l2norm_in_kernel)
-    q, k, p = share_keys(v, q, k, p)
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
-    probe = _undecayed(p, g.unsqueeze(-1))
-    return run_scan(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, False, probe)
+    return run_scan(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, probe=p, probe_before_decay=True)
 
 
 def fused_recurrent_comba(
@@ -90,8 +85,8 @@ def chunk_dplr_delta_rule(
     """
     check_options(kwargs)
     q, k = scale_queries(q, k, scale, norm=False)
-    probe = _undecayed(a, gk)
-    return run_scan(q, k, v, gk, None, initial_state, output_final_state, cu_seqlens, False, probe, -b)
+    others = (initial_state, output_final_state, cu_seqlens)
+    return run_scan(q, k, v, gk, None, *others, probe=a, erase_key=-b, probe_before_decay=True)
 
 
 def fused_recurrent_dplr_delta_rule(
@@ -171,7 +166,7 @@ def chunk_gated_delta_product(
             code="sequences_do_not_match",
         )
     q, k = scale_queries(q, k, scale, use_qk_l2norm_in_kernel)
-    return run_scan(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, False)
+    return run_scan(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens)
 
 
 def chunk_mesa_net(
@@ -206,9 +201,3 @@ def chunk_mesa_net(
         q, k, v, ridge=lamb, log_decay=g, write=beta, state=start, cu_seqlens=cu_seqlens, iterations=max_CG_iteration
     )
     return out, (final.keys, final.values.mT) if output_final_state else (None, None)
-
-
-def _undecayed(probe: Tensor, log_decay: Tensor) -> Tensor:
-    """Return the probe that reads after a decay what `probe` would have read before it."""
-    decay = log_decay.to(working_dtype(probe, log_decay)).exp().clamp_min(SMALLEST_DECAY)
-    return (probe / decay).to(probe.dtype)

@@ -6,10 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from rebind.errors import InputError
-from rebind.nn.convert.links import Link, copy_to_ours, copy_to_theirs, grouped, interleaved, joined, same, shifted
+from rebind.nn.convert.links import (
+    Link,
+    copy_to_ours,
+    copy_to_theirs,
+    grouped,
+    interleaved,
+    joined,
+    require_same_layers,
+    same,
+    shifted,
+)
 from rebind.nn.layers.attention import Attention, Rotary
 from rebind.nn.layers.base import SequenceLayer
 from rebind.nn.layers.fast_weight import FastWeight
@@ -53,7 +64,10 @@ def from_pretrained_layer(layer: nn.Module) -> SequenceLayer[Any]:
 
 def to_pretrained_layer(ours: SequenceLayer[Any], layer: nn.Module) -> None:
     """Copy the weights of our layer into a layer of transformers or flash-linear-attention of the same shape."""
-    copy_to_theirs(plan_layer(layer).links, ours, layer)
+    plan = plan_layer(layer)
+    with torch.device("meta"):
+        require_same_layers(ours, plan.build())
+    copy_to_theirs(plan.links, ours, layer)
 
 
 def plan_layer(layer: nn.Module) -> LayerPlan:

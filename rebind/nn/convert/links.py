@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rebind.errors import InputError
+
+OF_A_RUN = {"training", "gradient_checkpointing"}  # attributes of modules that are no part of a model
 
 Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -87,6 +92,35 @@ def copy_to_theirs(links: Iterable[Link], ours: nn.Module, theirs: nn.Module) ->
     source, target = _weights(ours), _weights(theirs)
     for link in links:
         _copy(link.to_theirs([source[name] for name in link.ours]), [target[name] for name in link.theirs])
+
+
+def require_same_layers(ours: nn.Module, expected: nn.Module) -> None:
+    """Require that our layers have the parts, shapes and options of those that theirs would become."""
+    own, other = _options(ours), _options(expected)
+    different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+    if different:
+        first = different[0]
+        raise InputError(
+            f"The layers differ in {first}: {own.get(first, 'absent')} in ours, {other.get(first, 'absent')} in theirs",
+            expected="layers of one shape with the same options",
+            advice="Copy into a layer or model like the one that ours came from",
+            code="layers_differ",
+        )
+
+
+def _options(module: nn.Module) -> dict[str, Any]:
+    """Return the shapes of all weights, and what else decides what the layers compute."""
+    options: dict[str, Any] = {name: list(weight.shape) for name, weight in module.named_parameters()}
+    for path, part in module.named_modules():
+        if type(part).__module__.startswith("rebind.nn.") and not hasattr(part, "config"):
+            for name, value in vars(part).items():
+                if (
+                    name not in OF_A_RUN
+                    and name[0] != "_"
+                    and (isinstance(value, int | float | str) or is_dataclass(value))
+                ):
+                    options[f"{path}.{name}".lstrip(".")] = value
+    return options
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rebind.memory.checks import unknown_name
+from rebind.memory.checks import require_number, unknown_name
 from rebind.memory.precision import working_dtype
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
-from rebind.nn.parts.checks import require_multiple, require_positive
+from rebind.nn.parts.checks import require_multiple, require_positive, shared_heads
 from rebind.nn.parts.dense import RMSNorm
 from rebind.nn.parts.documents import Documents
 from rebind.nn.parts.gates import OutputGate, gate_projections, get_output_gate
@@ -34,6 +34,10 @@ class Rotary:
 
     theta: float = 10_000.0
     fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("theta", self.theta, above=0.0)
+        require_number("fraction", self.fraction, above=0.0, most=1.0)
 
     def width(self, head_dim: int) -> int:
         """Return the number of channels that are rotated, which must be even."""
@@ -94,8 +98,7 @@ class Attention(SequenceLayer[AttentionState]):
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__(dim, heads, head_dim)
-        self.key_heads = key_heads or heads
-        require_multiple("The number of heads", heads, self.key_heads, "the number of key heads")
+        self.key_heads = shared_heads(heads, key_heads)
         if rotary is not None:
             rotary.width(self.head_dim)
         if window is not None:

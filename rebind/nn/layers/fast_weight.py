@@ -21,7 +21,7 @@ from rebind.memory.features import Feature
 from rebind.memory.precision import working_dtype
 from rebind.memory.rules import Rule, get_rule
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
-from rebind.nn.parts.checks import head_width, require_multiple, require_sequence
+from rebind.nn.parts.checks import head_width, require_sequence, shared_heads
 from rebind.nn.parts.dense import RMSNorm, project_jointly
 from rebind.nn.parts.documents import Documents
 from rebind.nn.parts.feature_map import FeatureMap, Normalizer
@@ -92,8 +92,7 @@ class FastWeight(SequenceLayer[FastWeightState]):
             raise InputError(problem, expected="a rule with one write", advice=advice, code="several_writes")
         self.d_k = head_width(dim, heads, d_k)
         self.d_v = self.head_dim
-        self.key_heads = heads if key_heads is None else key_heads
-        require_multiple("The number of heads", heads, self.key_heads, "the number of key heads")
+        self.key_heads = shared_heads(heads, key_heads)
         keys, values = self.key_heads * self.d_k, heads * self.d_v
         self._widths = [keys, keys, values]  # of queries, keys and values side by side
         self.q_proj = nn.Linear(dim, keys, bias=False)

@@ -36,7 +36,23 @@ ConfigValue = str | int | float | list[str] | None
 
 
 MOST_LAYERS, LARGEST_SIZE = 4_096, 2**24  # far beyond any model: what is larger is a mistake, or an attack
-MISSPELLED = 0.88  # how similar another name is, from 0 to 1: hiden_size is, and num_layers and sep_token_id are not
+MISSPELLED = 0.88  # how similar another name is, from 0 to 1: hiden_size is, and sep_token_id is not
+OTHER_NAMES = {  # what other models call our fields
+    "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
+    "num_attention_heads": ("num_heads", "n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_kv_heads"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "intermediate_size": ("n_inner", "d_ff", "ffn_dim"),
+    "layer_kinds": ("layer_types", "rule"),
+    "d_k": ("head_k_dim", "linear_key_head_dim"),
+    "d_v": ("head_v_dim", "linear_value_head_dim", "expand_v"),
+    "key_heads": ("linear_num_key_heads", "num_k_heads"),
+    "memory_heads": ("linear_num_value_heads", "num_v_heads"),
+    "conv_size": ("linear_conv_kernel_dim", "conv_kernel_size"),
+    "max_beta": ("allow_neg_eigval",),
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps"),
+    "rotary_fraction": ("partial_rotary_factor",),
+}
 CODE = "modeling_rebind"  # the module in a saved folder that programs import which do not know rebind
 
 
@@ -49,10 +65,15 @@ class SavedConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     auto_classes: ClassVar[dict[str, str]]  # the class for each Auto class
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Keep fields that are not ours, as all configs of transformers do, unless they are ours misspelled."""
-        for name in kwargs.keys() - self.__dataclass_fields__.keys():
-            if close := get_close_matches(name, self.__dataclass_fields__, n=1, cutoff=MISSPELLED):
-                raise InputError(f"A config has no field {name!r}", expected=repr(close[0]), code="unknown_field")
+        """Keep fields that are not ours, as all configs of transformers do, unless they mean one of ours."""
+        fields = self.__dataclass_fields__
+        for name in kwargs.keys() - fields.keys():
+            alternatives = [ours for ours, others in OTHER_NAMES.items() if name in others and ours in fields]
+            alternatives = alternatives or get_close_matches(name, fields, n=1, cutoff=MISSPELLED)
+            if alternatives:
+                raise InputError(
+                    f"A config has no field {name!r}", expected=repr(alternatives[0]), code="unknown_field"
+                )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:

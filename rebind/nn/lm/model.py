@@ -12,10 +12,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from rebind.errors import InputError
+from rebind.errors import InputError, ShapeError
 from rebind.memory.checks import known
 from rebind.memory.precision import working_dtype
-from rebind.nn.convert.links import copy_to_ours, copy_to_theirs
+from rebind.nn.convert.links import copy_to_ours, copy_to_theirs, require_same_layers
 from rebind.nn.convert.models import plan_model
 from rebind.nn.layers.attention import Attention
 from rebind.nn.layers.base import CrossLayer, SequenceLayer, State
@@ -150,6 +150,9 @@ class RebindModel(RebindPreTrainedModel):  # type: ignore[no-untyped-call]
         """
         if input_ids is not None:
             require_tokens("input_ids", input_ids)
+        if (input_ids is None) == (inputs_embeds is None):
+            problem = f"There are {'no tokens' if input_ids is None else 'both input_ids and inputs_embeds'}"
+            raise InputError(problem, expected="input_ids or inputs_embeds", code="wrong_tokens")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = _real_tokens(attention_mask, x)
         if packed is None:
@@ -216,7 +219,10 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
 
     def to_transformers(self, model: PreTrainedModel) -> None:
         """Copy the weights into a model of transformers of the same shape, such as the one this model came from."""
-        copy_to_theirs(plan_model(model)[1], self, model)
+        config, links = plan_model(model)
+        with torch.device("meta"):
+            require_same_layers(self, type(self)(config))
+        copy_to_theirs(links, self, model)
 
     @property
     def grows(self) -> bool:
@@ -268,6 +274,10 @@ class RebindForCausalLM(RebindPreTrainedModel, GenerationMixin):  # type: ignore
             packed=packed,
         )
         hidden, loss, logits = base.last_hidden_state, cast(Any, None), None
+        for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
+            if targets is not None and targets.shape != hidden.shape[:2]:
+                problem, expected = f"{name} has shape {list(targets.shape)}", f"{list(hidden.shape[:2])}"
+                raise ShapeError(problem, expected=expected, code="wrong_labels_shape")
         if shift_labels is None and labels is not None:
             shift_labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
             if packed is not None:

@@ -32,6 +32,15 @@ def head_width(dim: int, heads: int, width: int | None = None) -> int:
     return width
 
 
+def shared_heads(heads: int, key_heads: int | None) -> int:
+    """Return the number of key heads, each shared by equally many heads; None means as many as there are heads."""
+    if key_heads is None:
+        return heads
+    require_positive(key_heads=key_heads)
+    require_multiple("The number of heads", heads, key_heads, "the number of key heads")
+    return key_heads
+
+
 def require_sequence(name: str, x: Tensor, width: int, mask: Tensor | None, *, rank: int = 3) -> None:
     """Require tokens [B, T, width], or [B, width] for `rank` 2, with one boolean per token as their mask."""
     if x.ndim != rank or x.shape[-1] != width or 0 in x.shape:

@@ -85,6 +85,7 @@ def as_documents(cu_seqlens: Tensor, batch: int, length: int, mask: Tensor | Non
     if batch != 1:
         problem, advice = f"The batch has {batch} rows", "Lay the documents of all rows end to end"
         raise ShapeError(problem, expected="one row with cu_seqlens", advice=advice, code="documents_need_one_row")
+    require_boundaries(cu_seqlens=cu_seqlens)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
         problem = f"cu_seqlens is a {cu_seqlens.dtype} tensor of shape {list(cu_seqlens.shape)}"
         raise ShapeError(problem, expected="integers [N + 1]: 0, …, T", code="invalid_boundaries")
@@ -94,6 +95,15 @@ def as_documents(cu_seqlens: Tensor, batch: int, length: int, mask: Tensor | Non
         expected = f"boundaries that never decrease, from 0 to {length}, the number of tokens"
         raise InputError(problem, expected=expected, code="invalid_boundaries")
     return Documents(cu_seqlens.long(), length)
+
+
+def require_boundaries(**bounds: object) -> None:
+    """Require boundaries that are tensors."""
+    for name, value in bounds.items():
+        if not isinstance(value, Tensor):
+            problem = f"{name} is a {type(value).__name__}"
+            advice = f"Convert it with torch.tensor({name})"
+            raise InputError(problem, expected="a tensor of integers", advice=advice, code="invalid_boundaries")
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +153,9 @@ def find_documents(
     others = {name: value for name, value in arguments.items() if name not in DOCUMENT_ARGUMENTS}
     refuse_unknown(others, also=("position_ids", *sorted(DOCUMENT_ARGUMENTS)))
     names = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
-    bounds = [arguments[name] for name in names if arguments.get(name) is not None]
+    named = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    require_boundaries(**named)
+    bounds = list(named.values())
     if any(not torch.equal(bounds[0], other) for other in bounds[1:]):
         problem = "cu_seqlens, cu_seq_lens_q and cu_seq_lens_k differ"
         raise InputError(problem, expected="the same boundaries", code="documents_disagree")

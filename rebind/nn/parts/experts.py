@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rebind.errors import InputError
 from rebind.memory.precision import working_dtype
 from rebind.nn.parts.checks import require_multiple, require_positive
 from rebind.nn.parts.dense import SwiGlu
@@ -33,9 +34,9 @@ class SigmoidRouting:
         corrected = (scores + correction).unflatten(-1, (self.groups, -1))
         if self.chosen_groups < self.groups:
             best = corrected.topk(min(2, corrected.shape[-1]), dim=-1).values.sum(-1)
-            kept = torch.zeros_like(best, dtype=torch.bool)
-            kept = kept.scatter(-1, best.topk(self.chosen_groups, dim=-1).indices, True)
-            corrected = corrected.masked_fill(~kept.unsqueeze(-1), float("-inf"))
+            usable = torch.zeros_like(best, dtype=torch.bool)
+            usable = usable.scatter(-1, best.topk(self.chosen_groups, dim=-1).indices, True)
+            corrected = corrected.masked_fill(~usable.unsqueeze(-1), float("-inf"))
         numbers = corrected.flatten(-2).topk(chosen, dim=-1).indices
         shares = scores.gather(-1, numbers)
         return (shares / shares.sum(-1, keepdim=True) if normalize else shares) * self.scale, numbers
@@ -71,8 +72,14 @@ class ExpertMlp(nn.Module):
     ) -> None:
         super().__init__()
         require_positive(dim=dim, hidden=hidden, experts=experts, chosen=chosen)
+        usable = experts
         if routing is not None:
+            require_positive(groups=routing.groups, chosen_groups=routing.chosen_groups)
             require_multiple("The number of experts", experts, routing.groups, "the number of groups")
+            usable = experts // routing.groups * min(routing.chosen_groups, routing.groups)
+        if chosen > usable:
+            problem = f"A token uses {chosen} experts"
+            raise InputError(problem, expected=f"at most {usable}, which it can choose from", code="too_many_experts")
         self.chosen, self.normalize, self.routing = chosen, normalize, routing
         self.router = nn.Linear(dim, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, dim))

@@ -126,6 +126,11 @@ class SigmoidDecay:
     lowest: float = -5.0
     name: ClassVar[str] = "sigmoid"
 
+    def __post_init__(self) -> None:
+        if not self.lowest < 0:
+            problem = f"The lowest logarithm of a decay is {self.lowest!r}"
+            raise InputError(problem, expected="a negative number", code="growing_decay")
+
     def __call__(self, x: Tensor, rate: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return ln α, and no dt, for x = W x + dt_bias and rate = exp(A_log)."""
         return torch.sigmoid(x * rate) * self.lowest, None

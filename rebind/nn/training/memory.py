@@ -36,8 +36,8 @@ def require_memory_for_batch(config: TrainConfig, model: RebindConfig, device: t
     """Raise if the tokens of a batch, and what each layer keeps of a piece of it, need more than the device has."""
     available = _memory(device)
     tokens = config.rows_per_piece(config.sequences_at_once(processes)) * config.length // config.context_parallel
-    kept = tokens * model.num_hidden_layers * model.hidden_size * BYTES_PER_ACTIVATION
-    least = config.batch_size * config.length * BYTES_PER_TOKEN + kept
+    activations = tokens * model.num_hidden_layers * model.hidden_size * BYTES_PER_ACTIVATION
+    least = config.batch_size * config.length * BYTES_PER_TOKEN + activations
     if least > available:
         raise InputError(
             f"A batch of {config.batch_size:,} segments of {config.length:,} tokens takes {least / 1e9:,.0f} GB or "

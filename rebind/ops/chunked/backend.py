@@ -13,8 +13,9 @@ tril(s, −1) of probes,
     O  = X_Q^ Wᵀ + S_Q U
     W' = W diag(G_C) + Uᵀ K^                   K^_j = G_C/G_j ⊙ k_j
 
-With one decay per token, d = α, and p = k this is the WY form of DeltaNet's chunks. ε = 0 leaves no system to solve,
-and so does the definition of a mini-batch: all of its tokens read the first W.
+With one decay per token, d = α, and p = k this is the WY form of DeltaNet's chunks. A probe that reads before the decay
+has G_{i−1} in place of G_i, in its scores and in X_P^. ε = 0 leaves no system to solve, and so does the definition of a
+mini-batch: all of its tokens read the first W.
 
 **Backward.** Given Ō and W̄', with R the right-hand side of the system and T = (I − S_P)⁻¹,
 
@@ -62,7 +63,7 @@ class Chunked:
         layout = layout_of(inputs, _size(inputs), self.group_size)
         saved = _Saved.empty(inputs) if inputs.keep else _Saved()
         out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
-        state = None if _starts_afresh(inputs, layout) else layout.in_waves(_zeros(inputs, inputs.state))
+        state = None if _starts_afresh(inputs, layout) else layout.in_waves(_or_zeros(inputs, inputs.state))
         loader = _Loader(inputs, layout)
         for group in layout.groups:
             part, state = _forward(loader.chunks(group), saved.of(group, inputs.heads), state)
@@ -80,7 +81,7 @@ class Chunked:
             None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.tensors[:-1]
         ]
         fresh = _starts_afresh(inputs, layout)
-        d_state = None if fresh and d_final is None else layout.in_waves(_zeros(inputs, d_final))
+        d_state = None if fresh and d_final is None else layout.in_waves(_or_zeros(inputs, d_final))
         loader = _Loader(inputs, layout)
         numbers = [None if x is None or x.ndim == 4 else loader.empty(1) for x in inputs.tensors[:-1]]
         for group in reversed(layout.groups):
@@ -125,10 +126,10 @@ def _starts_afresh(inputs: ScanInputs, layout: Layout) -> bool:
     return inputs.state is None and len(layout.groups) == 1 and len(layout.groups[0].waves) == 1
 
 
-def _zeros(inputs: ScanInputs, given: Tensor | None) -> Tensor:
+def _or_zeros(inputs: ScanInputs, states: Tensor | None) -> Tensor:
     """Return states or their gradients, zeros where there are none."""
-    if given is not None:
-        return given
+    if states is not None:
+        return states
     return torch.zeros(inputs.state_shape, dtype=inputs.working_dtype, device=inputs.v.device)
 
 
@@ -201,7 +202,7 @@ class _Loader:
         self.erase = self._numbers(inputs.erase)
         self.write = self.erase if inputs.write is inputs.erase else self._numbers(inputs.write)
         log = None if inputs.by_channel else self._numbers(inputs.log_decay)
-        self.decays = None if log is None else TokenDecays(log, self.room)
+        self.decays = None if log is None else TokenDecays(log, self.room, inputs.probe_before_decay)
 
     def empty(self, width: int) -> Tensor:
         """Return an uninitialized tensor [chunks · H, C, width]."""
@@ -228,7 +229,8 @@ class _Loader:
         if self.decays is not None:
             decay = self.decays.of(here)
         elif inputs.log_decay is not None:
-            decay = DecayPerChannel(layout.load(inputs.log_decay, group, room("log", *K.shape)), room)
+            log = layout.load(inputs.log_decay, group, room("log", *K.shape))
+            decay = DecayPerChannel(log, room, inputs.probe_before_decay)
         waves, decays = [count * inputs.heads for count in group.waves], inputs.log_decay is not None
         return _Chunks(X, K, V, P, erase, write, decay, decays, inputs.solves, waves, room)
 
@@ -286,13 +288,13 @@ def _backward(
     T, U = saved.inverse, chunks.values if saved.U is None else saved.U
     scores = decay.scores(X if chunks.solves and chunks.decays else X[:, :C], K)
     d_U = torch.bmm(scores[:, :C].mT, errors[:, :C], out=room("d_U", *V.shape))
-    d_X, d_K, kept = room("d_X", *X.shape), room("d_K", *K.shape), None
+    d_X, d_K, through = room("d_X", *X.shape), room("d_K", *K.shape), None
     if d_state is not None:
         d_ends = _retreat(chunks, T, errors, d_U, d_state)
         torch.bmm(U, d_ends, out=d_K)
         decay.until(d_K, out=d_K)
         if chunks.decays and starts is not None:
-            kept = d_ends.mul_(starts)
+            through = d_ends.mul_(starts)
     elif chunks.P is not None:
         errors[:, C:] = d_U if T is None else torch.bmm(T.mT, d_U)
     d_R = d_U if chunks.P is None else errors[:, C:]
@@ -301,7 +303,7 @@ def _backward(
         decay.since(d_X, out=d_X)
     outer = None
     if chunks.decays:
-        outer = decay.outer_gradient(X, None if starts is None else d_X, K, None if d_state is None else d_K, kept)
+        outer = decay.outer_gradient(X, None if starts is None else d_X, K, None if d_state is None else d_K, through)
     for gradient, absent in ((d_X, starts is None), (d_K, d_state is None)):
         if absent:
             gradient.zero_()

@@ -11,7 +11,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from rebind.ops.gradients import gradients_of
 from rebind.ops.inputs import Gradients, ScanInputs
 from rebind.ops.reference import over_sequences
 
@@ -21,22 +23,15 @@ FLOOR = -1e3  # of ln d: exp of it is 0, and differences stay finite
 
 def chunk_form(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """Return the output [B, T, H, d_v] and the final state [N, H, d_v, d_k]."""
-    return over_sequences(inputs, partial(_sequence, size=inputs.mini_batch or CHUNK, solves=inputs.mini_batch is None))
+    size, solves, before = inputs.mini_batch or CHUNK, inputs.mini_batch is None, inputs.probe_before_decay
+    return over_sequences(inputs, partial(_sequence, size=size, solves=solves, probe_before_decay=before))
 
 
 def gradients(inputs: ScanInputs, d_out: Tensor, d_final: Tensor | None) -> Gradients:
     """Return the gradients of the chunk form, by autograd; they can be differentiated again."""
-    leaves = [x if x is None or x.requires_grad else x.detach().requires_grad_() for x in inputs.tensors]
-    with torch.enable_grad():
-        results, slopes = list(chunk_form(inputs.with_tensors(leaves))), [d_out, d_final]
-        if d_final is None or not results[1].requires_grad:  # no token wrote, and there was no state
-            del results[1], slopes[1]
-        sources = [x for x in leaves if x is not None]
-        grads = torch.autograd.grad(
-            results, sources, slopes, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-    computed = iter(grads)
-    return tuple(None if x is None else next(computed) for x in leaves)
+    return tuple(
+        gradients_of(lambda *tensors: chunk_form(inputs.with_tensors(tensors)), inputs.tensors, (d_out, d_final))
+    )
 
 
 def _sequence(
@@ -51,19 +46,29 @@ def _sequence(
     *,
     size: int,
     solves: bool,
+    probe_before_decay: bool,
 ) -> tuple[Tensor, Tensor]:
     """Run one sequence per row: W [B, H, d_v, d_k]; the others [B, T, H, width]."""
     heads_first = [x.transpose(1, 2) for x in (q, k, v, log_decay, erase * probe, write)]
     outs = [heads_first[2][:, :, :0]]
     W = W.clone()  # a sequence of no tokens returns its state, and never the same tensor
     for parts in zip(*(x.split(size, dim=2) for x in heads_first if x.shape[2]), strict=True):
-        out, W = _chunk(W, *parts, solves=solves)
+        out, W = _chunk(W, *parts, solves=solves, probe_before_decay=probe_before_decay)
         outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2), W
 
 
 def _chunk(
-    W: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, probe: Tensor, write: Tensor, *, solves: bool
+    W: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    probe: Tensor,
+    write: Tensor,
+    *,
+    solves: bool,
+    probe_before_decay: bool,
 ) -> tuple[Tensor, Tensor]:
     """Run one chunk of tokens [B, H, C, width]; the probes are times ε."""
     wide = q.dtype if q.device.type == "mps" else torch.float64
@@ -72,14 +77,18 @@ def _chunk(
     distance = (c.unsqueeze(3) - c.unsqueeze(2)).masked_fill(~allowed, 0.0)
     between = (distance.exp() * allowed).to(q.dtype)  # [B, H, C, C, 1 or d_k]
     since, until = c.exp().to(q.dtype), between[:, :, -1]
+    probe_since, probe_between = since, between
+    if probe_before_decay:  # a probe reads what the token before it left
+        probe_since = functional.pad(since[:, :, :-1], (0, 0, 1, 0), value=1.0)
+        probe_between = functional.pad(between[:, :, :-1], (0, 0, 0, 0, 1, 0))
 
-    def scores(x: Tensor) -> Tensor:
+    def scores(x: Tensor, between: Tensor) -> Tensor:
         if between.shape[-1] == 1:
             return (x @ k.mT) * between.squeeze(-1)
         return (x.unsqueeze(3) * between * k.unsqueeze(2)).sum(-1)
 
-    U = write * v - (probe * since) @ W.mT
+    U = write * v - (probe * probe_since) @ W.mT
     if solves:
-        U = torch.linalg.solve_triangular(scores(probe).tril(-1), U, upper=False, unitriangular=True)
-    out = (q * since) @ W.mT + scores(q) @ U
+        U = torch.linalg.solve_triangular(scores(probe, probe_between).tril(-1), U, upper=False, unitriangular=True)
+    out = (q * since) @ W.mT + scores(q, between) @ U
     return out, W * since[:, :, -1:] + U.mT @ (k * until)

@@ -285,7 +285,7 @@ def column_gradients(
         b_p = load_tile(d_products, here, 0, 0, C, C, C, C)
         if SOLVE:
             b_a = load_tile(d_erased, here, 0, 0, C, C, C, C)
-        kept = 0.0  # γ_C ⟨S, S̄'⟩
+        end_product = 0.0  # γ_C ⟨S, S̄'⟩
         wrote = tl.zeros([C], tl.float32)
         for kat in tl.static_range(0, D_K, BK):
             b_dk = tl.zeros([C, BK], tl.float32)
@@ -300,7 +300,7 @@ def column_gradients(
             b_dk *= tail[:, None]
             b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
             if DECAY:
-                kept += tl.sum(retained, 0) * tl.load(table + here * (5 * C) + C - 1)
+                end_product += tl.sum(retained, 0) * tl.load(table + here * (5 * C) + C - 1)
                 wrote += tl.sum(b_k.to(tl.float32) * b_dk, 1)
             b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
             b_dk = tl.dot(tl.trans(b_p), b_q, acc=b_dk, input_precision=PRECISION)
@@ -324,7 +324,7 @@ def column_gradients(
             before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
             crossing = tl.dot(pairs, before, input_precision=PRECISION)  # over j < t
             d_g = tl.sum(tl.where(i[:, None] >= i[None, :], crossing, 0.0), 0)  # over i ≥ t
-            d_g += tl.load(d_sums + here * C + i) + kept
+            d_g += tl.load(d_sums + here * C + i) + end_product
             d_g += tl.sum(tl.where(i[:, None] < i[None, :], wrote[:, None], 0.0), 0)  # over j < t
             alive = tl.load(log_decay + flat, mask=token < length, other=0.0).to(tl.float32) > FLOOR
             slope = tl.where(alive, d_g, 0.0).to(d_log_decay.dtype.element_ty)

@@ -356,14 +356,14 @@ def channel_columns(
             end = tl.minimum(start + C, length) - 1
             last = tl.load(sums + ((begin + end) * H + head) * D_K + column, mask=column < D_K, other=0.0)
             d_k = tl.zeros([C, BK], tl.float32)
-            kept = tl.zeros([BK], tl.float32)  # pairs of the first state and the end
+            end_product = tl.zeros([BK], tl.float32)  # pairs of the first state and the end
             for part in tl.range(0, D_V, BV, num_stages=1):
                 b_u = load_rows(written, begin, start, length, head, H, D_V, part, BV, C)
                 b_ds = load_tile(d_states, here, kat, part, D_K, D_V, BK, BV)
                 d_k = tl.dot(b_u, tl.trans(b_ds), acc=d_k, input_precision=PRECISION)
                 if DECAY:
                     b_s = load_tile(states, here, kat, part, D_K, D_V, BK, BV)
-                    kept += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
+                    end_product += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
             d_k *= tl.exp((last[None, :] - c).to(tl.float32))
             b_q = load_rows(q, begin, start, length, head // G, H // G, D_K, kat, BK, C)
             b_k = load_rows(k, begin, start, length, head // G, H // G, D_K, kat, BK, C)
@@ -391,7 +391,7 @@ def channel_columns(
             store_rows(dk, d_k, begin, start, length, head, H, D_K, kat, BK, C)
             if DECAY:
                 slope += load_rows(slopes, begin, start, length, head, H, D_K, kat, BK, C)
-                slope += (kept * tl.exp(last.to(tl.float32)))[None, :]
+                slope += (end_product * tl.exp(last.to(tl.float32)))[None, :]
                 logs = load_rows(log_decay, begin, start, length, head, H, D_K, kat, BK, C)
                 slope = tl.where(logs.to(tl.float32) > FLOOR, slope, 0.0)
                 store_rows(d_log_decay, slope, begin, start, length, head, H, D_K, kat, BK, C)

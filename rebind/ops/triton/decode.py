@@ -30,8 +30,12 @@ def _decode(
     BV: tl.constexpr,
     ERASE: tl.constexpr,
     CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
 ):
-    """One program per (block of a state's rows, memory): W [D_V, D_K] ← W~ + η v kᵀ − ε (W~ p) eᵀ, then o = W q."""
+    """One program per (block of a state's rows, memory): W [D_V, D_K] ← W~ + η v kᵀ − ε (W~ p) eᵀ, then o = W q.
+
+    With BEFORE, W p in place of W~ p.
+    """
     block, place = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = block * BV + tl.arange(0, BV)
     column = tl.arange(0, BK)
@@ -42,6 +46,10 @@ def _decode(
     b_k = tl.load(k + key, mask=column < D_K, other=0.0).to(tl.float32)
     b_q = tl.load(q + key, mask=column < D_K, other=0.0).to(tl.float32)
     u = tl.load(v + place * D_V + row, mask=row < D_V, other=0.0).to(tl.float32)
+    b_p = b_k
+    if probe is not None:
+        b_p = tl.load(probe + key, mask=column < D_K, other=0.0).to(tl.float32)
+    old = tl.sum(W * b_p[None, :], 1) if BEFORE else u
     if CHANNELS:
         logs = tl.load(log_decay + place * D_K + column, mask=column < D_K, other=0.0)
         W *= tl.exp(logs.to(tl.float32))[None, :]
@@ -50,10 +58,8 @@ def _decode(
     if write is not None:
         u *= tl.load(write + place).to(tl.float32)
     if ERASE:
-        b_p = b_k
-        if probe is not None:
-            b_p = tl.load(probe + key, mask=column < D_K, other=0.0).to(tl.float32)
-        old = tl.sum(W * b_p[None, :], 1)
+        if not BEFORE:
+            old = tl.sum(W * b_p[None, :], 1)
         if erase is not None:
             old *= tl.load(erase + place).to(tl.float32)
         if erase_key is not None:
@@ -75,6 +81,8 @@ def decode(
     write: Tensor | None,
     probe: Tensor | None = None,
     erase_key: Tensor | None = None,
+    *,
+    probe_before_decay: bool = False,
 ) -> Tensor:
     """Return the output [B, H, d_v]; `state` [B, H, d_v, d_k] in float32, contiguous, is changed in place."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -87,6 +95,7 @@ def decode(
     kind = {
         "ERASE": any(x is not None for x in (erase, probe, erase_key)),
         "CHANNELS": log_decay is not None and log_decay.ndim == 3,
+        "BEFORE": probe_before_decay,
     }
     grid, sharing = (triton.cdiv(d_v, tall), rows * heads), heads // k.shape[1]
     launch(_decode, grid, tensors, (heads, sharing), warps=4, D_K=d_k, D_V=d_v, BK=wide, BV=tall, **kind)

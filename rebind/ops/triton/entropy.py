@@ -47,7 +47,7 @@ def _row_losses(
                 tl.store(logits + word, tl.zeros([BLOCK], kind), mask=word < WORDS)
     else:
         known = (target >= 0) & (target < WORDS)
-        wanted = tl.load(logits + target, mask=known, other=0.0).to(tl.float32)  # before slopes are written
+        target_logit = tl.load(logits + target, mask=known, other=0.0).to(tl.float32)  # before slopes are written
         largest = float("-inf")
         total = 0.0
         for first in range(0, WORDS, BLOCK):
@@ -58,7 +58,7 @@ def _row_losses(
             total = total * _exp(largest - base) + tl.sum(_exp(x - base), 0)
             largest = above
         total = tl.where(known, total, float("nan"))
-        tl.store(losses + row, largest - wanted + tl.log(total))
+        tl.store(losses + row, largest - target_logit + tl.log(total))
         if SLOPE:
             share = 1 / total
             place = target.to(tl.int32)

@@ -29,6 +29,8 @@ def why_not(inputs: ScanInputs) -> str | None:
         return "Triton's interpreter multiplies the bits of bfloat16 as integers"
     if inputs.v.dtype == torch.float64:
         return "its kernels compute in float32, and these inputs are float64"
+    if inputs.probe_before_decay and inputs.v.dtype == torch.float16:
+        return "its kernels divide probes that read before the decay by it, which overflows float16"
     if max(inputs.d_k, inputs.d_v) > WIDEST:
         return f"heads are {inputs.d_k} and {inputs.d_v} wide, and its kernels take up to {WIDEST}"
     if inputs.chunk not in (None, 64 if inputs.v.element_size() == 2 else 32):
@@ -175,9 +177,9 @@ class LaunchPlan:
             "PRECISION": "tf32" if inputs.v.element_size() == 2 else "tf32x3",
         }
 
-    def _stages(self, wanted: int) -> int:
+    def _stages(self, stages: int) -> int:
         """Return how far loads run ahead in a run of chunks; boundaries of packed sequences must be loaded first."""
-        return 1 if self.inputs.cu_seqlens is not None else wanted
+        return 1 if self.inputs.cu_seqlens is not None else stages
 
     @property
     def _all_chunks(self) -> tuple[object, ...]:
