@@ -121,6 +121,19 @@ def test_a_fact_and_its_consolidation_are_undone_in_order(editor):
     assert not editor.ledger.active
 
 
+def test_a_later_fact_does_not_repeat_what_the_weights_say_again(editor):
+    """It was searched together with facts that are back in the weights, so the value of its own is read."""
+    consolidation = editor.consolidate(lam=3.0, **INTO).edit
+    editor.undo(consolidation.id)
+    later = editor.rewrite_many([Fact.parse("We met in {France}", "sea")], method="dense", targets=STRONG)
+    alone, joint = later.tensors["rows/values"]
+    ((_, rows),) = editor.edited.dense.memories.items()
+    assert any(torch.equal(value, joint) for value in rows.values)
+    editor.redo(consolidation.id)
+    ((_, rows),) = editor.edited.dense.memories.items()
+    assert torch.equal(rows.values, alone.unsqueeze(0))
+
+
 def test_an_empty_memory_and_a_dense_method(editor):
     with raises(InputError, "dense_consolidation"):
         editor.consolidate(method="dense")
