@@ -19,7 +19,7 @@ class MemoryHook:
     """Adds what a memory reads to the hidden states that a block returns.
 
     The read is the same at every token, whatever is before or behind it, so batches, padding, caches and generation
-    need nothing. States are whitened and compared in float32 (float64 for a float64 model).
+    need nothing. States are whitened and compared in float32 (float64 for a float64 model), under autocast, too.
     """
 
     whitening: Whitening
@@ -44,7 +44,8 @@ class MemoryHook:
 
     def _change(self, states: Tensor) -> Tensor:
         width = self.memory.keys.shape[-1]
-        read = self.memory.read(self.whitening(mean_states(states, width, self.stream_axis)))
+        with torch.autocast(states.device.type, enabled=False):
+            read = self.memory.read(self.whitening(mean_states(states, width, self.stream_axis)))
         if self.stream_axis is not None:  # all streams change alike
             return read.unsqueeze(self.stream_axis)
         return read if states.shape[-1] == width else read.repeat(*[1] * (read.ndim - 1), states.shape[-1] // width)
