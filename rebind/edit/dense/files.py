@@ -29,6 +29,7 @@ from rebind.memory.dense import Dense, Whitening
 from rebind.storage import check_json, read_file, replace_folder, seal_json, write_file, write_json
 
 FORMAT = "rebind-memory-2"
+MEMORY_FOLDER = "memory"  # of a checkpoint that carries a memory
 HEADER, TENSORS = "memory.json", "memory.safetensors"
 PARTS = ("keys", "values", "thresholds", "owner", "mean", "factor", "probe")  # of a layer
 PROBE_IDS = "probe_ids"
@@ -92,6 +93,8 @@ def fill_folder(stored: StoredMemory, folder: Path) -> None:
 def load_memory(folder: str | Path) -> StoredMemory:
     """Read the memory in a folder; raise InputError if there is none, or one that was damaged."""
     folder = Path(folder).expanduser()
+    if not (folder / HEADER).exists() and (folder / MEMORY_FOLDER / HEADER).exists():
+        folder = folder / MEMORY_FOLDER
     header = _read_header(folder)
     try:
         data = read_file(folder / TENSORS)

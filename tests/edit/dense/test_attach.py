@@ -302,5 +302,6 @@ def test_a_saved_model_carries_its_memory(tmp_path):
     assert torch.allclose(logits(exported.model), logits(editor.model), atol=1e-5)
     bare = LanguageModel.load(folder).model
     assert not torch.allclose(logits(bare), logits(editor.model), atol=1e-5)
-    with rebind.attach(bare, folder / "memory"):
-        assert torch.allclose(logits(bare), logits(editor.model), atol=1e-5)
+    for place in (folder / "memory", folder):
+        with rebind.attach(bare, place):
+            assert torch.allclose(logits(bare), logits(editor.model), atol=1e-5)
