@@ -91,7 +91,7 @@ def fill_folder(stored: StoredMemory, folder: Path) -> None:
 
 
 def load_memory(folder: str | Path) -> StoredMemory:
-    """Read the memory in a folder; raise InputError if there is none, or one that was damaged."""
+    """Read the memory in a folder, or in a checkpoint; raise InputError if there is none, or one that was damaged."""
     folder = Path(folder).expanduser()
     if not (folder / HEADER).exists() and (folder / MEMORY_FOLDER / HEADER).exists():
         folder = folder / MEMORY_FOLDER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +52,14 @@ class MemoryHook:
         return read if states.shape[-1] == width else read.repeat(*[1] * (read.ndim - 1), states.shape[-1] // width)
 
 
-def require_no_memory(block: nn.Module, name: str) -> None:
-    """Raise if a block already reads a dense memory."""
-    if any(isinstance(hook, MemoryHook) for hook in block._forward_hooks.values()):
+def require_no_memory(block: nn.Module, name: str, own: Collection[MemoryHook] = ()) -> None:
+    """Raise if a block already reads a dense memory that is not one of one's own."""
+    if any(isinstance(hook, MemoryHook) and hook not in own for hook in block._forward_hooks.values()):
         raise InputError(
             f"{name} already reads a dense memory",
             expected="a model without one",
-            advice="Remove the other memory first",
+            advice="Call remove() on what attach returned for it; if an Editor or a copy of the model has the memory, "
+            "load the model again",
             code="already_attached",
         )
 

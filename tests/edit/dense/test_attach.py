@@ -141,7 +141,6 @@ def test_a_quantized_model_reads_the_memory(of_large, kind):
     assert torch.equal(logits(model), plain)
 
 
-def test_a_dispatched_model_reads_the_memory(stored):
 @pytest.mark.parametrize("many", [4096, 0])
 def test_autocast_does_not_round_the_read(stored, monkeypatch, many):
     monkeypatch.setattr(hook, "MANY", many)
@@ -195,6 +194,7 @@ def test_every_way_to_generate_reads_the_memory(stored, way):
     assert not torch.equal(rows, generate(**options))
 
 
+def test_a_dispatched_model_reads_the_memory(stored):
     model = dispatch(tiny.llama())
     with rebind.attach(model, stored[0]):
         assert torch.equal(logits(model), stored[1])
@@ -233,6 +233,20 @@ def test_other_models_are_refused(stored):
             with raises(InputError, "already_attached"):
                 again()
     rebind.attach(tiny.llama(1), folder, check=False)
+
+
+def test_an_editor_does_not_edit_a_model_that_reads_another_memory(stored):
+    editor = open_editor()
+    edit = rewrite(editor, FACTS[1], method="dense", layers=(2,))
+    edited = logits(editor.model)
+    with rebind.attach(editor.model, stored[0]):
+        for use in (lambda: rewrite(editor, FACTS[0]), lambda: editor.undo(edit.id), lambda: editor.save_memory("x")):
+            with raises(InputError, "already_attached"):
+                use()
+    editor.refresh()
+    assert editor.ledger.active == [edit]
+    assert torch.equal(logits(editor.model), edited)
+    editor.undo(edit.id)
 
 
 def test_damaged_files_are_refused(stored, tmp_path):
