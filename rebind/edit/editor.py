@@ -216,7 +216,7 @@ class Editor:
             forced = check.run(edit, settings, draft.search, self.progress.phase, force=force)
             with self.ledger.locked():
                 # Another process may have added an edit in the meantime.
-                clashes = [other for other in self._earlier_edits(new_facts, settings.method) if other.clashes]
+                clashes = self._clashes(edit)
                 check_earlier_edits([other for other in clashes if other not in earlier], force=force)
                 return self.ledger.append(replace(edit, scores=check.scores, forced=forced or bool(clashes))).id
 
@@ -284,9 +284,7 @@ class Editor:
     def redo(self, edit_id: str, *, force: bool = False) -> Edit:
         """Restore an undone edit at its old position; `force` does so even if one of its prompts has a new target."""
         edit = self.ledger.get(edit_id)
-        is_active, active = self.ledger.is_active(edit.id), self.ledger.active
-        others = [] if is_active or self.guard is None else unrelated(edit, active.with_facts_like(edit.facts))
-        clashes = [earlier for earlier in find_earlier_edits(edit.facts, others) if earlier.clashes]
+        clashes = [] if self.ledger.is_active(edit.id) else self._clashes(edit)
         check_earlier_edits(clashes, force=force)
         self.edited.fold(active.including(edit.id))
         edit = self.ledger.redo(edit.id, forced=bool(clashes))
@@ -515,6 +513,13 @@ class Editor:
 
     def _open_ledger(self, ledger: str | Path | Ledger | None) -> Ledger:
         name = self.language_model.name
+    def _clashes(self, edit: Edit) -> list[EarlierEdit]:
+        """Return the active edits that contradict an edit and that it does not know of."""
+        if self.guard is None:
+            return []
+        others = unrelated(edit, self.ledger.active.with_facts_like(edit.facts))
+        return [earlier for earlier in find_earlier_edits(edit.facts, others) if earlier.clashes]
+
         if ledger is None:
             return Ledger.in_memory(self.fingerprint, name)
         dtype = str(self.language_model.dtype).removeprefix("torch.")
