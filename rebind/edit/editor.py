@@ -263,6 +263,8 @@ class Editor:
         if the edited weights say it wherever the dense memory said it. The result is one edit, and undoing it returns
         the facts to the dense memory.
         """
+        for name, value in (("budget", 1 if budget is None else budget), ("batch", batch)):
+            require_number(name, value, least=1, whole=True)
         active = self.ledger.active
         facts = len(current_facts(active))
         count = max(1, facts if budget is None else min(budget, facts))
@@ -286,7 +288,7 @@ class Editor:
         edit = self.ledger.get(edit_id)
         clashes = [] if self.ledger.is_active(edit.id) else self._clashes(edit)
         check_earlier_edits(clashes, force=force)
-        self.edited.fold(active.including(edit.id))
+        self.edited.fold(self.ledger.active.including(edit.id))
         edit = self.ledger.redo(edit.id, forced=bool(clashes))
         self.refresh()
         return edit
@@ -511,8 +513,6 @@ class Editor:
         active = self.ledger.active.where(lambda kind: not (method.dense and kind.has_rows))
         return find_earlier_edits(facts, active.with_facts_like(facts))
 
-    def _open_ledger(self, ledger: str | Path | Ledger | None) -> Ledger:
-        name = self.language_model.name
     def _clashes(self, edit: Edit) -> list[EarlierEdit]:
         """Return the active edits that contradict an edit and that it does not know of."""
         if self.guard is None:
@@ -520,6 +520,8 @@ class Editor:
         others = unrelated(edit, self.ledger.active.with_facts_like(edit.facts))
         return [earlier for earlier in find_earlier_edits(edit.facts, others) if earlier.clashes]
 
+    def _open_ledger(self, ledger: str | Path | Ledger | None) -> Ledger:
+        name = self.language_model.name
         if ledger is None:
             return Ledger.in_memory(self.fingerprint, name)
         dtype = str(self.language_model.dtype).removeprefix("torch.")

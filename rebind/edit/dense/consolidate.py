@@ -22,11 +22,13 @@ from rebind.edit.drafts import DraftTools, draft_of_prompts
 from rebind.edit.facts.fact import Fact, comparable
 from rebind.edit.guard import Guard
 from rebind.edit.ledger.edit import CONSOLIDATES, JSON, Edit
+from rebind.edit.ledger.edits import EditSequence
 from rebind.edit.outcome import TEXT
 from rebind.edit.targets.framings import framed_prompts
 from rebind.edit.targets.kept import subject_prompts
 from rebind.edit.targets.objective import FactPrompts
 from rebind.edit.targets.optimize import TargetStates
+from rebind.errors import LedgerError
 from rebind.models.language_model import LanguageModel
 
 WITNESSES = 100  # facts in the dense memory that are asked again, at most
@@ -63,7 +65,11 @@ def consolidate(
     groups = groups_in_memory(active)
     if not groups:
         return Consolidation(None, (), (), "the dense memory is empty")
+    first = groups[0].facts
     groups, others = _split(groups, budget)
+    if not groups:
+        reason = f"the {len(first)} facts about {first[0].subject} move together, and the budget is {budget}"
+        return Consolidation(None, (), (), reason)
     everything = [fact for group in groups for fact in group.facts]
     sources = tuple(edit.id for edit in active if edit.has_rows)
     work = _Consolidator(tools, groups, others[:WITNESSES], sources, guard)
@@ -74,12 +80,30 @@ def consolidate(
             holding = [] if work.objection(held) else work.holding(held)
             if holding == held:
                 tools.phase("writing")
-                stored = tools.edited.ledger.append(replace(edit, scores=work.scores(edit)))
+                edit = replace(edit, scores=work.scores(edit))
+                with tools.edited.ledger.locked():
+                    _require_same_memory(active, tools.edited.ledger.active)
+                    stored = tools.edited.ledger.append(edit)
                 moved = {id(fact) for index in held for fact in groups[index].facts}
                 stayed = tuple(fact for fact in everything if id(fact) not in moved)
                 return Consolidation(stored, stored.facts, stayed, reason)
         held = holding  # the facts compete: without some of them, others may be lost as well
     return Consolidation(None, (), tuple(everything), reason or "the weights say none of the facts as well")
+
+
+def _require_same_memory(before: Sequence[Edit], now: Sequence[Edit]) -> None:
+    """Raise if facts that were to move have left the dense memory in the meantime: they would be in the weights twice,
+    or although they were undone.
+    """
+    earlier, later = EditSequence.of(before), EditSequence.of(now)
+    undone = set(earlier.where(lambda kind: kind.has_rows).ids) - set(later.ids)
+    moving = set(later.where(lambda kind: kind.consolidates).ids) - set(earlier.ids)
+    if changes := [f"{id} was undone" for id in sorted(undone)] + [f"{id} moved facts" for id in sorted(moving)]:
+        raise LedgerError(
+            f"Another process changed the dense memory during the consolidation: {', '.join(changes)}",
+            advice="Consolidate again",
+            code="memory_changed",
+        )
 
 
 def _split(groups: Sequence[SubjectGroup], budget: int | None) -> tuple[list[SubjectGroup], list[Fact]]:
