@@ -3,8 +3,9 @@
 The facts are searched again for the weights, all facts about one subject together, and written in batches by the
 recursive ridge rule: sequential writes with an accumulating moment equal one write of all of them (docs/algebra.md,
 law 5), so the result is stored as one edit. After every batch the model is asked without the rows of these facts. What
-the dense memory said and the weights do not say stays in the dense memory. A batch to which the guard objects, or for
-which others in the dense memory would be lost, is tried again in halves, down to single subjects.
+the dense memory said and the weights do not say stays in the dense memory, and so does what neither says. A batch to
+which the guard objects, or for which others in the dense memory would be lost, is tried again in halves, down to single
+subjects.
 """
 
 from __future__ import annotations
@@ -113,8 +114,13 @@ def _split(groups: Sequence[SubjectGroup], budget: int | None) -> tuple[list[Sub
     return list(groups[:count]), [fact for group in groups[count:] for fact in group.facts]
 
 
-def _still_said(before: Sequence[bool], now: Sequence[bool]) -> bool:
-    return all(new or not old for old, new in zip(before, now, strict=True))
+Said = Sequence[Sequence[bool]]  # of each of some facts, after each of its prompts
+
+
+def _still_said(before: Said, now: Said) -> bool:
+    return all(
+        new or not old for one, other in zip(before, now, strict=True) for old, new in zip(one, other, strict=True)
+    )
 
 
 @dataclass(eq=False)
@@ -183,19 +189,20 @@ class _Consolidator:
         if self.guard is not None and (failures := self.guard.check_drift(drift, "", {})):
             return "; ".join(failure.problem for failure in failures)
         waiting = [index for index in range(len(self.groups)) if index not in chosen][:WITNESSES]
-        said = [*self._said(waiting), *said_by_fact(self.tools.model, self.others, self.tools.framings)]
-        before = [*(self.said_before[index] for index in waiting), *self.others_before]
+        others = said_by_fact(self.tools.model, self.others, self.tools.framings)
+        said = [*self._said(waiting), *([one] for one in others)]
+        before = [*(self.said_before[index] for index in waiting), *([one] for one in self.others_before)]
         lost = sum(not _still_said(old, new) for old, new in zip(before, said, strict=True))
         if lost > LOST * len(before):
             return f"{lost} of {len(before)} facts that are still in the dense memory would be lost"
         return ""
 
     def holding(self, chosen: Sequence[int]) -> list[int]:
-        """Return those of the groups of which the model says everything that it said with the dense memory."""
+        """Return those of the groups of which the model says every fact, wherever it did with the dense memory."""
         return [
             index
             for index, said in zip(chosen, self._said(chosen), strict=True)
-            if _still_said(self.said_before[index], said)
+            if all(map(any, said)) and _still_said(self.said_before[index], said)
         ]
 
     def scores(self, edit: Edit) -> dict[str, JSON]:
@@ -207,8 +214,8 @@ class _Consolidator:
     def _scores(self, facts: Sequence[Fact]) -> list[JSON]:
         return [score.to_json() for score in self.tools.model.score([fact.as_prompt() for fact in facts])]
 
-    def _said(self, chosen: Sequence[int]) -> list[list[bool]]:
+    def _said(self, chosen: Sequence[int]) -> list[Said]:
         self.tools.phase("checks")
         facts = [fact for index in chosen for fact in self.groups[index].facts]
         said = iter(said_by_fact(self.tools.model, facts, self.tools.framings))
-        return [[one for _ in self.groups[index].facts for one in next(said)] for index in chosen]
+        return [[next(said) for _ in self.groups[index].facts] for index in chosen]

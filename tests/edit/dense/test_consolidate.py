@@ -75,6 +75,15 @@ def test_facts_that_do_not_fit_stay(editor):
     assert all(score.exact for score in editor.score(FACTS))
 
 
+def test_a_fact_that_nobody_says_stays(editor):
+    deaf = Fact.parse("We met in {Norway City}", "mother")
+    editor.rewrite_many([deaf], method="dense", targets=replace(STRONG, steps=1, clamp=0.01))
+    assert not editor.score([deaf])[0].exact
+    result = editor.consolidate(lam=3.0, **INTO | {"targets": replace(STRONG, steps=1, clamp=0.01)})
+    assert deaf in result.stayed
+    assert deaf not in result.moved
+
+
 def test_the_guard_ends_the_batches(editor):
     editor.guard = replace(OPEN, growth=1e-6)
     result = editor.consolidate(lam=3.0, **INTO)
