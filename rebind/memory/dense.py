@@ -251,9 +251,8 @@ class Dense:
         return torch.cat([self._read(part) for part in parts]).reshape(*queries.shape[:-1], -1)
 
     def _read(self, queries: Tensor) -> Tensor:
-        if (
-            self.cells is None or queries.is_cuda or torch.compiler.is_compiling()
-        ):  # their shapes must not depend on data
+        needs_fixed_shapes = queries.is_cuda or torch.compiler.is_compiling()
+        if self.cells is None or needs_fixed_shapes:
             return self._weighted(*self.weights(queries))
         similarity = self.cells.similarity(queries)
         near = (similarity.amax(-1) > FAR).nonzero().squeeze(-1)

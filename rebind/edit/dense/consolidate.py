@@ -27,8 +27,6 @@ from rebind.edit.ledger.edits import EditSequence
 from rebind.edit.outcome import TEXT
 from rebind.edit.targets.framings import framed_prompts
 from rebind.edit.targets.kept import subject_prompts
-from rebind.edit.targets.objective import FactPrompts
-from rebind.edit.targets.optimize import TargetStates
 from rebind.errors import LedgerError
 from rebind.models.language_model import LanguageModel
 
@@ -74,21 +72,21 @@ def consolidate(
     everything = [fact for group in groups for fact in group.facts]
     sources = tuple(edit.id for edit in active if edit.has_rows)
     work = _Consolidator(tools, groups, others[:WITNESSES], sources, guard)
-    held, reason = work.add_batches(batch)
-    while held:
-        edit = work.edit_of(held)
+    chosen, reason = work.add_batches(batch)
+    while chosen:
+        edit = work.edit_of(chosen)
         with tools.edited.trial(edit):
-            holding = [] if work.objection(held) else work.holding(held)
-            if holding == held:
+            fitting = [] if work.objection(chosen) else work.fitting(chosen)
+            if fitting == chosen:
                 tools.phase("writing")
                 edit = replace(edit, scores=work.scores(edit))
                 with tools.edited.ledger.locked():
                     _require_same_memory(active, tools.edited.ledger.active)
                     stored = tools.edited.ledger.append(edit)
-                moved = {id(fact) for index in held for fact in groups[index].facts}
+                moved = {id(fact) for index in chosen for fact in groups[index].facts}
                 stayed = tuple(fact for fact in everything if id(fact) not in moved)
                 return Consolidation(stored, stored.facts, stayed, reason)
-        held = holding  # the facts compete: without some of them, others may be lost as well
+        chosen = fitting  # the facts compete: without some of them, others may be lost as well
     return Consolidation(None, (), tuple(everything), reason or "the weights say none of the facts as well")
 
 
@@ -123,30 +121,31 @@ def _still_said(before: Said, now: Said) -> bool:
     )
 
 
-@dataclass(eq=False)
 class _Consolidator:
-    """Groups of facts about one subject each, on their way into the weights."""
+    """Groups of facts about one subject each, on their way into the weights; `others` are facts that do not move."""
 
-    tools: DraftTools
-    groups: Sequence[SubjectGroup]
-    others: Sequence[Fact]  # facts that stay in the dense memory in any case
-    sources: tuple[str, ...]
-    guard: Guard | None
-
-    def __post_init__(self) -> None:
-        tools, chat = self.tools, "chat" in self.tools.framings
-        self.said_before = self._said(range(len(self.groups)))
-        self.others_before = said_by_fact(tools.model, self.others, tools.framings)
+    def __init__(
+        self,
+        tools: DraftTools,
+        groups: Sequence[SubjectGroup],
+        others: Sequence[Fact],
+        sources: tuple[str, ...],
+        guard: Guard | None,
+    ) -> None:
+        """Ask the model for all facts, and search the targets of those in the groups."""
+        self.tools, self.groups, self.others, self.sources, self.guard = tools, groups, others, sources, guard
+        self.said_before = self._said(range(len(groups)))
+        self.others_before = said_by_fact(tools.model, others, tools.framings)
         with tools.edited.base_model():
             tools.phase("contexts")
-            facts = [fact for group in self.groups for fact in group.facts]
+            facts = [fact for group in groups for fact in group.facts]
             self.scores_before = dict(zip(map(id, facts), self._scores(facts), strict=True))
-            about = iter(subject_prompts(tools.model, facts, chat=chat))
-            for group in self.groups:
+            about = iter(subject_prompts(tools.model, facts, chat="chat" in tools.framings))
+            for group in groups:
                 group.about = [next(about) for _ in group.facts]
-            self.prompts: list[FactPrompts] = joined_prompts(tools, self.groups)
+            self.prompts = joined_prompts(tools, groups)
             tools.load_old_keys()
-            self.targets: TargetStates = tools.find_targets(self.prompts)
+            self.targets = tools.find_targets(self.prompts)
 
     def add_batches(self, size: int) -> tuple[list[int], str]:
         """Return the groups that the weights hold, and the last objection to a group that they do not.
@@ -154,21 +153,21 @@ class _Consolidator:
         A batch that meets an objection is tried again in halves. A group that meets one alone stays where it is,
         and after PATIENCE such groups in a row the weights are full.
         """
-        held, objection = list[int](), ""
+        chosen, objection = list[int](), ""
         begin = refused = 0
         while begin < len(self.groups):
-            tried = [*held, *range(begin, min(begin + size, len(self.groups)))]
+            tried = [*chosen, *range(begin, min(begin + size, len(self.groups)))]
             with self.tools.edited.trial(self.edit_of(tried)):
                 reason = self.objection(tried)
-                holding = held if reason else self.holding(tried)
+                fitting = chosen if reason else self.fitting(tried)
             if reason and size > 1:
                 size //= 2
                 continue
-            held, begin, objection = holding, begin + size, reason or objection
+            chosen, begin, objection = fitting, begin + size, reason or objection
             refused = refused + 1 if reason else 0
             if refused == PATIENCE:
                 break
-        return held, objection
+        return chosen, objection
 
     def edit_of(self, chosen: Sequence[int]) -> Edit:
         """Return the edit that writes some of the groups, and takes their rows out of the dense memory."""
@@ -197,7 +196,7 @@ class _Consolidator:
             return f"{lost} of {len(before)} facts that are still in the dense memory would be lost"
         return ""
 
-    def holding(self, chosen: Sequence[int]) -> list[int]:
+    def fitting(self, chosen: Sequence[int]) -> list[int]:
         """Return those of the groups of which the model says every fact, wherever it did with the dense memory."""
         return [
             index

@@ -75,8 +75,13 @@ def fill_folder(stored: StoredMemory, folder: Path) -> None:
         rows = (memory.keys, memory.values, memory.thresholds, memory.owner)
         parts = (*rows, whitening.mean, whitening.factor, layer.probe)
         tensors |= {f"{number}/{name}": _storable(part) for name, part in zip(PARTS, parts, strict=True)}
-        layers[str(number)] = {"block": layer.block, "rows": len(memory), "beta": memory.beta, "top_k": memory.top_k}
-        layers[str(number)]["stream_axis"] = layer.stream_axis
+        layers[str(number)] = {
+            "block": layer.block,
+            "rows": len(memory),
+            "beta": memory.beta,
+            "top_k": memory.top_k,
+            "stream_axis": layer.stream_axis,
+        }
     data = save(tensors, metadata={"format": FORMAT})
     write_file(folder / TENSORS, data)
     header: dict[str, Any] = {
@@ -84,9 +89,9 @@ def fill_folder(stored: StoredMemory, folder: Path) -> None:
         "model": stored.model,
         "fingerprint": stored.fingerprint,
         "layers": layers,
+        "facts": [fact.to_json() for fact in stored.facts],
+        "tensors": hashlib.sha256(data).hexdigest(),
     }
-    facts = [fact.to_json() for fact in stored.facts]
-    header |= {"facts": facts, "tensors": hashlib.sha256(data).hexdigest()}
     write_json(folder / HEADER, seal_json(header))
 
 

@@ -40,8 +40,7 @@ class DenseLayers:
         self.memories: dict[int, Dense] = {}  # as the model stands
         self.old_states: dict[int, OldStates] = {}
         self._whitenings: dict[int, Whitening] = {}
-        self._hooks: list[MemoryHook] = []
-        self._handles: list[RemovableHandle] = []
+        self._hooks: dict[MemoryHook, RemovableHandle] = {}
         self._folds: list[DenseFold] = []  # the last two: an undo folds first, to see that it can, and then applies
         self._unstored_seconds = 0.0  # that folding took since a snapshot was written
         self.require_no_other()
@@ -75,14 +74,13 @@ class DenseLayers:
 
     def set(self, memories: Mapping[int, Dense]) -> None:
         """Let the model read these memories, and no others."""
-        for handle in self._handles:
+        for handle in self._hooks.values():
             handle.remove()
-        self.memories, self._hooks, self._handles = dict(memories), [], []
+        self.memories, self._hooks = dict(memories), {}
         for layer, memory in memories.items():
             block = module_at(self.model.model, self.model.sites[layer].block)
             hook = MemoryHook.on(block, self.whitening(layer), memory, self.model.trunk.stream_axis)
-            self._hooks.append(hook)
-            self._handles.append(block.register_forward_hook(hook))
+            self._hooks[hook] = block.register_forward_hook(hook)
 
     @contextmanager
     def off(self) -> Iterator[None]:

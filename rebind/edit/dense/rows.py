@@ -85,7 +85,7 @@ def read_variants(
         for group, subject in enumerate(rows.subjects):
             if not moved or id not in moved.get(subject, ()):
                 groups.setdefault(subject, []).append((index, group))
-    return {subject: _read_of_subject(edits, found) for subject, found in groups.items()}
+    return {subject: _read_of_subject(edits, own) for subject, own in groups.items()}
 
 
 def _read_of_subject(edits: Sequence[tuple[str, EditRows]], groups: list[Variant]) -> list[Variant]:

@@ -42,13 +42,13 @@ def group_by_subject(
         group = groups.setdefault(comparable(fact.subject), SubjectGroup())
         group.facts.append(fact)
         group.about.append(prompts)
-    for subject, found in _by_subject(active, groups).items():
+    for subject, pairs in _by_subject(active, groups).items():
         group = groups[subject]
-        contradicted = [one for one in found if any(same_relation(one[1], new) for new in group.facts)]
-        current = [one for one in _latest(found) if one not in contradicted]
+        contradicted = [one for one in pairs if any(same_relation(one[1], new) for new in group.facts)]
+        current = [one for one in _latest(pairs) if one not in contradicted]
         # A fact that another edit replaces comes back when that one is undone.
-        elsewhere = replaced_ids(subject, [edit for edit, _ in found])
-        replaced = [one for one in found if one in contradicted or one[0].id not in elsewhere]
+        elsewhere = replaced_ids(subject, [edit for edit, _ in pairs])
+        replaced = [one for one in pairs if one in contradicted or one[0].id not in elsewhere]
         group.carried = [fact for _, fact in current]
         group.carries = list(dict.fromkeys(edit.id for edit, _ in current))
         group.replaces = [id for id in dict.fromkeys(edit.id for edit, _ in replaced) if id not in group.carries]
@@ -57,33 +57,33 @@ def group_by_subject(
 
 def current_facts(edits: Sequence[Edit]) -> list[Fact]:
     """Return the facts that the dense memory holds after some edits, subject by subject."""
-    return [fact for found in _by_subject(edits).values() for _, fact in _latest(found)]
+    return [fact for pairs in _by_subject(edits).values() for _, fact in _latest(pairs)]
 
 
 def groups_in_memory(edits: Sequence[Edit]) -> list[SubjectGroup]:
     """Return the facts in the dense memory by subject, the oldest first."""
-    return [SubjectGroup([fact for _, fact in _latest(found)]) for found in _by_subject(edits).values()]
+    return [SubjectGroup([fact for _, fact in _latest(pairs)]) for pairs in _by_subject(edits).values()]
 
 
 def _by_subject(edits: Sequence[Edit], subjects: Collection[str] | None = None) -> dict[str, list[tuple[Edit, Fact]]]:
     """Return the facts in the dense memory, with their edits, by subject: all, or those about some subjects."""
-    found: dict[str, list[tuple[Edit, Fact]]] = {}
+    pairs: dict[str, list[tuple[Edit, Fact]]] = {}
     edits = EditSequence.of(edits)
     moved = moved_subjects(edits.where(lambda kind: kind.consolidates))
     for edit in edits.where(lambda kind: kind.has_rows) if subjects is None else edits.at(edits.about(subjects)):
         for fact in edit.facts if edit.has_rows else ():
             subject = comparable(fact.subject)
             if (subjects is None or subject in subjects) and edit.id not in moved.get(subject, ()):
-                found.setdefault(subject, []).append((edit, fact))
-    return found
+                pairs.setdefault(subject, []).append((edit, fact))
+    return pairs
 
 
-def _latest(found: Sequence[tuple[Edit, Fact]]) -> list[tuple[Edit, Fact]]:
+def _latest(pairs: Sequence[tuple[Edit, Fact]]) -> list[tuple[Edit, Fact]]:
     """Return the facts about one subject without those that a fact of a later edit replaces."""
     return [
         (edit, fact)
-        for index, (edit, fact) in enumerate(found)
-        if not any(other is not edit and same_relation(fact, later) for other, later in found[index + 1 :])
+        for index, (edit, fact) in enumerate(pairs)
+        if not any(other is not edit and same_relation(fact, later) for other, later in pairs[index + 1 :])
     ]
 
 
@@ -106,5 +106,5 @@ def kept_together(facts: Sequence[Fact], about: Sequence[SubjectPrompts]) -> Sub
         question: min((one.openings.get(question, "") for one in about), key=len) for question in about[0].openings
     }
     openings = {question: words for question, words in openings.items() if words}  # none of them says an old target
-    kept = tuple(dict.fromkeys([*user, *shared]))
-    return SubjectPrompts(about[0].kind, kept, about[0].held_out, openings=openings)
+    texts = tuple(dict.fromkeys([*user, *shared]))
+    return SubjectPrompts(about[0].kind, texts, about[0].held_out, openings=openings)
