@@ -76,7 +76,9 @@ def consolidate(
     while chosen:
         edit = work.edit_of(chosen)
         with tools.edited.trial(edit):
-            fitting = [] if work.objection(chosen) else work.fitting(chosen)
+            objection = work.objection(chosen)
+            fitting = [] if objection else work.fitting(chosen)
+            reason = objection or reason
             if fitting == chosen:
                 tools.phase("writing")
                 edit = replace(edit, scores=work.scores(edit))
