@@ -116,7 +116,7 @@ class DenseLayers:
         shares = []
         for layer, memory in self.memories.items():
             queries = self.whitening(layer)(self.old_states[layer].sample.to(memory.keys))
-            shares.append(float((memory.weights(queries)[0].sum(-1) > FIRES).double().mean()))
+            shares.append(float((memory.total_weights(queries) > FIRES).double().mean()))
         return max(shares, default=0.0)
 
     def stored(self, memories: Mapping[int, Dense], facts: Sequence[Fact]) -> StoredMemory:
