@@ -153,6 +153,11 @@ def test_autocast_does_not_round_the_read(stored, monkeypatch, many):
             assert torch.equal(reading._change(states), plain)
             loss = model(IDS, labels=IDS).loss
         loss.backward()  # training runs under autocast
+    with torch.inference_mode():
+        handle = rebind.attach(model, stored[0])
+        logits(model)
+    model(IDS, labels=IDS).loss.backward()
+    handle.remove()
     assert torch.isfinite(model.model.layers[0].mlp.down_proj.weight.grad).all()
 
 
