@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -62,7 +63,12 @@ class EditRows:
         """Return what `Edit.tensors` stores."""
         return {f"{ROWS}/{part}": getattr(self, part).cpu() for part in ROW_PARTS}
 
-    @property
+    @cached_property
+    def joint_of(self) -> dict[int, Joint]:
+        """How each group relates to earlier edits, if there are any."""
+        return {joint.group: joint for joint in self.joints}
+
+    @cached_property
     def joint_variants(self) -> dict[int, int]:
         """The variant of each group that carries other edits."""
         carrying = [joint.group for joint in self.joints if joint.carries]
@@ -101,7 +107,7 @@ def _read_of_subject(edits: Sequence[tuple[str, EditRows]], groups: list[Variant
     for index, group in reversed(groups):
         id, rows = edits[index]
         is_read, variant = id not in covered, group
-        joint = next((one for one in rows.joints if one.group == group), None)
+        joint = rows.joint_of.get(group)
         if joint is not None:
             covered |= set(joint.replaces)
             if is_read and joint.carries and ids.issuperset(joint.carries):
@@ -122,14 +128,11 @@ def moved_subjects(edits: Iterable[Edit]) -> dict[str, set[str]]:
     return moved
 
 
-def replaced_ids(subject: str, edits: Iterable[Edit]) -> set[str]:
-    """Return the ids of the edits whose facts about a subject some of these edits replace."""
-    replaced: set[str] = set()
-    for edit in edits:
-        settings: Any = edit.settings
-        group = EditRows.subjects_in(edit).index(subject)
-        replaced.update(*(one["replaces"] for one in settings[ROWS]["joint"] if one["group"] == group))
-    return replaced
+def replaced_by(edit: Edit) -> dict[str, list[str]]:
+    """Return the ids of the edits whose facts an edit replaces, by subject."""
+    settings: Any = edit.settings
+    replaced = {one["group"]: one["replaces"] for one in settings[ROWS]["joint"]}
+    return {subject: replaced.get(group, []) for group, subject in enumerate(EditRows.subjects_in(edit))}
 
 
 def superseded_by(edit: Edit) -> set[str]:

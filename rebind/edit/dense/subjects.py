@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rebind.edit.dense.rows import Joint, moved_subjects, replaced_ids
+from rebind.edit.dense.rows import Joint, moved_subjects, replaced_by
 from rebind.edit.facts.fact import Fact, comparable
 from rebind.edit.facts.questions import paraphrases_of
 from rebind.edit.facts.relations import relation_of
@@ -42,16 +42,18 @@ def group_by_subject(
         group = groups.setdefault(comparable(fact.subject), SubjectGroup())
         group.facts.append(fact)
         group.about.append(prompts)
-    for subject, pairs in _by_subject(active, groups).items():
+    by_subject = _by_subject(active, groups)
+    replaced = {edit: replaced_by(edit) for edit in {edit for pairs in by_subject.values() for edit, _ in pairs}}
+    for subject, pairs in by_subject.items():
         group = groups[subject]
         contradicted = [one for one in pairs if any(same_relation(one[1], new) for new in group.facts)]
         current = [one for one in _latest(pairs) if one not in contradicted]
         # A fact that another edit replaces comes back when that one is undone.
-        elsewhere = replaced_ids(subject, [edit for edit, _ in pairs])
-        replaced = [one for one in pairs if one in contradicted or one[0].id not in elsewhere]
+        elsewhere = {id for edit, _ in pairs for id in replaced[edit][subject]}
+        ended = [edit.id for edit, fact in pairs if (edit, fact) in contradicted or edit.id not in elsewhere]
         group.carried = [fact for _, fact in current]
         group.carries = list(dict.fromkeys(edit.id for edit, _ in current))
-        group.replaces = [id for id in dict.fromkeys(edit.id for edit, _ in replaced) if id not in group.carries]
+        group.replaces = [id for id in dict.fromkeys(ended) if id not in group.carries]
     return list(groups.values())
 
 
