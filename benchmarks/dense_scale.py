@@ -233,7 +233,7 @@ class Scale:
         for name, dense in (("right", cells), ("right, all rows", memory)):
             wrong = (dense.read(queries) - memory.values[subjects]).norm(dim=-1)
             row[name] = share_of(wrong < 0.1 * length)
-        fired = torch.cat([cells.weights(part)[0].sum(-1) > FIRES for part in self.text.split(1000)])
+        fired = cells.total_weights(self.text) > FIRES
         row["fires"] = share_of(fired)
         if ledger:
             self.measure_ledger(count, row)

@@ -90,6 +90,7 @@ class EditedModel:
     def fold(self, edits: Sequence[Edit]) -> Fold:
         """Return the weights and memories after these edits; the model is not changed."""
         edits, snapshots = EditSequence.of(edits), self.ledger.snapshots
+        self.dense.require_no_other()
         self._require_places(edits)
         require_same_moments(edits.where(lambda kind: kind.has_rows), self.moments)
         with self.dense.off():  # old keys are computed on the base model

@@ -216,7 +216,7 @@ class Editor:
             forced = check.run(edit, settings, draft.search, self.progress.phase, force=force)
             with self.ledger.locked():
                 # Another process may have added an edit in the meantime.
-                clashes = [other for other in self._earlier_edits(new_facts, settings.method) if other.clashes]
+                clashes = self._clashes(edit)
                 check_earlier_edits([other for other in clashes if other not in earlier], force=force)
                 return self.ledger.append(replace(edit, scores=check.scores, forced=forced or bool(clashes))).id
 
@@ -263,6 +263,8 @@ class Editor:
         if the edited weights say it wherever the dense memory said it. The result is one edit, and undoing it returns
         the facts to the dense memory.
         """
+        for name, value in (("budget", 1 if budget is None else budget), ("batch", batch)):
+            require_number(name, value, least=1, whole=True)
         active = self.ledger.active
         facts = len(current_facts(active))
         count = max(1, facts if budget is None else min(budget, facts))
@@ -284,11 +286,9 @@ class Editor:
     def redo(self, edit_id: str, *, force: bool = False) -> Edit:
         """Restore an undone edit at its old position; `force` does so even if one of its prompts has a new target."""
         edit = self.ledger.get(edit_id)
-        is_active, active = self.ledger.is_active(edit.id), self.ledger.active
-        others = [] if is_active or self.guard is None else unrelated(edit, active.with_facts_like(edit.facts))
-        clashes = [earlier for earlier in find_earlier_edits(edit.facts, others) if earlier.clashes]
+        clashes = [] if self.ledger.is_active(edit.id) else self._clashes(edit)
         check_earlier_edits(clashes, force=force)
-        self.edited.fold(active.including(edit.id))
+        self.edited.fold(self.ledger.active.including(edit.id))
         edit = self.ledger.redo(edit.id, forced=bool(clashes))
         self.refresh()
         return edit
@@ -512,6 +512,13 @@ class Editor:
             return []
         active = self.ledger.active.where(lambda kind: not (method.dense and kind.has_rows))
         return find_earlier_edits(facts, active.with_facts_like(facts))
+
+    def _clashes(self, edit: Edit) -> list[EarlierEdit]:
+        """Return the active edits that contradict an edit and that it does not know of."""
+        if self.guard is None:
+            return []
+        others = unrelated(edit, self.ledger.active.with_facts_like(edit.facts))
+        return [earlier for earlier in find_earlier_edits(edit.facts, others) if earlier.clashes]
 
     def _open_ledger(self, ledger: str | Path | Ledger | None) -> Ledger:
         name = self.language_model.name

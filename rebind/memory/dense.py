@@ -245,15 +245,23 @@ class Dense:
         """Return what the memory answers to queries [..., d_k] of unit length: [..., d_v], zero where none is near."""
         if not len(self) or not queries.numel():
             return queries.new_zeros(*queries.shape[:-1], self.values.shape[-1])
+        return torch.cat([self._read(part) for part in self._parts(queries)]).reshape(*queries.shape[:-1], -1)
+
+    def total_weights(self, queries: Tensor) -> Tensor:
+        """Return how much all rows together weigh in the read of queries [n, d_k] against the empty slot: [n]."""
+        if not len(self) or not queries.numel():
+            return queries.new_zeros(len(queries))
+        return torch.cat([self.weights(part)[0].sum(-1) for part in self._parts(queries)])
+
+    def _parts(self, queries: Tensor) -> Sequence[Tensor]:
+        """Return queries in parts [m, d_k] that can be compared with the rows at once."""
         width = queries.shape[-1]
         per_query = len(self) if self.cells is None else len(self.cells.first) + NEAREST_CELLS * CELL * width
-        parts = queries.to(self.keys).reshape(-1, width).split(max(1, AT_ONCE // per_query))
-        return torch.cat([self._read(part) for part in parts]).reshape(*queries.shape[:-1], -1)
+        return queries.to(self.keys).reshape(-1, width).split(max(1, AT_ONCE // per_query))
 
     def _read(self, queries: Tensor) -> Tensor:
-        if (
-            self.cells is None or queries.is_cuda or torch.compiler.is_compiling()
-        ):  # their shapes must not depend on data
+        needs_fixed_shapes = queries.is_cuda or torch.compiler.is_compiling()
+        if self.cells is None or needs_fixed_shapes:
             return self._weighted(*self.weights(queries))
         similarity = self.cells.similarity(queries)
         near = (similarity.amax(-1) > FAR).nonzero().squeeze(-1)

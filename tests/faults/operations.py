@@ -21,6 +21,7 @@ from rebind.edit.dense.attach import attach
 from rebind.edit.editor import Editor
 from rebind.edit.export.adapter import read_peft
 from rebind.edit.export.change import load_delta
+from rebind.edit.facts import Fact
 from rebind.edit.ledger import Ledger, verify_folder
 from rebind.edit.moments import Moments
 from rebind.edit.settings import measured_layers, save_measured_layers
@@ -39,6 +40,8 @@ from tests.lab.test_run import Norms
 from tests.nn import training_runs
 
 UNFINISHED = "nothing"
+SAID = Fact.parse("The answer is {Dante}", "and")  # the edited model says it, so a consolidation moves it
+PROMPTS = [fact.text for fact in (*editors.FACTS, SAID)]
 FINGERPRINT = "a" * 64  # of a model that is not there
 LEDGER, CACHE, DATA, EXPORT, RUN = "ledger", "cache", "data", "export", "run"
 
@@ -81,7 +84,7 @@ def digest_of_tensors(tensors: dict[str, torch.Tensor]) -> str:
 def state_of(editor: Editor) -> str:
     """Return a digest of the edits, of all weights, and of what the model computes, its dense memory included."""
     states = [(edit.id, editor.ledger.is_active(edit.id)) for edit in editor.ledger.edits]
-    logits = editor.language_model.next_token_log_probs([fact.text for fact in editors.FACTS])
+    logits = editor.language_model.next_token_log_probs(PROMPTS)
     return digest_of([states, tiny.weights(editor.model), logits.numpy().tobytes()])
 
 
@@ -97,7 +100,7 @@ def with_edits(home: Path) -> None:
     """Make a ledger with an active edit, an edit in the dense memory, and an edit that is undone."""
     editor = editor_in(home)
     editors.rewrite(editor, editors.FACTS[0])
-    editors.rewrite(editor, editors.FACTS[1], method="dense")
+    editors.rewrite(editor, SAID, method="dense")
     editors.rewrite(editor, editors.FACTS[2])
     editor.undo("e0003")
 
@@ -182,7 +185,7 @@ def exporting(
 def read_checkpoint(folder: Path) -> str:
     model = LanguageModel.load(folder)
     with attach(model.model, folder / "memory", check=False):
-        logits = model.next_token_log_probs([fact.text for fact in editors.FACTS])
+        logits = model.next_token_log_probs(PROMPTS)
     return digest_of([tiny.weights(model.model), logits.numpy().tobytes(), _names(folder)])
 
 
@@ -193,7 +196,7 @@ def read_adapter(folder: Path) -> str:
 def read_memory(folder: Path) -> str:
     model = tiny.llama()
     with attach(model, folder):
-        logits = LanguageModel(model, tiny.tokenizer()).next_token_log_probs([fact.text for fact in editors.FACTS])
+        logits = LanguageModel(model, tiny.tokenizer()).next_token_log_probs(PROMPTS)
     return digest_of([logits.numpy().tobytes(), _names(folder)])
 
 

@@ -113,13 +113,20 @@ def test_cells_are_kept_when_rows_come_and_go():
         assert_close(getattr(joined.cells, name).double(), getattr(again.cells, name).double(), 1e-12)
 
 
-def test_a_read_in_parts_is_the_whole_read(monkeypatch):
-    draw = Draw(12)
-    dense, queries = memory(draw, 50, 16, 3), unit(draw, 4, 30, 16)
-    whole = dense.read(queries)
+@pytest.mark.parametrize("by_cells", [False, True])
+def test_a_read_in_parts_is_the_whole_read(monkeypatch, by_cells):
+    draw = Draw(4)
+    dense = memory(draw, 50, 6, 3, threshold=0.5)
+    dense = dense.with_cells() if by_cells else dense
+    queries = unit(draw, 4, 9, 6)
+    whole, weights = dense.read(queries), dense.total_weights(queries[0])
+    assert_close(weights, dense.weights(queries[0])[0].sum(-1))
+    sizes, split = [], Tensor.split
     monkeypatch.setattr(dense_module, "AT_ONCE", 50 * 7)
-    assert_close(dense.read(queries), whole, 1e-12)
-    assert dense.read(queries[:0]).shape == (0, 30, 3)
+    monkeypatch.setattr(Tensor, "split", lambda *args: sizes.append(args[1]) or split(*args))
+    assert_close(dense.read(queries), whole)
+    assert_close(dense.total_weights(queries[0]), weights)
+    assert sizes == [1, 1] if by_cells else [7, 7]
 
 
 def test_gradients_reach_queries_and_values():

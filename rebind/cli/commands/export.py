@@ -166,8 +166,7 @@ def _check(editor: Editor, field: str, path: Path, said_count: int | None, phase
 
 def suggest_attach(terminal: Terminal, saved: Path) -> None:
     """Say how to attach the dense memory of an export, if it has one: transformers alone does not read it."""
-    from rebind.edit.dense.files import HEADER
-    from rebind.edit.export.checkpoint import MEMORY_FOLDER
+    from rebind.edit.dense.files import HEADER, MEMORY_FOLDER
 
     for folder in (saved, saved / MEMORY_FOLDER):
         if (folder / HEADER).exists():

@@ -8,10 +8,12 @@ wall at the width of a matrix, and undoing an edit removes its rows and nothing 
 - `draft`: from facts to the rows of an edit
 - `thresholds`: how near a state must come to a key to read its row
 - `rows`: the rows of an edit, and which rows the active edits leave
+- `fold`: the memory after some edits, brought up to date as edits come and go; `snapshot` stores it with the ledger
 - `layers`: the dense memory of an editor's model, always the fold of some edits
 - `hook`: the read, on the output of a block
 - `files`: a memory as a folder
 - `attach`: a stored memory on a plain transformers model
+- `consolidate`: facts that move from the memory into the weights
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class AttachedMemory:
         self.remove()
 
 
+@torch.inference_mode(False)  # the model may be trained later
 def attach(model: Any, memory: str | Path | StoredMemory, *, check: bool = True) -> AttachedMemory:
     """Let a transformers model read the dense memory in a folder.
 
@@ -116,7 +117,10 @@ def _require_same_states(model: nn.Module, blocks: dict[int, nn.Module], stored:
             overlaps.append(last @ layer.probe[index])
     median = float(torch.stack(overlaps).median()) if overlaps else 0.0
     if not median >= SAME_STATES:
-        raise _other_model(stored, f"its hidden states have a similarity of {median:.2f}, {SAME_STATES:g} is needed")
+        difference = f"its hidden states have a similarity of {median:.2f}, {SAME_STATES:g} is needed"
+        raise _other_model(
+            stored, difference, ", or use check=False if it is that model, quantized: facts may be missed"
+        )
 
 
 def _outputs(model: Any, blocks: dict[int, nn.Module], ids: Sequence[int]) -> dict[int, Any]:
@@ -133,9 +137,9 @@ def _outputs(model: Any, blocks: dict[int, nn.Module], ids: Sequence[int]) -> di
     return outputs
 
 
-def _other_model(stored: StoredMemory, problem: str) -> InputError:
+def _other_model(stored: StoredMemory, problem: str, otherwise: str = "") -> InputError:
     return InputError(
         f"The memory belongs to {stored.model} ({stored.fingerprint[:12]}…), and this is another model: {problem}",
-        advice="Load that model, in any dtype",
+        advice=f"Load that model, in any dtype{otherwise}",
         code="memory_of_other_model",
     )

@@ -3,8 +3,9 @@
 The facts are searched again for the weights, all facts about one subject together, and written in batches by the
 recursive ridge rule: sequential writes with an accumulating moment equal one write of all of them (docs/algebra.md,
 law 5), so the result is stored as one edit. After every batch the model is asked without the rows of these facts. What
-the dense memory said and the weights do not say stays in the dense memory. A batch to which the guard objects, or for
-which others in the dense memory would be lost, is tried again in halves, down to single subjects.
+the dense memory said and the weights do not say stays in the dense memory, and so does what neither says. A batch to
+which the guard objects, or for which others in the dense memory would be lost, is tried again in halves, down to single
+subjects.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from rebind.edit.drafts import DraftTools, draft_of_prompts
 from rebind.edit.facts.fact import Fact, comparable
 from rebind.edit.guard import Guard
 from rebind.edit.ledger.edit import CONSOLIDATES, JSON, Edit
+from rebind.edit.ledger.edits import EditSequence
 from rebind.edit.outcome import TEXT
 from rebind.edit.targets.framings import framed_prompts
 from rebind.edit.targets.kept import subject_prompts
-from rebind.edit.targets.objective import FactPrompts
-from rebind.edit.targets.optimize import TargetStates
+from rebind.errors import LedgerError
 from rebind.models.language_model import LanguageModel
 
 WITNESSES = 100  # facts in the dense memory that are asked again, at most
@@ -63,23 +64,47 @@ def consolidate(
     groups = groups_in_memory(active)
     if not groups:
         return Consolidation(None, (), (), "the dense memory is empty")
+    first = groups[0].facts
     groups, others = _split(groups, budget)
+    if not groups:
+        reason = f"the {len(first)} facts about {first[0].subject} move together, and the budget is {budget}"
+        return Consolidation(None, (), (), reason)
     everything = [fact for group in groups for fact in group.facts]
     sources = tuple(edit.id for edit in active if edit.has_rows)
     work = _Consolidator(tools, groups, others[:WITNESSES], sources, guard)
-    held, reason = work.add_batches(batch)
-    while held:
-        edit = work.edit_of(held)
+    chosen, reason = work.add_batches(batch)
+    while chosen:
+        edit = work.edit_of(chosen)
         with tools.edited.trial(edit):
-            holding = [] if work.objection(held) else work.holding(held)
-            if holding == held:
+            objection = work.objection(chosen)
+            fitting = [] if objection else work.fitting(chosen)
+            reason = objection or reason
+            if fitting == chosen:
                 tools.phase("writing")
-                stored = tools.edited.ledger.append(replace(edit, scores=work.scores(edit)))
-                moved = {id(fact) for index in held for fact in groups[index].facts}
+                edit = replace(edit, scores=work.scores(edit))
+                with tools.edited.ledger.locked():
+                    _require_same_memory(active, tools.edited.ledger.active)
+                    stored = tools.edited.ledger.append(edit)
+                moved = {id(fact) for index in chosen for fact in groups[index].facts}
                 stayed = tuple(fact for fact in everything if id(fact) not in moved)
                 return Consolidation(stored, stored.facts, stayed, reason)
-        held = holding  # the facts compete: without some of them, others may be lost as well
+        chosen = fitting  # the facts compete: without some of them, others may be lost as well
     return Consolidation(None, (), tuple(everything), reason or "the weights say none of the facts as well")
+
+
+def _require_same_memory(before: Sequence[Edit], now: Sequence[Edit]) -> None:
+    """Raise if facts that were to move have left the dense memory in the meantime: they would be in the weights twice,
+    or although they were undone.
+    """
+    earlier, later = EditSequence.of(before), EditSequence.of(now)
+    undone = set(earlier.where(lambda kind: kind.has_rows).ids) - set(later.ids)
+    moving = set(later.where(lambda kind: kind.consolidates).ids) - set(earlier.ids)
+    if changes := [f"{id} was undone" for id in sorted(undone)] + [f"{id} moved facts" for id in sorted(moving)]:
+        raise LedgerError(
+            f"Another process changed the dense memory during the consolidation: {', '.join(changes)}",
+            advice="Consolidate again",
+            code="memory_changed",
+        )
 
 
 def _split(groups: Sequence[SubjectGroup], budget: int | None) -> tuple[list[SubjectGroup], list[Fact]]:
@@ -89,34 +114,40 @@ def _split(groups: Sequence[SubjectGroup], budget: int | None) -> tuple[list[Sub
     return list(groups[:count]), [fact for group in groups[count:] for fact in group.facts]
 
 
-def _still_said(before: Sequence[bool], now: Sequence[bool]) -> bool:
-    return all(new or not old for old, new in zip(before, now, strict=True))
+Said = Sequence[Sequence[bool]]  # of each of some facts, after each of its prompts
 
 
-@dataclass(eq=False)
+def _still_said(before: Said, now: Said) -> bool:
+    return all(
+        new or not old for one, other in zip(before, now, strict=True) for old, new in zip(one, other, strict=True)
+    )
+
+
 class _Consolidator:
-    """Groups of facts about one subject each, on their way into the weights."""
+    """Groups of facts about one subject each, on their way into the weights; `others` are facts that do not move."""
 
-    tools: DraftTools
-    groups: Sequence[SubjectGroup]
-    others: Sequence[Fact]  # facts that stay in the dense memory in any case
-    sources: tuple[str, ...]
-    guard: Guard | None
-
-    def __post_init__(self) -> None:
-        tools, chat = self.tools, "chat" in self.tools.framings
-        self.said_before = self._said(range(len(self.groups)))
-        self.others_before = said_by_fact(tools.model, self.others, tools.framings)
+    def __init__(
+        self,
+        tools: DraftTools,
+        groups: Sequence[SubjectGroup],
+        others: Sequence[Fact],
+        sources: tuple[str, ...],
+        guard: Guard | None,
+    ) -> None:
+        """Ask the model for all facts, and search the targets of those in the groups."""
+        self.tools, self.groups, self.others, self.sources, self.guard = tools, groups, others, sources, guard
+        self.said_before = self._said(range(len(groups)))
+        self.others_before = said_by_fact(tools.model, others, tools.framings)
         with tools.edited.base_model():
             tools.phase("contexts")
-            facts = [fact for group in self.groups for fact in group.facts]
+            facts = [fact for group in groups for fact in group.facts]
             self.scores_before = dict(zip(map(id, facts), self._scores(facts), strict=True))
-            about = iter(subject_prompts(tools.model, facts, chat=chat))
-            for group in self.groups:
+            about = iter(subject_prompts(tools.model, facts, chat="chat" in tools.framings))
+            for group in groups:
                 group.about = [next(about) for _ in group.facts]
-            self.prompts: list[FactPrompts] = joined_prompts(tools, self.groups)
+            self.prompts = joined_prompts(tools, groups)
             tools.load_old_keys()
-            self.targets: TargetStates = tools.find_targets(self.prompts)
+            self.targets = tools.find_targets(self.prompts)
 
     def add_batches(self, size: int) -> tuple[list[int], str]:
         """Return the groups that the weights hold, and the last objection to a group that they do not.
@@ -124,21 +155,21 @@ class _Consolidator:
         A batch that meets an objection is tried again in halves. A group that meets one alone stays where it is,
         and after PATIENCE such groups in a row the weights are full.
         """
-        held, objection = list[int](), ""
+        chosen, objection = list[int](), ""
         begin = refused = 0
         while begin < len(self.groups):
-            tried = [*held, *range(begin, min(begin + size, len(self.groups)))]
+            tried = [*chosen, *range(begin, min(begin + size, len(self.groups)))]
             with self.tools.edited.trial(self.edit_of(tried)):
                 reason = self.objection(tried)
-                holding = held if reason else self.holding(tried)
+                fitting = chosen if reason else self.fitting(tried)
             if reason and size > 1:
                 size //= 2
                 continue
-            held, begin, objection = holding, begin + size, reason or objection
+            chosen, begin, objection = fitting, begin + size, reason or objection
             refused = refused + 1 if reason else 0
             if refused == PATIENCE:
                 break
-        return held, objection
+        return chosen, objection
 
     def edit_of(self, chosen: Sequence[int]) -> Edit:
         """Return the edit that writes some of the groups, and takes their rows out of the dense memory."""
@@ -159,19 +190,20 @@ class _Consolidator:
         if self.guard is not None and (failures := self.guard.check_drift(drift, "", {})):
             return "; ".join(failure.problem for failure in failures)
         waiting = [index for index in range(len(self.groups)) if index not in chosen][:WITNESSES]
-        said = [*self._said(waiting), *said_by_fact(self.tools.model, self.others, self.tools.framings)]
-        before = [*(self.said_before[index] for index in waiting), *self.others_before]
+        others = said_by_fact(self.tools.model, self.others, self.tools.framings)
+        said = [*self._said(waiting), *([one] for one in others)]
+        before = [*(self.said_before[index] for index in waiting), *([one] for one in self.others_before)]
         lost = sum(not _still_said(old, new) for old, new in zip(before, said, strict=True))
         if lost > LOST * len(before):
             return f"{lost} of {len(before)} facts that are still in the dense memory would be lost"
         return ""
 
-    def holding(self, chosen: Sequence[int]) -> list[int]:
-        """Return those of the groups of which the model says everything that it said with the dense memory."""
+    def fitting(self, chosen: Sequence[int]) -> list[int]:
+        """Return those of the groups of which the model says every fact, wherever it did with the dense memory."""
         return [
             index
             for index, said in zip(chosen, self._said(chosen), strict=True)
-            if _still_said(self.said_before[index], said)
+            if all(map(any, said)) and _still_said(self.said_before[index], said)
         ]
 
     def scores(self, edit: Edit) -> dict[str, JSON]:
@@ -183,8 +215,8 @@ class _Consolidator:
     def _scores(self, facts: Sequence[Fact]) -> list[JSON]:
         return [score.to_json() for score in self.tools.model.score([fact.as_prompt() for fact in facts])]
 
-    def _said(self, chosen: Sequence[int]) -> list[list[bool]]:
+    def _said(self, chosen: Sequence[int]) -> list[Said]:
         self.tools.phase("checks")
         facts = [fact for index in chosen for fact in self.groups[index].facts]
         said = iter(said_by_fact(self.tools.model, facts, self.tools.framings))
-        return [[one for _ in self.groups[index].facts for one in next(said)] for index in chosen]
+        return [[next(said) for _ in self.groups[index].facts] for index in chosen]

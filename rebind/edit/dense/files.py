@@ -29,6 +29,7 @@ from rebind.memory.dense import Dense, Whitening
 from rebind.storage import check_json, read_file, replace_folder, seal_json, write_file, write_json
 
 FORMAT = "rebind-memory-2"
+MEMORY_FOLDER = "memory"  # of a checkpoint that carries a memory
 HEADER, TENSORS = "memory.json", "memory.safetensors"
 PARTS = ("keys", "values", "thresholds", "owner", "mean", "factor", "probe")  # of a layer
 PROBE_IDS = "probe_ids"
@@ -74,8 +75,13 @@ def fill_folder(stored: StoredMemory, folder: Path) -> None:
         rows = (memory.keys, memory.values, memory.thresholds, memory.owner)
         parts = (*rows, whitening.mean, whitening.factor, layer.probe)
         tensors |= {f"{number}/{name}": _storable(part) for name, part in zip(PARTS, parts, strict=True)}
-        layers[str(number)] = {"block": layer.block, "rows": len(memory), "beta": memory.beta, "top_k": memory.top_k}
-        layers[str(number)]["stream_axis"] = layer.stream_axis
+        layers[str(number)] = {
+            "block": layer.block,
+            "rows": len(memory),
+            "beta": memory.beta,
+            "top_k": memory.top_k,
+            "stream_axis": layer.stream_axis,
+        }
     data = save(tensors, metadata={"format": FORMAT})
     write_file(folder / TENSORS, data)
     header: dict[str, Any] = {
@@ -83,15 +89,17 @@ def fill_folder(stored: StoredMemory, folder: Path) -> None:
         "model": stored.model,
         "fingerprint": stored.fingerprint,
         "layers": layers,
+        "facts": [fact.to_json() for fact in stored.facts],
+        "tensors": hashlib.sha256(data).hexdigest(),
     }
-    facts = [fact.to_json() for fact in stored.facts]
-    header |= {"facts": facts, "tensors": hashlib.sha256(data).hexdigest()}
     write_json(folder / HEADER, seal_json(header))
 
 
 def load_memory(folder: str | Path) -> StoredMemory:
-    """Read the memory in a folder; raise InputError if there is none, or one that was damaged."""
+    """Read the memory in a folder, or in a checkpoint; raise InputError if there is none, or one that was damaged."""
     folder = Path(folder).expanduser()
+    if not (folder / HEADER).exists() and (folder / MEMORY_FOLDER / HEADER).exists():
+        folder = folder / MEMORY_FOLDER
     header = _read_header(folder)
     try:
         data = read_file(folder / TENSORS)

@@ -86,10 +86,10 @@ class DenseFold:
 
     def _changed(self, edits: EditSequence, origin: NDArray[np.int64]) -> list[Edit] | None:
         """Return the edits that come and those that go; None if they are too many, or in another order."""
-        kept = origin[origin >= 0]
-        removed = np.setdiff1d(np.arange(len(self.tokens)), kept, assume_unique=True)
+        old = origin[origin >= 0]
+        removed = np.setdiff1d(np.arange(len(self.tokens)), old, assume_unique=True)
         new = np.flatnonzero(origin < 0).tolist()
-        if len(removed) + len(new) > 1 + MAX_CHANGED * len(edits) or bool((np.diff(kept) < 0).any()):
+        if len(removed) + len(new) > 1 + MAX_CHANGED * len(edits) or bool((np.diff(old) < 0).any()):
             return None
         gone = (edits + self.removable).with_tokens(self.tokens[removed])
         return None if gone is None else [*edits.at(new), *gone]
@@ -98,17 +98,13 @@ class DenseFold:
         self, edits: EditSequence, origin: NDArray[np.int64], touched: Iterable[int], with_keys: WithKeys
     ) -> DenseFold:
         """Return the fold of edits in which those at some places are read, and the others are as they were."""
-        segments, layers, counts = (
-            self._read(edits, list(touched), with_keys),
-            np.zeros_like(origin),
-            np.zeros_like(origin),
-        )
-        kept = origin >= 0
-        layers[kept], counts[kept] = self.layers[origin[kept]], self.counts[origin[kept]]
-        starts = np.zeros_like(origin)
+        segments = self._read(edits, list(touched), with_keys)
+        layers, counts, starts = (np.zeros_like(origin) for _ in range(3))
+        is_old = origin >= 0
+        layers[is_old], counts[is_old] = self.layers[origin[is_old]], self.counts[origin[is_old]]
         for layer in np.unique(self.layers).tolist():
             rows = np.where(self.layers == layer, self.counts, 0)
-            inside = kept & (layers == layer)
+            inside = is_old & (layers == layer)
             starts[inside] = (np.cumsum(rows) - rows)[origin[inside]]
         for place, (layer, segment) in segments.items():
             layers[place], counts[place], starts[place] = layer, len(segment), -1
@@ -141,9 +137,8 @@ class DenseFold:
 
     def _read(self, edits: EditSequence, touched: list[int], with_keys: WithKeys) -> dict[int, tuple[int, Dense]]:
         """Return the layer and the rows of the edits at some places; those without rows are missing or empty."""
-        if len(touched) == len(edits):
-            places = touched
-        else:
+        places = touched
+        if len(touched) < len(edits):
             subjects = {subject for edit in edits.at(touched) for subject in subjects_of(edit)}
             places = sorted({*touched, *edits.about(subjects)})
         dense = [(place, edit.loaded()) for place, edit in zip(places, edits.at(places), strict=True) if edit.has_rows]

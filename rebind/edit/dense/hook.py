@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ class MemoryHook:
     """Adds what a memory reads to the hidden states that a block returns.
 
     The read is the same at every token, whatever is before or behind it, so batches, padding, caches and generation
-    need nothing. States are whitened and compared in float32 (float64 for a float64 model).
+    need nothing. States are whitened and compared in float32 (float64 for a float64 model), under autocast, too.
     """
 
     whitening: Whitening
@@ -44,19 +45,21 @@ class MemoryHook:
 
     def _change(self, states: Tensor) -> Tensor:
         width = self.memory.keys.shape[-1]
-        read = self.memory.read(self.whitening(mean_states(states, width, self.stream_axis)))
+        with torch.autocast(states.device.type, enabled=False):
+            read = self.memory.read(self.whitening(mean_states(states, width, self.stream_axis)))
         if self.stream_axis is not None:  # all streams change alike
             return read.unsqueeze(self.stream_axis)
         return read if states.shape[-1] == width else read.repeat(*[1] * (read.ndim - 1), states.shape[-1] // width)
 
 
-def require_no_memory(block: nn.Module, name: str) -> None:
-    """Raise if a block already reads a dense memory."""
-    if any(isinstance(hook, MemoryHook) for hook in block._forward_hooks.values()):
+def require_no_memory(block: nn.Module, name: str, own: Collection[MemoryHook] = ()) -> None:
+    """Raise if a block already reads a dense memory that is not one of one's own."""
+    if any(isinstance(hook, MemoryHook) and hook not in own for hook in block._forward_hooks.values()):
         raise InputError(
             f"{name} already reads a dense memory",
             expected="a model without one",
-            advice="Remove the other memory first",
+            advice="Call remove() on what attach returned for it; if an Editor or a copy of the model has the memory, "
+            "load the model again",
             code="already_attached",
         )
 

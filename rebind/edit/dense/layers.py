@@ -36,15 +36,19 @@ class DenseLayers:
     """The memories of a model by layer, and the hooks that read them."""
 
     def __init__(self, model: LanguageModel, moments: Moments) -> None:
-        for site in model.sites:  # the base model of an editor has no memory
-            require_no_memory(module_at(model.model, site.block), site.block)
         self.model, self.moments = model, moments
         self.memories: dict[int, Dense] = {}  # as the model stands
         self.old_states: dict[int, OldStates] = {}
         self._whitenings: dict[int, Whitening] = {}
-        self._handles: list[RemovableHandle] = []
+        self._hooks: dict[MemoryHook, RemovableHandle] = {}
         self._folds: list[DenseFold] = []  # the last two: an undo folds first, to see that it can, and then applies
         self._unstored_seconds = 0.0  # that folding took since a snapshot was written
+        self.require_no_other()
+
+    def require_no_other(self) -> None:
+        """Raise if the model reads a dense memory that was attached to it: it would not be that of the edits."""
+        for site in self.model.sites:
+            require_no_memory(module_at(self.model.model, site.block), site.block, self._hooks)
 
     def fold(self, edits: Sequence[Edit], snapshots: Snapshots | None = None) -> dict[int, Dense]:
         """Return the memory of every layer after these edits; the model is not changed. Whitenings must be loaded."""
@@ -70,13 +74,13 @@ class DenseLayers:
 
     def set(self, memories: Mapping[int, Dense]) -> None:
         """Let the model read these memories, and no others."""
-        for handle in self._handles:
+        for handle in self._hooks.values():
             handle.remove()
-        self.memories, self._handles = dict(memories), []
+        self.memories, self._hooks = dict(memories), {}
         for layer, memory in memories.items():
             block = module_at(self.model.model, self.model.sites[layer].block)
             hook = MemoryHook.on(block, self.whitening(layer), memory, self.model.trunk.stream_axis)
-            self._handles.append(block.register_forward_hook(hook))
+            self._hooks[hook] = block.register_forward_hook(hook)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -112,7 +116,7 @@ class DenseLayers:
         shares = []
         for layer, memory in self.memories.items():
             queries = self.whitening(layer)(self.old_states[layer].sample.to(memory.keys))
-            shares.append(float((memory.weights(queries)[0].sum(-1) > FIRES).double().mean()))
+            shares.append(float((memory.total_weights(queries) > FIRES).double().mean()))
         return max(shares, default=0.0)
 
     def stored(self, memories: Mapping[int, Dense], facts: Sequence[Fact]) -> StoredMemory:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,7 @@ class Joint:
 
     group: int
     carries: tuple[str, ...]  # ids of edits whose facts the joint value says, too
-    replaces: tuple[str, ...]  # ids of edits whose facts about the subject do not count any more
+    replaces: tuple[str, ...]  # ids of edits whose facts about the subject this one contradicts
 
     def to_json(self) -> dict[str, JSON]:
         return {"group": self.group, "carries": list(self.carries), "replaces": list(self.replaces)}
@@ -62,7 +63,12 @@ class EditRows:
         """Return what `Edit.tensors` stores."""
         return {f"{ROWS}/{part}": getattr(self, part).cpu() for part in ROW_PARTS}
 
-    @property
+    @cached_property
+    def joint_of(self) -> dict[int, Joint]:
+        """How each group relates to earlier edits, if there are any."""
+        return {joint.group: joint for joint in self.joints}
+
+    @cached_property
     def joint_variants(self) -> dict[int, int]:
         """The variant of each group that carries other edits."""
         carrying = [joint.group for joint in self.joints if joint.carries]
@@ -80,32 +86,35 @@ def read_variants(
     The latest edit about a subject comes first. Edits that it neither carries nor replaces are read as well. `moved`
     is what `moved_subjects` returns.
     """
-    ids = {id for id, _ in edits}
     groups: dict[str, list[Variant]] = {}
     for index, (id, rows) in enumerate(edits):
         for group, subject in enumerate(rows.subjects):
             if not moved or id not in moved.get(subject, ()):
                 groups.setdefault(subject, []).append((index, group))
-    return {subject: _read_of_subject(edits, found, ids) for subject, found in groups.items()}
+    return {subject: _read_of_subject(edits, own) for subject, own in groups.items()}
 
 
-def _read_of_subject(edits: Sequence[tuple[str, EditRows]], groups: list[Variant], ids: set[str]) -> list[Variant]:
+def _read_of_subject(edits: Sequence[tuple[str, EditRows]], groups: list[Variant]) -> list[Variant]:
+    """Return what is read of the groups about one subject that are in the dense memory.
+
+    What an edit replaces stays replaced when a later edit carries it, and comes back when it is undone.
+    """
     if len(groups) == 1 and not edits[groups[0][0]][1].joints:
         return groups
+    ids = {edits[index][0] for index, _ in groups}
     covered: set[str] = set()
     variants = []
     for index, group in reversed(groups):
         id, rows = edits[index]
-        if id in covered:
-            continue
-        joint = next((one for one in rows.joints if one.group == group), None)
-        variant = group
+        is_read, variant = id not in covered, group
+        joint = rows.joint_of.get(group)
         if joint is not None:
             covered |= set(joint.replaces)
-            if joint.carries and ids.issuperset(joint.carries):
+            if is_read and joint.carries and ids.issuperset(joint.carries):
                 covered |= set(joint.carries)
                 variant = rows.joint_variants[group]
-        variants.append((index, variant))
+        if is_read:
+            variants.append((index, variant))
     return variants
 
 
@@ -117,6 +126,13 @@ def moved_subjects(edits: Iterable[Edit]) -> dict[str, set[str]]:
         for subject in settings.get(CONSOLIDATES, {}).get("subjects", ()):
             moved.setdefault(subject, set()).update(edit.consolidates)
     return moved
+
+
+def replaced_by(edit: Edit) -> dict[str, list[str]]:
+    """Return the ids of the edits whose facts an edit replaces, by subject."""
+    settings: Any = edit.settings
+    replaced = {one["group"]: one["replaces"] for one in settings[ROWS]["joint"]}
+    return {subject: replaced.get(group, []) for group, subject in enumerate(EditRows.subjects_in(edit))}
 
 
 def superseded_by(edit: Edit) -> set[str]:

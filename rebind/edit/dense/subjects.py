@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rebind.edit.dense.rows import Joint, moved_subjects
+from rebind.edit.dense.rows import Joint, moved_subjects, replaced_by
 from rebind.edit.facts.fact import Fact, comparable
 from rebind.edit.facts.questions import paraphrases_of
 from rebind.edit.facts.relations import relation_of
@@ -26,7 +26,7 @@ class SubjectGroup:
     about: list[SubjectPrompts] = field(default_factory=list)  # of each fact
     carried: list[Fact] = field(default_factory=list)  # earlier facts that stay true
     carries: list[str] = field(default_factory=list)  # the ids of their edits
-    replaces: list[str] = field(default_factory=list)  # ids of the other active edits about the subject
+    replaces: list[str] = field(default_factory=list)  # ids of other active edits, which the new facts contradict
 
     def joint(self, index: int) -> Joint | None:
         """Return how the group, which has this index, relates to earlier edits; None if there are none."""
@@ -42,48 +42,50 @@ def group_by_subject(
         group = groups.setdefault(comparable(fact.subject), SubjectGroup())
         group.facts.append(fact)
         group.about.append(prompts)
-    for subject, found in _by_subject(active, groups).items():
+    by_subject = _by_subject(active, groups)
+    replaced = {edit: replaced_by(edit) for edit in {edit for pairs in by_subject.values() for edit, _ in pairs}}
+    for subject, pairs in by_subject.items():
         group = groups[subject]
-        current = [(id, fact) for id, fact in found if not any(same_relation(fact, new) for new in group.facts)]
-        current = _latest(current)
+        contradicted = [one for one in pairs if any(same_relation(one[1], new) for new in group.facts)]
+        current = [one for one in _latest(pairs) if one not in contradicted]
+        # A fact that another edit replaces comes back when that one is undone.
+        elsewhere = {id for edit, _ in pairs for id in replaced[edit][subject]}
+        ended = [edit.id for edit, fact in pairs if (edit, fact) in contradicted or edit.id not in elsewhere]
         group.carried = [fact for _, fact in current]
-        group.carries = list(dict.fromkeys(id for id, _ in current))
-        group.replaces = [id for id in dict.fromkeys(id for id, _ in found) if id not in group.carries]
+        group.carries = list(dict.fromkeys(edit.id for edit, _ in current))
+        group.replaces = [id for id in dict.fromkeys(ended) if id not in group.carries]
     return list(groups.values())
 
 
 def current_facts(edits: Sequence[Edit]) -> list[Fact]:
     """Return the facts that the dense memory holds after some edits, subject by subject."""
-    return [fact for found in _by_subject(edits).values() for _, fact in _latest(found)]
+    return [fact for pairs in _by_subject(edits).values() for _, fact in _latest(pairs)]
 
 
 def groups_in_memory(edits: Sequence[Edit]) -> list[SubjectGroup]:
     """Return the facts in the dense memory by subject, the oldest first."""
-    return [SubjectGroup([fact for _, fact in _latest(found)]) for found in _by_subject(edits).values()]
+    return [SubjectGroup([fact for _, fact in _latest(pairs)]) for pairs in _by_subject(edits).values()]
 
 
-Found = tuple[str, Fact]  # the id of an edit and a fact of it
-
-
-def _by_subject(edits: Sequence[Edit], subjects: Collection[str] | None = None) -> dict[str, list[Found]]:
-    """Return the facts in the dense memory by subject: all, or those about some subjects."""
-    found: dict[str, list[Found]] = {}
+def _by_subject(edits: Sequence[Edit], subjects: Collection[str] | None = None) -> dict[str, list[tuple[Edit, Fact]]]:
+    """Return the facts in the dense memory, with their edits, by subject: all, or those about some subjects."""
+    pairs: dict[str, list[tuple[Edit, Fact]]] = {}
     edits = EditSequence.of(edits)
     moved = moved_subjects(edits.where(lambda kind: kind.consolidates))
     for edit in edits.where(lambda kind: kind.has_rows) if subjects is None else edits.at(edits.about(subjects)):
         for fact in edit.facts if edit.has_rows else ():
             subject = comparable(fact.subject)
             if (subjects is None or subject in subjects) and edit.id not in moved.get(subject, ()):
-                found.setdefault(subject, []).append((edit.id, fact))
-    return found
+                pairs.setdefault(subject, []).append((edit, fact))
+    return pairs
 
 
-def _latest(found: Sequence[Found]) -> list[Found]:
+def _latest(pairs: Sequence[tuple[Edit, Fact]]) -> list[tuple[Edit, Fact]]:
     """Return the facts about one subject without those that a fact of a later edit replaces."""
     return [
-        (id, fact)
-        for index, (id, fact) in enumerate(found)
-        if not any(other_id != id and same_relation(fact, other) for other_id, other in found[index + 1 :])
+        (edit, fact)
+        for index, (edit, fact) in enumerate(pairs)
+        if not any(other is not edit and same_relation(fact, later) for other, later in pairs[index + 1 :])
     ]
 
 
@@ -106,5 +108,5 @@ def kept_together(facts: Sequence[Fact], about: Sequence[SubjectPrompts]) -> Sub
         question: min((one.openings.get(question, "") for one in about), key=len) for question in about[0].openings
     }
     openings = {question: words for question, words in openings.items() if words}  # none of them says an old target
-    kept = tuple(dict.fromkeys([*user, *shared]))
-    return SubjectPrompts(about[0].kind, kept, about[0].held_out, openings=openings)
+    texts = tuple(dict.fromkeys([*user, *shared]))
+    return SubjectPrompts(about[0].kind, texts, about[0].held_out, openings=openings)

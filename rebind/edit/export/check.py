@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rebind.edit.dense.attach import attach
+from rebind.edit.dense.files import MEMORY_FOLDER
 from rebind.edit.export.adapter import read_peft
 from rebind.edit.export.change import apply_delta
-from rebind.edit.export.checkpoint import MEMORY_FOLDER
 from rebind.edit.export.gguf_adapter import read_gguf
 from rebind.edit.ledger.edit import Edit
 from rebind.models.language_model import LanguageModel

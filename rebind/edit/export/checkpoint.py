@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rebind.edit.dense.files import StoredMemory, fill_folder
+from rebind.edit.dense.files import MEMORY_FOLDER, StoredMemory, fill_folder
 from rebind.errors import InputError
 from rebind.models.load import quiet
 from rebind.models.locate import first_line
 from rebind.storage import cache_dir, replace_folder
 
-MEMORY_FOLDER = "memory"  # the subfolder of a dense memory
 NARROW_DTYPES = (torch.bfloat16, torch.float16)  # bfloat16 first: activations may overflow in float16
 
 

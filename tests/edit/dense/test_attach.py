@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,64 @@ def test_a_quantized_model_reads_the_memory(of_large, kind):
     assert torch.equal(logits(model), plain)
 
 
+@pytest.mark.parametrize("many", [4096, 0])
+def test_autocast_does_not_round_the_read(stored, monkeypatch, many):
+    monkeypatch.setattr(hook, "MANY", many)
+    model = tiny.llama().requires_grad_(True)
+    with rebind.attach(model, stored[0]):
+        (reading,) = (one for block in model.model.layers for one in block._forward_hooks.values())
+        states = torch.randn(1, 3, model.config.hidden_size) + reading.whitening.mean
+        plain = reading._change(states)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(reading._change(states), plain)
+            loss = model(IDS, labels=IDS).loss
+        loss.backward()  # training runs under autocast
+    with torch.inference_mode():
+        handle = rebind.attach(model, stored[0])
+        logits(model)
+    model(IDS, labels=IDS).loss.backward()
+    handle.remove()
+    assert torch.isfinite(model.model.layers[0].mlp.down_proj.weight.grad).all()
+
+
+def test_a_copy_keeps_its_own_memory(stored, tmp_path):
+    folder, edited = stored
+    model = tiny.llama()
+    with rebind.attach(model, folder):
+        copy = deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+        model.save_pretrained(tmp_path / "weights")
+    assert torch.equal(logits(copy), edited)
+    assert torch.equal(logits(torch.load(tmp_path / "model.pt", weights_only=False)), edited)
+    saved = LanguageModel.load(tmp_path / "weights", tiny.tokenizer()).model
+    assert torch.equal(logits(saved), logits(tiny.llama())), "transformers stores the weights alone"
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0}
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # to generate, and what must come to the same
+    "beams": ({"num_beams": 3}, {"num_beams": 3, "use_cache": False}),
+    "sampling": ({"do_sample": True}, {"do_sample": True, "use_cache": False}),
+    "static cache": ({"cache_implementation": "static"}, {}),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, {}),
+    "assistant": ({"assistant_model": tiny.llama(1)}, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_generate_reads_the_memory(stored, way):
+    model, (options, same) = tiny.llama(), WAYS[way]
+    ids = torch.tensor([tiny.tokenizer()("The mother tongue of Danielle Darrieux").input_ids])
+
+    def generate(**options: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        return model.generate(ids, **GREEDY, **options)
+
+    with rebind.attach(model, stored[0]):
+        rows = generate(**options)
+        assert torch.equal(rows, generate(**same))
+    assert not torch.equal(rows, generate(**options))
+
+
 def test_a_dispatched_model_reads_the_memory(stored):
     model = dispatch(tiny.llama())
     with rebind.attach(model, stored[0]):
@@ -179,6 +238,20 @@ def test_other_models_are_refused(stored):
             with raises(InputError, "already_attached"):
                 again()
     rebind.attach(tiny.llama(1), folder, check=False)
+
+
+def test_an_editor_does_not_edit_a_model_that_reads_another_memory(stored):
+    editor = open_editor()
+    edit = rewrite(editor, FACTS[1], method="dense", layers=(2,))
+    edited = logits(editor.model)
+    with rebind.attach(editor.model, stored[0]):
+        for use in (lambda: rewrite(editor, FACTS[0]), lambda: editor.undo(edit.id), lambda: editor.save_memory("x")):
+            with raises(InputError, "already_attached"):
+                use()
+    editor.refresh()
+    assert editor.ledger.active == [edit]
+    assert torch.equal(logits(editor.model), edited)
+    editor.undo(edit.id)
 
 
 def test_damaged_files_are_refused(stored, tmp_path):
@@ -248,5 +321,6 @@ def test_a_saved_model_carries_its_memory(tmp_path):
     assert torch.allclose(logits(exported.model), logits(editor.model), atol=1e-5)
     bare = LanguageModel.load(folder).model
     assert not torch.allclose(logits(bare), logits(editor.model), atol=1e-5)
-    with rebind.attach(bare, folder / "memory"):
-        assert torch.allclose(logits(bare), logits(editor.model), atol=1e-5)
+    for place in (folder / "memory", folder):
+        with rebind.attach(bare, place):
+            assert torch.allclose(logits(bare), logits(editor.model), atol=1e-5)

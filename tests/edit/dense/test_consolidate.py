@@ -11,8 +11,9 @@ import torch
 from rebind.edit.dense.consolidate import said_by_fact
 from rebind.edit.facts import Fact
 from rebind.edit.guard import Guard
+from rebind.edit.progress import Progress
 from rebind.edit.targets import TargetSettings
-from rebind.errors import InputError
+from rebind.errors import InputError, LedgerError
 from tests import tiny
 from tests.edit.editors import open_editor
 from tests.support import raises
@@ -24,11 +25,16 @@ FACTS = [Fact.parse(f"The answer is {{{subject}}}", target) for subject, target 
 INTO: dict[str, Any] = {"layers": (1, 2), "targets": STRONG, "batch": 2}
 
 
-def edited(seed: int = 1) -> Any:
-    """Return an editor whose dense memory makes a model that is sure of what it says answer with every target."""
+def open_sure(seed: int = 1, ledger: Any = None) -> Any:
+    """Return an editor of a model that is sure of what it says."""
     model = tiny.llama(seed)
     model.lm_head.weight.data.mul_(8.0)
-    editor = open_editor(model, guard=OPEN, framings=("start",))
+    return open_editor(model, ledger, guard=OPEN, framings=("start",))
+
+
+def edited(seed: int = 1) -> Any:
+    """Return an editor whose dense memory makes a model that is sure of what it says answer with every target."""
+    editor = open_sure(seed)
     editor.rewrite_many(FACTS, method="dense", targets=STRONG)
     assert all(score.exact for score in editor.score(FACTS))
     return editor
@@ -67,6 +73,15 @@ def test_facts_that_do_not_fit_stay(editor):
     assert tiny.weights(editor.model) == weights
     assert len(editor.ledger.edits) == 1
     assert all(score.exact for score in editor.score(FACTS))
+
+
+def test_a_fact_that_nobody_says_stays(editor):
+    deaf = Fact.parse("We met in {Norway City}", "mother")
+    editor.rewrite_many([deaf], method="dense", targets=replace(STRONG, steps=1, clamp=0.01))
+    assert not editor.score([deaf])[0].exact
+    result = editor.consolidate(lam=3.0, **INTO | {"targets": replace(STRONG, steps=1, clamp=0.01)})
+    assert deaf in result.stayed
+    assert deaf not in result.moved
 
 
 def test_the_guard_ends_the_batches(editor):
@@ -119,6 +134,49 @@ def test_a_fact_and_its_consolidation_are_undone_in_order(editor):
     editor.redo(result.edit.id)
     editor.ledger.switch(["e0001", result.edit.id], on=False)
     assert not editor.ledger.active
+
+
+def test_a_later_fact_does_not_repeat_what_the_weights_say_again(editor):
+    """It was searched together with facts that are back in the weights, so the value of its own is read."""
+    consolidation = editor.consolidate(lam=3.0, **INTO).edit
+    editor.undo(consolidation.id)
+    later = editor.rewrite_many([Fact.parse("We met in {France}", "sea")], method="dense", targets=STRONG)
+    alone, joint = later.tensors["rows/values"]
+    ((_, rows),) = editor.edited.dense.memories.items()
+    assert any(torch.equal(value, joint) for value in rows.values)
+    editor.redo(consolidation.id)
+    ((_, rows),) = editor.edited.dense.memories.items()
+    assert torch.equal(rows.values, alone.unsqueeze(0))
+
+
+@pytest.mark.parametrize("change", ["undo", "consolidate"])
+def test_a_change_by_another_process_meanwhile_is_not_overwritten(editor, change):
+    other = open_sure(ledger=editor.ledger)
+
+    def change_first(phase: str) -> None:
+        if phase == "writing":
+            other.undo("e0001") if change == "undo" else other.consolidate(lam=3.0, **INTO)
+
+    editor.progress = Progress(phase=change_first)
+    with raises(LedgerError, "memory_changed"):
+        editor.consolidate(lam=3.0, **INTO)
+    assert editor.ledger.active.ids == ([] if change == "undo" else ["e0001", "e0002"])
+    assert not editor.edited.dense.memories
+    assert tiny.weights(editor.model) == tiny.weights(other.model)
+
+
+def test_a_subject_does_not_move_in_parts():
+    editor = open_editor(guard=OPEN)
+    editor.rewrite_many([Fact.parse(f"{{France}} {verb}", "the") for verb in ("is", "has")], method="dense")
+    result = editor.consolidate(1)
+    assert (result.edit, result.moved, result.stayed) == (None, (), ())
+    assert "France" in result.reason
+
+
+@pytest.mark.parametrize("options", [{"budget": 0}, {"budget": 1.5}, {"batch": 0}])
+def test_an_impossible_budget_or_batch_is_refused(editor, options):
+    with raises(InputError, "invalid_setting"):
+        editor.consolidate(**options)
 
 
 def test_an_empty_memory_and_a_dense_method(editor):

@@ -14,6 +14,7 @@ from rebind.edit.dense.rows import EditRows
 from rebind.edit.facts import Fact
 from rebind.edit.guard import Guard
 from rebind.edit.ledger import Ledger
+from rebind.edit.progress import Progress
 from rebind.errors import InputError, LedgerWarning
 from rebind.memory.dense import Cells
 from rebind.models.tokens import Tokens
@@ -208,6 +209,23 @@ def test_edits_that_do_not_know_each_other_add_up():
     dense(other, MADRID)
     with raises(InputError, "conflicting_edit"):
         other.redo(old.id)
+
+
+def test_a_contradiction_by_another_process_meanwhile_is_refused():
+    editor = open_editor(guard=OPEN)
+    other = open_editor(ledger=editor.ledger, guard=OPEN)
+
+    def write_first(phase: str) -> None:
+        if phase == "writing":
+            editor.progress = Progress()
+            dense(other, FACTS[0])
+
+    editor.progress = Progress(phase=write_first)
+    with raises(InputError, "conflicting_edit"):
+        dense(editor, MADRID)
+    assert [edit.facts for edit in editor.ledger.active] == [(FACTS[0],)]
+    assert torch.equal(logits(editor), logits(other))
+    dense(editor, MADRID)  # it knows of the other edit now, and replaces it
 
 
 # What can go wrong

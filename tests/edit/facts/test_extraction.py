@@ -180,6 +180,21 @@ def test_a_name_does_not_go_on_in_lower_case(text, targets):
     assert [fact.target for fact in clause.candidates] == targets
 
 
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ("Émile Zola was born in Oslo. Łódź is the capital of Østfold.", ["Émile Zola", "Østfold"]),
+        ("The capital of Россия is Казань. Îles d'Or was founded by Ådne Berg.", ["Россия", "Îles d'Or"]),
+        ("Will Smith was born in Oslo. Theresa May moved to Rome.", ["Will Smith", "Theresa May"]),
+        ("In May 2003 Ada Lovelace moved to Oslo.", ["Ada Lovelace"]),
+        ("\ufeffThe capital of France is Lyon.", ["France"]),
+        ("It may be in Oslo. France will be ruled by Ada Berg. Ada Berg can be found in Oslo.", []),
+    ],
+)
+def test_names_may_have_accents_and_look_like_verbs(text, facts):
+    assert [clause.candidates[0].subject for clause in extract(text) if clause.candidates] == facts
+
+
 def test_every_text_is_read():
     for text in (
         "",
