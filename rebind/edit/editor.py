@@ -395,9 +395,8 @@ class Editor:
     def memory(self) -> StoredMemory:
         """Return the dense memory of the active edits, for `save_memory` or `rebind.attach`."""
         self.refresh()
-        if not (memories := self.edited.dense.memories):
-            advice = "Write a fact by method dense, or undo a consolidation"
-            raise InputError("The dense memory is empty", advice=advice, code="no_dense_facts")
+        export.require_dense_facts(self.ledger.active)
+        memories = self.edited.dense.memories
         with self.base_model():
             return self.edited.dense.stored(memories, current_facts(self.ledger.active))
 

@@ -18,6 +18,7 @@ from rebind.edit.export.change import (
     compute_changes,
     load_delta,
     require_changed_weights,
+    require_dense_facts,
     save_delta,
     warn_of_dense_facts,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "load_with_peft",
     "model_card",
     "require_changed_weights",
+    "require_dense_facts",
     "save_delta",
     "save_model",
     "score_facts",
