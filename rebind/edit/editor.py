@@ -44,7 +44,13 @@ from rebind.edit.plan import Plan, PromptSize, estimate, prompts_per_fact
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
 from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStates, TargetStore
-from rebind.edit.targets.framings import applicable_framings, encode_framings, sample_contexts, warn_of_sinks
+from rebind.edit.targets.framings import (
+    applicable_framings,
+    encode_framings,
+    sample_contexts,
+    warn_of_sinks,
+    warn_of_unused_paraphrases,
+)
 from rebind.edit.targets.kept import SubjectPrompts, encode_kept, encode_protected, subject_prompts
 from rebind.errors import InputError
 from rebind.limits import MAX_SEED
@@ -199,6 +205,7 @@ class Editor:
         if not settings.method.dense:
             warn_of_shared_keys(new_facts)
         warn_of_sinks(self.language_model, new_facts, self.framings)
+        warn_of_unused_paraphrases(new_facts, self.framings)
         earlier = self._earlier_edits(new_facts, settings.method)
         check_earlier_edits(earlier, force=force)
         with self.base_model():

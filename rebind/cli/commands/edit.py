@@ -150,7 +150,8 @@ def edit(
 
     get_method(method)  # raises an error for an unknown name, before anything is loaded
     parsed_layers, parsed_framings = opt.parse_layers(layers), opt.parse_names(framings)
-    require_framings(parsed_framings or ())
+    if parsed_framings is not None:
+        require_framings(parsed_framings)
     input_facts = _read(terminal, facts, target, fact_options.as_fields(), skip_bad)
     request = _Request(input_facts, method, parsed_layers, lam, parsed_framings, search, skip_bad)
     if plan:
