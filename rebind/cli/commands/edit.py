@@ -46,6 +46,7 @@ SEARCH = "Target search (by default chosen for the model)"
 MIN_POSITIVE = 1e-6  # for the learning rate and the clamp of a search
 MAX_ANSWERED = 8  # facts that the model answers freely
 ANSWER_TOKENS = 12
+ANSWER_LENGTH = 100  # characters of a free answer: in a chat, the target may come late
 
 search_value = partial(opt.value, panel=SEARCH)
 
@@ -283,10 +284,14 @@ def _print_outcome(terminal: Terminal, report: dict[str, Any]) -> None:
     facts, outcome = report["facts"], report["outcome"]
     free = [answer for fact in facts for answer in fact["answers"] or ()]
     if len(facts) == 1:
+        if facts[0]["before"]["exact"]:
+            terminal.hint("the model said this fact before the edit, too")
         grid = tables.table("framing", "said", "asked", "answer")
         for answer in free:
             mark = Text("yes", style="bold green") if answer["said"] else Text("no", style="yellow")
-            grid.add_row(answer["framing"], mark, last_words(answer["prompt"]), one_line(answer["answer"]))
+            grid.add_row(
+                answer["framing"], mark, last_words(answer["prompt"]), one_line(answer["answer"], ANSWER_LENGTH)
+            )
         terminal.print(grid, _summary(free))
     else:
         grid = tables.table("framing", "first choice", "freely said", right=("first choice", "freely said"))
@@ -307,10 +312,14 @@ def _print_outcome(terminal: Terminal, report: dict[str, Any]) -> None:
 
 def _summary(answers: list[dict[str, Any]]) -> Text:
     """Return a sentence with the framings in which every answer says the fact."""
-    framings = {answer["framing"]: True for answer in answers}
+    framings: dict[str, list[bool]] = {}
     for answer in answers:
-        framings[answer["framing"]] &= answer["said"]
-    missing = [framing for framing, is_said in framings.items() if not is_said]
+        framings.setdefault(answer["framing"], []).append(answer["said"])
+    missing = [
+        f"{framing} ({sum(said)} of {len(said)} answers say it)" if any(said) else framing
+        for framing, said in framings.items()
+        if not all(said)
+    ]
     if not missing:
         return Text(f"the fact holds in all {len(framings)} framings", style="green")
     number = len(framings) - len(missing)
@@ -329,6 +338,7 @@ def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], sour
         ("edit", f"{report['id']} ({report['method']}{lam})"),
         ("layers", f"{', '.join(map(str, settings['layers']))} ({source})"),
         ("model", report["model"]),
+        *tables.earlier_rows(settings),
         *tables.drift_rows(report),
         *tables.memory_rows(report),
         ("ledger", f"{report['ledger']} ({len(editor.ledger.active)} active)"),

@@ -139,13 +139,25 @@ def outcome_rows(outcome: Mapping[str, Any], framings: Sequence[str]) -> list[tu
     return [("said", shares), *unchanged_rows(outcome)]
 
 
+def earlier_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the earlier edits about the same subjects whose facts an edit replaces or says as well, for `pairs`."""
+    from rebind.edit.ledger.edit import ROWS
+
+    joint = settings.get(ROWS, {}).get("joint", [])
+    rows = []
+    for name, field in (("replaces", "replaces"), ("repeats", "carries")):
+        if ids := dict.fromkeys(id for one in joint for id in one[field]):
+            rows.append((name, f"what {', '.join(ids)} says about the same subject"))
+    return rows
+
+
 def drift_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return how far an edited model is from its base model and which checks failed, for `pairs`."""
     rows = []
     if drift := scores.get("drift"):
-        largest = f"largest {drift['largest']:.2g} nats after {drift['prompt']!r}"
-        kl = f"{drift['kl']:.2g} nats on unrelated prompts, {largest}"
-        rows.append(("drift", f"{kl}; weights changed by {percent(drift['growth'])}"))
+        largest = f", largest {drift['largest']:.2g} nats after {drift['prompt']!r}" if drift["largest"] else ""
+        weights = f"changed by {percent(drift['growth'])}" if drift["growth"] else "unchanged"
+        rows.append(("drift", f"{drift['kl']:.2g} nats on unrelated prompts{largest}; weights {weights}"))
     if failed := (scores.get("guard") or {}).get("failed"):
         rows.append(("forced", "; ".join(f"{failure['check']}: {failure['says']}" for failure in failed)))
     return rows
