@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rebind.cli.commands.edit import _summary
 from rebind.cli.ui import Phases, Terminal
+from rebind.cli.ui.tables import unchanged_rows
 from rebind.cli.ui.terminal import strict_json
 from rebind.edit import DEFAULT_METHOD
 from rebind.edit.answers import FreeAnswer
@@ -117,6 +118,13 @@ def test_a_report_says_how_many_answers_of_a_framing_say_the_fact():
     answers = [("start", True), ("paraphrase", True), ("paraphrase", False), ("chat", False)]
     summary = _summary([{"framing": framing, "said": said} for framing, said in answers])
     assert summary.plain.endswith("not in: paraphrase (1 of 2 answers say it), chat")
+
+
+def test_kept_answers_have_a_label_without_held_out_ones_too():
+    outcome = {"asked": {"subject": 1, "kept": 2, "neighbors": 3}, "changed": [{"about": "kept"}]}
+    assert [name for name, _ in unchanged_rows(outcome)] == ["subject kept", "", "neighbors kept"]
+    alone = {**outcome, "asked": {"subject": 0, "kept": 2}}
+    assert [(name, text[:6]) for name, text in unchanged_rows(alone)] == [("subject kept", "1 of 2")]
 
 
 def test_a_report_says_that_a_fact_was_said_before(rebind, model):

@@ -16,7 +16,7 @@ MAX_TEXT_LENGTH = 48  # characters in a cell
 LISTED = 20  # rows of a long table that are printed
 ANSWER_GROUPS = (
     ("subject", "subject kept", "questions about the subject that the search did not see"),
-    ("kept", "", "questions about the subject that the search kept"),
+    ("kept", "subject kept", "questions about the subject that the search kept"),
     ("neighbors", "neighbors kept", "questions about other subjects"),
 )
 
@@ -124,11 +124,12 @@ def _change(before: str, after: str, is_good: bool) -> Text:
 
 def unchanged_rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return how many other answers an edit kept, for `pairs`."""
-    rows = []
+    rows: list[tuple[str, str]] = []
     for group, name, meaning in ANSWER_GROUPS:
         if number := outcome["asked"].get(group):
             changed = sum(answer["about"] == group for answer in outcome["changed"])
-            rows.append((name, f"{number - changed} of {number} {meaning}"))
+            label = "" if rows and rows[-1][0] == name else name  # one label for two rows about the subject
+            rows.append((label, f"{number - changed} of {number} {meaning}"))
     return rows
 
 
