@@ -321,6 +321,8 @@ def test_facts_in_the_dense_memory_are_listed_undone_and_exported(rebind, fails,
         assert "rebind consolidate" in error.advice
         assert "--memory" in error.advice
     shown = rebind("ledger", "export", *words, "--checkpoint", whole).out
+    assert str(whole / "memory") in rebind("ask", QUESTION, "--model", whole).err, "its facts are not read"
+    assert not rebind("ask", QUESTION, *words).err
     assert f"rebind.attach(model, {str(whole / 'memory')!r})" in shown
     card = (whole / "README.md").read_text()
     assert "lists the facts" in card

@@ -31,11 +31,12 @@ from rebind.edit.export.check import (
     load_with_peft,
     score_facts,
 )
-from rebind.edit.export.checkpoint import choose_dtype, save_model
+from rebind.edit.export.checkpoint import MEMORY_FOLDER, choose_dtype, save_model
 from rebind.edit.export.gguf_adapter import export_gguf
 from rebind.edit.export.model_card import model_card
 
 __all__ = [
+    "MEMORY_FOLDER",
     "AdapterExport",
     "ExportCheck",
     "apply_delta",
