@@ -65,14 +65,14 @@ def counted(number: int, name: str) -> str:
 
 
 def one_line(text: str, longest: int = MAX_TEXT_LENGTH) -> str:
-    """Return a text on one line, shortened; a text of spaces only is quoted, so that it is visible.
+    """Return a text on one line, shortened; a text without words stays visible.
 
-    >>> one_line("in\\n Rome"), one_line(" "), one_line("far too long", 8)
-    ('in Rome', "' '", 'far too…')
+    >>> one_line("in\\n Rome"), one_line(" "), one_line(""), one_line("far too long", 8)
+    ('in Rome', "' '", '(nothing)', 'far too…')
     """
     line = " ".join(text.split())
     if not line:
-        return repr(text)
+        return repr(text) if text else "(nothing)"
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
 
 

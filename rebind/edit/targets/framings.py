@@ -177,10 +177,11 @@ def warn_of_sinks(model: LanguageModel, facts: Sequence[Fact], framings: Sequenc
     plain = model.encode([fact.as_prompt() for fact in facts], start=False)
     first = [fact for fact, prompt in zip(facts, plain, strict=True) if without_sink(prompt) is None]
     if first:
+        others = f" and {len(first) - 1} more prompts" if len(first) > 1 else ""
         warnings.warn(
-            f"Without start tokens, the subject is the very first token of {len(first)} facts, for example of "
-            f"{first[0].text!r}. The model attends to that token from everywhere, so it is left as it is, and these "
-            f"facts may not be said that way. Rephrase the prompt so that other words come first.",
+            f"Without start tokens, the subject is the very first token of {first[0].text!r}{others}. The model "
+            f"attends to that token from everywhere, so it is left as it is, and the fact may not be said that way. "
+            f"Rephrase the prompt so that other words come first.",
             FactWarning,
             stacklevel=3,
         )
@@ -193,9 +194,10 @@ def warn_of_unused_paraphrases(facts: Sequence[Fact], framings: Sequence[str]) -
     unused = [(fact, text) for fact in facts for text in fact.paraphrases if mark_subject(text, fact) is None]
     if unused:
         fact, text = unused[0]
+        others = f" Neither are {len(unused) - 1} more, for the same reason." if len(unused) > 1 else ""
         warnings.warn(
-            f"{len(unused)} paraphrases do not name the subject of their fact, for example {text!r} for "
-            f"{fact.subject!r}. They are not used. Name the subject exactly as in the fact.",
+            f"The paraphrase {text!r} is not used, because it does not name the subject {fact.subject!r}.{others} "
+            f"Name the subject exactly as in the fact.",
             FactWarning,
             stacklevel=3,
         )
