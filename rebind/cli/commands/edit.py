@@ -56,7 +56,10 @@ class FactOptions:
     """The fields of a single fact besides its prompt and target."""
 
     subject: opt.Subject = None
-    paraphrase: Annotated[list[str] | None, opt.value("TEXT", "Another wording of the prompt. Can be repeated.")] = None
+    paraphrase: Annotated[
+        list[str] | None,
+        opt.value("TEXT", "Another wording of the prompt. Can be repeated.", default="derived from the prompt"),
+    ] = None
     question: Annotated[
         list[str] | None,
         opt.value("TEXT", "A question that the target answers. Can be repeated.", default="derived from the prompt"),
