@@ -123,7 +123,10 @@ def _records_in_file(path: Path) -> Iterator[tuple[str, Any]]:
             raise InputError(f"{path} is not JSON ({problem})", code="not_json") from None
         yield from _json_lines(path, text)
         return
-    for index, record in enumerate(content if first_character == "[" else [content]):
+    if first_character == "{":
+        yield f"line 1 of {path.name}", content
+        return
+    for index, record in enumerate(content):
         yield f"record {index} of {path.name}", record
 
 
