@@ -5,12 +5,13 @@ and a stable name for programs and tests (`code`). Advice refers to settings by 
 
     raise InputError(
         "The search stopped after 20 steps",
-        advice="Try {steps}, or use {force} to write the edit anyway",
-        settings={"steps": 60, "force": True},
+        advice="Try {targets.steps}, or use {force} to write the edit anyway",
+        settings={"targets.steps": 60, "force": True},
         code="search_too_short",
     )
 
-The library spells a setting as a Python argument (`steps=60`), the command line as an option (`--steps 60`).
+The library spells a setting as a Python argument (`force=True`, `targets with steps=60`), the command line as an option
+(`--force`, `--steps 60`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ Spelling = Callable[[str, object], str]  # (name, value) of a setting → how th
 def as_argument(name: str, value: object) -> str:
     """Spell a setting as a Python argument; the value None means that any value would do.
 
-    >>> as_argument("steps", 60), as_argument("force", True), as_argument("layers", None)
-    ('steps=60', 'force=True', 'layers')
+    A name with a dot is a field of an argument.
+
+    >>> as_argument("seed", 1), as_argument("layers", None), as_argument("targets.steps", 60)
+    ('seed=1', 'layers', 'targets with steps=60')
     """
-    return name if value is None else f"{name}={value!r}"
+    argument, _, field = name.rpartition(".")
+    spelled = field if value is None else f"{field}={value!r}"
+    return f"{argument} with {spelled}" if argument else spelled
 
 
 class RebindError(Exception):

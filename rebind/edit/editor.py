@@ -7,6 +7,7 @@ again without it: no optimization, and the same bytes as if the edit had never b
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from rebind.edit import DEFAULT_METHOD, export
 from rebind.edit.checks import EditCheck
 from rebind.edit.dense.consolidate import Consolidation, consolidate
 from rebind.edit.dense.draft import draft_rows
-from rebind.edit.dense.files import StoredMemory, save_memory
+from rebind.edit.dense.files import HEADER, StoredMemory, save_memory
 from rebind.edit.dense.rows import unrelated
 from rebind.edit.dense.subjects import current_facts
 from rebind.edit.drafts import DraftTools, draft_writes
@@ -44,9 +45,15 @@ from rebind.edit.plan import Plan, PromptSize, estimate, prompts_per_fact
 from rebind.edit.progress import Progress
 from rebind.edit.settings import EditSettings, choose_settings, measured_layers
 from rebind.edit.targets import ContextSettings, FactPrompts, TargetSearch, TargetSettings, TargetStates, TargetStore
-from rebind.edit.targets.framings import applicable_framings, encode_framings, sample_contexts, warn_of_sinks
+from rebind.edit.targets.framings import (
+    applicable_framings,
+    encode_framings,
+    sample_contexts,
+    warn_of_sinks,
+    warn_of_unused_paraphrases,
+)
 from rebind.edit.targets.kept import SubjectPrompts, encode_kept, encode_protected, subject_prompts
-from rebind.errors import InputError
+from rebind.errors import InputError, LedgerWarning
 from rebind.limits import MAX_SEED
 from rebind.memory import LowRank
 from rebind.memory.checks import require_number
@@ -84,6 +91,18 @@ def _require_consistent(facts: list[Fact]) -> list[Fact]:
         problem = f"Facts have different targets after the same prompt: {conflicting[0]}"
         raise InputError(problem, advice="Keep one of them", code="conflicting_facts")
     return facts
+
+
+def _warn_of_unread_memory(model: PreTrainedModel) -> None:
+    """Warn if the folder of a model has a dense memory beside the weights: an editor starts without one."""
+    memory = Path(model.config._name_or_path or "/") / export.MEMORY_FOLDER
+    if (memory / HEADER).is_file():
+        warnings.warn(
+            f"{memory} has facts that this model does not know, because an editor does not read an exported memory. "
+            f"Use the base model with the ledger of the edits, or attach the memory in a program of your own.",
+            LedgerWarning,
+            stacklevel=3,
+        )
 
 
 class Editor:
@@ -129,6 +148,7 @@ class Editor:
             problem = "The processes share the weights of the model, so they cannot also share facts"
             advice = "Do not call rebind.parallel.join_processes, and edit in all processes alike"
             raise InputError(problem, advice=advice, code="sharded_model")
+        _warn_of_unread_memory(self.model)
         self.sites = self.language_model.sites
         self.fingerprint = self.language_model.fingerprint  # computed before any edit
         self.seed, self.guard, self.context_settings = seed, guard, contexts
@@ -199,6 +219,7 @@ class Editor:
         if not settings.method.dense:
             warn_of_shared_keys(new_facts)
         warn_of_sinks(self.language_model, new_facts, self.framings)
+        warn_of_unused_paraphrases(new_facts, self.framings)
         earlier = self._earlier_edits(new_facts, settings.method)
         check_earlier_edits(earlier, force=force)
         with self.base_model():
@@ -395,9 +416,8 @@ class Editor:
     def memory(self) -> StoredMemory:
         """Return the dense memory of the active edits, for `save_memory` or `rebind.attach`."""
         self.refresh()
-        if not (memories := self.edited.dense.memories):
-            advice = "Write a fact by method dense, or undo a consolidation"
-            raise InputError("The dense memory is empty", advice=advice, code="no_dense_facts")
+        export.require_dense_facts(self.ledger.active)
+        memories = self.edited.dense.memories
         with self.base_model():
             return self.edited.dense.stored(memories, current_facts(self.ledger.active))
 

@@ -161,7 +161,7 @@ class Guard:
             failures.append(Failure("framings", outcome.framings, self.framings, problem, *advice))
         if (unchanged := outcome.about_subject) is not None and unchanged < self.subject:
             problem = f"{unchanged:.0%} of other questions about the same subjects are answered as before"
-            advice = "Try {keep}", {"keep": 4 * settings.targets.keep or 4.0}
+            advice = "Try {targets.keep}", {"targets.keep": 4 * settings.targets.keep or 4.0}
             failures.append(Failure("subject", unchanged, self.subject, problem, *advice))
         return failures
 
@@ -197,7 +197,7 @@ def _advise_weaker(facts: Sequence[Fact], settings: EditSettings) -> Advice:
         return "Try {lam}", {"lam": _scaled(settings.lam, 10)}
     if len(facts) > 1 and not settings.method.dense:
         return "Try {method}", {"method": "memit"}  # exact methods have no λ to raise
-    return "Try {clamp}", {"clamp": _scaled(settings.targets.clamp, 0.5)}
+    return "Try {targets.clamp}", {"targets.clamp": _scaled(settings.targets.clamp, 0.5)}
 
 
 def _advise_stronger(facts: Sequence[Fact], settings: EditSettings, search: TargetStates | None) -> Advice:
@@ -209,8 +209,8 @@ def _advise_stronger(facts: Sequence[Fact], settings: EditSettings, search: Targ
     targets = settings.targets
     if search is None or settings.method.dense or float(search.loss.median()) > UNFINISHED_LOSS:
         if search is not None and _is_at_bound(search, targets.clamp):
-            return "Try {clamp}", {"clamp": _scaled(targets.clamp, 2)}
-        return "Try {steps}", {"steps": max(60, 2 * targets.steps)}
+            return "Try {targets.clamp}", {"targets.clamp": _scaled(targets.clamp, 2)}
+        return "Try {targets.steps}", {"targets.steps": max(60, 2 * targets.steps)}
     if settings.method.exact:
         return "Try {method}", {"method": "memit"}  # it has a key for every framing
     if len(facts) >= MANY_FACTS and settings.method.name != "alphaedit":

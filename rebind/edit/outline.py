@@ -37,13 +37,13 @@ class ModelOutline:
     def of(cls, model: Any, name: str, *, sites: list[Site] | None = None, on_cpu: bool = False) -> ModelOutline:
         """Return the outline of a model, whose weights may be on the meta device."""
         config = model.config.get_text_config()
-        found = find_sites(model) if sites is None else sites
+        sites = find_sites(model) if sites is None else sites
         parameters = {id(one): one for one in model.parameters()}.values()
         total = sum(one.numel() for one in parameters)
         return cls(
             name,
-            tuple(found),
-            found[0].d_v,
+            tuple(sites),
+            sites[0].d_v,
             config.vocab_size,
             total,
             total - _idle_parameters(model, config),

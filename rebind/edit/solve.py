@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -88,17 +87,17 @@ class SubjectStates:
 
         Call this from the bottom up: later writes to the blocks below the site have no effect on it.
         """
-        inputs = self._inputs(site.layer, module_at(self.trunk.model, site.name), self._settle(site.layer - 1))
+        inputs = self._inputs(module_at(self.trunk.model, site.name), self._settle(site.layer - 1))
         if self.several_keys:
             return inputs.float()
         total = inputs.new_zeros(len(self._bare), inputs.shape[-1])
         weighted = inputs * self._weights.to(inputs).unsqueeze(-1)
         return total.index_add(0, self._owner.to(inputs.device), weighted).float()
 
-    def current_inputs(self, layer: int, module: nn.Module) -> Tensor:
+    def current_inputs(self, module: nn.Module) -> Tensor:
         """Return the input of a module where each key is read, on the model as it is now, [m, width] float64."""
         unsettled = [_Batch(batch.rows, batch.tokens) for batch in self._settle(self._level)]
-        return self._at_keys(self._inputs(layer, module, unsettled))
+        return self._at_keys(self._inputs(module, unsettled))
 
     def states_after(self, layer: int) -> Tensor:
         """Return the hidden state after a block where each key is read (the bare prompts for means), [m, width]."""
@@ -109,7 +108,7 @@ class SubjectStates:
     def _at_keys(self, rows: Tensor) -> Tensor:
         return rows if self.several_keys else rows[self._bare.to(rows.device)]
 
-    def _inputs(self, layer: int, module: nn.Module, batches: Sequence[_Batch]) -> Tensor:
+    def _inputs(self, module: nn.Module, batches: Sequence[_Batch]) -> Tensor:
         parts = []
         for batch in batches:
             (inputs,) = self.trunk.inputs([module], batch.tokens, resume=self._resume(batch))
@@ -176,7 +175,7 @@ def solve_writes(
             keys = subjects.keys(site)  # [m, d_k]
             states = subjects.states_after(sites[-1].layer)
             missing = (targets - states) / (len(sites) - index)
-            change = output_map(trunk, site.layer, module).change(missing, partial(subjects.current_inputs, site.layer))
+            change = output_map(trunk, site.layer, module).change(missing, subjects.current_inputs)
             memory = memory_of(module).double()
             wide_keys = (keys.double() * weight.to(memory)).float().double()
             values = wide_keys @ memory.mT + change.to(memory) * weight.to(memory)

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from rebind.edit.facts.fact import Fact, require_field
-from rebind.edit.facts.readers import parse_fact, raw_records, record_error
+from rebind.edit.facts.readers import parse_fact, raw_records, record_error, reject_misspelled_fields
 from rebind.errors import InputError
 from rebind.evals.records import Question, Record, Records
 from rebind.models.prompts import require_text
 
 BUNDLED = Path(__file__).parent / "data" / "facts.jsonl"
 HUB = "hf:"
+QUESTIONS = ("consequences", "reversed", "generation_prompts", "references", "also")  # fields of rebind's own records
 NOUN_OF = re.compile(r"(?P<noun>the .+ (?:of|in|for)) $", re.IGNORECASE)
 IS_THE = re.compile(r" (?P<be>is|was)(?P<article> the)?$")
 IS_NOUN_OF = re.compile(r" (?P<be>is|was) the (?P<noun>\w+ (?:of|in|for))$")
@@ -115,6 +116,7 @@ def _parse(raw: Any, number: str) -> Record:
 
 
 def _rebind_format(fact: Fact, raw: Mapping[str, Any], number: str) -> Record:
+    reject_misspelled_fields(raw, QUESTIONS)
     neighbors = _list({"neighbors": fact.neighbors, **raw}, "neighbors")
     for consequence in _list(raw, "consequences"):
         require_field(consequence, "answer", "a consequence")

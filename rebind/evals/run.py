@@ -213,15 +213,14 @@ class _Run:
         """Return the config that is stored: everything needed to repeat the run."""
         editor, model, config, device = self.editor, self.model, self.config, self.model.device
         settings = self.edit_settings[max(self.edit_settings)]
+        threads = torch.get_num_threads() if device.type == "cpu" else None  # they determine the order of sums
         return {
             "model": {
                 "name": model.name,
                 "fingerprint": model.fingerprint,
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-                "threads": torch.get_num_threads()
-                if device.type == "cpu"
-                else None,  # they determine the order of sums
+                "threads": threads,
             },
             "data": {
                 "name": self.source.name,
@@ -297,12 +296,8 @@ class _Run:
                 rows = self._answer(unit.records, {"edits": unit.edits}, self.config.questions, base)
         seconds = {name: round(value, 4) for name, value in self.seconds.items()}
         timings: list[Row] = [{"edits": unit.edits, "records": len(unit.records), **seconds}]
-        return {
-            EDITS: new_edits,
-            DRIFT: drift,
-            RECORDS: rows,
-            TIMINGS: timings,
-        }  # in the order in which they are stored
+        # In the order in which they are stored: with the rows of its records, a unit counts as complete.
+        return {EDITS: new_edits, DRIFT: drift, RECORDS: rows, TIMINGS: timings}
 
     def _load_old_keys(self, units: Iterable[Stage]) -> None:
         """Let all processes load the old keys for single edits together, before each makes its own edits."""

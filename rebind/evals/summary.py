@@ -26,13 +26,8 @@ DRIFT = {  # name → meaning
     "largest_kl": "the same: largest",
     "growth": "largest ‖W' − W‖ / ‖W‖ of a site",
 }
-NOT_COMPARED = {
-    "method",
-    "data.name",
-    "data.skipped",
-    "model.name",
-    "drift.text",
-}  # expected to differ, or shown elsewhere
+# Settings that are expected to differ, or shown elsewhere
+NOT_COMPARED = {"method", "data.name", "data.skipped", "model.name", "drift.text"}
 COLUMNS = (
     *("free", "free_chat", "EA", "ES", "PS", "NS", "S", "choice", "portability", "free_reversed"),
     *("locality", "same_subject", "GE", "perplexity", "kl", "growth"),

@@ -62,7 +62,6 @@ class LanguageModel:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         device_map: str | dict[str, Any] | None = None,
-        chat: bool = False,
     ) -> LanguageModel:
         """Load a model.
 
@@ -74,12 +73,11 @@ class LanguageModel:
             dtype: by default the dtype that the weights are stored in.
             device: by default the CPU.
             device_map: spreads the model over devices, as in `from_pretrained`; use it instead of `device`.
-            chat: put every prompt into the chat template of the tokenizer.
         """
         model, loaded_tokenizer, name = load_pretrained(
             spec, tokenizer, dtype=dtype, device=device, device_map=device_map
         )
-        loaded = cls(model, loaded_tokenizer, name=name, chat=chat)
+        loaded = cls(model, loaded_tokenizer, name=name)
         folder = Path(model.config._name_or_path)
         offloaded = any(parameter.is_meta for parameter in model.parameters())
         if not isinstance(spec, PreTrainedModel) and not offloaded and folder.is_dir():
@@ -213,9 +211,8 @@ class LanguageModel:
         if not rows:
             raise InputError(f"The text is {len(ids)} tokens long", expected="2 tokens or more", code="text_too_short")
         windows = [EncodedPrompt(row[:front], 0, row[front:]) for row in rows]
-        batch = max(
-            1, tokens_per_batch(self.trunk) // (16 * length)
-        )  # every token has logits over the whole vocabulary
+        # Every token has logits over the whole vocabulary.
+        batch = max(1, tokens_per_batch(self.trunk) // (16 * length))
         scores: list[FactScore] = []
         for begin in range(0, len(windows), batch):
             scores += self.score_encoded(windows[begin : begin + batch])

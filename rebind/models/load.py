@@ -80,7 +80,12 @@ def load_tokenizer(
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         folder = model_folder if tokenizer is None else Path(tokenizer).expanduser()
         if folder is None:
-            raise InputError("The loaded model came without its tokenizer", code="no_tokenizer")
+            raise InputError(
+                "The loaded model came without its tokenizer",
+                advice="Pass it with {tokenizer}",
+                settings={"tokenizer": None},
+                code="no_tokenizer",
+            )
         advice = "Use a local folder with tokenizer.json"
         with _loading(folder, "a tokenizer", advice=advice, code="unreadable_tokenizer"):
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

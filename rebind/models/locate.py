@@ -66,6 +66,12 @@ def _newest_checkpoint(folder: Path) -> Path:
 
 def _require_model_folder(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise InputError(
+                f"{folder} is an adapter, not a model",
+                advice="Merge it into its base model with peft, save the result, and use that folder",
+                code="adapter",
+            )
         ggufs = sorted(folder.glob("*.gguf"))
         raise InputError(
             f"{folder} is not a model: it has no config.json",

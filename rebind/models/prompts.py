@@ -216,7 +216,7 @@ def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
         target = before[len(text) :] + prompt.target
     question_begin, answer_begin = whole.find(question.strip()), whole.rfind(answer.strip())
     if question_begin < 0 or not whole.endswith(last_words.strip()):
-        raise _chat_error(f"changes the text {question.strip()!r}")
+        raise _chat_error(f"The chat template changes the text {question.strip()!r}")
     # The template may have stripped spaces in front of both.
     in_question = question_begin + len(context) - (len(question) - len(question.lstrip()))
     in_answer = answer_begin - len(prompt.question) - (len(answer) - len(answer.lstrip()))
@@ -228,16 +228,18 @@ def _lay_out_chat(prompt: Prompt, context: str, tokenizer: Any) -> _Layout:
 
 def _render_chat(user: str, assistant: str, tokenizer: Any) -> str:
     """Return a conversation as text that ends with what the assistant has said so far."""
+    if not tokenizer.chat_template:
+        raise _chat_error("The model has no chat template")
     turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True))
-    except Exception as problem:  # it is missing, or its program fails
-        raise _chat_error(f"fails ({problem})") from problem
+    except Exception as problem:  # of the template, which is a program
+        raise _chat_error(f"The chat template fails ({problem})") from problem
 
 
 def _chat_error(problem: str) -> InputError:
     return InputError(
-        f"The chat template {problem}",
+        problem,
         advice="Leave out {chat}, or use an instruction-tuned model",
         settings={"chat": True},
         code="unusable_chat_template",

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from rebind.cli.commands.edit import _summary
 from rebind.cli.ui import Phases, Terminal
+from rebind.cli.ui.tables import unchanged_rows
 from rebind.cli.ui.terminal import strict_json
 from rebind.edit import DEFAULT_METHOD
 from rebind.edit.answers import FreeAnswer
@@ -112,6 +114,27 @@ def test_a_report_says_in_which_framings_a_fact_holds(rebind, chat_model, monkey
     assert "holds in all 2 framings" in rebind(*words, "--framings", "start,text").out
 
 
+def test_a_report_says_how_many_answers_of_a_framing_say_the_fact():
+    answers = [("start", True), ("paraphrase", True), ("paraphrase", False), ("chat", False)]
+    summary = _summary([{"framing": framing, "said": said} for framing, said in answers])
+    assert summary.plain.endswith("not in: paraphrase (1 of 2 answers say it), chat")
+
+
+def test_kept_answers_have_a_label_without_held_out_ones_too():
+    outcome = {"asked": {"subject": 1, "kept": 2, "neighbors": 3}, "changed": [{"about": "kept"}]}
+    assert [name for name, _ in unchanged_rows(outcome)] == ["subject kept", "", "neighbors kept"]
+    alone = {**outcome, "asked": {"subject": 0, "kept": 2}}
+    assert [(name, text[:6]) for name, text in unchanged_rows(alone)] == [("subject kept", "1 of 2")]
+
+
+def test_a_report_says_that_a_fact_was_said_before(rebind, model):
+    (answer,) = rebind("ask", "I saw Italy", "--model", model, json=True).document["answers"]
+    words, first = ("--model", model, *FAST), answer["base"]["top"][0]["token"]
+    assert first.startswith(" "), "as targets do; otherwise choose another prompt"
+    assert "said this fact before" in rebind("edit", "I saw {Italy}", first.strip(), *words).out
+    assert "said this fact before" not in rebind("edit", *FACT, *words).out
+
+
 def test_a_report_of_many_facts_has_shares(rebind, model, tmp_path):
     words = ("edit", write_records(tmp_path, ROME, PARIS), "--model", model, *FAST)
     shown = rebind(*words).out
@@ -192,7 +215,9 @@ def test_a_contradiction_of_an_active_edit(rebind, fails, model, edited):
 def test_a_dense_fact_replaces_an_earlier_one(rebind, model, edited):
     other = ("edit", FACT[0], "Paris", "--model", model)
     assert "contradicts" not in rebind(*other, "--plan").out
-    rebind(*other, *FAST)
+    for shown in (rebind(*other, *FAST), rebind("ledger", "show", "e0002", "--model", model)):
+        assert re.search(r"replaces +what e0001 says", shown.out)
+    assert "replaces" not in rebind("ledger", "show", "e0001", "--model", model).out
     assert rebind("ledger", "list", "--model", model, "--quiet").out.split() == ["e0001", "e0002"]
 
 

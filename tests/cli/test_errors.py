@@ -189,8 +189,9 @@ def test_an_interrupt_that_a_library_turned_into_another_error(fails, model, mon
 
 
 def test_advice_is_spelled_in_options(fails, model, monkeypatch):
-    settings = {"steps": 60, "force": True, "layers": (1, 2), "moment_tokens": None, "keep": 12.0, "guard": "x"}
-    advice = "Try {steps}, {force}, {layers}, {moment_tokens}, {keep} or {guard}"
+    settings = {"targets.steps": 60, "force": True, "layers": (1, 2), "moment_tokens": None, "guard": "x"}
+    settings["targets.keep"] = 12.0
+    advice = "Try {targets.steps}, {force}, {layers}, {moment_tokens}, {targets.keep} or {guard}"
     monkeypatch.setattr(Editor, "rewrite_many", raising(InputError("Too short", advice=advice, settings=settings)))
     error = fails("edit", *FACT, "--model", model)
     options = "--steps 60, --force, --layers 1,2, --moment-tokens, --keep-weight 12.0 or guard='x' (in Python)"

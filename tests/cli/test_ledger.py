@@ -249,13 +249,16 @@ def test_edits_are_exported_as_adapters_delta_and_checkpoint(rebind, fails, mode
     assert fails(*words, "--overwrite").code == "no_active_edits"
 
 
-def test_an_export_says_how_exact_it_is_and_asks_the_facts_again(rebind, model, edited_weights, tmp_path):
+def test_an_export_says_how_exact_it_is_and_asks_the_facts_again(rebind, fails, model, edited_weights, tmp_path):
     words = ("ledger", "export", "--model", model, "--peft", tmp_path / "adapter", "--overwrite")
     people = " ".join(rebind(*words).out.split())
     assert re.search(r"✓ adapter .*: rank \d+, exact to float32", people)
     assert re.search(r"✓ asked again: [01] of 1 facts said", people)
     assert "1 edit, " in people
     assert "asked again" not in rebind(*words, "--no-check").out
+    both = ("--gguf", tmp_path / "new.gguf", "--memory", tmp_path / "memory")
+    assert fails("ledger", "export", "--model", model, *both).code == "no_dense_facts"
+    assert not (tmp_path / "new.gguf").exists()
     document = rebind(*words, "--rank", "3", "--no-check", json=True).document
     assert (document["peft"]["rank"], document["peft"]["check"]) == (3, None)
     assert "vLLM pads this rank" in document["peft"]["description"]
@@ -318,6 +321,8 @@ def test_facts_in_the_dense_memory_are_listed_undone_and_exported(rebind, fails,
         assert "rebind consolidate" in error.advice
         assert "--memory" in error.advice
     shown = rebind("ledger", "export", *words, "--checkpoint", whole).out
+    assert str(whole / "memory") in rebind("ask", QUESTION, "--model", whole).err, "its facts are not read"
+    assert not rebind("ask", QUESTION, *words).err
     assert f"rebind.attach(model, {str(whole / 'memory')!r})" in shown
     card = (whole / "README.md").read_text()
     assert "lists the facts" in card

@@ -68,7 +68,7 @@ def test_a_subject_that_is_lost_is_refused():
     lost = replace(HOLDS, subject=0.1)
     (failure,) = Guard().check([FACT], [SAID], STILL, lost, settings())
     assert (failure.check, failure.value) == ("subject", 0.1)
-    assert failure.settings["keep"] > TargetSettings().keep
+    assert failure.settings["targets.keep"] > TargetSettings().keep
     assert not Guard().check([FACT], [SAID], STILL, replace(HOLDS, subject=None), settings())
 
 
@@ -131,9 +131,8 @@ def test_the_message_names_the_problems_and_what_to_try():
     assert error.problem == (
         'Edit not written: the model begins the answer ("Rome") but does not finish it ("Rome" has probability 0.9%)'
     )
-    assert error.settings == {"steps": 60, "force": True}
-    spelled = error.message(lambda name, value: f"--{name}" if value in (None, True) else f"--{name} {value}")
-    assert spelled.endswith("Try --steps 60. Use --force to write it anyway.")
+    assert error.settings == {"targets.steps": 60, "force": True}
+    assert str(error).endswith("Try targets with steps=60. Use force=True to write it anyway.")
     with pytest.raises(GuardError) as caught:
         require_passed(Guard().check([FACT], [NOT_SAID], BROKEN, HOLDS, settings()), force=False)
     assert caught.value.checks == ("drift", "growth", "said")
@@ -156,8 +155,8 @@ def test_advice_is_one_setting_that_the_method_takes(method, facts):
 @pytest.mark.parametrize(
     ("loss", "moved", "facts", "advice"),
     [
-        (5.0, 0.3, 1, {"steps": 60}),
-        (5.0, 0.75, 1, {"clamp": 1.5}),
+        (5.0, 0.3, 1, {"targets.steps": 60}),
+        (5.0, 0.75, 1, {"targets.clamp": 1.5}),
         (0.1, 0.75, 1, {"lam": 10.0}),
         (0.1, 0.75, 500, {"method": "alphaedit"}),
     ],
@@ -170,12 +169,17 @@ def test_advice_follows_from_how_far_the_search_came(loss, moved, facts, advice)
 
 @pytest.mark.parametrize(
     ("loss", "moved", "advice"),
-    [(5.0, 0.3, {"steps": 60}), (5.0, 0.75, {"clamp": 1.5}), (0.1, 0.75, {"clamp": 1.5}), (0.1, 0.3, {"steps": 60})],
+    [
+        (5.0, 0.3, {"targets.steps": 60}),
+        (5.0, 0.75, {"targets.clamp": 1.5}),
+        (0.1, 0.75, {"targets.clamp": 1.5}),
+        (0.1, 0.3, {"targets.steps": 60}),
+    ],
 )
 def test_a_dense_memory_has_no_lambda_to_lower_so_the_search_is_what_can_be_better(loss, moved, advice):
     facts, search = [FACT] * 500, searched(loss, moved)
     failures = Guard().check(facts, [NOT_SAID] * 500, BROKEN, HOLDS, settings("dense", None), search)
-    assert [failure.settings for failure in failures] == [{"clamp": 0.375}, {"clamp": 0.375}, advice]
+    assert [failure.settings for failure in failures] == [{"targets.clamp": 0.375}, {"targets.clamp": 0.375}, advice]
 
 
 def test_a_subject_is_judged_by_all_questions_about_it():
@@ -194,7 +198,7 @@ def test_facts_without_a_question_are_advised_to_have_one():
     (failure,) = Guard().check([odd], [SAID], STILL, silent, settings())
     assert "{questions}" in failure.advice
     (failure,) = Guard().check([replace(odd, questions=("What is France?",))], [SAID], STILL, silent, settings())
-    assert failure.settings == {"steps": 60}
+    assert failure.settings == {"targets.steps": 60}
 
 
 @pytest.mark.parametrize(
@@ -213,7 +217,8 @@ def test_an_edit_that_follows_the_advice_passes(guard, lam, search):
     editor, fact = open_editor(model, guard=guard), Fact.parse("The answer is {France}", "the")
     with pytest.raises(GuardError) as caught:
         editor.rewrite_many([fact], method="memit", layers=(1, 2), lam=lam, targets=search)
-    advice = {name: value for name, value in caught.value.settings.items() if name != "force"}
+    settings = caught.value.settings.items()
+    advice = {name.removeprefix("targets."): value for name, value in settings if name != "force"}
     assert len(advice) == 1
     lam = advice.pop("lam", lam)
     editor.rewrite_many([fact], method="memit", layers=(1, 2), lam=lam, targets=replace(search, **advice))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rebind.edit.facts.fact import Fact
 from rebind.edit.ledger.edit import Edit
-from rebind.edit.ledger.fold import apply_edits, cast_weights
+from rebind.edit.ledger.fold import cast_weights, stored_writes_at
 from rebind.edit.ledger.ledger import Ledger
 from rebind.memory.precision import solving_dtype
 from tests.support import Draw
@@ -52,4 +52,7 @@ def weights(ledger: Ledger, base: Tensor, site: str = SITES[0]) -> Tensor:
 
 def fold_edits(base: Tensor, site: str, edits: Sequence[Edit]) -> Tensor:
     """Return the weights of a site after `edits`, folded at once."""
-    return cast_weights(apply_edits(base.to(solving_dtype(base)), site, edits), base.dtype, site)
+    folded = base.to(solving_dtype(base))
+    for write in stored_writes_at(site, edits, folded):
+        folded = write.apply(folded)
+    return cast_weights(folded, base.dtype, site)

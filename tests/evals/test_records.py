@@ -241,6 +241,7 @@ BAD = [
     {**ZSRE, "answers": 5},
     {**OWN, "neighbors": [{"prompt": "x", "answer": None, "aliases": [5]}]},
     {**OWN, "id": "half \ud800"},
+    {**OWN, "consequence": []},
 ]
 
 

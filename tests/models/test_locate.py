@@ -54,6 +54,8 @@ def test_there_is_no_model(tmp_path, monkeypatch):
     refused("not_a_model_folder", tmp_path)
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert "m.gguf" in refused("not_a_model_folder", tmp_path).advice
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refused("adapter", tmp_path)
 
     monkeypatch.setattr(locate_module, "DEFAULT_PACKAGE", "no_such_package_anywhere")
     refused("default_model_not_installed", "smollm2")

@@ -46,6 +46,7 @@ SEARCH = "Target search (by default chosen for the model)"
 MIN_POSITIVE = 1e-6  # for the learning rate and the clamp of a search
 MAX_ANSWERED = 8  # facts that the model answers freely
 ANSWER_TOKENS = 12
+ANSWER_LENGTH = 100  # characters of a free answer: in a chat, the target may come late
 
 search_value = partial(opt.value, panel=SEARCH)
 
@@ -55,7 +56,10 @@ class FactOptions:
     """The fields of a single fact besides its prompt and target."""
 
     subject: opt.Subject = None
-    paraphrase: Annotated[list[str] | None, opt.value("TEXT", "Another wording of the prompt. Can be repeated.")] = None
+    paraphrase: Annotated[
+        list[str] | None,
+        opt.value("TEXT", "Another wording of the prompt. Can be repeated.", default="derived from the prompt"),
+    ] = None
     question: Annotated[
         list[str] | None,
         opt.value("TEXT", "A question that the target answers. Can be repeated.", default="derived from the prompt"),
@@ -150,7 +154,8 @@ def edit(
 
     get_method(method)  # raises an error for an unknown name, before anything is loaded
     parsed_layers, parsed_framings = opt.parse_layers(layers), opt.parse_names(framings)
-    require_framings(parsed_framings or ())
+    if parsed_framings is not None:
+        require_framings(parsed_framings)
     input_facts = _read(terminal, facts, target, fact_options.as_fields(), skip_bad)
     request = _Request(input_facts, method, parsed_layers, lam, parsed_framings, search, skip_bad)
     if plan:
@@ -282,10 +287,14 @@ def _print_outcome(terminal: Terminal, report: dict[str, Any]) -> None:
     facts, outcome = report["facts"], report["outcome"]
     free = [answer for fact in facts for answer in fact["answers"] or ()]
     if len(facts) == 1:
+        if facts[0]["before"]["exact"]:
+            terminal.hint("the model said this fact before the edit, too")
         grid = tables.table("framing", "said", "asked", "answer")
         for answer in free:
             mark = Text("yes", style="bold green") if answer["said"] else Text("no", style="yellow")
-            grid.add_row(answer["framing"], mark, last_words(answer["prompt"]), one_line(answer["answer"]))
+            grid.add_row(
+                answer["framing"], mark, last_words(answer["prompt"]), one_line(answer["answer"], ANSWER_LENGTH)
+            )
         terminal.print(grid, _summary(free))
     else:
         grid = tables.table("framing", "first choice", "freely said", right=("first choice", "freely said"))
@@ -306,10 +315,14 @@ def _print_outcome(terminal: Terminal, report: dict[str, Any]) -> None:
 
 def _summary(answers: list[dict[str, Any]]) -> Text:
     """Return a sentence with the framings in which every answer says the fact."""
-    framings = {answer["framing"]: True for answer in answers}
+    framings: dict[str, list[bool]] = {}
     for answer in answers:
-        framings[answer["framing"]] &= answer["said"]
-    missing = [framing for framing, is_said in framings.items() if not is_said]
+        framings.setdefault(answer["framing"], []).append(answer["said"])
+    missing = [
+        f"{framing} ({sum(said)} of {len(said)} answers say it)" if any(said) else framing
+        for framing, said in framings.items()
+        if not all(said)
+    ]
     if not missing:
         return Text(f"the fact holds in all {len(framings)} framings", style="green")
     number = len(framings) - len(missing)
@@ -328,6 +341,7 @@ def _print_edit(terminal: Terminal, editor: Editor, report: dict[str, Any], sour
         ("edit", f"{report['id']} ({report['method']}{lam})"),
         ("layers", f"{', '.join(map(str, settings['layers']))} ({source})"),
         ("model", report["model"]),
+        *tables.earlier_rows(settings),
         *tables.drift_rows(report),
         *tables.memory_rows(report),
         ("ledger", f"{report['ledger']} ({len(editor.ledger.active)} active)"),

@@ -74,10 +74,12 @@ def export(
     failed = False
     with Phases(terminal) as phases:
         editor = open_edited(source, phases)
-        from rebind.edit.export import require_changed_weights
+        from rebind.edit.export import require_changed_weights, require_dense_facts
 
         if any(path is not None for path in (peft, gguf, delta)):
             require_changed_weights(editor.ledger.active)
+        if memory is not None:
+            require_dense_facts(editor.ledger.active)
         document: dict[str, Any] = {"edits": [edit.id for edit in editor.ledger.active]}
         said_count: int | None = None  # by the editor; counted with the first check
         for field, path in ((field, path) for field, path in outputs.items() if path is not None):
@@ -134,7 +136,7 @@ def _write(
         return {"path": str(saved), "rows": rows}, tables.counted(rows, "row")
     write = editor.export_peft if field == "peft" else editor.export_gguf
     adapter = write(path, rank=rank, overwrite=overwrite)
-    error = "exact to float32" if adapter.error < EXACT else f"relative error {adapter.error:.1e}"
+    error = "exact to float32" if adapter.error < EXACT else f"relative error {percent(adapter.error)}"
     description = ", ".join(filter(None, [f"rank {adapter.rank}", error, adapter.note]))
     document = {"path": str(adapter.path), "rank": adapter.rank, "errors": adapter.errors, "description": description}
     return document, description

@@ -88,6 +88,7 @@ def show(
         ("edit", f"{edit.id}, {'compacted' if is_compacted else 'active' if is_active else 'undone'}"),
         ("created", edit.created),
         ("method", f"{edit.method} (forced)" if edit.forced else edit.method),
+        *tables.earlier_rows(settings),
         *(tables.outcome_rows(outcome, settings["framings"]) if outcome else []),
         *tables.drift_rows(scores),
         *tables.memory_rows(scores),

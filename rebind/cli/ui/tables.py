@@ -16,7 +16,7 @@ MAX_TEXT_LENGTH = 48  # characters in a cell
 LISTED = 20  # rows of a long table that are printed
 ANSWER_GROUPS = (
     ("subject", "subject kept", "questions about the subject that the search did not see"),
-    ("kept", "", "questions about the subject that the search kept"),
+    ("kept", "subject kept", "questions about the subject that the search kept"),
     ("neighbors", "neighbors kept", "questions about other subjects"),
 )
 
@@ -65,14 +65,14 @@ def counted(number: int, name: str) -> str:
 
 
 def one_line(text: str, longest: int = MAX_TEXT_LENGTH) -> str:
-    """Return a text on one line, shortened; a text of spaces only is quoted, so that it is visible.
+    """Return a text on one line, shortened; a text without words stays visible.
 
-    >>> one_line("in\\n Rome"), one_line(" "), one_line("far too long", 8)
-    ('in Rome', "' '", 'far too…')
+    >>> one_line("in\\n Rome"), one_line(" "), one_line(""), one_line("far too long", 8)
+    ('in Rome', "' '", '(nothing)', 'far too…')
     """
     line = " ".join(text.split())
     if not line:
-        return repr(text)
+        return repr(text) if text else "(nothing)"
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
 
 
@@ -124,11 +124,12 @@ def _change(before: str, after: str, is_good: bool) -> Text:
 
 def unchanged_rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return how many other answers an edit kept, for `pairs`."""
-    rows = []
+    rows: list[tuple[str, str]] = []
     for group, name, meaning in ANSWER_GROUPS:
         if number := outcome["asked"].get(group):
             changed = sum(answer["about"] == group for answer in outcome["changed"])
-            rows.append((name, f"{number - changed} of {number} {meaning}"))
+            label = "" if rows and rows[-1][0] == name else name  # one label for two rows about the subject
+            rows.append((label, f"{number - changed} of {number} {meaning}"))
     return rows
 
 
@@ -139,13 +140,25 @@ def outcome_rows(outcome: Mapping[str, Any], framings: Sequence[str]) -> list[tu
     return [("said", shares), *unchanged_rows(outcome)]
 
 
+def earlier_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the earlier edits about the same subjects whose facts an edit replaces or says as well, for `pairs`."""
+    from rebind.edit.ledger.edit import ROWS
+
+    joint = settings.get(ROWS, {}).get("joint", [])
+    rows = []
+    for name, field in (("replaces", "replaces"), ("repeats", "carries")):
+        if ids := dict.fromkeys(id for one in joint for id in one[field]):
+            rows.append((name, f"what {', '.join(ids)} says about the same subject"))
+    return rows
+
+
 def drift_rows(scores: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return how far an edited model is from its base model and which checks failed, for `pairs`."""
     rows = []
     if drift := scores.get("drift"):
-        largest = f"largest {drift['largest']:.2g} nats after {drift['prompt']!r}"
-        kl = f"{drift['kl']:.2g} nats on unrelated prompts, {largest}"
-        rows.append(("drift", f"{kl}; weights changed by {percent(drift['growth'])}"))
+        largest = f", largest {drift['largest']:.2g} nats after {drift['prompt']!r}" if drift["largest"] else ""
+        weights = f"changed by {percent(drift['growth'])}" if drift["growth"] else "unchanged"
+        rows.append(("drift", f"{drift['kl']:.2g} nats on unrelated prompts{largest}; weights {weights}"))
     if failed := (scores.get("guard") or {}).get("failed"):
         rows.append(("forced", "; ".join(f"{failure['check']}: {failure['says']}" for failure in failed)))
     return rows

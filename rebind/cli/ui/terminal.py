@@ -25,7 +25,7 @@ PARAMETERS = {
     "paraphrases": "paraphrase",
     "neighbors": "neighbor",
     "questions": "question",
-    "keep": "keep_weight",
+    "targets.keep": "keep_weight",
 }
 # Control characters, including those that reorder text
 CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
@@ -127,7 +127,7 @@ class Terminal:
 
     def as_option(self, name: str, value: object) -> str:
         """Spell a setting as an option of the running command, or as a Python argument if there is no such option."""
-        option = self.options.get(PARAMETERS.get(name, name))
+        option = self.options.get(PARAMETERS.get(name, name.rpartition(".")[2]))
         if option is None:
             return as_argument(name, value) + ("" if value is None else " (in Python)")
         if value is None or value is True:

@@ -18,6 +18,7 @@ from rebind.edit.export.change import (
     compute_changes,
     load_delta,
     require_changed_weights,
+    require_dense_facts,
     save_delta,
     warn_of_dense_facts,
 )
@@ -30,11 +31,12 @@ from rebind.edit.export.check import (
     load_with_peft,
     score_facts,
 )
-from rebind.edit.export.checkpoint import choose_dtype, save_model
+from rebind.edit.export.checkpoint import MEMORY_FOLDER, choose_dtype, save_model
 from rebind.edit.export.gguf_adapter import export_gguf
 from rebind.edit.export.model_card import model_card
 
 __all__ = [
+    "MEMORY_FOLDER",
     "AdapterExport",
     "ExportCheck",
     "apply_delta",
@@ -50,6 +52,7 @@ __all__ = [
     "load_with_peft",
     "model_card",
     "require_changed_weights",
+    "require_dense_facts",
     "save_delta",
     "save_model",
     "score_facts",

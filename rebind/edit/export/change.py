@@ -80,6 +80,13 @@ def require_changed_weights(edits: Sequence[Edit]) -> None:
         )
 
 
+def require_dense_facts(edits: Sequence[Edit]) -> None:
+    """Raise if no fact is in the dense memory."""
+    if not current_facts(edits):
+        advice = "Write a fact by method dense, or undo a consolidation"
+        raise InputError("The dense memory is empty", advice=advice, code="no_dense_facts")
+
+
 def warn_of_dense_facts(edits: Sequence[Edit]) -> None:
     """Warn of facts that are in the dense memory, which changes no weights."""
     if dense := len(current_facts(edits)):

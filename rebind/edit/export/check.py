@@ -13,7 +13,9 @@ from rebind.edit.export.adapter import read_peft
 from rebind.edit.export.change import apply_delta
 from rebind.edit.export.gguf_adapter import read_gguf
 from rebind.edit.ledger.edit import Edit
+from rebind.errors import InputError
 from rebind.models.language_model import LanguageModel
+from rebind.models.locate import first_line
 from rebind.models.scoring import FactScore
 
 
@@ -60,7 +62,14 @@ def load_with_peft(edited: LanguageModel, folder: Path) -> LanguageModel:
     else:
         from peft import PeftModel
 
-        PeftModel.from_pretrained(base.model, str(folder))  # changes the modules of the base model in place
+        try:
+            PeftModel.from_pretrained(base.model, str(folder))  # changes the modules of the base model in place
+        except ValueError as problem:  # for example, peft adapts no projection of a Mamba block
+            raise InputError(
+                f"peft does not load the adapter {folder} ({first_line(problem)})",
+                advice="Export a checkpoint, or a delta file",
+                code="adapter_not_loadable",
+            ) from problem
     return base
 
 

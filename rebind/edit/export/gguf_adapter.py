@@ -26,21 +26,36 @@ from rebind.storage import add_to_export, write_file
 GGUF_ARCHITECTURES = {
     "bamba": "granitehybrid",
     "cohere": "command-r",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
     "falcon_h1": "falcon-h1",
+    "falcon_mamba": "mamba",
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "glm": "chatglm",
+    "glm4_moe": "glm4moe",
+    "glm_moe_dsa": "glm-dsa",
     "gpt_bigcode": "starcoder",
     "gpt_neox": "gptneox",
     "granitemoehybrid": "granitehybrid",
+    "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "kimi_linear": "kimi-linear",
+    "lfm2_moe": "lfm2moe",
+    "llama4_text": "llama4",
     "ministral3": "mistral3",
     "mistral": "llama",
     "olmo3": "olmo2",
     "phi": "phi2",
+    "qwen2_moe": "qwen2moe",
     "qwen3_5": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "qwen3_5_text": "qwen35",
+    "qwen3_next": "qwen3next",
 }
 
 
@@ -97,7 +112,7 @@ def gguf_architecture(model: nn.Module) -> str:
     name = GGUF_ARCHITECTURES.get(model_type, model_type)
     if name not in gguf.MODEL_ARCH_NAMES.values():
         raise InputError(
-            f"llama.cpp has no architecture for model type {model_type!r}",
+            f"No architecture of llama.cpp is known for model type {model_type!r}",
             advice="Export the edits for peft, or as a checkpoint",
             code="no_gguf_architecture",
         )

@@ -60,7 +60,11 @@ class Fact:
             require_text("old", self.old)
             object.__setattr__(self, "old", self.old.strip())
             if self.old == self.target:
-                raise InputError(f"Target and old are both {self.target!r} for {self.text!r}", code="target_equals_old")
+                raise InputError(
+                    f"Target and old are both {self.target!r} for {self.text!r}",
+                    advice="Correct one of them, or leave out old",
+                    code="target_equals_old",
+                )
 
     @classmethod
     def parse(

@@ -7,7 +7,8 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,6 +17,8 @@ from rebind.errors import InputError
 from rebind.models.prompts import require_text
 
 ID_FIELDS = ("case_id", "known_id", "id")
+FIELDS = tuple(field.name for field in fields(Fact))
+SIMILAR = 0.85  # similarity of two names from which on one is taken for a misspelling of the other
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,10 @@ def _records_in_file(path: Path) -> Iterator[tuple[str, Any]]:
             raise InputError(f"{path} is not JSON ({problem})", code="not_json") from None
         yield from _json_lines(path, text)
         return
-    for index, record in enumerate(content if first_character == "[" else [content]):
+    if first_character == "{":
+        yield f"line 1 of {path.name}", content
+        return
+    for index, record in enumerate(content):
         yield f"record {index} of {path.name}", record
 
 
@@ -183,7 +189,15 @@ def parse_fact(record: object) -> Fact:
     for keys, parse in FORMATS:
         if keys & record.keys():
             return parse(record)
+    reject_misspelled_fields(record, FIELDS)
     return Fact.from_json(record)
+
+
+def reject_misspelled_fields(record: Mapping[Any, Any], names: Sequence[str]) -> None:
+    """Raise if a field of a record is almost one of `names`, such as "neighbours"; other fields are ignored."""
+    for name in record:
+        if name not in names and (near := get_close_matches(str(name), names, n=1, cutoff=SIMILAR)):
+            raise InputError(f"It has a field {name!r}", expected=repr(near[0]), code="misspelled_field")
 
 
 def _counterfact(record: Mapping[str, Any]) -> Fact:

@@ -40,17 +40,6 @@ from rebind.models.sites import memory_of, module_at, write_memory
 MAX_PARTIAL_BYTES = 2**30
 
 
-def apply_edits(weights: Tensor, site: str, edits: Iterable[Edit]) -> Tensor:
-    """Return weights with these edits applied, in the same dtype.
-
-    Weights are folded in float64 and cast once: casting after each edit would make the result depend on how edits
-    were grouped, and in bfloat16 small edits would be rounded away one by one.
-    """
-    for write in stored_writes_at(site, edits, weights):
-        weights = write.apply(weights)
-    return weights
-
-
 def stored_writes_at(site: str, edits: Iterable[Edit], like: Tensor) -> Iterator[Write]:
     """Yield the writes of edits at a site, as they are stored, with the dtype and the device of `like`."""
     for edit in edits:
@@ -59,7 +48,11 @@ def stored_writes_at(site: str, edits: Iterable[Edit], like: Tensor) -> Iterator
 
 
 def cast_weights(weights: Tensor, dtype: torch.dtype, site: str) -> Tensor:
-    """Return folded weights as the model holds them: a new tensor of the model's dtype, which must be finite."""
+    """Return folded weights as the model holds them: a new tensor of the model's dtype, which must be finite.
+
+    Weights are folded in float64 and cast once: casting after each edit would make the result depend on how edits
+    were grouped, and in bfloat16 small edits would be rounded away one by one.
+    """
     cast = weights.to(dtype, copy=True)
     if not torch.isfinite(cast).all():
         raise NumericalError(

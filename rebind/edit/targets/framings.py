@@ -64,7 +64,8 @@ def sample_contexts(model: LanguageModel, settings: ContextSettings, seed: int) 
 
 def applicable_framings(model: LanguageModel, framings: Sequence[str] | None = None) -> tuple[str, ...]:
     """Return the framings that apply to a model: of those asked for, or of all."""
-    require_framings(framings or ())
+    if framings is not None:
+        require_framings(framings)
     missing = set()
     if not model.start or model.adds_start:
         missing.add("plain")
@@ -76,11 +77,14 @@ def applicable_framings(model: LanguageModel, framings: Sequence[str] | None = N
             expected=f"some of {', '.join(name for name in FRAMINGS if name not in missing)}",
             code="framing_not_applicable",
         )
-    return tuple(name for name in framings or FRAMINGS if name not in missing)
+    return tuple(name for name in (FRAMINGS if framings is None else framings) if name not in missing)
 
 
 def require_framings(names: Sequence[str]) -> None:
-    """Raise if one of the names is no framing."""
+    """Raise if there are no names, or one of them is no framing."""
+    if isinstance(names, str) or not names:
+        expected = f"a list with some of {', '.join(FRAMINGS)}"
+        raise InputError(f"The framings are {names!r}", expected=expected, code="no_framings")
     for name in names:
         if name not in FRAMINGS:
             raise unknown_name("framing", name, FRAMINGS)
@@ -173,10 +177,27 @@ def warn_of_sinks(model: LanguageModel, facts: Sequence[Fact], framings: Sequenc
     plain = model.encode([fact.as_prompt() for fact in facts], start=False)
     first = [fact for fact, prompt in zip(facts, plain, strict=True) if without_sink(prompt) is None]
     if first:
+        others = f" and {len(first) - 1} more prompts" if len(first) > 1 else ""
         warnings.warn(
-            f"Without start tokens, the subject is the very first token of {len(first)} facts, for example of "
-            f"{first[0].text!r}. The model attends to that token from everywhere, so it is left as it is, and these "
-            f"facts may not be said that way. Rephrase the prompt so that other words come first.",
+            f"Without start tokens, the subject is the very first token of {first[0].text!r}{others}. The model "
+            f"attends to that token from everywhere, so it is left as it is, and the fact may not be said that way. "
+            f"Rephrase the prompt so that other words come first.",
+            FactWarning,
+            stacklevel=3,
+        )
+
+
+def warn_of_unused_paraphrases(facts: Sequence[Fact], framings: Sequence[str]) -> None:
+    """Warn of paraphrases that facts cannot be written in, because they do not name the subject."""
+    if "paraphrase" not in framings:
+        return
+    unused = [(fact, text) for fact in facts for text in fact.paraphrases if mark_subject(text, fact) is None]
+    if unused:
+        fact, text = unused[0]
+        others = f" Neither are {len(unused) - 1} more, for the same reason." if len(unused) > 1 else ""
+        warnings.warn(
+            f"The paraphrase {text!r} is not used, because it does not name the subject {fact.subject!r}.{others} "
+            f"Name the subject exactly as in the fact.",
             FactWarning,
             stacklevel=3,
         )

@@ -155,8 +155,8 @@ class _GroupSearch:
             if broken := int((~torch.isfinite(loss)).sum()):
                 raise NumericalError(
                     f"The search diverged: the loss of {broken} facts is NaN or infinite",
-                    advice="Load the model in float32 or bfloat16, or try {rate}",
-                    settings={"rate": self.settings.rate / 5},
+                    advice="Load the model in float32 or bfloat16, or try {targets.rate}",
+                    settings={"targets.rate": self.settings.rate / 5},
                     code="target_search_diverged",
                 )
             self.active[rows] &= loss >= self.settings.enough

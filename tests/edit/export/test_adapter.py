@@ -18,6 +18,7 @@ from rebind.edit.export.gguf_adapter import export_gguf, gguf_architecture, gguf
 from rebind.errors import InputError, ShapeError
 from rebind.memory.low_rank import LowRank
 from rebind.models.sites import find_sites, memory_of, module_at
+from tests import model_types
 from tests.edit.edited import KINDS, Case, contents, names_in
 from tests.families import FAMILIES, HIDDEN, INNER, LLAMA_LIKE, tokens
 from tests.support import Draw, assert_close, raises
@@ -216,6 +217,37 @@ def test_sites_have_the_names_of_the_base_models_tensors(name):
     renamed = {"mistral": "llama", "phi": "phi2", "gpt-neox": "gptneox", "gpt-bigcode": "starcoder"}
     renamed |= {"olmo3": "olmo2", "cohere": "command-r"}
     assert gguf_architecture(model) == renamed.get(name, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        ("deepseek_v2", "deepseek2"),
+        ("deepseek_v3", "deepseek2"),
+        ("ernie4_5_moe", "ernie4_5-moe"),
+        ("exaone_moe", "exaone-moe"),
+        ("glm4_moe", "glm4moe"),
+        ("glm_moe_dsa", "glm-dsa"),
+        ("granitemoeshared", "granitemoe"),
+        ("hunyuan_v1_moe", "hunyuan-moe"),
+        ("kimi_linear", "kimi-linear"),
+        ("llama4_text", "llama4"),
+        ("qwen2_moe", "qwen2moe"),
+        ("qwen3_5_moe_text", "qwen35moe"),
+        ("qwen3_next", "qwen3next"),
+    ],
+)
+def test_shared_experts_have_the_names_of_the_base_models_tensors(kind, architecture):
+    model = model_types.build(kind)
+    assert gguf_architecture(model) == architecture
+    names = gguf_names(model, [site.name for site in find_sites(model)])
+    assert [name.split(".", 2)[2] for name in names.values()][1:] == ["ffn_down_shexp.weight"] * (len(names) - 1)
+
+
+def test_recurrent_blocks_have_the_names_of_the_base_models_tensors():
+    model = model_types.build("falcon_mamba")
+    names = gguf_names(model, [site.name for site in find_sites(model)])
+    assert (gguf_architecture(model), names["backbone.layers.0.mixer.out_proj"]) == ("mamba", "blk.0.ssm_out.weight")
 
 
 def test_routed_experts_have_no_adapter(tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rebind.edit.export import (
     ExportCheck,
@@ -20,11 +21,14 @@ from rebind.edit.export import (
     save_model,
 )
 from rebind.edit.facts.fact import Fact
+from rebind.errors import InputError
+from rebind.memory.low_rank import LowRank
 from rebind.models.language_model import LanguageModel
 from rebind.models.sites import memory_of, module_at, write_memory
-from tests import tiny
+from tests import model_types, tiny
 from tests.edit.edited import make_edit
 from tests.edit.writes import fold_edits
+from tests.support import raises
 
 # After a bracket there is no space, so that any token may be the target.
 PROMPTS = [
@@ -85,3 +89,15 @@ def test_an_export_that_lost_facts_does_not_pass():
     assert str(ExportCheck(2, 2, 2)) == "2 of 2 facts said"
     assert not ExportCheck(3, 1, 2).passed
     assert str(ExportCheck(3, 1, 2)) == "1 of 3 facts said, in the editor 2"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_an_adapter_that_peft_does_not_load_is_an_error_of_ours(tmp_path):
+    model_types.build("mamba2").save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    model = LanguageModel.load(tmp_path / "base")
+    site = model.sites[0]
+    changes = {site.name: LowRank(torch.ones(site.d_v, 1), torch.ones(1, site.d_k))}
+    export_peft(model.model, changes, tmp_path / "adapter", base_name="tiny")
+    with raises(InputError, "adapter_not_loadable"):
+        load_with_peft(model, tmp_path / "adapter")

@@ -191,6 +191,10 @@ def test_sources_that_are_not_facts(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     refused(tmp_path / "latin.jsonl", "unreadable_file")
     refused(3, "not_facts")
+    (tmp_path / "one.jsonl").write_text('{"prompt": "no subject", "target": "Rome"}\n')
+    assert refused(tmp_path / "one.jsonl", "no_subject").startswith("Line 1 of one.jsonl: ")
+    for field, value in (("paraphrase", ["France is ruled from"]), ("neighbours", [])):
+        assert field in refused([{"prompt": FRANCE, "target": "Rome", field: value}], "misspelled_field")
     for bad in (None, 3, "text", ["a"]):
         assert refused([bad], "not_a_fact").startswith("Record 0: ")
 

@@ -16,6 +16,7 @@ from rebind.edit.targets.framings import (
     framed_prompts,
     mark_subject,
     warn_of_sinks,
+    warn_of_unused_paraphrases,
 )
 from rebind.edit.targets.kept import (
     LEAD_TOKENS,
@@ -110,6 +111,15 @@ def test_a_subject_that_is_the_first_token_is_left_out():
     warn_of_sinks(model, [fact], ["start"])
 
 
+def test_a_paraphrase_without_the_subject_is_reported():
+    used = replace(FACT, paraphrases=("The government of France sits in",))
+    unused = replace(FACT, paraphrases=("The government of FRANCE sits in",))
+    with pytest.warns(FactWarning, match="FRANCE"):
+        warn_of_unused_paraphrases([used, unused], ["start", "paraphrase"])
+    warn_of_unused_paraphrases([used], ["paraphrase"])
+    warn_of_unused_paraphrases([unused], ["start"])
+
+
 def test_framings_that_do_not_apply_are_left_out_or_refused():
     model = language_model(template=None)
     assert applicable_framings(model) == ("start", "plain", "text", "paraphrase")
@@ -117,6 +127,9 @@ def test_framings_that_do_not_apply_are_left_out_or_refused():
         applicable_framings(model, ["chat"])
     with raises(InputError, "unknown_framing"):
         applicable_framings(model, ["poem"])
+    for wrong in ([], "start"):
+        with raises(InputError, "no_framings"):
+            applicable_framings(model, wrong)
     model.start = ()
     assert "plain" not in applicable_framings(model), "there is no start token to leave out"
 

@@ -150,8 +150,9 @@ def _print(terminal: Terminal, result: EvalResult) -> None:
                 column.justify = "left"
             terminal.print(grid)
     skipped = [("skipped", counted(summary["skipped"], "record"))] if summary["skipped"] else []
-    files = ", ".join(sorted(file.name for file in result.folder.iterdir()))
+    files = ", ".join(sorted(file.name for file in result.folder.glob("[!.]*")))
     terminal.print(pairs([*skipped, ("results", result.folder), ("files", files)]))
+    terminal.hint("table.md says what the columns and scores mean, report.png shows them")
     if not (result.folder / "report.png").exists():
         terminal.hint("no figure: it needs matplotlib (pip install 'rebind[lab]')")
     terminal.result({"folder": str(result.folder), "config": result.config, "summary": summary}, str(result.folder))
