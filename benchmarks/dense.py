@@ -139,6 +139,7 @@ class Comparison:
     batch: int | None = None
     layers: Sequence[int] | None = None
     keep: float | None = None  # weight of the kept prompts in the search; None: the default
+    search_as: int = 1  # search with the settings for at least this many facts
     store: TargetStore = field(default_factory=lambda: TargetStore(None))
 
     def __post_init__(self) -> None:
@@ -160,7 +161,7 @@ class Comparison:
         editor, clock = self.editor, Clock()
         editor.progress = clock.progress
         size, layers = self.batch or len(self.facts), self.layers if method == "dense" else None
-        targets = editor.settings(method, facts=size).targets
+        targets = editor.settings(method, facts=max(size, self.search_as)).targets
         targets = targets if self.keep is None else replace(targets, keep=self.keep)
         begin = time.perf_counter()
         with told_apart(editor, clock):
@@ -305,6 +306,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--layers", type=int, nargs="+", help="layers of the dense memory, one row each")
     parser.add_argument("--keep", type=float, help="weight of what else is known about subjects, in the search")
+    parser.add_argument("--search-as", type=int, default=1, help="search with the settings for this many facts")
     parser.add_argument("--tau", type=float, nargs="*", default=[0.8], help="also one threshold for all rows")
     parser.add_argument("--radius", type=float, nargs="*", default=[0.3, 0.5, 0.7], help="of grace")
     parser.add_argument("--tokens", type=int, default=50_000, help="of each part of the text")
@@ -334,8 +336,8 @@ def compare(editor: Editor, options: argparse.Namespace) -> None:
             layers = None if layer is None else [layer]
             bench = Bench(editor, [], everything, "")
             asked = [fact for fact in everything[:n] if fact.paraphrases and fact.neighbors]
-            store = editor._target_store
-            comparison = Comparison(bench, facts, asked, split, options.batch, layers, options.keep, store)
+            search = (options.keep, options.search_as, editor._target_store)
+            comparison = Comparison(bench, facts, asked, split, options.batch, layers, *search)
             methods = options.methods if layer is None or layer == options.layers[0] else ["dense"]
             for row in rows_of(comparison, methods, options.tau, options.radius):
                 content["rows"].append({"facts": len(facts), **row})

@@ -40,6 +40,7 @@ from rebind.edit.ledger.edit import Edit
 from rebind.edit.ledger.ledger import Ledger
 from rebind.edit.methods import Method, get_method
 from rebind.edit.moments import Corpus, Moments, OwnSamples
+from rebind.edit.outcome import MAX_FACTS
 from rebind.edit.outline import ModelOutline
 from rebind.edit.plan import Plan, PromptSize, estimate, prompts_per_fact
 from rebind.edit.progress import Progress
@@ -223,7 +224,7 @@ class Editor:
         earlier = self._earlier_edits(new_facts, settings.method)
         check_earlier_edits(earlier, force=force)
         with self.base_model():
-            prompts = self._subject_prompts(new_facts)
+            prompts = self._subject_prompts(new_facts, settings)
             check = EditCheck(self.edited, self.guard, new_facts, prompts, self.framings) if is_writer() else None
             tools = self._draft_tools(settings)
             if settings.method.dense:
@@ -459,13 +460,20 @@ class Editor:
 
     # Steps of an edit
 
-    def _subject_prompts(self, facts: Sequence[Fact]) -> list[SubjectPrompts]:
-        """Return what the base model says about each subject; the facts are divided between processes."""
-        share_of_prompts = subject_prompts(self.language_model, share(facts), chat="chat" in self.framings)
-        return [
+    def _subject_prompts(self, facts: Sequence[Fact], settings: EditSettings) -> list[SubjectPrompts]:
+        """Return what the base model says about each subject; the facts are divided between processes.
+
+        Where the search keeps nothing, the model is asked only about the facts that the guard will probe: thousands of
+        facts would otherwise take longer to ask about than to write.
+        """
+        keeps = settings.targets.keep > 0
+        asked = facts if keeps else facts[:MAX_FACTS]
+        share_of_prompts = subject_prompts(self.language_model, share(asked), chat=keeps and "chat" in self.framings)
+        about = [
             SubjectPrompts(**{**fields, "kept": tuple(fields["kept"]), "held_out": tuple(fields["held_out"])})
             for fields in unite([asdict(prompts) for prompts in share_of_prompts])
         ]
+        return about + [SubjectPrompts()] * (len(facts) - len(asked))
 
     def _stored_edit(self, edit_id: str, edit: Edit) -> Edit:
         """Return the edit that the writer appended. Each process appends it to a ledger in memory itself."""

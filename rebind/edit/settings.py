@@ -19,7 +19,7 @@ from rebind.memory.checks import require_number
 from rebind.storage import cache_dir, path_inside, read_sealed_json, seal_json, write_json
 
 DENSE_DEPTH = 0.27  # layer 8 of SmolLM2's 30
-BY_DEPTH = "by its depth"  # the source of layers that are neither measured nor published
+BY_DEPTH = "by the depth of the model"  # the source of layers that are neither measured nor published
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ KNOWN_MODELS = (
     KnownModel(SEVERAL, "smollm2", 30, (1, 2, 3, 4, 5), TargetSettings(), source="measured"),
     KnownModel(ROME, "smollm2", 30, (2,), TargetSettings(clamp=4.0), source="measured"),
     # Deeper layers tell subjects apart better, and the memory fires less on other text. From layer 11 on, paraphrases
-    # are recognized less often.
+    # are recognized less often. In a thousand facts and more, what is kept about their subjects costs answers in texts
+    # and chats, and most of the time.
+    KnownModel(DENSE, "smollm2", 30, (8,), MANY_FACTS, source="measured", facts=1_000),
     KnownModel(DENSE, "smollm2", 30, (8,), TargetSettings(), source="measured"),
 )
 
@@ -105,7 +107,9 @@ def default_settings(method: Method, name: str, depth: int, facts: int = 1) -> E
         if (len(entry.layers) > 1) is method.several_layers and not method.dense:
             source = f"{entry.source} for {entry.model} with {entry.methods[0]}"
             return EditSettings(method, entry.layers, method.lam, method.targets, source)
-    return EditSettings(method, _layers_by_depth(method, depth), method.lam, method.targets, f"{BY_DEPTH} of {depth}")
+    return EditSettings(
+        method, _layers_by_depth(method, depth), method.lam, method.targets, f"{BY_DEPTH}, {depth} blocks"
+    )
 
 
 def _layers_by_depth(method: Method, depth: int) -> tuple[int, ...]:

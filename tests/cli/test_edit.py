@@ -246,7 +246,7 @@ def test_a_plan_does_no_work(rebind, model, tmp_path, monkeypatch):
     plan = rebind(*words, "--lam", "7", "--layers", "0,1", json=True).document["plan"]
     assert (plan["facts"], plan["lam"], plan["layers"], plan["moments_cached"]) == (1, 7.0, [0, 1], False)
     people = rebind(*words).out
-    assert re.search(r"layers\s+0, 1 \(by its depth of 4\)", people)
+    assert re.search(r"layers\s+0, 1 \(by the depth of the model, 4 blocks\)", people)
     assert "chosen from the keys" in people
     assert not ledgers_dir().exists()
     assert not (cache_dir() / "moments").exists()

@@ -18,7 +18,7 @@ from rebind.errors import InputError
 from rebind.storage import seal_json, write_json
 from tests.support import raises
 
-MEMIT, ROME, EMMET, ALPHAEDIT = (METHODS[name] for name in ("memit", "rome", "emmet", "alphaedit"))
+MEMIT, ROME, EMMET, ALPHAEDIT, DENSE = (METHODS[name] for name in ("memit", "rome", "emmet", "alphaedit", "dense"))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,12 @@ def test_many_facts_have_their_own_layers():
     assert (few.layers, many.layers) == ((1, 2, 3, 4, 5), (0, 1, 2, 3, 4))
     assert (few.targets.enough, many.targets.enough) == (0.05, 0.2)
     assert default_settings(MEMIT, "gpt2-xl", 48, 10_000).layers == (13, 14, 15, 16, 17)
+
+
+def test_thousands_of_dense_facts_keep_nothing_else():
+    few, many = (default_settings(DENSE, "smollm2", 30, facts) for facts in (999, 1_000))
+    assert few.layers == many.layers
+    assert (few.targets.keep, many.targets.keep) == (2.0, 0.0)
 
 
 def test_known_models_have_their_own_search_and_methods_their_own_lambda():

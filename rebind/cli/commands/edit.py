@@ -198,7 +198,7 @@ def _write(terminal: Terminal, source: opt.EditorOptions, request: _Request, *, 
     _print_edit(terminal, editor, report, settings.source)
     if out is not None:
         suggest_attach(terminal, out.expanduser())
-    if settings.source.startswith("by its depth") and not settings.method.dense:
+    if settings.source.startswith("by the depth") and not settings.method.dense:
         model = opt.ModelOptions(source.model, source.device, source.device_map, source.dtype)
         terminal.suggest("measure the best layers", opt.command_line("layers", options=opt.as_typed(model)))
     terminal.suggest("undo", terminal.written_edits[new_edit.id])

@@ -63,8 +63,11 @@ def joined_prompts(tools: DraftTools, groups: Sequence[SubjectGroup]) -> list[Fa
     """Return the prompts of every variant: those of the groups, then those of groups that carry earlier facts."""
     carrying = [group for group in groups if group.carried]
     carried = [fact for group in carrying for fact in group.carried]
-    in_chat = "chat" in tools.framings
-    carried_about = iter(subject_prompts(tools.model, carried, chat=in_chat) if carried else ())
+    in_chat, keeps = "chat" in tools.framings, tools.settings.targets.keep > 0
+    if carried and keeps:
+        carried_about = iter(subject_prompts(tools.model, carried, chat=in_chat))
+    else:
+        carried_about = iter([SubjectPrompts()] * len(carried))
     variants = [(group.facts, group.about) for group in groups]
     variants += [
         ([*group.facts, *group.carried], [*group.about, *(next(carried_about) for _ in group.carried)])
@@ -73,7 +76,7 @@ def joined_prompts(tools: DraftTools, groups: Sequence[SubjectGroup]) -> list[Fa
     everything = [pair for facts, about in variants for pair in zip(facts, about, strict=True)]
     framed = iter(tools.encode([fact for fact, _ in everything], [one for _, one in everything], keep=False))
     kept: list[tuple[EncodedPrompt, ...]] = [()] * len(variants)
-    if tools.settings.targets.keep:
+    if keeps:
         together = [kept_together(facts, about) for facts, about in variants]
         kept = encode_kept(tools.model, [facts[0] for facts, _ in variants], together)
     prompts = []

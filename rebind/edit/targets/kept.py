@@ -41,9 +41,9 @@ RIVALS, RIVALS_OF_KNOWN = 50, 5
 class SubjectPrompts:
     """Prompts about the subject of a fact that do not ask for the fact itself."""
 
-    kind: str
-    kept: tuple[str, ...]  # searched with
-    held_out: tuple[str, ...]  # only asked afterwards
+    kind: str = ""  # unknown where nobody asked the model
+    kept: tuple[str, ...] = ()  # searched with
+    held_out: tuple[str, ...] = ()  # only asked afterwards
     leads: Mapping[str, str] = field(default_factory=dict)  # question → the assistant's words before the old target
     openings: Mapping[str, str] = field(default_factory=dict)  # general question → the first words of the answer
 

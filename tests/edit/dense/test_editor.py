@@ -14,7 +14,9 @@ from rebind.edit.dense.rows import EditRows
 from rebind.edit.facts import Fact
 from rebind.edit.guard import Guard
 from rebind.edit.ledger import Ledger
+from rebind.edit.outcome import MAX_FACTS
 from rebind.edit.progress import Progress
+from rebind.edit.targets import TargetSettings
 from rebind.errors import InputError, LedgerWarning
 from rebind.memory.dense import Cells
 from rebind.models.tokens import Tokens
@@ -47,6 +49,23 @@ def same_memory(editor: Any, other: Any, tolerance: float = 0.0) -> bool:
 
 
 # Edits
+
+
+def test_where_nothing_is_kept_only_facts_that_are_probed_are_asked_about():
+    model = tiny.llama()
+    editor = open_editor(model, guard=OPEN)
+    facts = [Fact.parse(f"The capital of {{Land {index}}} is", "Rome") for index in range(MAX_FACTS + 20)]
+    rows: list[int] = []  # of every forward pass
+    model.register_forward_pre_hook(lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    asked = []
+    for count in (MAX_FACTS, len(facts)):
+        rows.clear()
+        edit = dense(editor, *facts[:count], targets=TargetSettings(steps=1, keep=0.0))
+        asked.append(sum(rows))
+        assert len(EditRows.of(edit).subjects) == count
+        assert edit.scores["outcome"]["asked"]["kept"] > 0, "the probe compares answers that the search does not keep"
+        editor.undo(edit.id)
+    assert (asked[1] - asked[0]) / 20 < asked[0] / MAX_FACTS / 2
 
 
 @pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
