@@ -12,6 +12,7 @@ An export is written completely or not at all, and replaces only an earlier expo
 
 from __future__ import annotations
 
+from rebind.edit.dense.files import MEMORY_FOLDER
 from rebind.edit.export.adapter import AdapterExport, export_peft
 from rebind.edit.export.change import (
     apply_delta,
@@ -31,7 +32,7 @@ from rebind.edit.export.check import (
     load_with_peft,
     score_facts,
 )
-from rebind.edit.export.checkpoint import MEMORY_FOLDER, choose_dtype, save_model
+from rebind.edit.export.checkpoint import choose_dtype, save_model
 from rebind.edit.export.gguf_adapter import export_gguf
 from rebind.edit.export.model_card import model_card
 
