@@ -183,6 +183,7 @@ def test_an_error_inside_leaves_the_model_as_it_was(trunk, name):
 def test_a_block_with_a_forward_of_its_own_gets_it_back():
     """Accelerate's dispatch replaces `forward` on the instance: that replacement is not ours to drop."""
     shared = _shared("llama")
+    shared.probe()  # runs the block, too
     block, calls = shared.blocks[0], []
     original = block.forward
 
