@@ -53,7 +53,13 @@ from rebind.edit.targets.framings import (
     warn_of_sinks,
     warn_of_unused_paraphrases,
 )
-from rebind.edit.targets.kept import SubjectPrompts, encode_kept, encode_protected, subject_prompts
+from rebind.edit.targets.kept import (
+    SubjectPrompts,
+    encode_kept,
+    encode_protected,
+    subject_prompts,
+    warn_of_unused_keep,
+)
 from rebind.errors import InputError, LedgerWarning
 from rebind.limits import MAX_SEED
 from rebind.memory import LowRank
@@ -221,6 +227,7 @@ class Editor:
             warn_of_shared_keys(new_facts)
         warn_of_sinks(self.language_model, new_facts, self.framings)
         warn_of_unused_paraphrases(new_facts, self.framings)
+        warn_of_unused_keep(new_facts, settings.targets.keep)
         earlier = self._earlier_edits(new_facts, settings.method)
         check_earlier_edits(earlier, force=force)
         with self.base_model():

@@ -12,6 +12,7 @@ that begins to talk about something else says the new target of that.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -23,6 +24,7 @@ from rebind.edit.facts.fact import Fact
 from rebind.edit.facts.questions import paraphrases_of, questions_of
 from rebind.edit.facts.relations import HELD_OUT, KIND_WORDS, PROTECTED_SUBJECTS, RELATIONS, fill, relation_of
 from rebind.edit.targets.framings import mark_subject, without_sink
+from rebind.errors import FactWarning
 from rebind.models.language_model import LanguageModel
 from rebind.models.prompts import EncodedPrompt, Prompt
 
@@ -78,6 +80,19 @@ def subject_prompts(model: LanguageModel, facts: Sequence[Fact], *, chat: bool =
                 kept += usable
         prompts.append(SubjectPrompts(kind, tuple(kept), tuple(held_out), leads[index], openings[index]))
     return prompts
+
+
+def warn_of_unused_keep(facts: Sequence[Fact], weight: float) -> None:
+    """Warn of prompts to keep that come from the user, where the search gives all kept prompts no weight."""
+    with_prompts = [fact for fact in facts if fact.keep]
+    if with_prompts and not weight:
+        warnings.warn(
+            f"The prompts to keep of {len(with_prompts)} facts are not used, for example "
+            f"{with_prompts[0].keep[0]!r}: their weight in the search is 0, as it is by default in edits of very many "
+            f"facts. A weight of 2 keeps the answers.",
+            FactWarning,
+            stacklevel=3,
+        )
 
 
 def _other_relations(fact: Fact, kind: str) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from rebind.edit.ledger import Ledger
 from rebind.edit.outcome import MAX_FACTS
 from rebind.edit.progress import Progress
 from rebind.edit.targets import TargetSettings
-from rebind.errors import InputError, LedgerWarning
+from rebind.errors import FactWarning, InputError, LedgerWarning
 from rebind.memory.dense import Cells
 from rebind.models.tokens import Tokens
 from tests import tiny
@@ -66,6 +67,15 @@ def test_where_nothing_is_kept_only_facts_that_are_probed_are_asked_about():
         assert edit.scores["outcome"]["asked"]["kept"] > 0, "the probe compares answers that the search does not keep"
         editor.undo(edit.id)
     assert (asked[1] - asked[0]) / 20 < asked[0] / MAX_FACTS / 2
+
+
+def test_prompts_to_keep_that_have_no_weight_are_reported():
+    editor, fact = open_editor(), replace(FACTS[0], keep=("People in France speak",))
+    with pytest.warns(FactWarning, match="People in France speak"):
+        dense(editor, fact, targets=replace(QUICK, keep=0.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FactWarning)
+        dense(open_editor(), fact)
 
 
 @pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
