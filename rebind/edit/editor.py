@@ -63,7 +63,7 @@ from rebind.edit.targets.kept import (
 from rebind.errors import InputError, LedgerWarning
 from rebind.limits import MAX_SEED
 from rebind.memory import LowRank
-from rebind.memory.checks import require_number
+from rebind.memory.checks import require_number, require_type
 from rebind.models.language_model import LanguageModel
 from rebind.models.load import OWN_MODEL_TYPES
 from rebind.models.prompts import EncodedPrompt, ends_with_word
@@ -149,6 +149,7 @@ class Editor:
         contexts: ContextSettings = ContextSettings(),  # noqa: B008 - frozen
     ) -> None:
         require_number("seed", seed, most=MAX_SEED, whole=True, code="invalid_seed")
+        require_type("contexts", contexts, ContextSettings, "ContextSettings, such as ContextSettings.of(5)")
         self.language_model = LanguageModel.load(model, tokenizer, dtype=dtype, device=device, device_map=device_map)
         self.model, self.tokenizer = self.language_model.model, self.language_model.tokenizer
         if ranks().count > 1 and is_sharded(self.model):

@@ -15,7 +15,7 @@ from rebind.edit.ledger.edit import JSON
 from rebind.edit.methods import Method
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
-from rebind.memory.checks import require_number
+from rebind.memory.checks import require_number, require_type
 from rebind.storage import cache_dir, path_inside, read_sealed_json, seal_json, write_json
 
 DENSE_DEPTH = 0.27  # layer 8 of SmolLM2's 30
@@ -143,11 +143,15 @@ def choose_settings(
         layers_here = measured if method.several_layers else (measured[len(measured) // 2],)
         settings = replace(settings, layers=layers_here, source="measured on this machine")
     if layers is not None:
+        require_type("layers", layers, Sequence, "a list of layers, such as [8]")
         settings = replace(settings, layers=tuple(sorted(set(layers))), source="chosen by hand")
     if lam is not None:
         settings = replace(settings, lam=lam)
     _require_valid(settings, depth)
-    return settings if targets is None else replace(settings, targets=targets)
+    if targets is not None:
+        require_type("targets", targets, TargetSettings, "TargetSettings, such as TargetSettings(steps=60)")
+        settings = replace(settings, targets=targets)
+    return settings
 
 
 def _require_valid(settings: EditSettings, depth: int) -> None:

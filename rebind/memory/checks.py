@@ -56,6 +56,12 @@ def require_number(
     raise InputError(f"Setting {name!r} is {shown}", expected=f"{kind}, {lower}{upper}", code=code)
 
 
+def require_type(name: str, value: object, kind: type, expected: str) -> None:
+    """Require a setting to be of a type, which `expected` describes."""
+    if not isinstance(value, kind):
+        raise InputError(f"Setting {name!r} is {value!r:.60}", expected=expected, code="invalid_setting")
+
+
 def require_tensors(least_rank: int, **tensors: Tensor) -> None:
     """Require real floating-point tensors with at least `least_rank` dimensions."""
     for name, tensor in tensors.items():

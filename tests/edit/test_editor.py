@@ -162,6 +162,8 @@ LONG = Fact.parse("The capital of {France} " + "and the old bridge of Mostar " *
         ([LONG], {}, InputError, "prompt_too_long"),
         (FACTS[:1], {"layers": (3,)}, InputError, "layers_out_of_range"),
         (FACTS[:1], {"layers": ()}, InputError, "layers_out_of_range"),
+        (FACTS[:1], {"layers": 2}, InputError, "invalid_setting"),
+        (FACTS[:1], {"targets": {}}, InputError, "invalid_setting"),
         (FACTS[:1], {"method": "memot"}, UnknownNameError, "unknown_method"),
         (FACTS[:1], {"method": replace(METHODS["memit"], lam=3.0)}, UnknownNameError, "unknown_method"),
     ],
@@ -179,6 +181,11 @@ def test_input_that_cannot_be_written_is_refused(facts, options, error, code):
 def test_a_seed_that_torch_cannot_take_is_refused_before_the_model_is_loaded(seed):
     with raises(InputError, "invalid_seed"):
         Editor("no/such/folder", seed=seed)
+
+
+def test_a_number_of_contexts_is_refused_before_the_model_is_loaded():
+    with raises(InputError, "invalid_setting"):
+        Editor("no/such/folder", contexts=5)
 
 
 def test_a_lambda_of_zero_is_refused_and_not_replaced():
