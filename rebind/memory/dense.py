@@ -18,6 +18,7 @@ mean and their covariance before they are compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -224,19 +225,25 @@ class Dense:
             return self
         return Dense(keys, values, thresholds, self.beta, self.top_k, self.owner.to(device))
 
-    def weights(self, queries: Tensor, similarity: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weights [..., k] of the nearest rows, at most `top_k`, and which rows they are.
-
-        `similarity` is that of the queries to the cells, where it is known.
-        """
-        require_width("queries", queries, self.keys.shape[-1], "the memory")
+    def weights(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights [..., k] of the nearest rows, at most `top_k`, and which rows they are."""
         queries = queries.to(self.keys)
+        return self._weights(queries, self._scores(queries))
+
+    def _scores(self, queries: Tensor) -> Tensor:
+        """Return s − τ of queries at every row, [..., n], or their similarity to every cell, [..., c]."""
+        require_width("queries", queries, self.keys.shape[-1], "the memory")
+        if self.cells is not None:
+            return self.cells.similarity(queries)
+        return functional.linear(queries, self.keys, -self.thresholds)
+
+    def _weights(self, queries: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         if self.cells is None:
-            best, rows = top_rows(functional.linear(queries, self.keys, -self.thresholds), min(self.top_k, len(self)))
+            best, rows = top_rows(scores, min(self.top_k, len(self)))
         else:
-            near, is_filler = self.cells.rows_near(self.cells.similarity(queries) if similarity is None else similarity)
-            scores = (self.keys[near] @ queries.unsqueeze(-1)).squeeze(-1) - self.thresholds[near]
-            best, places = scores.masked_fill(is_filler, -torch.inf).topk(min(self.top_k, near.shape[-1]), dim=-1)
+            near, is_filler = self.cells.rows_near(scores)
+            exact = (self.keys[near] @ queries.unsqueeze(-1)).squeeze(-1) - self.thresholds[near]
+            best, places = exact.masked_fill(is_filler, -torch.inf).topk(min(self.top_k, near.shape[-1]), dim=-1)
             rows = near.gather(-1, places)
         logits = functional.pad(self.beta * best, (1, 0))  # the empty slot has logit 0
         return torch.softmax(logits, dim=-1)[..., 1:], rows
@@ -260,13 +267,19 @@ class Dense:
         return queries.to(self.keys).reshape(-1, width).split(max(1, AT_ONCE // per_query))
 
     def _read(self, queries: Tensor) -> Tensor:
-        needs_fixed_shapes = queries.is_cuda or torch.compiler.is_compiling()
-        if self.cells is None or needs_fixed_shapes:
-            return self._weighted(*self.weights(queries))
-        similarity = self.cells.similarity(queries)
-        near = (similarity.amax(-1) > FAR).nonzero().squeeze(-1)
-        reads = self._weighted(*self.weights(queries[near], similarity[near]))
+        scores = self._scores(queries)
+        if torch.compiler.is_compiling() or (queries.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self._weighted(*self._weights(queries, scores))  # in fixed shapes
+        near = (scores.amax(-1) > self._least_score).nonzero().squeeze(-1)
+        reads = self._weighted(*self._weights(queries[near], scores[near]))
         return queries.new_zeros(len(queries), self.values.shape[-1]).index_copy(0, near, reads)
+
+    @property
+    def _least_score(self) -> float:
+        """The least score of the nearest row, or cell, at which a read differs from 0 in the dtype of the memory."""
+        if self.cells is not None:
+            return FAR
+        return math.log(torch.finfo(self.keys.dtype).eps / self.top_k) / self.beta
 
     def _weighted(self, weights: Tensor, rows: Tensor) -> Tensor:
         return functional.embedding_bag(self.owner[rows], self.values, per_sample_weights=weights, mode="sum")

@@ -47,6 +47,17 @@ def test_a_read_is_the_definition():
         assert_close(read[at], by_the_book(dense, queries[at]), 1e-12)
 
 
+@pytest.mark.parametrize("beta", [0.5, 200.0])
+def test_queries_that_are_near_to_no_row_are_skipped_only_where_they_read_nothing(beta):
+    draw = Draw(16)
+    dense = memory(draw, 30, 48, 3, beta=beta, top_k=30)
+    queries = torch.nn.functional.normalize(torch.cat([dense.keys[:3] + 0.1, draw.normal(20, 48)]), dim=-1)
+    skipped = (dense.read(queries) == 0).all(-1)
+    assert int(skipped.sum()) == (20 if beta == 200.0 else 0)
+    for query, read in zip(queries, dense.read(queries), strict=True):
+        assert float((read - by_the_book(dense, query)).norm()) < 1e-13
+
+
 def test_rows_beyond_the_nearest_are_left_out():
     draw = Draw(1)
     dense = memory(draw, 40, 8, 3, beta=12.0, top_k=4)

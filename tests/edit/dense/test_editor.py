@@ -141,19 +141,19 @@ def test_undoing_the_first_equals_never_having_had_it(tmp_path):
 
 
 def test_weights_and_memory_are_edited_side_by_side():
-    editor = open_editor()
-    base, plain = tiny.weights(editor.model), logits(editor)
+    editor, asked = open_editor(), f"{FACTS[0].text} Paris. {FACTS[1].text}"
+    base, plain = tiny.weights(editor.model), logits(editor, asked)
     first, second = rewrite(editor, FACTS[0]), dense(editor, FACTS[1])
-    both = logits(editor)
+    both = logits(editor, asked)
     editor.undo(first.id)
     assert tiny.weights(editor.model) == base
-    only_dense = logits(editor)
+    only_dense = logits(editor, FACTS[1].text)
     editor.redo(first.id)
-    assert torch.equal(logits(editor), both)
+    assert torch.equal(logits(editor, asked), both)
     editor.undo(second.id)
     editor.undo(first.id)
-    assert torch.equal(logits(editor), plain)
-    assert not torch.equal(only_dense, plain)
+    assert torch.equal(logits(editor, asked), plain)
+    assert not torch.equal(only_dense, logits(editor, FACTS[1].text))
 
 
 def test_cells_follow_the_edits(monkeypatch):
