@@ -526,6 +526,7 @@ class Editor:
 
     def _draft_tools(self, settings: EditSettings) -> DraftTools:
         store, on_step, phase = self._target_store, self.progress.targets, self.progress.phase
+        store.begin()
 
         def search(prompts: Sequence[FactPrompts]) -> TargetStates:
             return self.target_search.find(settings.layers[-1], prompts, settings.targets, store, on_step)

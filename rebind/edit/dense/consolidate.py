@@ -1,11 +1,11 @@
 """Consolidation: facts move from the dense memory into the weights, as far as they fit.
 
-The facts are searched again for the weights, all facts about one subject together, and written in batches by the
-recursive ridge rule: sequential writes with an accumulating moment equal one write of all of them (docs/algebra.md,
+The facts are searched again for the weights, batch by batch and all facts about one subject together, and written by
+the recursive ridge rule: sequential writes with an accumulating moment equal one write of all of them (docs/algebra.md,
 law 5), so the result is stored as one edit. After every batch the model is asked without the rows of these facts. What
 the dense memory said and the weights do not say stays in the dense memory, and so does what neither says. A batch to
 which the guard objects, or for which others in the dense memory would be lost, is tried again in halves, down to single
-subjects.
+subjects. Facts that come after the last batch that was tried are not searched.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from rebind.edit.guard import Guard
 from rebind.edit.ledger.edit import CONSOLIDATES, JSON, Edit
 from rebind.edit.ledger.edits import EditSequence
 from rebind.edit.outcome import TEXT
+from rebind.edit.targets import FactPrompts, TargetStates
 from rebind.edit.targets.framings import framed_prompts
-from rebind.edit.targets.kept import subject_prompts
+from rebind.edit.targets.kept import SubjectPrompts, subject_prompts
 from rebind.errors import LedgerError
 from rebind.models.language_model import LanguageModel
 
@@ -134,20 +135,34 @@ class _Consolidator:
         sources: tuple[str, ...],
         guard: Guard | None,
     ) -> None:
-        """Ask the model for all facts, and search the targets of those in the groups."""
         self.tools, self.groups, self.others, self.sources, self.guard = tools, groups, others, sources, guard
-        self.said_before = self._said(range(len(groups)))
         self.others_before = said_by_fact(tools.model, others, tools.framings)
+        self.said_before: list[Said] = []  # of the first groups, and so are the following
+        self.scores_before: dict[int, JSON] = {}
+        self.prompts: list[FactPrompts] = []
+        self.targets: list[TargetStates] = []
+
+    def prepare(self, end: int) -> None:
+        """Ask the model as it was about the groups before `end` and the next witnesses, and search their targets."""
+        tools, begin = self.tools, len(self.prompts)
+        asked = range(len(self.said_before), min(end + WITNESSES, len(self.groups)))
+        self.said_before += self._said(asked)
+        groups = self.groups[begin:end]
+        if not groups:
+            return
         with tools.edited.base_model():
             tools.phase("contexts")
             facts = [fact for group in groups for fact in group.facts]
-            self.scores_before = dict(zip(map(id, facts), self._scores(facts), strict=True))
-            about = iter(subject_prompts(tools.model, facts, chat="chat" in tools.framings))
+            self.scores_before |= zip(map(id, facts), self._scores(facts), strict=True)
+            keeps = tools.settings.targets.keep > 0
+            about = subject_prompts(tools.model, facts, chat="chat" in tools.framings) if keeps else []
+            each = iter(about or [SubjectPrompts()] * len(facts))
             for group in groups:
-                group.about = [next(about) for _ in group.facts]
-            self.prompts = joined_prompts(tools, groups)
+                group.about = [next(each) for _ in group.facts]
+            prompts = joined_prompts(tools, groups)
             tools.load_old_keys()
-            self.targets = tools.find_targets(self.prompts)
+            self.targets.append(tools.find_targets(prompts))
+            self.prompts += prompts
 
     def add_batches(self, size: int) -> tuple[list[int], str]:
         """Return the groups that the weights hold, and the last objection to a group that they do not.
@@ -158,14 +173,16 @@ class _Consolidator:
         chosen, objection = list[int](), ""
         begin = refused = 0
         while begin < len(self.groups):
-            tried = [*chosen, *range(begin, min(begin + size, len(self.groups)))]
+            end = min(begin + size, len(self.groups))
+            self.prepare(end)
+            tried = [*chosen, *range(begin, end)]
             with self.tools.edited.trial(self.edit_of(tried)):
                 reason = self.objection(tried)
                 fitting = chosen if reason else self.fitting(tried)
             if reason and size > 1:
                 size //= 2
                 continue
-            chosen, begin, objection = fitting, begin + size, reason or objection
+            chosen, begin, objection = fitting, end, reason or objection
             refused = refused + 1 if reason else 0
             if refused == PATIENCE:
                 break
@@ -174,11 +191,12 @@ class _Consolidator:
     def edit_of(self, chosen: Sequence[int]) -> Edit:
         """Return the edit that writes some of the groups, and takes their rows out of the dense memory."""
         facts = [fact for index in chosen for fact in self.groups[index].facts]
-        rows = torch.tensor(list(chosen), device=self.targets.states.device)
+        targets = TargetStates.concatenate(self.targets)
+        rows = torch.tensor(list(chosen), device=targets.states.device)
         with self.tools.edited.base_model():
             self.tools.phase("solve")
             prompts = [self.prompts[index] for index in chosen]
-            draft = draft_of_prompts(self.tools, prompts, self.targets.select(rows), len(facts))
+            draft = draft_of_prompts(self.tools, prompts, targets.select(rows), len(facts))
         subjects = [comparable(self.groups[index].facts[0].subject) for index in chosen]
         moved = {CONSOLIDATES: {"edits": list(self.sources), "subjects": subjects}}
         return self.tools.make_edit(facts, replace(draft, settings={**draft.settings, **moved}))

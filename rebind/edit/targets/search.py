@@ -51,9 +51,15 @@ class TargetStore:
         self._requested: set[str] = set()  # keys of the edit at work
         self._files: dict[Path, Sequence[str]] = {}  # the keys in each file
 
+    def begin(self) -> None:
+        """Begin another edit: what earlier ones left here stays."""
+        self._requested.clear()
+        self._files.clear()
+
     def load(self, keys: Sequence[str]) -> dict[str, TargetStates]:
         """Return the stored targets among `keys`, as one row each. Damaged files are removed."""
-        self._requested = set(keys)
+        self._requested.update(keys)
+        wanted = set(keys)
         rows: dict[str, TargetStates] = {}
         for file in sorted(self.folder.glob("targets-*.safetensors")) if self.folder else ():
             try:
@@ -66,7 +72,7 @@ class TargetStore:
             except OSError:  # another process has just removed it
                 continue
             for index, key in enumerate(self._files[file]):
-                if key in self._requested:
+                if key in wanted:
                     rows[key] = targets.select(torch.tensor([index]))
             if self._requested.isdisjoint(self._files[file]):
                 self._remove_if_stale(file)
@@ -89,7 +95,7 @@ class TargetStore:
         self._files[file] = keys
 
     def clear(self) -> None:
-        """Remove the targets that were last loaded, once their edit is in the ledger; what cannot be removed stays."""
+        """Remove the targets of an edit, once it is in the ledger; what cannot be removed stays."""
         for file, keys in self._files.items():
             if self._requested.issuperset(keys):
                 with suppress(OSError):  # the edit is written: this is no reason to fail

@@ -91,6 +91,14 @@ def test_the_guard_ends_the_batches(editor):
     assert "of its norm" in result.reason
 
 
+def test_facts_behind_the_last_batch_are_not_searched(editor, monkeypatch):
+    editor.guard = replace(OPEN, growth=1e-6)
+    searched, find = [], editor.target_search.find
+    monkeypatch.setattr(editor.target_search, "find", lambda *args: searched.extend(args[1]) or find(*args))
+    assert not editor.consolidate(lam=3.0, **INTO | {"batch": 1}).moved
+    assert len(searched) == 3, "the weights are full after three subjects that do not fit"
+
+
 def test_a_batch_that_does_not_fit_is_tried_in_halves(editor):
     growth = []
     for budget in (1, 4):
