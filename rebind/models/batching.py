@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -20,6 +21,8 @@ CACHED_TOKEN_COST = 1 / 6  # memory of a token in a cached prefix, relative to o
 PLANNED_FRACTION = 0.6  # of the memory beside the weights
 FREE_FRACTION = 0.9  # of what is free now, in case other processes use the GPU too
 FLOATS_PER_LAYER = 24  # stored for the backward pass per token and layer, in units of the hidden size
+# Launching a batch takes as long as this many parameters of a block, times the tokens that run through them.
+GPU_OVERHEAD, CPU_OVERHEAD = 12e9, 30e6
 T = TypeVar("T")
 
 
@@ -45,6 +48,35 @@ def tokens_that_fit(trunk: Trunk) -> int:
 def tokens_per_batch(trunk: Trunk) -> int:
     """Return how many tokens a batch without gradients may hold."""
     return GPU_SCORING_TOKENS if trunk.device.type == "cuda" else CPU_SCORING_TOKENS
+
+
+def launch_overhead(trunk: Trunk) -> float:
+    """Return how many tokens a model could run in the time that launching a batch takes."""
+    parameters = sum(parameter.numel() for parameter in trunk.blocks[0].parameters())
+    return (GPU_OVERHEAD if trunk.device.type == "cuda" else CPU_OVERHEAD) / max(parameters, 1)
+
+
+def padded_lengths(lengths: Sequence[int], overhead: float) -> dict[int, int]:
+    """Return the length that rows of each length are padded to, so that rows of similar length run as one batch.
+
+    A batch costs its tokens, with padding, and `overhead` more. Of all ways to divide the lengths into batches of
+    neighbors, this is the one that costs least.
+    """
+    counts = sorted(Counter(lengths).items())
+    best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first lengths, and where the last of their batches begins
+    for end in range(1, len(counts) + 1):
+        longest, rows, costs = counts[end - 1][0], 0, []
+        for begin in range(end - 1, -1, -1):
+            rows += counts[begin][1]
+            costs.append((best[begin][0] + overhead + rows * longest, begin))
+        best.append(min(costs))
+    padded: dict[int, int] = {}
+    end = len(counts)
+    while end:
+        begin = best[end][1]
+        padded |= {length: counts[end - 1][0] for length, _ in counts[begin:end]}
+        end = begin
+    return padded
 
 
 def run_in_batches(

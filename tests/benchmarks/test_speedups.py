@@ -15,7 +15,7 @@ from benchmarks.speedups.timing import Timer, difference
 from rebind.edit.editor import Editor
 from rebind.edit.facts.fact import Fact
 from rebind.edit.targets import TargetSettings, find_targets
-from rebind.edit.targets.objective import padded_length, prepare_batches
+from rebind.edit.targets.objective import prepare_batches
 from tests import tiny
 
 FACTS = [
@@ -51,7 +51,7 @@ def test_every_search_finds_the_same(setup):
 )
 def test_a_plain_trunk_does_the_work(setup, off, whole, below):
     """Or the rows would compare a thing with itself."""
-    suffix = max(padded_length(len(p.ids) + len(p.target) - p.mentions[0]) for f in setup.facts for p in f.prompts)
+    suffix = max(len(one) for fact in setup.facts for one in fact.suffixes)
     widths, first_block = [], setup.trunk.blocks[0]
 
     def count_runs(steps: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rebind.errors import MemoryWarning, OutOfMemoryError
-from rebind.models.batching import CPU_TOKENS, GPU_TOKENS, run_in_batches, tokens_that_fit
+from rebind.models.batching import CPU_TOKENS, GPU_TOKENS, padded_lengths, run_in_batches, tokens_that_fit
 from rebind.models.trunk import Trunk
 from tests import tiny
 from tests.support import raises
@@ -61,3 +61,12 @@ def test_the_budget_of_a_device(monkeypatch):
     budgets = {gpu(free << 20, 40 << 20) for free in (40, 39, 35)}
     assert len(budgets) == 1
     assert 1 < budgets.pop() < GPU_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("overhead", "expected"),
+    [(0.5, {2: 2, 3: 3, 8: 8, 9: 9}), (5.0, {2: 3, 3: 3, 8: 9, 9: 9}), (1e6, {2: 9, 3: 9, 8: 9, 9: 9})],
+)
+def test_rows_of_similar_length_run_together_where_padding_costs_less_than_a_batch(overhead, expected):
+    assert padded_lengths([2] * 4 + [3] * 10 + [8] * 3 + [9], overhead) == expected
+    assert padded_lengths([], overhead) == {}

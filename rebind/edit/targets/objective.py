@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from rebind.cuda_graphs import capture_graph, record_or_warn
 from rebind.memory.checks import require_number
+from rebind.models.batching import launch_overhead, padded_lengths
 from rebind.models.caches import select_cache
 from rebind.models.prompts import EncodedPrompt
 from rebind.models.tokens import Tokens
@@ -83,18 +86,16 @@ class FactPrompts:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """(1, tokens of all prefixes, tokens of all suffixes with padding) that the fact takes in a batch."""
+        """(1, tokens of all prefixes, tokens of all suffixes) that the fact takes in a batch."""
         rows = (*self.prompts, *self.kept)
-        suffixes = [len(prompt.ids) + len(prompt.target) - prompt.mentions[0] for prompt in rows]
-        return 1, sum(prompt.mentions[0] for prompt in rows), sum(map(padded_length, suffixes))
+        return 1, sum(prompt.mentions[0] for prompt in rows), sum(map(len, self.suffixes))
 
-
-def padded_length(suffix: int) -> int:
-    """Return the length of the rows that a suffix runs with: the next multiple of four.
-
-    Powers of two need half as many batches, but a third of what they compute is padding.
-    """
-    return -(-suffix // 4) * 4
+    @cached_property
+    def suffixes(self) -> list[tuple[int, ...]]:
+        """The tokens of each prompt, and then of each kept one, from the first mention of the subject on."""
+        said = [prompt.target if self.ends_word else prompt.target[:-1] for prompt in self.prompts]
+        rows = zip((*self.prompts, *self.kept), chain(said, repeat(())), strict=False)
+        return [(*prompt.ids[prompt.mentions[0] :], *target) for prompt, target in rows]
 
 
 Place = tuple[int, int, float, int]  # (row, token, weight, token that follows)
@@ -164,18 +165,19 @@ def prepare_batches(
     settings: TargetSettings,
     search_trunk: Trunk | None = None,
 ) -> list[SearchBatch]:
-    """Run the prefixes of all prompts, in one batch for each padded length of the suffixes.
+    """Run the prefixes of all prompts, in batches with suffixes of similar length.
 
     Hidden states come from `trunk`, the cache from the copy that the search runs on.
     """
     drafts: dict[int, _Draft] = {}
+    lengths = [len(suffix) for fact in facts for suffix in fact.suffixes]
+    padded = padded_lengths(lengths, launch_overhead(search_trunk or trunk))
     for index, fact in enumerate(facts):
         chats, shares = sum(prompt.answer is not None for prompt in fact.prompts), fact.shares
-        for place, prompt in enumerate((*fact.prompts, *fact.kept)):
+        for place, (prompt, suffix) in enumerate(zip((*fact.prompts, *fact.kept), fact.suffixes, strict=True)):
             start, says = prompt.mentions[0], place < len(fact.prompts)
             target = prompt.target if says else ()
-            suffix = (*prompt.ids[start:], *(target if fact.ends_word else target[:-1]))
-            draft = drafts.setdefault(padded_length(len(suffix)), _Draft())
+            draft = drafts.setdefault(padded[len(suffix)], _Draft())
             row = len(draft.suffixes)
             draft.prefixes.append(prompt.ids[:start])
             draft.suffixes.append(suffix)
