@@ -22,6 +22,13 @@ SPACELESS_SCRIPTS = re.compile(
     "\uff00-\uffef\U00020000-\U0003ffff]"
 )
 QUESTION_MARKS = "?？؟"
+ONLY_IDS = {
+    "add_special_tokens": False,
+    "padding": False,
+    "truncation": False,
+    "return_attention_mask": False,
+    "verbose": False,
+}
 PLACEHOLDER = "."  # stands for the answer in a chat template where a prompt has no target
 
 
@@ -144,7 +151,7 @@ def encode_prompts(
         _lay_out_chat(prompt, context, tokenizer) if prompt.question else _lay_out(prompt, context)
         for prompt in prompts
     ]
-    prompt_ids, offsets = _tokenize([layout.prompt for layout in layouts], tokenizer)
+    prompt_ids, offsets = _tokenize_with_offsets([layout.prompt for layout in layouts], tokenizer)
     if targets is None:
         targets = _target_tokens(prompts, layouts, prompt_ids, tokenizer)
     encoded = []
@@ -193,7 +200,7 @@ def _target_tokens(
     """Return the tokens of each target, as they follow those of the prompt."""
     if not any(prompt.target for prompt in prompts):
         return [() for _ in prompts]
-    joint, _ = _tokenize([layout.prompt + layout.target for layout in layouts], tokenizer)
+    joint = _tokenize([layout.prompt + layout.target for layout in layouts], tokenizer)
     targets = []
     for prompt, layout, ids, both in zip(prompts, layouts, prompt_ids, joint, strict=True):
         follows = both[: len(ids)] == ids
@@ -255,11 +262,16 @@ def _chat_error(problem: str) -> InputError:
     )
 
 
-def _tokenize(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
+def _tokenize_with_offsets(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
     """Return the token ids of each text and the span of characters of each token, without special tokens."""
-    options = {"add_special_tokens": False, "padding": False, "truncation": False, "verbose": False}
-    batch = tokenizer(texts, return_offsets_mapping=True, return_attention_mask=False, **options)
+    batch = tokenizer(texts, return_offsets_mapping=True, **ONLY_IDS)
     return batch["input_ids"], batch["offset_mapping"]
+
+
+def _tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of each text, without special tokens."""
+    ids: list[list[int]] = tokenizer(texts, **ONLY_IDS)["input_ids"]
+    return ids
 
 
 def _tokenize_alone(text: str, tokenizer: Any) -> list[int]:
@@ -269,10 +281,10 @@ def _tokenize_alone(text: str, tokenizer: Any) -> list[int]:
     tokenized there, provided the anchor does not merge with it.
     """
     for anchor in ("\n", "."):
-        (alone, both), _ = _tokenize([anchor, anchor + text], tokenizer)
+        alone, both = _tokenize([anchor, anchor + text], tokenizer)
         if alone and both[: len(alone)] == alone and len(both) > len(alone):
             return both[len(alone) :]
-    return _tokenize([text], tokenizer)[0][0]
+    return _tokenize([text], tokenizer)[0]
 
 
 def _takes_space(prompt: str, target: str) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,9 @@ class Tokens:
 
 def _pad(rows: Sequence[Sequence[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return rows of different lengths as one tensor, and a mask that is 1 where there is a token."""
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_side=side)
-    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side=side)
-    return ids.to(device), mask.to(device)
+    lengths = torch.tensor([len(row) for row in rows]).unsqueeze(-1)
+    places = torch.arange(int(lengths.max()))
+    is_token = places < lengths if side == "right" else places >= len(places) - lengths
+    ids = torch.zeros(is_token.shape, dtype=torch.long)
+    ids[is_token] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.long)
+    return ids.to(device), is_token.long().to(device)

@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -135,7 +134,8 @@ class TargetSearch:
         on_step: OnStep | None = None,
     ) -> TargetStates:
         """Return the target state of every fact: from the store, or by a search, the results of which are stored."""
-        keys = [self._key(layer, settings, fact) for fact in facts]
+        inputs = f"{self.fingerprint} in {self.dtype}", layer, settings  # beside the prompts, all a target depends on
+        keys = [hashlib.sha256(repr((*inputs, fact)).encode()).hexdigest() for fact in facts]
         rows = store.load(keys)
         lacking = gather([index for index, key in enumerate(keys) if key not in rows], "missing targets")
         if missing := sorted({index for one in lacking for index in one}):  # in any process
@@ -169,11 +169,6 @@ class TargetSearch:
                 on_step=on_step,
                 on_group=lambda group, part: store.save([keys[chosen[index]] for index in group], part),
             )
-
-    def _key(self, layer: int, settings: TargetSettings, fact: FactPrompts) -> str:
-        """Return a digest of everything that a target state depends on."""
-        inputs = [f"{self.fingerprint} in {self.dtype}", layer, asdict(settings), asdict(fact)]
-        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
     def _search_copy(self) -> Trunk | None:
         """Return the copy to search on; None where the search runs on the model itself."""
