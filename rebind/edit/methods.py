@@ -152,6 +152,8 @@ def _with_moment(keys: Tensor, old_keys: OldKeys, gain: Callable[[Tensor, Choles
     return factored.unwhiten(gain(factored.whiten(keys).mT, None).mT).mT
 
 
+DIRECT = TargetSettings(optimizer="normalized", rate=0.4)
+
 METHODS = {
     method.name: method
     for method in (
@@ -182,6 +184,7 @@ METHODS = {
             several_layers=False,
             exact=True,
             dense=True,
+            targets=DIRECT,
         ),
     )
 }

@@ -19,9 +19,12 @@ class Tokens:
     positions: Tensor  # [rows, tokens]: the position of each token in its own sequence
 
     @classmethod
-    def left_padded(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Tokens:
-        """Return rows aligned at their ends, for a cache of prefixes or a key at the last token."""
-        ids, mask = _pad(rows, "left", device)
+    def left_padded(cls, rows: Sequence[Sequence[int]], device: torch.device, *, least: int = 0) -> Tokens:
+        """Return rows aligned at their ends, for a cache of prefixes or a key at the last token.
+
+        They are padded to the longest row, or to `least` tokens where that is more.
+        """
+        ids, mask = _pad(rows, "left", device, least)
         return cls(ids, mask, (mask.cumsum(-1) - 1).clamp_min(0))
 
     @classmethod
@@ -41,10 +44,10 @@ class Tokens:
         return Tokens(self.ids[rows], self.mask[rows], self.positions[rows])
 
 
-def _pad(rows: Sequence[Sequence[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def _pad(rows: Sequence[Sequence[int]], side: str, device: torch.device, least: int = 0) -> tuple[Tensor, Tensor]:
     """Return rows of different lengths as one tensor, and a mask that is 1 where there is a token."""
     lengths = torch.tensor([len(row) for row in rows]).unsqueeze(-1)
-    places = torch.arange(int(lengths.max()))
+    places = torch.arange(max(int(lengths.max()), least))
     is_token = places < lengths if side == "right" else places >= len(places) - lengths
     ids = torch.zeros(is_token.shape, dtype=torch.long)
     ids[is_token] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.long)

@@ -29,12 +29,15 @@ import torch
 from torch import Tensor
 
 from rebind.cuda_graphs import capture_graph, record_or_warn
-from rebind.memory.checks import require_number
+from rebind.memory.checks import require_number, unknown_name
 from rebind.models.batching import launch_overhead, padded_lengths
 from rebind.models.caches import select_cache
 from rebind.models.prompts import EncodedPrompt
 from rebind.models.tokens import Tokens
 from rebind.models.trunk import Trunk
+
+OPTIMIZERS = ("adam", "normalized")
+ALIGNED = 8  # matrix products are fast where the number of keys is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,14 @@ class TargetSettings:
     """How to search for δ."""
 
     steps: int = 25
-    rate: float = 0.5
+    rate: float = 0.5  # of Adam; for normalized steps the length of the first one, as a share of ‖h₀‖
     clamp: float = 0.75  # largest ‖δ‖ / ‖h₀‖
     decay: float = 0.5
     kl: float = 0.0625
     keep: float = 2.0  # weight of the kept prompts
     end: float = 1.0  # weight of the end of the target's last word
     enough: float = 0.05  # the search for a fact ends when its loss falls below this
+    optimizer: str = "adam"  # or "normalized"
 
     def __post_init__(self) -> None:
         require_number("steps", self.steps, least=1, whole=True, code="not_positive")
@@ -56,6 +60,8 @@ class TargetSettings:
             require_number(name, getattr(self, name), above=0.0, code="not_positive")
         for name in ("decay", "kl", "keep", "end", "enough"):
             require_number(name, getattr(self, name), code="negative_setting")
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
 
 
 @dataclass(frozen=True)
@@ -214,7 +220,9 @@ class _Draft:
     subject: list[Place] = field(default_factory=list)
 
     def run(self, trunk: Trunk, layer: int, search_trunk: Trunk | None) -> SearchBatch:
-        past = Tokens.left_padded(self.prefixes, trunk.device)
+        longest = max(map(len, self.prefixes))
+        keys = longest + max(map(len, self.suffixes))
+        past = Tokens.left_padded(self.prefixes, trunk.device, least=longest and longest + -keys % ALIGNED)
         cache = trunk.cache(past, last_layer=None if search_trunk is None else layer)
         tokens = Tokens.following(past, self.suffixes)
         hidden = trunk.after(layer, tokens, cache=cache)

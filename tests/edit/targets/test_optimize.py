@@ -24,6 +24,7 @@ from tests.support import assert_close, raises
 
 LAYER = 1
 SETTINGS = TargetSettings(steps=9, rate=0.5, clamp=0.5, decay=0.4, kl=0.3, keep=1.0, end=0.5, enough=4.65)
+NORMALIZED = replace(SETTINGS, optimizer="normalized", rate=0.2)
 
 
 @functools.cache
@@ -77,7 +78,7 @@ WORD_PARTS = torch.arange(VOCAB) % 3 == 0
 
 
 def reference(trunk: Trunk, fact: FactPrompts, settings: TargetSettings) -> tuple[Tensor, Tensor, float, int]:
-    """(h₀, h₀ + δ, loss, updates) by the book: whole forward passes, a hook, torch's Adam, one fact."""
+    """(h₀, h₀ + δ, loss, updates) by the book: whole forward passes, a hook, torch's Adam or plain steps, one fact."""
     model, block = trunk.model, trunk.blocks[LAYER]
     bare = fact.prompts[0]
 
@@ -116,7 +117,7 @@ def reference(trunk: Trunk, fact: FactPrompts, settings: TargetSettings) -> tupl
     length = start.norm()
     delta = torch.zeros_like(start, requires_grad=True)
     adam = torch.optim.Adam([delta], lr=settings.rate)
-    updates = 0
+    momentum, updates = torch.zeros_like(start), 0
     for step in range(settings.steps):
         before, now = answers(subject, delta)
         divergence = torch.nn.functional.kl_div(now[-1], before[-1], log_target=True, reduction="sum")
@@ -147,9 +148,14 @@ def reference(trunk: Trunk, fact: FactPrompts, settings: TargetSettings) -> tupl
             break
         adam.zero_grad()
         loss.backward()
-        adam.step()
-        updates += 1
+        if settings.optimizer == "adam":
+            adam.step()
         with torch.no_grad():
+            if settings.optimizer == "normalized":
+                momentum = (momentum + delta.grad) / 2
+                share = settings.rate * 0.1 ** (updates / (settings.steps - 2))
+                delta -= share * length * momentum / momentum.norm()
+            updates += 1
             if delta.norm() > settings.clamp * length:
                 delta.mul_(settings.clamp * length / delta.norm())
     return start, (start + delta).detach(), float(loss.detach()), updates
@@ -160,21 +166,24 @@ def search(trunk: Trunk, settings: TargetSettings = SETTINGS, **options: Any) ->
 
 
 @functools.cache
-def family_targets(name: str) -> TargetStates:
-    return search(family_trunk(name))
+def family_targets(name: str, settings: TargetSettings = SETTINGS) -> TargetStates:
+    return search(family_trunk(name), settings)
 
 
 EXACT = ["llama", "gpt2", "opt-post-norm", "falcon-sequential", "olmo3", "qwen3", "rebind-gated_delta", "rebind-mixed"]
 NARROW_ATTENTION = ["gpt-j", "bloom", "gemma2", "llama4"]  # transformers computes their attention in float32
 
 
-@pytest.mark.parametrize("name", EXACT + NARROW_ATTENTION)
-def test_a_batch_is_the_plain_loop(name):
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, SETTINGS) for name in EXACT + NARROW_ATTENTION), *((name, NORMALIZED) for name in EXACT)],
+)
+def test_a_batch_is_the_plain_loop(name, settings):
     tolerance = 1e-6 if name in NARROW_ATTENTION else 1e-12
-    targets = family_targets(name)
+    targets = family_targets(name, settings)
     assert len(set(targets.steps.tolist())) > 1, "facts should finish at different steps for this to prove anything"
     for row, fact in enumerate(FACTS):
-        initial, state, loss, updates = reference(family_trunk(name), fact, SETTINGS)
+        initial, state, loss, updates = reference(family_trunk(name), fact, settings)
         assert_close(targets.initial[row], initial, tolerance)
         assert_close(targets.states[row], state, tolerance)
         assert abs(float(targets.loss[row]) - loss) < tolerance
