@@ -174,8 +174,9 @@ def warn_of_sinks(model: LanguageModel, facts: Sequence[Fact], framings: Sequenc
     """Warn of facts that cannot be written in the plain framing, because they begin with a subject of one token."""
     if "plain" not in framings:
         return
-    plain = model.encode([fact.as_prompt() for fact in facts], start=False)
-    first = [fact for fact, prompt in zip(facts, plain, strict=True) if without_sink(prompt) is None]
+    beginning = [fact for fact in facts if not fact.parts[0].strip()]
+    plain = model.encode([fact.as_prompt() for fact in beginning], start=False)
+    first = [fact for fact, prompt in zip(beginning, plain, strict=True) if without_sink(prompt) is None]
     if first:
         others = f" and {len(first) - 1} more prompts" if len(first) > 1 else ""
         warnings.warn(

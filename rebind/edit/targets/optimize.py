@@ -35,7 +35,7 @@ from rebind.models.trunk import Trunk
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # of Adam
 MOMENTUM, SHORTENING = 0.5, 0.1  # of normalized steps; the last one is shorter than the first by the second factor
-RECORDING_COST = 10_000  # recording a step takes as long as running one with this many rows
+RECORDING_COST = 27_000  # recording a step takes as long as running one with this many rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +202,8 @@ class _GroupSearch:
 
     def _normalized(self, facts: Tensor, gradient: Tensor) -> Tensor:
         self.first[facts] = MOMENTUM * self.first[facts] + (1 - MOMENTUM) * gradient
-        progress = self.steps[facts].to(gradient.dtype) / max(self.settings.steps - 2, 1)  # the first loss needs no step
+        progress = self.steps[facts].to(gradient.dtype) / max(
+            self.settings.steps - 2, 1
+        )  # the first loss needs no step
         size = self.settings.rate * SHORTENING**progress * self.length[facts]
         return size.unsqueeze(-1) * functional.normalize(self.first[facts], dim=-1)
