@@ -16,7 +16,7 @@ from torch import Tensor
 from rebind.edit.facts.fact import Fact
 from rebind.models.prompts import Prompt
 
-LOWEST, HIGHEST = 0.7, 0.88  # at the highest, a state that equals a key reads .9993 of its value
+LOWEST, HIGHEST = 0.7, 0.88
 OWN_QUANTILE = 0.1  # of the framings, the farthest may be missed
 ALONE = 0.9  # how far a mention may be from the key of a fact that has one key only
 MERGED = 0.95  # keys of a fact that are at least as similar become one
