@@ -111,7 +111,7 @@ def wide_rows(counts: Sequence[int], device: torch.device) -> Iterator[dict[str,
         "forward": lambda: model(ids, logits_to_keep=1),
         "decode": lambda: model(ids[:, :1], past_key_values=borrow_cache(cache), use_cache=True),
     }
-    whitening = Whitening(torch.zeros(width, device=device), torch.eye(width, device=device))
+    whitening = Whitening(torch.zeros(width), torch.eye(width))
     for count in counts:
         owner = torch.arange(count, device=device).repeat_interleave(ROWS_PER_FACT)
         keys = functional.normalize(torch.randn(count, width, device=device), dim=-1)[owner]
@@ -120,7 +120,7 @@ def wide_rows(counts: Sequence[int], device: torch.device) -> Iterator[dict[str,
         memory = Dense(functional.normalize(keys, dim=-1), values, thresholds, owner=owner)
         row: dict[str, Any] = {"facts": count, "rows": len(memory), "GB": 4e-9 * (keys.numel() + values.numel())}
         without = {name: often(run, device) for name, run in runs.items()}
-        handle = block.register_forward_hook(MemoryHook(whitening, memory))
+        handle = block.register_forward_hook(MemoryHook.on(block, whitening, memory))
         row |= {f"read, {name}": often(run, device) / without[name] - 1 for name, run in runs.items()}
         handle.remove()
         yield row | {f"milliseconds, {name}": 1e3 * seconds for name, seconds in without.items()}
