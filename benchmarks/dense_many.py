@@ -2,6 +2,7 @@
 
     python -m benchmarks.dense_many --device cuda --facts counterfact.json --text held.txt --n 100000 --batch 10000
     python -m benchmarks.dense_many --device cuda --wide 10000 100000
+    python -m benchmarks.dense_many --facts counterfact.json --recognize 20000 --beta 60 200
 
 Every fact is about an invented name, with the relation and the target of a CounterFact record. They are written in
 edits of --batch facts, searched and keyed in the framing `start` alone, until --seconds have passed. Every second edit
@@ -14,6 +15,10 @@ and the last one are followed by a row:
 
 --wide measures these shares on a random model with the shape of Llama 3 8B in bfloat16, for memories of so many facts
 with six random rows each. Nothing that it reads is near to a row, like nearly all tokens of a text.
+
+--recognize asks without any search how sharp the softmax must be: each of so many subjects has one row, as above, and
+is asked after its own prompt. For every β: the mean weight of the right row, and the share of subjects for which it is
+.9 or more.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.progress import track
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -38,10 +44,12 @@ from benchmarks.report import RESULTS
 from rebind.bench.measure import machine
 from rebind.edit import Editor, Fact
 from rebind.edit.dense.hook import MemoryHook
+from rebind.edit.dense.thresholds import ALONE, choose_thresholds, nearest_strangers
 from rebind.edit.facts.fact import escape_braces
+from rebind.edit.solve import SubjectStates
 from rebind.evals.reading import read_records
 from rebind.evals.records import Record
-from rebind.memory.dense import Dense, Whitening
+from rebind.memory.dense import BETA, Dense, Whitening
 from rebind.models.caches import borrow_cache
 from rebind.storage import write_json
 
@@ -88,6 +96,32 @@ def rows_of(editor: Editor, facts: Sequence[Fact], text: str, options: argparse.
 def said(editor: Editor, facts: Sequence[Fact]) -> float:
     scores = editor.score(facts)
     return sum(score.exact for score in scores) / len(scores)
+
+
+@torch.no_grad()
+def recognition(editor: Editor, facts: Sequence[Fact], betas: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Yield how rightly the subjects are recognized for each β."""
+    editor.framings = ("start",)
+    dense, layer = editor.edited.dense, editor.settings("dense").layers[0]
+    dense.load(layer)
+    whiten, parts = dense.whitening(layer), []
+    for begin in track(range(0, len(facts), 2000), "subjects", transient=True):
+        prompts = editor.fact_prompts(facts[begin : begin + 2000], keep=False)
+        subjects = SubjectStates(editor.language_model.trunk, prompts, several_keys=True)
+        parts.append(whiten(subjects.states_after(layer).float()))
+    keys = torch.cat(parts)
+    subject, sample = torch.arange(len(keys), device=keys.device), whiten(dense.old_states[layer].sample.to(keys))
+    nearest = nearest_strangers(keys, subject, [sample])
+    thresholds = choose_thresholds(torch.full_like(nearest, ALONE), nearest)
+    quantiles = nearest.cpu().quantile(torch.tensor([0.5, 0.9, 0.99])).tolist()
+    for beta in betas:
+        right = []
+        for part, own in zip(keys.split(1000), subject.split(1000), strict=True):
+            logits = functional.pad(beta * (part @ keys.mT - thresholds), (0, 1))  # the last one is the empty slot
+            right.append(torch.softmax(logits, dim=-1).gather(-1, own.unsqueeze(-1)))
+        weights = torch.cat(right)
+        shares = {"weight": float(weights.mean()), "at least .9": float((weights >= 0.9).double().mean())}
+        yield {"facts": len(facts), "beta": beta, **shares, "nearest other: .5, .9, .99 quantiles": quantiles}
 
 
 def wide_rows(counts: Sequence[int], device: torch.device) -> Iterator[dict[str, Any]]:
@@ -154,17 +188,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="of writing, after which no edit begins")
     parser.add_argument("--tokens", type=int, default=50_000, help="of the text")
     parser.add_argument("--wide", type=int, nargs="+", default=[], help="measure reads of so many facts on an 8B shape")
+    parser.add_argument(
+        "--recognize", type=int, help="ask without a search how many of so many subjects are recognized"
+    )
+    parser.add_argument("--beta", type=float, nargs="+", default=[BETA], help="of the softmax, for --recognize")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS / "dense-many.json")
     options = parser.parse_args()
-    content: dict[str, Any] = {"machine": machine(), "model": options.model, "rows": [], "wide": []}
+    content: dict[str, Any] = {"machine": machine(), "model": options.model, "rows": [], "wide": [], "recognized": []}
     if options.facts:
         editor = Editor(options.model, device=options.device, guard=None)
-        facts = invented_facts(read_records(options.facts, skip_bad=True), options.n)
+        records = read_records(options.facts, skip_bad=True)
+    if options.recognize:
+        for row in recognition(editor, invented_facts(records, options.recognize), options.beta):
+            report(content["recognized"], row, content, options.out)
+    elif options.facts:
+        facts = invented_facts(records, options.n)
         for row in rows_of(editor, facts, options.text.read_text(encoding="utf-8"), options):
             report(content["rows"], row, content, options.out)
-        del editor
     if options.wide:
         for row in wide_rows(options.wide, torch.device(options.device)):
             report(content["wide"], row, content, options.out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from benchmarks.dense_many import invented_facts, rows_of
+from benchmarks.dense_many import invented_facts, recognition, rows_of
 from rebind.edit import Fact
 from rebind.evals.records import Record
 from tests import tiny
@@ -30,3 +30,10 @@ def test_rows_come_after_every_second_edit_and_the_last(monkeypatch):
     assert all(row["rows"] >= row["facts"] for row in rows)
     assert {"fires", "perplexity other", "undo one"} <= set(rows[-1])
     assert len(editor.ledger.active) == 5
+
+
+def test_a_sharper_softmax_recognizes_more():
+    blunt, sharp = recognition(open_editor(), invented_facts(RECORDS, 40), [1.0, 1000.0])
+    assert 0 < blunt["weight"] < 0.1
+    assert blunt["weight"] < sharp["weight"] <= 1
+    assert sharp["at least .9"] > blunt["at least .9"] == 0
