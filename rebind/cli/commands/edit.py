@@ -87,7 +87,10 @@ class SearchOptions:
     """Settings of target search; None leaves a setting at its default."""
 
     steps: Annotated[int | None, search_value("N", "Search each target for at most N steps.", min=1)] = None
-    rate: Annotated[float | None, search_value("X", "Learning rate of the search.", min=MIN_POSITIVE)] = None
+    rate: Annotated[
+        float | None,
+        search_value("X", "Learning rate; dense: length of the first step, relative to the state.", min=MIN_POSITIVE),
+    ] = None
     clamp: Annotated[
         float | None, search_value("X", "Largest change of the hidden state, relative to its norm.", min=MIN_POSITIVE)
     ] = None
