@@ -389,12 +389,13 @@ def _print_plan(terminal: Terminal, plan: Plan) -> None:
     lam = "chosen from the keys" if plan.lam is None else f"{plan.lam:.4g}"
     if plan.lam is None and plan.published_lam:
         lam += f" (published runs on this model used {plan.published_lam:,.0f})"
+    search = {"optimizer": plan.targets.optimizer, **asdict(plan.targets)}
     rows = [
         ("facts", plan.facts),
         ("method", plan.method),
         ("layers", f"{', '.join(map(str, plan.layers))} ({plan.source})"),
         *([("λ", lam)] if uses_lambda(plan.method) else []),
-        ("search", ", ".join(f"{name} {value:g}" for name, value in asdict(plan.targets).items())),
+        ("search", ", ".join(f"{name} {value}" for name, value in search.items())),
         ("old keys", "cached" if plan.moments_cached else f"to be collected from {plan.moment_tokens:,} tokens"),
         ("tokens", f"{plan.prompt_tokens:,} in all prompts"),
         ("time", f"about {seconds(plan.seconds)}"),
