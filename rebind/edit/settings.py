@@ -54,7 +54,7 @@ def _search(steps: int, rate: float, decay: float, clamp: float) -> TargetSettin
 
 ROME, EMMET, DENSE, SEVERAL = ("rome",), ("emmet",), ("dense",), ("memit", "alphaedit", "recursive")
 MANY_FACTS = TargetSettings(enough=0.2, keep=0.0)
-MANY_ROWS = replace(DIRECT, steps=16, rate=0.3, clamp=0.5, enough=0.2, keep=0.0)
+MANY_ROWS = replace(DIRECT, steps=16, rate=0.3, clamp=0.5, keep=0.0)
 LLAMA_LAYERS = (4, 5, 6, 7, 8)
 
 # The published λ has our unit, λ·E[kkᵀ], but is only shown: it was tuned for one number of facts (2,000 or 10,000 at
