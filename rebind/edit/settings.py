@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rebind.edit.ledger.edit import JSON
-from rebind.edit.methods import DIRECT, Method
+from rebind.edit.methods import DENSE_SEARCH, Method
 from rebind.edit.targets.objective import TargetSettings
 from rebind.errors import InputError
 from rebind.memory.checks import require_number, require_type
@@ -54,7 +54,7 @@ def _search(steps: int, rate: float, decay: float, clamp: float) -> TargetSettin
 
 ROME, EMMET, DENSE, SEVERAL = ("rome",), ("emmet",), ("dense",), ("memit", "alphaedit", "recursive")
 MANY_FACTS = TargetSettings(enough=0.2, keep=0.0)
-MANY_ROWS = replace(DIRECT, steps=16, rate=0.3, clamp=0.5, keep=0.0)
+DENSE_SEARCH_OF_MANY = replace(DENSE_SEARCH, steps=16, rate=0.3, clamp=0.5, keep=0.0)
 LLAMA_LAYERS = (4, 5, 6, 7, 8)
 
 # The published λ has our unit, λ·E[kkᵀ], but is only shown: it was tuned for one number of facts (2,000 or 10,000 at
@@ -86,8 +86,8 @@ KNOWN_MODELS = (
     # Deeper layers tell subjects apart better, and the memory fires less on other text. From layer 11 on, paraphrases
     # are recognized less often. In a thousand facts and more, what is kept about their subjects costs answers in texts
     # and chats, and most of the time.
-    KnownModel(DENSE, "smollm2", 30, (8,), MANY_ROWS, source="measured", facts=1_000),
-    KnownModel(DENSE, "smollm2", 30, (8,), DIRECT, source="measured"),
+    KnownModel(DENSE, "smollm2", 30, (8,), DENSE_SEARCH_OF_MANY, source="measured", facts=1_000),
+    KnownModel(DENSE, "smollm2", 30, (8,), DENSE_SEARCH, source="measured"),
 )
 
 

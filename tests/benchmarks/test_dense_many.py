@@ -1,4 +1,4 @@
-"""The benchmark of a hundred thousand dense facts, with six of them on a tiny model."""
+"""The benchmark of a hundred thousand dense facts, with a few of them on a tiny model."""
 
 from __future__ import annotations
 

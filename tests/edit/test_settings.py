@@ -14,7 +14,7 @@ from rebind.edit.settings import (
     save_measured_layers,
 )
 from rebind.edit.targets import TargetSettings
-from rebind.errors import InputError
+from rebind.errors import InputError, UnknownNameError
 from rebind.storage import seal_json, write_json
 from tests.support import raises
 
@@ -128,3 +128,9 @@ def test_a_search_must_be_able_to_move(settings):
 def test_penalties_are_not_negative(settings):
     with raises(InputError, "negative_setting"):
         TargetSettings(**settings)
+
+
+def test_an_unknown_optimizer_is_named():
+    with raises(UnknownNameError, "unknown_optimizer") as caught:
+        TargetSettings(optimizer="normalised")
+    assert "Did you mean 'normalized'?" in str(caught.value)

@@ -107,7 +107,7 @@ class LifeOfFacts(Experiment):
             )
             early, late = (curve(rows, "n", "first", method="dense").mean[at] for at in (0, -1))
             statement = "it does not forget the first batch"
-            yield Claim(statement, late > early - 0.05, f"{early:.2f} at first, {late:.2f} at the end")
+            yield Claim(statement, 0.7 < early - 0.05 < late, f"{early:.2f} at first, {late:.2f} at the end")
         if "dense" in last and in_weights:
             best = max(said[method] for method in in_weights)
             statement = "facts that go into the weights at once are said less often"
